@@ -454,8 +454,8 @@ for n in (10, 100, 1000):
 # 1: half the launches, and the rows and positions are read once. 2: a token takes 2 · 32 · 8 · 128
 # · 2 = 131 072 bytes, so 16 GB hold 122 000 tokens. 3: all positions of the common prefix, in every
 # layer: they depend on nothing after it. To share them, a row must consist of blocks that several
-# sequences can refer to: pages (Kwon et al. 2023). xtrain's cache is divided in this way: a "row" is
-# a block of 64 tokens, and a block table lists those of each sequence (`serving/blocks.py`).
+# sequences can refer to: paging (Kwon et al. 2023). xtrain's cache is divided in this way: a "row" is
+# a block of 64 tokens, and a block table lists the blocks of each sequence (`serving/blocks.py`).
 #
 # </details>
 #

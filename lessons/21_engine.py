@@ -64,8 +64,8 @@ for b in (1, 8, 32):
 # %% [markdown]
 # Eight sequences cost little more than one, and nearly eight times less per token. So a step should
 # always be full. A **slot** is a place in the batch and holds one sequence. The memory of the cache
-# limits how many there can be; for now, a slot has room for the longest sequence ([lesson
-# 24](24_paged_cache.ipynb) divides the cache into blocks).
+# limits how many there can be. In this lesson a slot has room for the longest sequence, as a row of
+# the cache in lesson 18 has.
 #
 # ## Static batching by hand
 #
@@ -172,7 +172,7 @@ for prompt, n, answer in zip(prompts, lengths, answers):
 
 # %% [markdown]
 # The last lines show the property that makes continuous batching usable: *the other sequences in
-# the batch do not change the result*. Each sequence has its own slot of the cache, its own length,
+# the batch do not change the result*. Each sequence has its own part of the cache, its own length,
 # and its own random numbers (lesson 20). There is one caveat: matrix products of other shapes add
 # in a different order, so last bits may differ, and of two nearly tied tokens the other one may
 # win. `Engine(..., batch_invariant=True)` prevents this, at some cost in speed.
@@ -479,9 +479,9 @@ lesson.source(Engine._end_if_finished)
 
 # %% [markdown]
 # The next function uses the idea of 21.3 for all requests at once. The cache consists of blocks of 64
-# tokens (Kwon et al. 2023). Full blocks that hold the first tokens of the prompt are shared; a block
-# that holds only some of the next ones is copied. (When the weights change, no cached keys can be
-# reused.)
+# tokens, and a sequence has a table that lists its blocks ([lesson 24](24_paged_cache.ipynb)). Full
+# blocks that hold the first tokens of the prompt are shared; a block that holds only some of the next
+# ones is copied. (When the weights change, no cached keys can be reused.)
 
 # %%
 lesson.source(Engine._assign_blocks)

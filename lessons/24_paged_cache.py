@@ -383,6 +383,23 @@ for blocks in (14, 1000):
 print("the same answers:", texts[14] == texts[1000])
 
 # %% [markdown]
+# A table helps in a third way. A long prompt would stall the other sequences for as long as its pass
+# takes. With a cache that already holds the first part of a prompt, the rest can be computed later:
+# the queries of the second part read the keys of the first through the table. So the engine cuts
+# long prompts, and decodes the other sequences in between (**chunked prefill**). Here a prompt of 100
+# tokens arrives while another sequence decodes, with at most 32 prompt tokens in a pass:
+
+# %%
+engine = xtrain.Engine(model, max_batch=2, prefill_tokens=32)
+engine.generate([[1, 2], list(range(100))], max_new_tokens=[8, 3])
+spans = {"decoding": [], "prefill": []}
+for step in engine.trace:
+    for name, n in (("decoding", len(step.decoded)), ("prefill", step.prefilled)):
+        if n:
+            spans[name].append((step.number, step.number + 1, str(n)))
+lesson.figures.timeline(spans, "sequences decoded and prompt tokens computed", "step")
+
+# %% [markdown]
 # **The improvement** of a paged cache is the number of sequences that fit: by the first cell of this
 # lesson, about twice as many as with rows of 2048 tokens, and more where the longest sequence is
 # longer. What shared beginnings save comes on top.
@@ -446,6 +463,8 @@ lesson.source(Engine._assign_blocks)
 #
 # - W. Kwon et al., *Efficient Memory Management for Large Language Model Serving with
 #   PagedAttention*, 2023.
+# - A. Agrawal et al., *Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve*, 2024:
+#   chunked prefill.
 # - L. Zheng et al., *SGLang: Efficient Execution of Structured Language Model Programs*, 2024: finding
 #   shared prefixes automatically.
 # - T. Kilburn et al., *One-Level Storage System*, 1962: pages, in the Atlas computer.
