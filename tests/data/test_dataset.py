@@ -441,7 +441,7 @@ def test_a_full_disk_at_any_write(small, small_corpus, text_folder, tmp_path, co
         assert snapshot(again.folder) == snapshot(small_corpus.folder), n
         if disk.count < n:
             break
-    assert n > 60 and resumed > 5 and harmless <= 3, (n, resumed, harmless)
+    assert n > 60 and resumed > 5 and harmless <= (n // 20 if SLOW else 3), (n, resumed, harmless)
 
 
 # ----------------------------------------------------------------------------- what is not read again

@@ -27,7 +27,7 @@ there are as many blocks as the GPU runs at a time. Each counts the splits of al
 ...: one split of one key head.
 For every item a block computes its queries from qkv, which costs less than another kernel. The block of the last keys appends
 the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were written
-long before: while the GEMM that produces qkv still runs, a block prefetches those of its first item. Finding them takes two
+long before: while the GEMM that produces qkv still runs, a block prefetches the first ones. Finding them takes two
 dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they know the lengths.
 
     bf16        tensor cores, compute capability 8.0 and up
