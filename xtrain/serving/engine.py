@@ -29,10 +29,9 @@ shapes add in a different order; batch_invariant=True prevents this, at some cos
 """
 
 import collections
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,6 +59,7 @@ from .requests import (
     make_scoring_requests,
 )
 from .scoring import LOGIT_ROWS, Scores
+from .stream import Stream
 
 # Prompt tokens in one forward pass, at most. More would cost more memory than they save time: on the CPU the reference
 # of attention computes all scores at once, heads x tokens x keys.
@@ -320,7 +320,7 @@ class Engine:
         logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
         logprobs: int | Sequence[int | None] | None = None,
         n: int = 1,
-    ) -> "Stream":
+    ) -> Stream:
         """-> an iterator over (number, token) with `completions` and `cancel(number)`; it computes when iterated.
 
         prompts: lists of token ids. Every option except stop and n may be a list with one value per prompt.
@@ -924,60 +924,6 @@ def _logprobs_of(request: Request, arrays: list[np.ndarray], row: int) -> TokenL
 def _step_of(request: Request) -> int:
     """The number of tokens that have been drawn, or will be when all launches end."""
     return len(request.completion) + request.in_flight
-
-
-class Stream:
-    """Iterates over (prompt number, token). Leaving the loop early cancels the unfinished requests.
-
-    completions: one per prompt; each grows while it is generated and gets a `reason` when it ends.
-    """
-
-    def __init__(self, engine: Engine, requests: list[Request]):
-        self.engine, self.requests = engine, requests
-        self.completions = [request.completion for request in requests]
-        # It has no reference to this Stream, so deleting the Stream closes it.
-        self._iterator = _tokens(engine, requests)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self
-
-    def __next__(self) -> tuple[int, int]:
-        return next(self._iterator)
-
-    def cancel(self, number: int) -> None:
-        """Generate no more tokens for prompt `number`."""
-        self.engine.cancel(self.requests[number])
-
-    def close(self) -> None:
-        """Cancel the unfinished requests, as leaving the loop does. Any thread may call it."""
-        for request in self.requests:
-            self.engine.cancel(request)
-        with contextlib.suppress(ValueError):  # another thread is iterating: its loop ends
-            self._iterator.close()
-
-
-def _tokens(engine: Engine, requests: list[Request]) -> Generator[tuple[int, int], None, None]:
-    try:
-        # Some may have been cancelled before the first token.
-        engine.submit(*[r for r in requests if r.completion.reason is None])
-        completions, sent = [request.completion for request in requests], [0] * len(requests)
-        # Read the completions, not what `step` returns: another stream may have made the step.
-        while True:
-            # First the reasons: another thread may append the last tokens after this line.
-            ended = all(completion.reason for completion in completions)
-            fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
-            fresh = [i for i in fresh if completions[i].reason != "cancelled"]
-            for i in fresh:
-                sent[i] += 1
-                yield i, completions[i][sent[i] - 1]
-            if fresh:
-                continue
-            if ended:
-                return
-            engine.step()
-    finally:
-        for request in requests:
-            engine.cancel(request)
 
 
 def graph_size(b: int, max_batch: int) -> int:

@@ -10,9 +10,10 @@ import tyro
 
 from ..cli import print_text, say
 from ..errors import UserError
-from .engine import Engine, Stream
+from .engine import Engine
 from .pretrained import Pretrained, load
 from .requests import REASONS, Completion
+from .stream import Stream
 from .text_stream import TextStream
 
 MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
