@@ -8,13 +8,14 @@ Prints memory and objects after a quarter of the requests and at the end; exit c
 import argparse
 import collections
 import gc
+import os
 import sys
 import time
 import tracemalloc
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import psutil
 from serving_state import check_nothing_is_used
 from twins import random_model, small
 
@@ -49,7 +50,10 @@ def usage(requests, device):
         free_cached("gpu")
         free, total = cupy().cuda.runtime.memGetInfo()
         on_gpu = total - free
-    resident = psutil.Process().memory_info().rss
+    resident = 0
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
     return Usage(requests, len(gc.get_objects()), tracemalloc.get_traced_memory()[0], resident, on_gpu)  # fmt: skip
 
 

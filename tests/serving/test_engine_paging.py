@@ -118,7 +118,7 @@ MODES = dict(
 
 
 @pytest.mark.parametrize(**MODES)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.lists(event, min_size=2, max_size=14))
 def test_any_stream_of_requests(batch_invariant, ahead, events):
     """Each answer is that of its request alone, in batch-invariant mode in every token."""

@@ -79,7 +79,7 @@ def test_a_common_prompt_is_computed_once(model):
     assert engine.prefilled_tokens - before <= 4 * 2 + sum(map(len, continuations))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_together_with_generation_in_a_tight_cache(model, data):
     """Chunks, preemption and sharing; the generated tokens are those of a run without scoring."""

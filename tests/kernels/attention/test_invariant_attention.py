@@ -88,7 +88,7 @@ def test_kernels(case, dtype):
     check(sequences, cuts, to_kernel, 64 if D == 16 else 16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_references(data):
     draw = data.draw

@@ -67,7 +67,7 @@ def test_equals_the_definition_through_many_steps(put):
         np.testing.assert_array_equal(to_host(on_device), logits)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_the_kernels_have_the_bits_of_the_reference(data):
     dtype = data.draw(st.sampled_from([np.float32, BF16]))
