@@ -1,13 +1,14 @@
 """Requests that have ended leave nothing behind: no memory, no objects, no blocks."""
 
 import pytest
+from checks import only_slow
 from many_requests import grown, measure
 from twins import DEVICE
 
 import xtrain.serving.engine as engine_module
 
 
-@pytest.mark.parametrize("n", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [500, pytest.param(20_000, marks=[pytest.mark.slow, only_slow])])
 def test_requests_leave_nothing_behind(n):
     engine, first, last, reasons = measure(n, DEVICE)
     assert grown(first, last) is None, f"{first}\n{last}"
