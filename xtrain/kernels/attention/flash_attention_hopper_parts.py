@@ -440,9 +440,8 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
                 if not EARLY:
                     load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
                 while opaque(n0) >= 0:
-                    look_up(
-                        following, where, b, n0 - BN, S, state
-                    )  # arrives during the wait for V's stage
+                    # arrives while V's stage is waited for
+                    look_up(following, where, b, n0 - BN, S, state)
                     load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b, found, where)
                     it += uint32(1)
                     n0 = int32(n0 - BN)
