@@ -61,6 +61,7 @@ class Engines:
         # Which 16 bytes of which tensor a copy has written where: tensor and plane, row, column / 8, swizzle.
         self.tags = np.full((4, size // 16), -1, np.int64)
         self.planes: dict = {}
+        self.planes_of: dict = {}  # the reverse
         self.barriers: dict[int, Barrier] = {}
         self.copies: list[tuple] = []  # in flight: (barrier, its phase, bytes, site)
         self.groups: list[list] = [[] for _ in block.warps]  # products in flight, per warp
@@ -308,7 +309,9 @@ class Engines:
 
     def plane(self, *key):
         """A number for a tensor and the plane that a copy reads of it."""
-        return self.planes.setdefault(key, len(self.planes))
+        number = self.planes.setdefault(key, len(self.planes))
+        self.planes_of[number] = key
+        return number
 
     # ------------------------------------------------------------------------- bar.sync
     def arrive_named(self, thread, site, number, count):

@@ -26,18 +26,27 @@ MAPS, ROWS, COUNTER = (types.Array(t, 1, "C") for t in (types.uint64, F32, I32))
 HALF = types.Array(types.uint16, 1, "C")
 SIGNATURES = {
     "fwd": (MAPS, ROWS, COUNTER, *[I32] * 6, F32),
+    # S, tokens of a block of the cache, in place of causal
+    "paged": (MAPS, HALF, *[COUNTER] * 4, *[I32] * 9, F32),
     "dq": (MAPS, ROWS, COUNTER, *[I32] * 7, F32),
     "dkdv": (MAPS, COUNTER, *[I32] * 6, F32),
 }
 MAKERS = {
     "fwd": hopper.make_fwd_kernel,
+    "paged": hopper.make_paged_kernel,
     "dq": backward.make_dq_kernel,
     "dkdv": backward.make_dkdv_kernel,
 }
 CHOSEN = sorted(
     {(*key, plan.tiles) for key, rows in TABLE.items() for plan in rows.values()}, key=str
 )
-ONE_OF_EACH = [(kind, 128, True, TABLE[kind, 128, True][None].tiles) for kind in MAKERS]
+LONGEST = {D: TABLE["fwd", D, True][None].tiles for D in hopper.WIDTHS}
+PAGED = [("paged", D, S, tiles) for D, tiles in LONGEST.items() for S in (64, 128, 192)]
+CHOSEN += PAGED
+ONE_OF_EACH = [
+    (kind, *rest, TABLE[kind, *rest][None].tiles) for kind, *rest in TABLE if rest == [128, True]
+]
+ONE_OF_EACH += PAGED[:1] + PAGED[3:4]
 
 
 def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:

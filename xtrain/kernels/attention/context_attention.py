@@ -18,6 +18,8 @@ In batch-invariant mode the forward of training computes the same bits: flash_at
 A sequence with a negative history is idle: o = 0.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
+                compute capability 9.0, D = 64 or 128 and S a multiple of 64: flash_attention_hopper.py's kernel, and the bits
+                of the training forward where its tiles have as many keys; not in batch-invariant mode
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -54,7 +56,14 @@ from ..primitives.tiles import (
 from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import check, check_array, empty, launch, on_host
 from . import flash_attention_fp32 as fp32
-from .flash_attention import INVARIANT_T, choose, shared_limit, tiled_attention_ref
+from .flash_attention import (
+    INVARIANT_T,
+    choose,
+    gpu_of,
+    shared_limit,
+    tiled_attention_ref,
+    use_hopper,
+)
 from .flash_attention_bf16 import (
     LOG2E,
     LOWEST,
@@ -63,9 +72,13 @@ from .flash_attention_bf16 import (
     make_hide_keys,
     make_softmax,
 )
+from .flash_attention_hopper import paged_forward
 from .flash_attention_table import Tiles
 
 NAN = np.float32(np.nan)
+HOPPER_BLOCK = (
+    64  # the kernel for compute capability 9.0 needs blocks of a multiple of this many tokens
+)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -372,6 +385,10 @@ def context_attention(
     else:
         check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
+        if use_hopper(q_NHD[None]) and S % HOPPER_BLOCK == 0 and not is_batch_invariant():
+            arrays = q_NHD, k_RGSD, v_RGSD, *where
+            paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD))
+            return o_NHD
         tiles = choose("fwd", D, INVARIANT_T, True, shared_limit(q_NHD))
         grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
         bf16_kernel = make_bf16_kernel(D, S, tiles)

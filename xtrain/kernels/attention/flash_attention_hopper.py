@@ -14,6 +14,7 @@ Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of 
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,21 +37,26 @@ from ..primitives.hopper import (
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
-from ..primitives.tensor_maps import tensor_maps, tile_counter
+from ..primitives.tensor_maps import tensor_maps, tensors_of, tile_counter
+from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch
 from .flash_attention_hopper_parts import (
+    INVALID,
     LN2,
     LOG2E,
     LOWEST,
     PANEL_ROW,
+    VALID,
     declare_mapped_cost,
     find_tile,
     key_layout,
     make_barriers,
+    make_clear_tail,
     make_elements,
     make_key_producer,
     make_keys,
     make_own,
+    make_sequences,
     make_skip,
     make_store,
     registers,
@@ -60,6 +66,7 @@ from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 
 WIDTHS = (64, 128)  # of heads. 32 would need panels of 64 bytes and their swizzle
 OUT = 3  # the map of O
+NAN = float32(np.nan)
 
 
 def fwd_shared_bytes(D: int, tiles: HopperTiles) -> int:
@@ -112,20 +119,24 @@ def make_softmax(D, BN):
 
 
 @device
-def finish_rows(top, total, factor, scale, lse, i, row, T):
-    """Write lse[i + row] and lse[i + row + 8]; factor becomes 1 / total."""
+def finish_rows(top, total, factor, scale, lse, i, row, T, write):
+    """If `write`, write lse[i + row] and lse[i + row + 8]; factor becomes 1 / total."""
     for r in range(2):
         x = total[r]
         x += cuda.shfl_xor_sync(FULL, x, 1)
         x += cuda.shfl_xor_sync(FULL, x, 2)
         factor[r] = float32(1.0) / x
-        if row + 8 * r < T and cuda.threadIdx.x & 3 == 0:
+        if write and row + 8 * r < T and cuda.threadIdx.x & 3 == 0:
             store1(lse, i + row + 8 * r, (top[r] * scale + log2(x)) * LN2)
 
 
 @functools.cache
-def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
-    """-> consume(base, maps, lse, T, S, B, H, together, scale): the forward's work of a consumer warpgroup"""
+def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
+    """-> consume(base, maps, written, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
+
+    where, PAGE: see make_sequences. T: queries of the longest sequence. written: lse; with PAGE, o itself: a sequence's last
+    rows are written by threads, because the copy engine would write 16, into the next sequence.
+    """
     BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
     RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
     Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
@@ -142,6 +153,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
     elements, clear = make_elements(BN), make_elements(D).clear
     pack, hide_after = elements.pack, elements.hide_after
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
+    sequences, PAGED, GROUPS = make_sequences(BN, PAGE), PAGE > 0, D // 8
+    size, check, clear_tail = sequences.size, sequences.check, make_clear_tail(D, tiles, PAGE)
 
     @device
     def begin(o, top, total):
@@ -150,16 +163,25 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             top[r], total[r] = LOWEST, float32(0.0)
 
     @device
-    def store(base, o, factor, maps, warp, w0, bh, H):
+    def store(base, o, factor, maps, warp, w0, T, first, batch, h, H, written):
         stores_done()  # of the previous tile
-        b, h = split(bh, H)
-        at = base + O + warp * (16 * PANEL_ROW)
-        store_rows(o, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
+        at, row = base + O + warp * (16 * PANEL_ROW), w0 + 16 * (warp & 3)
+        if not PAGED or row + 16 <= T:
+            store_rows(o, factor, at, Q_PANEL, maps, OUT, first + row, h, batch)
+        else:
+            lane = int32(cuda.threadIdx.x & 31)
+            for r in range(2):
+                t = row + (lane >> 2) + 8 * r
+                if t < T:
+                    i = ((int64(first) + t) * H + h) * D + 2 * (lane & 3)
+                    for n in range(GROUPS):
+                        for c in range(2):
+                            store1(written, i + 8 * n + c, o[4 * n + 2 * r + c] * factor[r])
 
     @device
-    def consume(base, maps, lse, T, S, B, H, together, scale):
+    def consume(base, maps, written, where, longest, B, H, together, scale):
         warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
-        blocks_m, past, column = (T + BM - 1) // BM, S - T, 2 * (lane & 3)
+        blocks_m, column = (longest + BM - 1) // BM, 2 * (lane & 3)
         s, o = cuda.local.array(S_SIZE, float32), cuda.local.array(O_SIZE, float32)
         p = cuda.local.array(P_SIZE, uint32)
         top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
@@ -175,7 +197,15 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             q0 = int32((blocks_m - 1 - m) * BM)
             w0 = q0 + 64 * (warp >> 2)  # this warpgroup's first query
             row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's rows: row, row + 8
-            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            b, h = split(bh, H)
+            T, S, first, batch, state = size(where, b)
+            past, blocks = S - T, key_blocks(q0, T, S)
+            if PAGED:
+                end = int32(blocks * BN)  # of the keys that this block sees
+                state = check(where, b, S if end > S else end, state)
+                if end > S:
+                    clear_tail(base, it, end - BN, S)
+            it, blocks = skip(base, it, blocks, w0, T, S)
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to key 0
             begin(o, top, total)
@@ -215,31 +245,34 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             it += uint32(1)
             done += uint32(1)
 
-            finish_rows(top, total, shrink, scale, lse, int64(bh) * int64(T), row, T)
-            store(base, o, shrink, maps, warp, w0, bh, H)
+            start = int64(bh) * int64(T)
+            finish_rows(top, total, shrink, scale, written, start, row, T, not PAGED)
+            if state != VALID:
+                clear(o)
+                for r in range(2):
+                    shrink[r] = NAN if state == INVALID else float32(0.0)
+            store(base, o, shrink, maps, warp, w0, T, first, batch, h, H, written)
         stores_done()
 
     return consume
 
 
 @functools.cache
-def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
-    """-> the forward kernel for heads of width D; launch_tiles starts it."""
+def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
+    """-> block(maps, written, counter, where, T, B, H, group, together, scale): the forward's work of a thread block"""
     WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 1)
-    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    CONSUMERS = 128 * WGS
     FEW, MANY = registers(WGS, PER_SM)
     stages = range(tiles.stages)
     FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
     FREES = tuple(at + 8 * i for at in (layout.k_free, layout.v_free) for i in stages)
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
-    produce, consume = make_key_producer(D, CAUSAL, tiles, 1), make_consumer(D, CAUSAL, tiles)
+    produce = make_key_producer(D, CAUSAL, tiles, 1, PAGE)
+    consume = make_consumer(D, CAUSAL, tiles, PAGE)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
-    @kernel(THREADS, PER_SM)
-    def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
-        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); counter: two zeros, zeros again
-        at the end; together: see find_tile. The order in which blocks take tiles does not change the result.
-        """
+    @device
+    def block(maps, written, counter, where, T, B, H, group, together, scale):
         base = shared_base()
         set_up(base)
         wait_for_previous()
@@ -247,13 +280,50 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, counter, T, S, B, H, group, together)
+                produce(base, maps, counter, where, T, B, H, group, together)
         else:
             more_registers()
-            consume(base, maps, lse, T, S, B, H, together, scale * LOG2E)
+            consume(base, maps, written, where, T, B, H, together, scale * LOG2E)
+
+    return block
+
+
+@functools.cache
+def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+    """-> the forward kernel for heads of width D; launch_tiles starts it."""
+    block = make_block(D, CAUSAL, tiles, 0)
+
+    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
+    def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
+        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); counter: two zeros, zeros again
+        at the end; together: see find_tile. The order in which blocks take tiles does not change the result.
+        """
+        block(maps, lse, counter, (T, S), T, B, H, group, together, scale)
 
     declare_mapped_cost(flash_attention_hopper_fwd_kernel, 2, CAUSAL)
     return flash_attention_hopper_fwd_kernel
+
+
+@functools.cache
+def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles):
+    """-> the forward kernel for packed queries and the keys of a paged cache; launch_tiles starts it."""
+    block = make_block(D, True, tiles, PAGE)
+
+    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
+    def context_attention_hopper_kernel(
+        maps, o, edges, history, tables, counter, T, S, A, H, group, together, N, R, M, scale
+    ):
+        """Grid: any. maps: of Q, K, V, O: Q and O as (1, N, H, D), the cache as (R, G PAGE, 1, D); tables: flat. T: queries of
+        the longest sequence. S: keys that fit into a table.
+        """
+        where = edges, history, tables, N, R, M
+        block(maps, o, counter, where, T, A, H, group, together, scale)
+
+    declare_cost(
+        context_attention_hopper_kernel,
+        nbytes=lambda maps, o, *_: sum(size for _, size in tensors_of(maps)),
+    )
+    return context_attention_hopper_kernel
 
 
 # ----------------------------------------------------------------------------- launching
@@ -339,3 +409,34 @@ def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan: HopperPlan) -> No
     work = Work(T, S, B, H, H // G, -(-T // tiles.rows), 4 * S * D)
     arrays = (lse_BHT.reshape(-1),)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, np.float32(scale))
+
+
+def paged_forward(
+    o_NHD: Array,
+    q_NHD: Array,
+    k_RGSD: Array,
+    v_RGSD: Array,
+    edges_E: Array,
+    history_A: Array,
+    tables_AM: Array,
+    longest: int,
+    scale: float,
+    gpu: Gpu,
+) -> None:
+    """Fill o: context_attention.py's arrays in bf16, contiguous.
+
+    The tile of keys is always that of the longest prompts, so the order of additions depends on nothing but a key's position.
+    """
+    (N, H, D), (R, G, S, _), (A, M) = q_NHD.shape, k_RGSD.shape, tables_AM.shape
+    if longest == 0:
+        return
+    plan = choose("fwd", D, 2**31, True)
+    tiles, box = plan.tiles, math.gcd(plan.tiles.step, S)
+    q, o = (x.reshape(1, N, H, D) for x in (q_NHD, o_NHD))
+    k, v = (x.reshape(R, G * S, 1, D) for x in (k_RGSD, v_RGSD))
+    maps = tensor_maps((q, tiles.rows), (k, box), (v, box), (o, 16))
+    work = Work(longest, M * S, A, H, H // G, -(-longest // tiles.rows), 4 * M * S * D)
+    arrays = o_NHD.reshape(-1), edges_E, history_A, tables_AM.reshape(-1)
+    scalars = *map(np.int32, (N, R, M)), np.float32(scale)
+    kernel, shared = make_paged_kernel(D, S, tiles), fwd_shared_bytes(D, tiles)
+    launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)

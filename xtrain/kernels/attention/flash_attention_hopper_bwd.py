@@ -263,7 +263,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, counter, T, S, B, H, group, together)
+                produce(base, maps, counter, (T, S), T, B, H, group, together)
         else:
             more_registers()
             consume(base, maps, stats, T, S, PADDED, B, H, together, scale)

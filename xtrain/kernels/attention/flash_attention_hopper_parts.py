@@ -17,11 +17,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ..primitives.hopper import (
     PANEL,
     acquire_map,
+    bar_sync,
+    clear_shared,
     commit_stores,
     fence_async,
     load_tile,
@@ -51,6 +53,11 @@ TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # byte offsets of an owned tile's barrier
 NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
 SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
 PANEL_ROW = 128  # bytes of a row of a panel
+VALID, IDLE, INVALID = (
+    int32(0),
+    int32(1),
+    int32(2),
+)  # states of a sequence: its rows of o are computed, zeros, NaN
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
@@ -176,6 +183,124 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     return set_up
 
 
+# ----------------------------------------------------------------------------- where the sequences are
+@dataclass(frozen=True)
+class Sequences:
+    """Device functions that find sequence b, its queries and its keys. make_sequences has the two kinds of `where`.
+
+    size(where, b) -> (T, S, row, batch, state)     its queries, its keys; its first query is row `row` of batch `batch` of Q
+    look_up(found, where, b, n0, S, state)          found[i] = the block of the i-th box of the tile of keys n0, for `place`
+    place(found, i, where, b, g, n0) -> (row, head, batch)     where the i-th box of the tile begins in the maps of K and V
+    check(where, b, end, state) -> state            INVALID if one of the blocks of keys 0 .. end - 1 does not exist
+    BOX: keys of a box; a tile of keys is BN // BOX boxes.
+    """
+
+    BOX: int
+    size: Callable
+    look_up: Callable
+    place: Callable
+    check: Callable
+
+
+@functools.cache
+def make_sequences(BN: int, PAGE: int) -> Sequences:
+    """PAGE = 0: Q (B, T, H, D), K and V (B, S, G, D) hold them; where = T, S.
+
+    PAGE > 0: queries are packed, keys are in blocks of PAGE tokens of a cache, seen as (R, G PAGE, 1, D).
+    where = edges, history, tables, N, R, M: see context_attention.py. A block that does not exist is read as R: the copy
+    engine fills the box with zeros. A box never crosses from one block into the next.
+    """
+    BOX = math.gcd(BN, PAGE)
+    BOXES = BN // BOX
+    if not PAGE:
+
+        @device
+        def size(where, b):
+            return where[0], where[1], int32(0), b, VALID
+
+        @device
+        def look_up(found, where, b, n0, S, state):
+            found[0] = uint32(0)
+
+        @device
+        def place(found, i, where, b, g, n0):
+            return n0, g, b
+
+        @device
+        def check(where, b, end, state):
+            return state
+
+        return Sequences(BOX, size, look_up, place, check)
+
+    @device
+    def size(where, b):
+        edges, history, _, N, _, M = where
+        begin, past = int64(edges[b]), int64(history[b])
+        T, state = int64(edges[b + 1]) - begin, VALID
+        if begin < 0 or N - begin < T:
+            T = int64(0)  # rows that no array has
+        if past < 0:
+            state = IDLE
+        elif past > int64(M) * PAGE - T:
+            state = INVALID
+        if state != VALID:
+            past = int64(0)
+        return int32(T), int32(T + past), int32(begin), int32(0), state
+
+    @device
+    def look_up(found, where, b, n0, S, state):
+        _, _, tables, _, R, M = where
+        for i in range(BOXES):
+            p, found[i] = int32(n0 + i * BOX), uint32(R)
+            if p >= 0 and p < S and state == VALID:
+                found[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
+
+    @device
+    def place(found, i, where, b, g, n0):
+        R, offset = where[4], uint32(n0 + i * BOX) % uint32(PAGE)
+        block = int32(found[i] if found[i] < uint32(R) else uint32(R))
+        return int32(g * PAGE + int32(offset)), int32(0), block
+
+    @device
+    def check(where, b, end, state):
+        _, _, tables, _, R, M = where
+        worst = uint32(0)
+        if state == VALID:
+            blocks = int32((end + PAGE - 1) // PAGE)
+            for i in range(int32(cuda.threadIdx.x & 31), blocks, 32):
+                entry = uint32(tables[uint32(b * M) + uint32(i)])
+                worst = entry if entry > worst else worst
+        return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state
+
+    return Sequences(BOX, size, look_up, place, check)
+
+
+@functools.cache
+def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
+    """-> clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S - 1, in the tile of keys n0.
+
+    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
+    """
+    BN, STAGES, CONSUMERS, CHUNKS = tiles.step, tiles.stages, 128 * tiles.warpgroups, D // 8
+    layout, RING, PANEL_BYTES = key_layout(D, tiles, 1), BN * D * 2, BN * PANEL_ROW
+    BOX, V, V_FULL = math.gcd(BN, PAGE), layout.v, layout.v_full
+
+    @device
+    def clear_tail(base, it, n0, S):
+        stage, phase = it % STAGES, (it // STAGES) & 1
+        first, end = int32(S - n0), int32((S + BOX - 1) // BOX * BOX - n0)
+        end = end if end < BN else int32(BN)
+        mbar_wait(base + V_FULL + 8 * stage, phase)
+        for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
+            row, chunk = first + i // CHUNKS, i % CHUNKS
+            at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
+            clear_shared(uint32(base + V + stage * RING + at))
+        fence_async()  # the products read what these threads have written
+        bar_sync(1, CONSUMERS)
+
+    return clear_tail
+
+
 # ----------------------------------------------------------------------------- forward and dQ: a block owns queries, keys stream
 @dataclass(frozen=True)
 class KeyLayout:
@@ -248,8 +373,10 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
 
 
 @functools.cache
-def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
-    """-> produce(base, maps, counter, T, S, B, H, group, together): the producer thread of forward and dQ.
+def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PAGE: int = 0):
+    """-> produce(base, maps, counter, where, T, B, H, group, together): the producer thread of forward and dQ.
+
+    where, PAGE: see make_sequences. T: queries of the longest sequence.
 
     QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
     requested before its buffer is free.
@@ -262,50 +389,69 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
     Q, K, V = layout.q, layout.k, layout.v
     K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
     key_blocks, offer_tile = make_keys(BM, BN, CAUSAL), make_own(OWN).offer
+    sequences = make_sequences(BN, PAGE)
+    BOX, size, look_up, place = sequences.BOX, sequences.size, sequences.look_up, sequences.place
+    BOXES = BN // BOX
 
     @device
-    def load_own(to, full, maps, q0, h, b):
+    def load_own(to, full, maps, row, h, b):
         mbar_expect(full, QUERIES * ROWS)
         for p in range(PANELS):
-            load_tile(to + p * OWN_PANEL, maps, 0, full, PANEL * p, q0, h, b)
+            load_tile(to + p * OWN_PANEL, maps, 0, full, PANEL * p, row, h, b)
             if QUERIES == 2:
-                load_tile(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, q0, h, b)
+                load_tile(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, row, h, b)
 
     @device
-    def load_keys(ring, full, free, maps, i, it, n0, g, b):
+    def load_keys(ring, full, free, maps, i, it, n0, g, b, found, where):
         stage = it % STAGES
         mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
         full, to = full + 8 * stage, ring + stage * RING
         mbar_expect(full, RING)
-        for p in range(PANELS):
-            load_tile(to + p * RING_PANEL, maps, i, full, PANEL * p, n0, g, b)
+        for j in range(BOXES):
+            row, head, batch = place(found, j, where, b, g, n0)
+            for p in range(PANELS):
+                at = to + p * RING_PANEL + j * (BOX * PANEL_ROW)
+                load_tile(at, maps, i, full, PANEL * p, row, head, batch)
 
     @device
-    def produce(base, maps, counter, T, S, B, H, group, together):
+    def produce(base, maps, counter, where, T, B, H, group, together):
         blocks_m, planes = (T + BM - 1) // BM, B * H
         for i in range(2 + QUERIES):
             acquire_map(maps, i)
         it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
+        found = cuda.local.array(
+            BOXES, uint32
+        )  # blocks of the tile of keys n0, and of the next one
+        following = cuda.local.array(BOXES, uint32)
+        k, v = base + K, base + V
         while tile < blocks_m * planes:
             m, bh = find_tile(tile, blocks_m, planes, together)
             q0, (b, h) = int32((blocks_m - 1 - m) * BM), split(bh, H)
             g = split(h, group)[0]
-            n0 = int32((key_blocks(q0, T, S) - 1) * BN)
-            k, v = base + K, base + V
-            if EARLY:
-                load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
-            barriers = offer_tile(base, done, tile)
-            to = base + Q + QUERIES * ROWS * (done % OWN)
-            load_own(to, barriers + TILE_FULL, maps, q0, h, b)
-            if not EARLY:
-                load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
-            while opaque(n0) >= 0:
-                load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b)
-                it += uint32(1)
-                n0 = int32(n0 - BN)
-                if n0 >= 0:
-                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b)
-            done += uint32(1)
+            mine, S, first, batch, state = size(where, b)
+            if q0 < mine:
+                n0 = int32((key_blocks(q0, mine, S) - 1) * BN)
+                look_up(found, where, b, n0, S, state)
+                if EARLY:
+                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
+                barriers = offer_tile(base, done, tile)
+                to = base + Q + QUERIES * ROWS * (done % OWN)
+                load_own(to, barriers + TILE_FULL, maps, first + q0, h, batch)
+                if not EARLY:
+                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
+                while opaque(n0) >= 0:
+                    # arrives while V's stage is waited for
+                    look_up(following, where, b, n0 - BN, S, state)
+                    load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b, found, where)
+                    it += uint32(1)
+                    n0 = int32(n0 - BN)
+                    for i in range(BOXES):
+                        found[i] = following[i]
+                    if n0 >= 0:
+                        load_keys(
+                            k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where
+                        )
+                done += uint32(1)
             wait_for_previous()  # the previous kernel may be this one, with the same counter
             tile = next_tile(counter)
         mbar_expect(offer_tile(base, done, tile) + TILE_FULL, 0)  # no more tiles: consumers stop

@@ -90,6 +90,13 @@ def shared_base(typingctx):
 
 
 store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, _u32, _u32)
+# clear_shared(address): 16 bytes become zeros; address: a multiple of 16. For rows of a tile that a copy has brought.
+clear_shared = instruction(
+    "clear_shared",
+    "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }",
+    None,
+    _u32,
+)
 # post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0; the other lanes get 0. An
 # mbarrier must order the two. They are atomics, because compute-sanitizer's racecheck does not track mbarriers and does not
 # report two atomics as a hazard. "atom"
@@ -372,6 +379,7 @@ def make_hold(n):
 # ----------------------------------------------------------------------------- the same in the simulator
 simulates(shared_base)(simulated.shared_base)
 simulates(store_shared)(simulated.store_shared)
+simulates(clear_shared)(simulated.clear_shared)
 simulates(post)(simulated.store_shared)
 simulates(read_post)(simulated.read_post)
 simulates(load_floats)(simulated.load_floats)

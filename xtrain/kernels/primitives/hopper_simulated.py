@@ -37,6 +37,16 @@ def store_shared(thread, site, address, value):
     engines.bytes[4 * first : 4 * end].view(np.uint32)[0] = np.uint32(int(value) & 0xFFFFFFFF)
 
 
+def clear_shared(thread, site, address):
+    """Store 16 zero bytes at a shared address. They remain part of the tile that a copy has written there."""
+    engines = thread.block.engines
+    first, end = engines.span(thread, address, 16, site, 16)
+    tags = engines.tags[:, first // 4].copy()
+    engines.write(thread, first, end, engines.clocks[:, thread.index], site)
+    engines.tags[:, first // 4] = tags
+    engines.bytes[4 * first : 4 * end] = 0
+
+
 def read_post(thread, site, address):
     """Checked for races like any other access: a barrier must order it after the store."""
     if thread.lane:
@@ -178,8 +188,14 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
     k = offset // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
     rows, chunks = np.indices(k.shape)
-    plane = engines.plane(box.address, at[0], at[2])
-    for tag, value in zip(tags, (plane, at[1] + rows, at[3] // 8 + chunks, 1)):
+    key = box.address, int(barrier)
+    plane, row = engines.plane(*key, at[0], at[2]), at[1]
+    before = engines.tags[:, (int(to) - BASE) // 16 - 8 : (int(to) - BASE) // 16]
+    number, last, column, _ = (int(tag.min()) for tag in before)
+    # behind a box of the same tensor, columns and barrier, this box continues its tile
+    if column == at[3] // 8 and engines.planes_of.get(number, ())[:2] == key:
+        plane, row = number, last + 1
+    for tag, value in zip(tags, (plane, row + rows, at[3] // 8 + chunks, 1)):
         tag[k] = value
     engines.begin_copy(thread, site, to, data, barrier, tags)
 
