@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from parts import in_parts
 
 from xtrain import files
-from xtrain.data import bigram, documents, pieces, stamps, tokenizing
+from xtrain.data import bigram, documents, pieces, stamps, text_files, tokenizing
 from xtrain.data import dataset as data
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import read_shard
@@ -450,7 +450,7 @@ class Reads:
 
     def __init__(self, monkeypatch):
         self.files = []
-        for owner in (files, documents):
+        for owner in (files, text_files):
             monkeypatch.setattr(owner, "open", self.open, raising=False)
 
     def open(self, path, *args, **more):
