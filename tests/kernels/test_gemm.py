@@ -270,6 +270,8 @@ def test_products_of_two_streams_do_not_share_a_workspace(monkeypatch):
         list(threads.map(gpu.product, [0, 1, 2, 3] * 8))
     assert len(gpu.handles) == 1 and gpu.made == [gemm.WORKSPACE] * 4
     assert sorted(map(sorted, gpu.used.values())) == [[1], [2], [3], [4]]
+    gemm.release_workspace(2)
+    assert sorted(gemm._contexts[0].workspaces) == [0, 1, 3]
 
 
 @pytest.mark.gpu

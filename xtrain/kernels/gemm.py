@@ -49,9 +49,7 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
 FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, (16, 12, 8, 4, 2, 1)
 ALIGNED = 256  # bytes; every allocation on a GPU begins at such a multiple
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
-_handle_lock = (
-    threading.Lock()
-)  # held while a handle or a workspace is made, and while a handle is used
+_handle_lock = threading.Lock()  # of handles and workspaces
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -119,9 +117,8 @@ class _CublasContext:
 
         self.module, self.handle = cublas, cublas.create()
         self.multiprocessors = cupy().cuda.Device(device).attributes["MultiProcessorCount"]
-        self.workspaces: dict[
-            int, Any
-        ] = {}  # stream -> CuPy's MemoryPointer; kept, because graphs use its address
+        # stream -> CuPy's MemoryPointer; kept, because graphs use its address
+        self.workspaces: dict[int, Any] = {}
 
     def workspace(self, stream: int) -> int:
         """The address of WORKSPACE bytes that only the products of one stream use."""
@@ -141,6 +138,13 @@ def _handle(device: int) -> _CublasContext:
             if device not in _contexts:
                 _contexts[device] = _CublasContext(device)
     return _contexts[device]
+
+
+def release_workspace(stream: int) -> None:
+    """Free what the products of a stream have used. Neither the stream nor a graph captured on it is used again."""
+    with _handle_lock:
+        for context in _contexts.values():
+            context.workspaces.pop(stream, None)
 
 
 def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):

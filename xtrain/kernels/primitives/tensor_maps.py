@@ -28,9 +28,8 @@ MAX_CACHED = 1 << 14  # sets of maps that no graph uses
 # (device, the maps' TensorMapSpecs) -> maps
 _captured: dict = {}  # used by a graph: never removed
 _evictable: dict = {}
-_lock = (
-    threading.Lock()
-)  # of both: a graph must refer to the maps that are kept, not to those of another thread
+# of both: a graph must refer to the maps that are kept, not to those of another thread
+_lock = threading.Lock()
 # (device, stream, kernel name) -> two zeros; never removed, because graphs use their address
 _counters: dict = {}
 
