@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import DATA, checkpoints, metrics
 
-from xtrain.data import dataset, documents, pieces, stamps, tokenizing
+from xtrain.data import dataset, pieces, stamps, text_files, tokenizing
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import ShardWriter, read_shard
 from xtrain.train import main
@@ -108,7 +108,7 @@ def refuse(*_, **__):
     raise PermissionError(13, "Permission denied", "secret")
 
 
-@pytest.mark.parametrize("owner, name", [(documents, "open"), (os, "scandir")])
+@pytest.mark.parametrize("owner, name", [(text_files, "open"), (os, "scandir")])
 def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
     """A file or a folder without read permission. (Simulated, because root may read everything.)"""
     (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
@@ -175,7 +175,7 @@ def test_a_full_disk_ends_the_command(tmp_path, cache, monkeypatch, capsys):
     text.write_bytes((DATA / "grammar.txt").read_bytes())
     monkeypatch.setattr(tokenizing, "ENCODE_BATCH", 10_000)
     monkeypatch.setattr(tokenizing, "COMMIT", 10_000)
-    monkeypatch.setattr(documents, "PART", 500)
+    monkeypatch.setattr(text_files, "PART", 500)
     monkeypatch.setattr(pieces, "PIECE", 100)
     append, calls, fails_at = ShardWriter.append, [], None
 

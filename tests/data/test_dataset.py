@@ -1,8 +1,6 @@
 """prepare(): the cached corpus of a text, also after interruptions and damage."""
 
-import builtins
 import errno
-import io
 import os
 import re
 import shutil
@@ -14,19 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import KILL, FailingDisk, killed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import in_parts
 
 from xtrain import files
-from xtrain.data import bigram, documents, pieces, stamps, tokenizing
+from xtrain.data import bigram, documents, pieces, stamps, text_files, tokenizing
 from xtrain.data import dataset as data
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
-
-SLOW = bool(os.environ.get("XTRAIN_SLOW"))
 
 VOCAB = 400
 
@@ -185,29 +182,6 @@ def test_a_work_folder_removed_before_it_is_locked(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------- kills
 SMALL = {"ENCODE_BATCH": 2_000, "SHARD_TOKENS": 1_500, "COMMIT": 5_000}
 
-KILLED = """
-import os, signal, sys
-from xtrain.data import tokenizing
-from xtrain.data.dataset import prepare
-for name, value in {small}.items():
-    setattr(tokenizing, name, value)
-calls, last = 0, int(sys.argv[4])
-def counted(owner, name):
-    call = getattr(owner, name)
-    def wrapper(*args, **more):
-        global calls
-        calls += 1
-        if calls == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **more)
-    setattr(owner, name, wrapper)
-for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "unlink"), (tokenizing.ShardWriter, "append"),
-                    (tokenizing.Tokenizer, "encode_batch"), (tokenizing.Tokenizer, "save")):
-    counted(owner, name)
-prepare(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-print(calls)
-"""
-
 
 @pytest.fixture
 def small(monkeypatch):
@@ -223,31 +197,41 @@ def small_corpus(text_folder, tmp_path_factory):
         return prepare(text_folder, VOCAB, tmp_path_factory.mktemp("small"))
 
 
-def start(text_folder, cache, at):
-    code = KILLED.replace("{small}", repr(SMALL))
-    arguments = [sys.executable, "-c", code, text_folder, VOCAB, cache, at]
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.run([str(a) for a in arguments], cwd=root, capture_output=True, text=True)
+@pytest.fixture
+def tiny(monkeypatch):
+    """Few writes, of every kind: several commits, shards and batches."""
+    for name, value in {"ENCODE_BATCH": 800, "SHARD_TOKENS": 600, "COMMIT": 1_500}.items():
+        monkeypatch.setattr(tokenizing, name, value)
+    monkeypatch.setattr(text_files, "PART", 500)
 
 
-def test_killed_while_tokenizing(small, small_corpus, text_folder, tmp_path, monkeypatch):
-    """SIGKILL before a write, a sync or a rename, at moments all over the run: the next run continues, with the same bits."""
-    whole = start(text_folder, tmp_path / "whole", 0)
-    assert whole.returncode == 0, whole.stderr
-    last = int(whole.stdout)
-    assert snapshot(tmp_path / "whole" / small_corpus.folder.name) == snapshot(small_corpus.folder)
-    encode, encoded, batches = Tokenizer.encode_batch, [], []
+@pytest.fixture
+def tiny_text(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(9):
+        (tmp_path / "text" / f"{i}.txt").write_text(some_text(i, 100), encoding="utf-8")
+    return tmp_path / "text"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_killed_at_any_write(tiny, tiny_text, tmp_path, monkeypatch):
+    """Of the tokens, the state, the stamps, and at every sync and rename: the next run continues, with the same bits."""
+    whole, n, batches, killing = prepare(tiny_text, VOCAB, tmp_path / "whole"), 0, [], True
+    encode, encoded = Tokenizer.encode_batch, []
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *a: encoded.append(1) or encode(*a))
-    for at in sorted({1, 2, 3, *np.linspace(4, last, 10, dtype=int).tolist()}):
-        cache = tmp_path / str(at)
-        assert start(text_folder, cache, at).returncode == -9
+    while killing:
+        n, cache = n + 1, tmp_path / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        work = lambda cache=cache: prepare(tiny_text, VOCAB, cache)
+        with pytest.MonkeyPatch.context() as patch:
+            killing = killed(lambda n=n, cache=cache: FailingDisk(patch, cache, n, KILL), work)
         encoded.clear()
-        again = prepare(text_folder, VOCAB, cache)
+        again = work()
         batches.append(len(encoded))
-        assert entries(cache) == [again.folder.name], at
-        assert snapshot(again.folder) == snapshot(small_corpus.folder), at
-    assert batches[0] > 20 and batches == sorted(batches, reverse=True) and batches[-1] == 0
-    assert len(set(batches)) > 5, batches
+        assert entries(cache) == [again.folder.name], n
+        assert snapshot(again.folder) == snapshot(whole.folder), n
+    assert n > 40 and batches == sorted(batches, reverse=True) and batches[-1] == 0
+    assert len(set(batches)) >= 4, batches
 
 
 def interrupted(text_folder, cache, fraction):
@@ -347,29 +331,10 @@ def test_slower_process_uses_the_existing_entry(corpus, text_folder, tmp_path, m
 
 
 # ----------------------------------------------------------------------------- disks that fail
-class FailingOpen:
-    """The n-th open of a file in a folder fails. count: how many there were."""
-
-    def __init__(self, monkeypatch, folder, n, code):
-        self.folder, self.n, self.code, self.count = str(folder), n, code, 0
-        for owner in (builtins, io, os):
-            monkeypatch.setattr(owner, "open", self.wrapped(owner.open))
-
-    def wrapped(self, real):
-        def opened(path, *args, **more):
-            if not isinstance(path, int) and os.fspath(path).startswith(self.folder):
-                self.count += 1
-                if self.count == self.n:
-                    raise OSError(self.code, os.strerror(self.code), path)
-            return real(path, *args, **more)
-
-        return opened
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
 @pytest.mark.parametrize("with_tokenizer", [False, True])
 def test_an_entry_that_cannot_be_read_is_kept(corpus, text_folder, tmp_path, code, with_tokenizer):
-    """At whichever open of the cache the disk fails: one sentence, and nothing is deleted or written again."""
+    """At whichever open or read of the cache the disk fails: one sentence, and nothing is deleted or written again."""
     entry = tmp_path / corpus.folder.name
     shutil.copytree(corpus.folder, entry)
     given = corpus.folder if with_tokenizer else None
@@ -379,7 +344,7 @@ def test_an_entry_that_cannot_be_read_is_kept(corpus, text_folder, tmp_path, cod
     while True:
         n += 1
         with pytest.MonkeyPatch.context() as patch:
-            disk = FailingOpen(patch, entry, n, code)
+            disk = FailingDisk(patch, entry, n, code, "read")
             try:
                 found = prepare(text_folder, VOCAB, tmp_path, given)
                 found.loader(1, 16)
@@ -394,54 +359,57 @@ def test_an_entry_that_cannot_be_read_is_kept(corpus, text_folder, tmp_path, cod
     assert failed == n - 1 >= 6, (failed, n)
 
 
-class FullDisk:
-    """The n-th write to a folder fails. count: how many there were."""
+def fail_everywhere(text, tmp_path, where, sentence, *fault):
+    """prepare() with a disk that fails at the first, the second, ... access below `where`, and again without.
 
-    def __init__(self, monkeypatch, n, code=errno.ENOSPC):
-        self.n, self.code, self.count = n, code, 0
-        for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (tempfile, "mkdtemp"),
-                            (Path, "write_bytes"), (Path, "mkdir"), (tokenizing.ShardWriter, "append"),
-                            (tokenizing.ShardWriter, "finish"), (tokenizing.ShardWriter, "__init__")):  # fmt: skip
-            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
-
-    def wrapped(self, call):
-        def wrapper(*args, **more):
-            self.count += 1
-            if self.count == self.n:
-                raise OSError(self.code, os.strerror(self.code))
-            return call(*args, **more)
-
-        return wrapper
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_at_any_write(small, small_corpus, text_folder, tmp_path, code):
-    """One sentence; the next run continues and ends with the same bits. With XTRAIN_SLOW=1 literally every write fails once."""
-    n, resumed, harmless = 0, 0, 0
-    encode = Tokenizer.encode_batch
-    while True:
-        n += 1 if SLOW else 1 + n // 8
-        cache, encoded = tmp_path / str(n), []
+    sentence: what must be said.  -> the number of accesses, of runs that resumed, of accesses whose failure was harmless
+    """
+    whole, encode = prepare(text, VOCAB, tmp_path / "whole"), Tokenizer.encode_batch
+    accesses, resumed, harmless, batches, disk = 0, 0, 0, [], None
+    while disk is None or disk.count >= accesses:
+        accesses += 1
+        cache, encoded = tmp_path / "cache", []
+        shutil.rmtree(cache, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch:
-            disk = FullDisk(patch, n, code)
+            disk = FailingDisk(patch, where, accesses, *fault)
             try:
-                prepare(text_folder, VOCAB, cache)
+                prepare(text, VOCAB, cache)
             except UserError as error:
-                sentence = str(error)
-                assert "cannot be written (" in sentence and "make room" in sentence, n
-                assert os.strerror(code) in sentence and "\n" not in sentence
+                assert re.search(sentence, str(error)) and "\n" not in str(error), accesses
+                assert os.strerror(fault[0]) in str(error), accesses
             else:  # a folder that already exists, or a stamp, which only saves time
-                harmless += disk.count >= n
+                harmless += disk.count >= accesses
         with pytest.MonkeyPatch.context() as patch:
             count = lambda *a, into=encoded: into.append(1) or encode(*a)
             patch.setattr(Tokenizer, "encode_batch", count)
-            again = prepare(text_folder, VOCAB, cache)
-        resumed += 0 < len(encoded) < 20
-        assert entries(cache) == [again.folder.name], n
-        assert snapshot(again.folder) == snapshot(small_corpus.folder), n
-        if disk.count < n:
-            break
-    assert n > 60 and resumed > 5 and harmless <= (n // 20 if SLOW else 3), (n, resumed, harmless)
+            again = prepare(text, VOCAB, cache)
+        batches.append(len(encoded))
+        resumed += 0 < len(encoded) < max(batches)
+        assert entries(cache) == [again.folder.name], accesses
+        assert snapshot(again.folder) == snapshot(whole.folder), accesses
+    return accesses - 1, resumed, harmless
+
+
+@pytest.mark.parametrize(
+    "code, stays", [(errno.ENOSPC, True), (errno.EDQUOT, False), (errno.EIO, False)]
+)
+def test_a_failure_of_any_write(tiny, tiny_text, tmp_path, code, stays):
+    """Literally every one fails once. One sentence; the next run continues and ends with the same bits."""
+    sentence = r"cannot be written \(.*make room"
+    fault = code, "write", stays
+    n, resumed, harmless = fail_everywhere(
+        tiny_text, tmp_path, tmp_path / "cache", sentence, *fault
+    )
+    assert n >= 40 and resumed >= 15 and harmless <= (0 if stays else 8), (n, resumed, harmless)
+
+
+@pytest.mark.parametrize("where", ["text", "cache"])
+def test_a_failure_of_any_read(tiny, tiny_text, tmp_path, where):
+    """Literally every open and every read fails once."""
+    sentence = r"cannot be (read|written) \("
+    fault = errno.EIO, "read"
+    n, resumed, harmless = fail_everywhere(tiny_text, tmp_path, tmp_path / where, sentence, *fault)
+    assert n >= 60 and resumed >= 10 and harmless <= 4, (n, resumed, harmless)
 
 
 # ----------------------------------------------------------------------------- what is not read again
@@ -450,7 +418,7 @@ class Reads:
 
     def __init__(self, monkeypatch):
         self.files = []
-        for owner in (files, documents):
+        for owner in (files, text_files):
             monkeypatch.setattr(owner, "open", self.open, raising=False)
 
     def open(self, path, *args, **more):

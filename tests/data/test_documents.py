@@ -1,17 +1,19 @@
 """Documents, and the split into training and validation."""
 
 import hashlib
+import itertools
 import json
 import sys
 import sysconfig
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import in_parts, whole
 
 from xtrain.data import documents as module
+from xtrain.data import text_files
 from xtrain.data.documents import END_OF_TEXT, Documents, split, survey
 from xtrain.errors import UserError
 
@@ -123,7 +125,7 @@ def test_unreadable(tmp_path, monkeypatch, name):
         raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path, {name: "text"})
-    monkeypatch.setattr(module, "open", refuse, raising=False)
+    monkeypatch.setattr(text_files, "open", refuse, raising=False)
     with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
         whole(Documents(tmp_path))
 
@@ -152,6 +154,102 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 def test_jsonl_line_may_be_huge(tmp_path):
     write(tmp_path, {"a.jsonl": json.dumps({"text": "x" * 5_000_000})})
     assert [len(text) for text in whole(Documents(tmp_path))] == [5_000_000]
+
+
+# --- long lines of a .jsonl ---
+PIECES = ["a", "é", "😀", "\\n", '\\"', "\\\\", "\\/", "\\u00e9", "\\ud83d\\ude00", "\\ud83d", "\\ude00", "\\u12", "\\x", "\n", "\x01", '"', "ab" * 40]  # fmt: skip
+STRINGS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+FIELDS = st.tuples(
+    st.sampled_from(["text", "\\u0074ext", "id", "x" * 70]), STRINGS | st.integers(0, 9)
+)
+SPACE = st.sampled_from(["", " ", "\t", "\ufeff"])
+
+
+@st.composite
+def lines(draw):
+    """A line that is often JSON, and often not."""
+    quoted = lambda x: f'"{x}"' if isinstance(x, str) else str(x)
+    fields = [
+        f"{draw(SPACE)}{quoted(k)}: {quoted(x)}" for k, x in draw(st.lists(FIELDS, max_size=3))
+    ]
+    line = f"{draw(SPACE)}{{{', '.join(fields)}}}"
+    raw = bytearray(line.encode())
+    for at in draw(st.lists(st.integers(0, 200), max_size=1)):
+        raw[at % len(raw)] = draw(st.sampled_from(b'"\\{}\0\xff \n'))
+    return bytes(raw)
+
+
+def read_lines(path):
+    """-> the texts, or the error"""
+    try:
+        return whole(text_files.read_jsonl(path))
+    except UserError as error:
+        return str(error)
+
+
+@settings(max_examples=600)
+@given(
+    st.lists(lines(), min_size=1, max_size=3),
+    st.integers(1, 30),
+    st.integers(24, 40),
+    st.booleans(),
+)
+def test_long_lines_are_read_as_short_ones(tmp_path_factory, raw, part, short, ends):
+    """Texts and errors; only of several errors in a line may another one be named."""
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(b"\n".join(raw) + b"\n" * ends)
+    expected = read_lines(path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("PART", part), ("SHORT", short), ("LINE", 2)):
+            patch.setattr(text_files, name, value)
+        found = read_lines(path)
+    if isinstance(expected, list):
+        assert found == expected
+    else:
+        assert isinstance(found, str) and found.split(" is ")[0].split(" has ")[0] in expected
+
+
+def test_long_lines_with_errors(tmp_path):
+    """The line and the byte are named."""
+    good, half = "x" * 3_000_000, "\\ud83d"
+    for text, sentence in {
+        good + "\0": "line 2 is binary (a NUL at byte 3000010)",
+        good + "\xff": "line 2 is not UTF-8 (byte 3000010)",
+        good + "\xc3": "line 2 is not UTF-8 (byte 3000010)",
+        good + "\\x": "line 2 is not JSON",
+        good + "\x01": "line 2 is not JSON",
+        good + half: "line 2 has half a surrogate pair",
+        half + good: "line 2 has half a surrogate pair",
+        good + '", "text": 1, "x": "': "line 2 has no text",
+        good + '"} {"': "line 2 is not JSON",
+    }.items():
+        raw = b'{"text": "1"}\n{"text": "' + text.encode("latin-1") + b'"}\n{"text": "3"}'
+        write(tmp_path, {"a.jsonl": raw})
+        assert sentence in read_lines(tmp_path / "a.jsonl"), sentence
+    last = f'{{"text": "no", "other": "{good}", "n": [1], "text": "2{good}"}}'
+    write(tmp_path, {"a.jsonl": f'{{"text": "1"}}\n{last}\n\n{{"text": "3"}}'})
+    assert whole(Documents(tmp_path)) == ["1", "2" + good, "3"]
+
+
+@pytest.mark.parametrize("piece", ["no line break ", "\\n\\u00e9\\ud83d\\ude00", "é😀"])
+def test_memory_of_one_huge_line(tmp_path, piece):
+    """A few parts, whatever the line; also of what stands next to the text."""
+    path, n = tmp_path / "a.jsonl", 16_000_000 // len(piece.encode())
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"before": "')
+        for field in ("text", "after"):
+            file.writelines(itertools.repeat(piece, n))
+            file.write(f'", "{field}": "')
+        file.write('"}\n')
+    tracemalloc.start()
+    try:
+        found = survey(Documents(path))
+        size = sum(len(part.raw) for part in split(Documents(path), found))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size == found.n_bytes == n * len(json.loads(f'"{piece}"').encode())
+    assert peak < 8_000_000, peak
 
 
 # --- split ---
@@ -255,15 +353,15 @@ def test_blocks_of_a_file(tmp_path_factory, raw, n):
     path = tmp_path_factory.getbasetemp() / "blocks.txt"
     path.write_bytes(raw)
     try:
-        expected = module._decode(raw, str(path))
+        expected = text_files._decode(raw, str(path))
     except UserError as error:
         expected = str(error)
         if b"\0" in raw:  # or what is wrong before it
             expected = "is "
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PART", n)
+        patch.setattr(text_files, "PART", n)
         try:
-            found = "".join(module._read_text(path))
+            found = "".join(text_files.read_text(path))
         except UserError as error:
             assert expected in str(error) or raw[:3] == b"\xef\xbb\xbf"
             return
@@ -271,7 +369,7 @@ def test_blocks_of_a_file(tmp_path_factory, raw, n):
 
 
 def test_a_large_file_that_is_not_text_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PART", 10)
+    monkeypatch.setattr(text_files, "PART", 10)
     write(tmp_path, {"a.md": b"text " * 10 + b"\xff", "b.md": "text " * 10, "c.md": "é"})
     texts = Documents(tmp_path)
     assert whole(texts) == ["text " * 10, "é"]
@@ -357,3 +455,26 @@ def test_parquet_columns_of_the_same_name(tmp_path):
 
 def test_parquet_without_values(tmp_path):
     assert whole(Documents(parquet(tmp_path, lambda a: a.nulls(3)))) == []
+
+
+def test_parquet_strings_are_kept_unchanged(tmp_path):
+    """A NUL, and what would be a byte order mark in a file; in bytes a NUL means that they are not text."""
+    texts = ["a\0b", "\ufeffc"]
+    assert whole(Documents(parquet(tmp_path, lambda a: a.array(texts)))) == texts
+    path = parquet(tmp_path, lambda a: a.array([b"a", b"a\0b"]))
+    with pytest.raises(UserError, match=r"a\.parquet row 2 is binary \(a NUL at byte 1\)"):
+        whole(Documents(path))
+
+
+def test_large_rows_of_a_parquet_are_decoded_one_by_one(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    large, small = ([f"{i} {'é' * n}" for i in range(200 if n == 1 else 6)] for n in (3_000_000, 1))
+    for texts, rows in ((large, 1), (small, 64)):
+        path = parquet(tmp_path, lambda a, texts=texts: a.array(texts))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            assert {len(batch) for batch in text_files._batches(file)} >= {rows}
+            assert max(len(batch) for batch in text_files._batches(file)) == rows
+        parts = list(Documents(path))
+        assert whole(parts) == texts and max(len(text) for text, _ in parts) <= text_files.PART

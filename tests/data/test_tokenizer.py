@@ -1,10 +1,13 @@
 """The tokenizer: it loses nothing, gives the same file every time, and agrees with transformers."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 import tokenizers
+from faults import KILL, FailingDisk, killed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,6 +193,37 @@ def test_transformers_agrees(tmp_path, model_type):
     assert theirs(text)["input_ids"] == TOKENIZER.encode(text)
     assert theirs.decode(TOKENIZER.encode(text)) == text
     assert theirs.eos_token_id == TOKENIZER.eot_id and len(theirs) == TOKENIZER.vocab_size
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_killed_while_saving(tmp_path):
+    """Over another tokenizer: each file is the old or the new one, whole, and they change in one order."""
+    other = Tokenizer.train(TEXTS[:1], 280)
+    other._companions["chat_template.jinja"] = b"old " * 5_000
+    new = Tokenizer.train(TEXTS, 300)
+    new._companions["chat_template.jinja"] = b"new " * 5_000
+    contents = {}
+    for name, tokenizer in (("old", other), ("new", new)):
+        tokenizer.save(tmp_path / name)
+        contents[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()}
+    assert contents["old"].keys() == contents["new"].keys() and len(contents["new"]) == 3
+    n, killing, replaced, folder = 0, True, [], tmp_path / "here"
+    while killing:
+        n += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        with pytest.MonkeyPatch.context() as patch:
+            killing = killed(
+                lambda n=n: FailingDisk(patch, folder, n, KILL), lambda: new.save(folder)
+            )
+        found = {name: (folder / name).read_bytes() for name in contents["new"]}
+        replaced.append(sum(x == contents["new"][name] for name, x in found.items()))
+        assert all(x in (contents["old"][k], contents["new"][k]) for k, x in found.items()), n
+        Tokenizer.load(folder)
+        new.save(folder)  # and removes what the kill has left
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == contents["new"], n
+    # tokenizer_config.json is the same in both
+    assert n >= 10 and replaced == sorted(replaced) and {*replaced} == {1, 2, 3}
 
 
 # ----------------------------------------------------------------------------- errors of the library

@@ -1,4 +1,4 @@
-"""Faults at the n-th call that changes the file system: an error, or the end of the process; and a disk that becomes full."""
+"""Faults at the n-th call that changes the file system: an error, or the end of the process; disks that fail or are full."""
 
 import builtins
 import errno
@@ -13,6 +13,7 @@ from xtrain.training import checkpoint
 
 CALLS = ((os, "mkdir"), (os, "rename"), (os, "replace"), (os, "link"), (os, "unlink"), (os, "rmdir"),
          (os, "fsync"), (os, "open"), (io, "open"), (builtins, "open"), (files, "_exchange"))  # fmt: skip
+KILL = -1
 
 
 class Fault:
@@ -57,11 +58,16 @@ def error(code):
 
 def killed_at(folder: Path, n: int, work, patch) -> bool:
     """Do work() in a process that ends, as if killed, before its n-th call. -> was there an n-th call?"""
+    return killed(lambda: Fault(patch, folder, n, lambda: os._exit(9)), work)
+
+
+def killed(prepare, work) -> bool:
+    """Do prepare() and work() in another process. -> has it ended with os._exit(9)?"""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            Fault(patch, folder, n, lambda: os._exit(9))
+            prepare()
             work()
             code = 0
         finally:
@@ -93,3 +99,86 @@ class SmallDisk:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         return wrapper
+
+
+class FailingDisk:
+    """The n-th access below `folder` fails with an error, and with `stays` all later ones. count: accesses so far.
+
+    code: of the error; KILL: the process ends instead, as if killed.
+    access: "write" (changes of names, syncs, opens for writing, and every write, of which half the bytes arrive) or "read"
+    (opens for reading, reads, lists of folders).
+    """
+
+    WRITES = ("mkdir", "rename", "replace", "link", "fsync")
+    READS = ("scandir", "listdir")
+
+    def __init__(self, patch, folder: Path, n: int, code: int, access="write", stays=False):
+        self.folder, self.n, self.code, self.access, self.stays = (
+            str(folder),
+            n,
+            code,
+            access,
+            stays,
+        )
+        self.count = 0
+        for name in self.WRITES if access == "write" else self.READS:
+            patch.setattr(os, name, self._wrapped(getattr(os, name), name))
+        self.os_open, self.open = os.open, io.open
+        patch.setattr(os, "open", self._os_open)
+        patch.setattr(io, "open", self._open)
+        patch.setattr(builtins, "open", self._open)
+
+    def note(self, access):
+        if access == self.access:
+            self.count += 1
+            if self.count == self.n or (self.stays and self.count > self.n):
+                if self.code == KILL:
+                    os._exit(9)
+                raise OSError(self.code, os.strerror(self.code))
+
+    def _is_here(self, path):
+        return not isinstance(path, int) and os.fspath(path).startswith(self.folder)
+
+    def _wrapped(self, call, name):
+        def wrapper(*args, **more):
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else [*args, "."][0]
+            if self._is_here(path):
+                self.note(self.access)
+            return call(*args, **more)
+
+        return wrapper
+
+    def _os_open(self, path, flags, *args, **more):
+        if self._is_here(path):
+            self.note("write" if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else "read")
+        return self.os_open(path, flags, *args, **more)
+
+    def _open(self, path, mode="r", buffering=-1, *args, **more):
+        if not self._is_here(path):
+            return self.open(path, mode, buffering, *args, **more)
+        writes = not {*"wax+"}.isdisjoint(mode)
+        self.note("write" if writes else "read")
+        file = _FailingFile(path, mode.replace("b", "").replace("t", ""))
+        file.disk = self
+        if buffering == 0:
+            return file
+        kind = io.BufferedRandom if "+" in mode else io.BufferedWriter if writes else io.BufferedReader  # fmt: skip
+        return kind(file) if "b" in mode else io.TextIOWrapper(kind(file), *args, **more)
+
+
+class _FailingFile(io.FileIO):
+    def write(self, data):
+        try:
+            self.disk.note("write")
+        except OSError:
+            super().write(memoryview(data)[: len(data) // 2])
+            raise
+        return super().write(data)
+
+    def readinto(self, buffer):
+        self.disk.note("read")
+        return super().readinto(buffer)
+
+    def readall(self):
+        self.disk.note("read")
+        return super().readall()

@@ -1,6 +1,11 @@
 """Matrix products against float64, in every layout; linear against PyTorch."""
 
 import itertools
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -222,6 +227,74 @@ def test_only_products_with_few_tiles_get_a_workspace():
         (64, 64, 131),
     ):
         assert gemm.workspace_bytes(m, n, batch, 132) == gemm.WORKSPACE, (m, n, batch)
+
+
+class Products:
+    """A GPU whose products are only noted: the workspace that each stream has used. local.stream: the current one."""
+
+    def __init__(self, patch):
+        self.local, self.used, self.made, self.handles = threading.local(), {}, [], []
+        gpu = SimpleNamespace(
+            get_current_stream=lambda: SimpleNamespace(ptr=self.local.stream),
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+            Device=lambda _: SimpleNamespace(attributes={"MultiProcessorCount": 132}),
+        )
+        pool = SimpleNamespace(malloc=lambda size: self.new(self.made, size))
+        cupy = SimpleNamespace(cuda=gpu, get_default_memory_pool=lambda: pool)
+        cublas = SimpleNamespace(
+            create=lambda: self.new(self.handles, "handle"),
+            set_stream=lambda handle, stream: setattr(self, "stream", stream),
+            set_workspace=lambda handle, at, size: self.used.setdefault(self.stream, set()).add(at),
+            gemm_ex=lambda *_: None,
+        )
+        patch.setattr(gemm, "cupy", lambda: cupy)
+        patch.setattr(gemm, "_contexts", {})
+        patch.setitem(sys.modules, "nvmath.bindings", SimpleNamespace(cublas=cublas))
+
+    def new(self, made, what):
+        time.sleep(0.01)  # other threads run now
+        made.append(what)
+        return SimpleNamespace(ptr=len(made))
+
+    def product(self, stream):
+        self.local.stream = stream
+        x = SimpleNamespace(dtype=np.dtype(np.float32), strides=(64, 4), itemsize=4, shape=(16, 16), ndim=2,
+                            data=SimpleNamespace(ptr=1))  # fmt: skip
+        gemm._cublas(x, x, x, False, False, 16, 16, 16, 1.0, False)
+
+
+def test_products_of_two_streams_do_not_share_a_workspace(monkeypatch):
+    """They may run at the same time. Those of one stream do, in any thread."""
+    gpu = Products(monkeypatch)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(gpu.product, [0, 1, 2, 3] * 8))
+    assert len(gpu.handles) == 1 and gpu.made == [gemm.WORKSPACE] * 4
+    assert sorted(map(sorted, gpu.used.values())) == [[1], [2], [3], [4]]
+    gemm.release_workspace(2)
+    assert sorted(gemm._contexts[0].workspaces) == [0, 1, 3]
+
+
+@pytest.mark.gpu
+def test_products_of_two_streams_at_the_same_time():
+    """Few tiles and a long sum, so blocks share it (split-K); the same bits as alone."""
+    import cupy
+
+    a, b = put(normal(1, 64, 16384)), put(normal(2, 16384, 64))
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.Device().synchronize()
+
+    def products(stream):
+        found = []
+        with stream:
+            for _ in range(300):
+                found.append(matmul(cupy.empty((64, 64), np.float32), a, b))
+            stream.synchronize()
+        return found
+
+    expected = products(streams[0])[0]
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(products, streams):
+            assert all((x == expected).all() for x in found)
 
 
 # ----------------------------------------------------------------------------- batch-invariant mode

@@ -1,8 +1,8 @@
 """The documents of a text, and which of them are held out for validation.
 
 **Documents.** A file is a document; so is a line of a .jsonl and a row of a .parquet.
-"<|endoftext|>" inside a text also ends a document. Documents are read part by part, so the memory
-does not depend on the length of a file. A line of a .jsonl and a row of a .parquet must fit in memory.
+"<|endoftext|>" inside a text also ends a document. Documents are read part by part (text_files.py),
+so the memory does not depend on their length.
 
 **Split.** A tenth of the text, at most 2 MB, is held out. Documents are drawn in the order of their
 SHA-256 until the held-out text is large enough: the choice looks random, is the same everywhere, and
@@ -10,7 +10,6 @@ puts all copies of a document on one side. If a document, or the copies of a dra
 longer than the text to hold out, the end of the text is held out instead.
 """
 
-import codecs
 import hashlib
 import heapq
 import itertools
@@ -22,19 +21,21 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..errors import UserError
 from .stamps import is_settled, stamp
+from .text_files import (
+    NotText,
+    raise_unreadable,
+    read_jsonl,
+    read_parquet,
+    read_text,
+    with_end,
+)
 from .tokenizer import END_OF_TEXT
 
 VAL_FRACTION, VAL_BYTES = 10, 2_000_000  # held out: 1/10 of the text, at most 2 MB
-PART = 1 << 18  # bytes read at once, characters of a document given at once
-PARQUET_ROWS = 64  # decoded at once: a row may hold a megabyte
-
-
-class _NotText(UserError):
-    """The content of a file is not UTF-8 text."""
 
 
 class Documents:
@@ -79,7 +80,7 @@ class Documents:
         try:
             stamps = [stamp(path) for path in paths]
         except OSError as error:
-            _raise_unreadable(error)
+            raise_unreadable(error)
         self.n_bytes = sum(size for size, *_ in stamps)
         self.settled = is_settled(stamps, read_at)
         names = [path.relative_to(self.root).as_posix() for path in paths]
@@ -108,7 +109,7 @@ class Documents:
         wanted = lambda name: name not in unwanted and not name.startswith(".")
         roots, seen = [self.root], set()
         for root in roots:  # grows inside the loop: linked folders are walked after real ones
-            for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
+            for folder, folders, names in os.walk(root, onerror=raise_unreadable):
                 real = os.path.realpath(folder)
                 if real in seen:  # two links to one folder, or a cycle
                     folders.clear()
@@ -121,38 +122,22 @@ class Documents:
 
     def _read(self, path: Path) -> Iterable[tuple[str, bool]]:
         if path.suffix == ".jsonl":
-            return _in_parts(_read_jsonl(path))
+            return read_jsonl(path)
         if path.suffix == ".parquet":
-            return _in_parts(_read_parquet(path))
+            return read_parquet(path)
         if path == self.root or path.suffix == ".txt":
-            return _with_end(_read_text(path))
+            return with_end(read_text(path))
         try:
-            text = _read_text(path)
+            text = read_text(path)
             first = list(itertools.islice(text, 2))
             if len(first) < 2:
-                return _with_end(first)
+                return with_end(first)
             for _ in text:  # only the whole file tells whether it is text
                 pass
-        except _NotText:
+        except NotText:
             self.skipped += 1
             return []
-        return _with_end(_read_text(path))
-
-
-def _with_end(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Mark the last of the parts of one document."""
-    before = None
-    for part in parts:
-        if before is not None:
-            yield before, False
-        before = part
-    if before is not None:
-        yield before, True
-
-
-def _in_parts(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    for text in texts:
-        yield from _with_end(text[i : i + PART] for i in range(0, len(text), PART))
+        return with_end(read_text(path))
 
 
 def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
@@ -174,125 +159,6 @@ def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         if given:
             yield given, False
             begun = True
-
-
-def _raise_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
-    where = error.filename if path is None else path  # an error while reading names no file
-    raise UserError(
-        f"{where} cannot be read ({error.strerror}): check its permissions and the disk"
-    ) from None
-
-
-def _read_text(path: Path) -> Iterator[str]:
-    """The text of a file in blocks of PART bytes. Raises _NotText, or UserError if it cannot be read."""
-    decoder, n = codecs.getincrementaldecoder("utf-8-sig")(), 0
-    try:
-        with open(path, "rb") as file:
-            while True:
-                block = file.read(PART)
-                if 0 in block:
-                    _raise_binary(path, n + block.index(0))
-                n += len(block)
-                try:
-                    text = decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    _raise_not_utf8(path, n - len(error.object) + error.start)
-                if text:
-                    yield text
-                if not block:
-                    return
-    except OSError as error:
-        _raise_unreadable(error, path)
-
-
-def _raise_binary(where: Path | str, at: int) -> NoReturn:
-    raise _NotText(f"{where} is binary (a NUL at byte {at}): give UTF-8 text") from None
-
-
-def _raise_not_utf8(where: Path | str, at: int) -> NoReturn:
-    raise _NotText(f"{where} is not UTF-8 (byte {at}): convert it to UTF-8") from None
-
-
-def _decode(raw: bytes, where: str) -> str:
-    if b"\0" in raw:
-        _raise_binary(where, raw.index(0))
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        _raise_not_utf8(where, error.start)
-
-
-def _read_jsonl(path: Path) -> Iterator[str]:
-    try:
-        with open(path, "rb") as lines:
-            for number, raw in enumerate(lines, 1):
-                line = _decode(raw, f"{path} line {number}").strip()
-                if line:
-                    yield _text_field(line, f"{path} line {number}")
-    except OSError as error:
-        _raise_unreadable(error, path)
-
-
-def _text_field(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where} is not JSON: a .jsonl has one JSON object per line") from None
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f'{where} has no text: every line needs {{"text": "..."}}')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where} has half a surrogate pair, which is not valid text: fix or remove the line"
-        ) from None
-    return text
-
-
-def _read_parquet(path: Path) -> Iterator[str]:
-    """The column text, as strings or as bytes in UTF-8. Rows without a value have no text."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path} is a .parquet file, which needs pyarrow: pip install pyarrow"
-        ) from None
-    try:
-        # buffer_size: otherwise a row group's column is read whole
-        with pyarrow.parquet.ParquetFile(path, buffer_size=PART) as file:
-            columns = [field.type for field in file.schema_arrow if field.name == "text"]
-            if len(columns) != 1:
-                found = "no column" if not columns else f"{len(columns)} columns"
-                raise UserError(
-                    f"{path} has {found} named text: rename the one that holds the text"
-                )
-            if not _is_text_type(pyarrow, columns[0]):
-                raise UserError(
-                    f"{path}: the column text has the type {columns[0]}, which is not text: convert it to strings"
-                )
-            row = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    if text is not None:
-                        yield (
-                            _decode(text, f"{path} row {row}") if isinstance(text, bytes) else text
-                        )
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-
-
-def _is_text_type(pyarrow: Any, kind: Any) -> bool:
-    """Strings or bytes in any of Arrow's layouts, or a column of missing values."""
-    types = pyarrow.types
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        kind = kind.value_type
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")  # fmt: skip
-    checks = (getattr(types, f"is_{name}", None) for name in names)  # older versions have no views
-    return any(check is not None and check(kind) for check in checks)
 
 
 # --- train and validation ---

@@ -141,7 +141,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and its companion files, for transformers.AutoTokenizer.
 
-        Makes the folder if its parent exists. Each file is replaced atomically. Raises OSError.
+        Makes the folder if its parent exists. Each file is replaced atomically, so after a kill some are of an earlier tokenizer;
+        `save_pretrained` of a model changes all at once. Raises OSError.
         """
         folder = Path(folder)
         # without parents: a run's folder that was removed must not come back

@@ -29,9 +29,10 @@ from ..errors import UserError
 from ..files import STRAY_SECONDS, Busy, digest, locked, sync, work_folder, write_whole
 from . import pieces
 from .bigram import bigram_bpb, count_bigrams
-from .documents import PART, Documents, Part, Survey, split
+from .documents import Documents, Part, Survey, split
 from .pieces import Cutter
 from .shards import ShardWriter
+from .text_files import PART
 from .tokenizer import Tokenizer
 
 ENCODE_BATCH = (

@@ -7,17 +7,17 @@ cuBLAS is column-major. A row-major (M, N) array *is* a column-major (N, M) arra
 C^T = B^T A^T: the operands are swapped and nothing is transposed in memory. Attention uses strided batches.
 
 The calls go through nvmath's bindings, because CuPy does not allow its own cuBLAS calls while a CUDA graph is captured, and
-use one explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Only
-products with few tiles get the workspace: there several blocks share one sum (split-K) and need memory for its terms. With
-many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
+use an explicit workspace: then the algorithm, and so every bit of the result, is the same inside a graph and outside. Each
+stream has its own, because products of two streams may run at the same time; a graph uses that of the stream on which it was
+captured. Only products with few tiles get one: there several blocks share one sum (split-K) and need memory for its terms.
+With many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
 In batch-invariant mode no product gets it, so there is no split-K, and `linear` computes a fixed number of rows at a time.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
 import functools
 import threading
-from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
 FIXED_ROWS_GPU, FIXED_ROWS_CPU = 256, (16, 12, 8, 4, 2, 1)
 ALIGNED = 256  # bytes; every allocation on a GPU begins at such a multiple
 COMPUTE_32F, DEFAULT_ALGO = 68, -1  # cublasComputeType, cublasGemmAlgo
-_handle_lock = threading.Lock()
+_handle_lock = threading.Lock()  # of handles and workspaces
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
@@ -109,24 +109,42 @@ def _op_shape(x, trans):
     return (*x.shape[:-2], columns, rows) if trans else x.shape
 
 
-@dataclass(frozen=True)
 class _CublasContext:
     """cuBLAS on one GPU."""
 
-    module: ModuleType  # nvmath's bindings
-    handle: int
-    workspace: Array  # CuPy's MemoryPointer
-    multiprocessors: int
+    def __init__(self, device: int):
+        from nvmath.bindings import cublas
+
+        self.module, self.handle = cublas, cublas.create()
+        self.multiprocessors = cupy().cuda.Device(device).attributes["MultiProcessorCount"]
+        # stream -> CuPy's MemoryPointer; kept, because graphs use its address
+        self.workspaces: dict[int, Any] = {}
+
+    def workspace(self, stream: int) -> int:
+        """The address of WORKSPACE bytes that only the products of one stream use."""
+        if stream not in self.workspaces:
+            # not from the pool of a graph, in which an earlier graph may write to the memory
+            pool = cupy().get_default_memory_pool()
+            self.workspaces[stream] = pool.malloc(WORKSPACE)
+        return self.workspaces[stream].ptr
 
 
-@functools.cache
+_contexts: dict[int, _CublasContext] = {}
+
+
 def _handle(device: int) -> _CublasContext:
-    from nvmath.bindings import cublas
+    if device not in _contexts:
+        with _handle_lock:
+            if device not in _contexts:
+                _contexts[device] = _CublasContext(device)
+    return _contexts[device]
 
-    handle = cublas.create()
-    workspace = cupy().cuda.alloc(WORKSPACE)
-    multiprocessors = cupy().cuda.Device(device).attributes["MultiProcessorCount"]
-    return _CublasContext(cublas, handle, workspace, multiprocessors)
+
+def release_workspace(stream: int) -> None:
+    """Free what the products of a stream have used. Neither the stream nor a graph captured on it is used again."""
+    with _handle_lock:
+        for context in _contexts.values():
+            context.workspaces.pop(stream, None)
 
 
 def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
@@ -148,7 +166,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     arguments = (handle, *sizes, alpha.ctypes.data, *a, *b, beta.ctypes.data, *out)
     with _handle_lock:  # other threads use the same handle
         cublas.set_stream(handle, stream)  # this resets the workspace
-        cublas.set_workspace(handle, context.workspace.ptr, nbytes)
+        cublas.set_workspace(handle, context.workspace(stream), nbytes)
         if c.ndim == 2:
             cublas.gemm_ex(*arguments, COMPUTE_32F, DEFAULT_ALGO)
         else:

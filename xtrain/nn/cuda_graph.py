@@ -20,12 +20,14 @@ The eager calls are real steps. The same kernels run with the same arguments eit
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..device import Array, PrivatePool, cupy, free_cached
+from ..kernels.gemm import release_workspace
 from .modules import Arena
 
 EAGER_CALLS = 2  # the first compiles kernels and allocates what is kept from step to step
@@ -46,6 +48,7 @@ class Graphed:
         free_cached("gpu")  # cached memory, which the new pool could not use
         self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
         self.caller = cupy().cuda.get_current_stream()
+        weakref.finalize(self, release_workspace, self.stream.ptr).atexit = False
 
     def __call__(self, *inputs: Array, variant: tuple = ()) -> tuple[Array, ...]:
         key = (variant, *((x.shape, x.dtype.str) for x in inputs))

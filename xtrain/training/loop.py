@@ -201,6 +201,7 @@ def train(
         name = config.name
         resolved, shape = resolve(config, device == "gpu", ranks.world)
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
+        run_folder.check_seen(folder, ranks)
         resolved = run_folder.with_first_options(resolved, folder)
         known = _known_shape(resolved, shape, folder.saved)
         precision, obstacle = choose_precision(resolved.precision, device, known.head_dim)
@@ -221,7 +222,7 @@ def train(
         # raises if there is too little text
         corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)
         folder = ranks.on_rank_0(lambda: run_folder.claim(folder, resolved, name, warn, stack))
-        path, saved = folder.path, folder.saved
+        path, saved = folder.path, run_folder.check_seen(folder, ranks).saved
         _introduce(console, path, run, device, obstacle)
         if saved:
             run.resume(saved, warn)

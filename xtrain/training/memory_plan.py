@@ -27,7 +27,7 @@ import numpy as np
 
 from .. import device
 from ..config import ModelConfig, TrainConfig
-from ..kernels.gemm import WORKSPACE, _handle
+from ..kernels.gemm import WORKSPACE
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
@@ -435,8 +435,7 @@ def measure(
 ) -> int:
     """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
     gpu = device.cupy().cuda
-    _handle(gpu.runtime.getDevice())  # makes the workspace now, outside the pool below
-    pool = gpu.MemoryPool()
+    pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
         run = _run(config, batch, seq_len, precision, recompute, accumulate)
         most = 0

@@ -16,7 +16,8 @@ from ..config import ModelConfig, ResolvedConfig, TrainConfig, preset_name
 from ..data.dataset import Corpus
 from ..device import device_name, resolve_device
 from ..errors import UserError
-from ..files import Busy, cannot_write, owned, write_whole
+from ..files import Busy, cannot_write, digest, owned, write_whole
+from ..formats.manifest import MANIFEST
 from ..json_files import read_json
 from ..version import VERSION
 from . import checkpoint
@@ -89,6 +90,21 @@ def claim(
             raise UserError(f"{before.saved.folder} is gone: start again")
 
 
+def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
+    """-> the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of rank 0 to resume from."""
+    if folder.saved:
+        path = folder.saved.folder
+        manifest = path / MANIFEST
+        found = ranks.gather(digest(manifest) if manifest.is_file() else None)
+        for rank, seen in enumerate(found):
+            if seen != found[0]:
+                sees = "does not see" if seen is None else "sees another"
+                raise UserError(
+                    f"rank {rank} {sees} {path}: give a folder --out that all machines share"
+                )
+    return folder
+
+
 def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
     """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init may be gone.
 
@@ -129,13 +145,6 @@ def parse_options(
         return given
     given.validate()
     kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
-    if kept:
-        folder = Path(given.out) / kept["name"]
-        for rank, seen in enumerate(ranks.gather(folder.is_dir())):
-            if not seen:
-                raise UserError(
-                    f"rank {rank} does not see {folder}: give a folder --out that all machines share"
-                )
     defaults = replace(type(given)(), **kept) if kept else given
     config = parse(defaults if kept else None)
     # a change that was allowed before stays allowed, until the option changes again

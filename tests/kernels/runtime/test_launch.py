@@ -1,6 +1,7 @@
 """Launches: the choice of the implementation, checks, scalars, strides, shared memory, the cache, very large arrays."""
 
 import ctypes
+import itertools
 import os
 import shutil
 import threading
@@ -413,20 +414,26 @@ def test_kernels_of_the_factories_have_a_cache_key():
 
 
 def test_threads_do_not_share_arguments(monkeypatch):
-    """Two threads launch one kernel: each launch reads the arguments that its own thread has written."""
-    started = []
+    """Threads launch one kernel: each launch reads the arguments that its own thread has written. All run the code that is kept:
+    a graph may refer to it."""
+    started, loaded, used = [], itertools.count(), set()
+
+    def load(*_):
+        time.sleep(1e-2)  # lets the other threads run
+        return next(loaded), None
 
     def start(function, *rest):
         address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument
         time.sleep(1e-3)  # lets the other thread run
         started.append((ctypes.c_int64.from_address(address).value, rest[0]))
+        used.add(function)
 
     gpu = SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=0),
         driver=SimpleNamespace(launchKernel=start, CUDADriverError=OSError),
     )  # fmt: skip
     monkeypatch.setattr(_launch, "cupy", lambda: SimpleNamespace(cuda=gpu))
-    monkeypatch.setattr(_launch, "load_function", lambda *a: (7, None))
+    monkeypatch.setattr(_launch, "load_function", load)
     kernel = type("Kernel", (), {"py_func": lambda: None})()
     one = lambda n: _launch._launch_gpu(kernel, (n, 1, 1), (1, 1, 1), (np.int64(n),), 0, False)
     threads = [threading.Thread(target=one, args=(n,)) for n in range(1, 30)]
@@ -435,6 +442,7 @@ def test_threads_do_not_share_arguments(monkeypatch):
     for thread in threads:
         thread.join()
     assert sorted(started) == [(n, n) for n in range(1, 30)]
+    assert len(used) == 1 and next(loaded) > 1
 
 
 # ----------------------------------------------------------------------------- on the GPU

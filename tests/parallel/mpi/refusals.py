@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -73,15 +74,18 @@ def another_machine(folder):
 
 
 def what_is_not_the_same_everywhere(folder):
-    for options, sentence in [
-        ({"data": "text.txt", "out": folder / "out"}, "rank 2 has text "),
-        ({"out": "runs", "stop-at": 1}, None),
-        (
-            {"out": "runs", "resume": True},
-            "rank 2 does not see runs/run: give a folder --out that all machines share",
-        ),
+    nothing, share = lambda: None, "give a folder --out that all machines share"
+    for prepare, options, sentence in [
+        (nothing, {"data": "text.txt", "out": folder / "out"}, "rank 2 has text "),
+        (nothing, {"out": "runs", "stop-at": 1}, None),
+        (nothing, {"out": "runs", "resume": True}, f"rank 2 does not see {SAVED}: {share}"),
+        (an_empty_folder, {"out": "runs", "resume": True}, f"rank 2 does not see {SAVED}: {share}"),
+        (another_run, {"out": "runs", "resume": True}, f"rank 2 sees another {SAVED}: {share}"),
+        (only_the_options, {"out": "runs", "resume": True, "stop-at": 1}, None),
     ]:
         given = {**GOOD, **options}
+        if "resume" in options:  # the others are those of the run, which only rank 0 and 1 see
+            given = {**{k: GOOD[k] for k in ("data", "name", "device")}, **options}
         arguments = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in given.items()]
         said = io.StringIO()
         with (
@@ -90,6 +94,9 @@ def what_is_not_the_same_everywhere(folder):
             contextlib.redirect_stdout(io.StringIO()),
         ):
             Path("text.txt").write_bytes(TEXT.read_bytes()[WORLD.rank // 2 :])
+            if WORLD.rank % 2 == 0:
+                prepare()
+            WORLD.Barrier()
             code = main(arguments)
         text = said.getvalue()
         assert code == (2 if sentence else 0), (options, text)
@@ -98,6 +105,28 @@ def what_is_not_the_same_everywhere(folder):
         else:
             assert not text, text
     assert not (folder / "out").exists(), "nothing is trained on two texts"
+    own = folder / "not the same" / f"machine {WORLD.rank // 2}" / "runs"
+    assert (own / SAVED.relative_to("runs")).exists() == (WORLD.rank < 2), (
+        "resumed at its beginning"
+    )
+
+
+SAVED = Path("runs/run/checkpoints/step-000001")
+
+
+def an_empty_folder():
+    Path("runs/run").mkdir(parents=True, exist_ok=True)
+
+
+def another_run():
+    if WORLD.rank == 2:
+        SAVED.mkdir(parents=True)
+        (SAVED / "manifest.json").write_text("{}")
+
+
+def only_the_options():
+    """The run was stopped before its first checkpoint: it does not matter who sees its folder."""
+    shutil.rmtree(SAVED.parent if WORLD.rank == 0 else "runs")
 
 
 def the_last_checkpoint_cannot_be_written(folder):

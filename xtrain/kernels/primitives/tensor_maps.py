@@ -8,6 +8,7 @@ address, so replaying it needs no work on the host.
 import ctypes
 import functools
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ MAX_CACHED = 1 << 14  # sets of maps that no graph uses
 # (device, the maps' TensorMapSpecs) -> maps
 _captured: dict = {}  # used by a graph: never removed
 _evictable: dict = {}
+# of both: a graph must refer to the maps that are kept, not to those of another thread
+_lock = threading.Lock()
 # (device, stream, kernel name) -> two zeros; never removed, because graphs use their address
 _counters: dict = {}
 
@@ -68,16 +71,17 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
     specs = tuple(_spec(x, size) for x, size in boxes)
     key = first.device.id, specs
     capturing = cupy().cuda.get_current_stream().is_capturing()
-    maps = _captured.get(key)
-    if maps is None:
-        maps = _evictable.get(key)
+    with _lock:
+        maps = _captured.get(key)
+        if maps is None:
+            maps = _evictable.get(key)
         if maps is None:
             if len(_evictable) >= MAX_CACHED and not capturing:
                 cupy().cuda.Device().synchronize()  # after this no kernel reads them
                 _evictable.clear()
             maps = _evictable[key] = upload(b"".join(_encode(spec) for spec in specs))
-        if capturing:
-            _captured[key] = _evictable.pop(key, maps)  # another thread may have taken it
+        if capturing and key in _evictable:
+            _captured[key] = _evictable.pop(key)
     return maps
 
 
@@ -86,7 +90,9 @@ def tensors_of(maps: Array) -> list[tuple]:
 
     Raises ValueError if `maps` does not come from tensor_maps.
     """
-    for (_, specs), found in (*_captured.items(), *_evictable.items()):
+    with _lock:
+        known = (*_captured.items(), *_evictable.items())
+    for (_, specs), found in known:
         if found.data.ptr == maps.data.ptr:
             itemsize = {4: 2, 2: 4}  # 4 axes: bf16, 2 axes: float32
             return [(s.dims, itemsize[len(s.dims)] * math.prod(s.dims)) for s in specs]

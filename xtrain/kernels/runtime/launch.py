@@ -216,7 +216,7 @@ def compile_noted(found: dict[tuple, Specialization]) -> int:
     """Compile what note_launches has found on a GPU, several kernels at a time. -> how many were not in the cache on disk"""
     code, compiled = compile_together([(s.kernel, s.types) for s in found.values()])
     for key, s in found.items():
-        _plans[key] = _LaunchPlan(s, code[s.kernel, s.types])
+        _plans.setdefault(key, _LaunchPlan(s, code[s.kernel, s.types]))
     return compiled
 
 
@@ -320,7 +320,7 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
         if _notes.found is not None:
             _notes.found[key] = special
             return
-        plan = _plans[key] = _LaunchPlan(special)
+        plan = _plans.setdefault(key, _LaunchPlan(special))  # another thread may have been faster
     if _notes.found is not None:
         return
     if shared > plan.shared:

@@ -1,0 +1,60 @@
+"""Caches of device memory that threads share: maps and counters. What maps hold: attention/test_flash_attention_hopper.py"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from xtrain.kernels.primitives import last_block, tensor_maps
+
+
+class Uploaded(np.ndarray):
+    """Memory of a GPU."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which everything is being captured. -> an array on it"""
+    stream = SimpleNamespace(ptr=1, is_capturing=lambda: True)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+
+    def upload(content):
+        time.sleep(0.02)  # other threads run now
+        return np.frombuffer(content, np.uint64).copy().view(Uploaded)
+
+    for module in (tensor_maps, last_block):
+        monkeypatch.setattr(module, "cupy", lambda: cupy)
+        monkeypatch.setattr(module, "upload", upload)
+        monkeypatch.setattr(module, "_counters", {})
+    for name in ("_captured", "_evictable"):
+        monkeypatch.setattr(tensor_maps, name, {})
+    monkeypatch.setattr(tensor_maps, "_encode", lambda spec: bytes(128))
+    monkeypatch.setattr(tensor_maps, "_spec", lambda x, size: size)
+    return SimpleNamespace(device=SimpleNamespace(id=0))
+
+
+def in_threads(work):
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(lambda _: work(), range(8)))
+
+
+def test_maps_in_a_graph_are_those_that_are_kept(gpu):
+    """Threads that capture the same array get one set of maps, which is never freed."""
+    found = in_threads(lambda: tensor_maps.tensor_maps((gpu, 64)))
+    (kept,) = tensor_maps._captured.values()
+    assert all(maps is kept for maps in found) and not tensor_maps._evictable
+
+
+def test_counters_in_a_graph_are_those_that_are_kept(gpu):
+    for work, kept in (
+        (lambda: tensor_maps.tile_counter(gpu, "kernel"), tensor_maps._counters),
+        (lambda: last_block.zero_counters(gpu, 9, "kernel"), last_block._counters),
+    ):
+        found = in_threads(work)
+        assert len(kept) == 1 and all(zeros is found[0] for zeros in found) and not found[0].any()
