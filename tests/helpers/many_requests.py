@@ -34,7 +34,7 @@ class Usage:
     objects: int  # that Python's garbage collector knows
     traced: int  # bytes that Python allocated
     resident: int  # bytes of the process
-    on_gpu: int  # bytes in use
+    on_gpu: int  # bytes in use, also by other processes if this is not a worker of pytest
 
     def __str__(self):
         return (
@@ -48,8 +48,10 @@ def usage(requests, device):
     on_gpu = 0
     if device == "gpu":
         free_cached("gpu")
-        free, total = cupy().cuda.runtime.memGetInfo()
-        on_gpu = total - free
+        on_gpu = cupy().get_default_memory_pool().total_bytes()
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # else other processes use the GPU, too
+            free, total = cupy().cuda.runtime.memGetInfo()
+            on_gpu = total - free
     resident = 0
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[1])

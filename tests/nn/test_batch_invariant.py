@@ -48,13 +48,14 @@ def test_what_backward_recomputes_has_the_bits_of_the_mode(config, recompute):
     """Also where backward runs outside."""
     model = random_model(config)
     ids, targets = batch(config, 2, 20)
-    results = []
-    for model.recompute, backward in (("none", False), (recompute, True), (recompute, False)):
-        results.append(step(model, ids, targets, True, backward))
-    for loss, got in results[1:]:
-        assert loss == results[0][0]
-        for name, gradient in results[0][1].items():
-            assert np.array_equal(got[name], gradient), name
+    for backward in (True, False):
+        model.recompute = "none"
+        loss, gradients = step(model, ids, targets, True, backward)
+        model.recompute = recompute
+        again, got = step(model, ids, targets, True, backward)
+        assert again == loss
+        for name, gradient in gradients.items():
+            assert np.array_equal(got[name], gradient), (name, backward)
 
 
 @every_config

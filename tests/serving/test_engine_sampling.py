@@ -21,7 +21,7 @@ from xtrain.kernels.decoding.sampling import sample_ref
 from xtrain.serving import engine as engine_module
 
 __all__ = ["way"]  # every test also as on a GPU
-CONFIG = small(n_layers=1, max_seq_len=48)
+CONFIG = small(n_layers=1, head_dim=16, max_seq_len=48)
 VOCAB = CONFIG.vocab_size
 OFF = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None)
 STRONG = dict(
@@ -184,7 +184,7 @@ def test_logprobs_are_log_softmax_of_the_model(model, options):
 
 
 def test_a_vocabulary_smaller_than_the_alternatives():
-    tiny = random_model(small(n_layers=1, vocab_size=5))
+    tiny = random_model(small(n_layers=1, head_dim=16, vocab_size=5))
     (answer,) = Engine(tiny, 1).generate([[1]], 2, logprobs=20)
     for _, top in answer.logprobs:
         assert sorted(t for t, _ in top) == [0, 1, 2, 3, 4]
