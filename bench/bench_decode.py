@@ -91,7 +91,7 @@ def step_ms(engine, B, T):
 
     def step():
         batch.upload()  # back to length T
-        engine.graphed(variant=(graph_size(B, engine.max_batch),))
+        engine.graphed(variant=(graph_size(B, engine.max_batch), False, False))
 
     step()
     return gpu_ms(step, runs=20, flush=False)[0], step

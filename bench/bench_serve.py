@@ -331,12 +331,13 @@ def bench_first(o, name):
             layers = [] if o.layers is None else ["--layers", str(o.layers)]
             command = [sys.executable, __file__, "--start-only", "--models", name, *layers]
             out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            first, second, start, ready = out.stdout.decode().splitlines()[-1].split("\t")
-            print(f"{name}, {state}: engine {float(start):.2f} s ({ready})", flush=True)
+            *times, ready = out.stdout.decode().splitlines()[-1].split("\t")
+            first, second, start = map(float, times)
+            print(f"{name}, {state}: engine {start:.2f} s ({ready})", flush=True)
             record(
                 "bench_serve", f"first prompt {name}", shape=f"{state}, 100 tokens", dtype="bf16", ms=first,
-                value=float(first), unit="ms", peer="second prompt", peer_value=float(second),
-                engine_s=round(float(start), 2), ready=ready,
+                value=first, unit="ms", peer="second prompt", peer_value=second,
+                engine_s=round(start, 2), ready=ready,
             )  # fmt: skip
 
 

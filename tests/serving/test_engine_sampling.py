@@ -178,9 +178,10 @@ def test_logprobs_are_log_softmax_of_the_model(model, options):
             logits = torch.tensor(logits_of(model, [*prompt, *answer[:i]]), dtype=torch.float64)
             want = torch.log_softmax(logits, 0)
             assert logprob == pytest.approx(want[token].item(), abs=2e-5)
-            values, ids = want.topk(n)
-            assert [t for t, _ in top] == ids.tolist()
-            assert [x for _, x in top] == pytest.approx(values.tolist(), abs=2e-5)
+            assert [x for _, x in top] == pytest.approx(want.topk(n)[0].tolist(), abs=2e-5)
+            ids = [t for t, _ in top]  # nearly equal ones may change places
+            assert [x for _, x in top] == pytest.approx(want[ids].tolist(), abs=2e-5)
+            assert len(set(ids)) == n
 
 
 def test_a_vocabulary_smaller_than_the_alternatives():
