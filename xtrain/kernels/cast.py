@@ -39,7 +39,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import device, kernel
-from .runtime.launch import FLOATS, check, check_array, empty, on_host
+from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, on_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -137,7 +137,9 @@ def cast_into(y: Array, x: Array) -> None:
     Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("cast_into", "x", x, x.shape, FLOATS)
-    check_array("cast_into", "y", y, x.shape, [name for name in FLOATS if name != x.dtype.name])
+    check_array(
+        "cast_into", "y", y, x.shape, [name for name in FLOATS if name != dtype_name(x.dtype)]
+    )
     if on_host(y, x):
         y[...] = cast_ref(x, y.dtype)
     else:

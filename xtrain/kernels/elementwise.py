@@ -27,7 +27,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import device, kernel
 from .runtime.cost import declare_cost, distinct_bytes
-from .runtime.launch import FLOATS, check_array, empty_like, on_host
+from .runtime.launch import FLOATS, check_array, dtype_name, empty_like, on_host
 
 
 # ----------------------------------------------------------------------------- reference
@@ -38,7 +38,7 @@ def add_ref(a, b):
 
 def scale_ref(x, factor):
     """-> factor x, with the dtype of x"""
-    if x.dtype.name == "bfloat16":  # the factor is not rounded to 8 bits
+    if dtype_name(x.dtype) == "bfloat16":  # the factor is not rounded to 8 bits
         return scale_ref(x.astype(np.float32), factor).astype(x.dtype)
     return x * x.dtype.type(factor)
 
@@ -149,7 +149,7 @@ def add_into(a: Array, b: Array) -> None:
 
 def _check_two(op, a, b):
     check_array(op, "a", a, a.shape, FLOATS)
-    check_array(op, "b", b, a.shape, (a.dtype.name,))
+    check_array(op, "b", b, a.shape, (dtype_name(a.dtype),))
 
 
 def scale_fwd(x: Array, factor: float) -> Array:

@@ -52,6 +52,7 @@ from .runtime.launch import (
     check,
     check_array,
     check_ids,
+    dtype_name,
     empty,
     launch,
     on_host,
@@ -458,7 +459,7 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     dtype = np.dtype(w_VC.dtype if dtype is None else dtype)
     if _check_ids(ids_N, w_VC.shape[0], w_VC):
         return embedding_ref(ids_N, w_VC).astype(dtype, copy=False)
-    check(dtype.name in FLOATS, f"embedding: to {dtype}, expected float32 or bfloat16")
+    check(dtype_name(dtype) in FLOATS, f"embedding: to {dtype}, expected float32 or bfloat16")
     N, (V, C) = ids_N.size, w_VC.shape
     check(V > 0, f"embedding: the table has shape {w_VC.shape}")
     x_NC = empty(w_VC, (N, C), dtype)
@@ -525,7 +526,7 @@ def embedding_bwd(
 def _check_ids(ids_N, V, *others):
     """-> True if all arrays are NumPy arrays; then every id is checked. Raises ValueError or TypeError."""
     check_ids("embedding", "ids", ids_N)
-    check_array("embedding", "ids", ids_N, (None,), (ids_N.dtype.name,))
+    check_array("embedding", "ids", ids_N, (None,), (dtype_name(ids_N.dtype),))
     if not on_host(ids_N, *others):
         return False
     outside = np.flatnonzero((ids_N < 0) | (ids_N >= V))

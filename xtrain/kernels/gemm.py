@@ -29,6 +29,7 @@ from .runtime.launch import (
     LaunchEvent,
     check,
     check_array,
+    dtype_name,
     empty,
     launch_observers,
     on_host,
@@ -181,7 +182,7 @@ def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:
 
 def _element_types(c, a, b):
     """cuBLAS's codes of the three dtypes. Raises TypeError for a combination that is not in COMBINATIONS."""
-    names = tuple(x.dtype.name for x in (c, a, b))
+    names = tuple(dtype_name(x.dtype) for x in (c, a, b))
     if names not in COMBINATIONS:
         raise _unsupported(c, a, b)
     return [TYPES[name] for name in names]
@@ -221,7 +222,7 @@ def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
     if not is_batch_invariant():
         return matmul(y_NO, x_NI, w_OI, trans_b=True)
     host = isinstance(x_NI, np.ndarray)
-    R = _fixed_rows_cpu(*w_OI.shape, x_NI.dtype.name) if host else FIXED_ROWS_GPU
+    R = _fixed_rows_cpu(*w_OI.shape, dtype_name(x_NI.dtype)) if host else FIXED_ROWS_GPU
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
         if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):

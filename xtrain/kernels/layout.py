@@ -23,7 +23,7 @@ from .primitives.words import (
     store_words4,
     store_words8,
 )
-from .runtime.launch import FLOATS, check, check_array, empty, launch, on_host
+from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host
 
 WARPS = 8  # of the plain kernel: rows of D numbers per block, one warp each
 MAX_GRID_Y = 65535  # the hardware's limit
@@ -89,7 +89,7 @@ def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
     B, X, Y, D = x_BXYD.shape
     if out_BYXD is not None:
         shape = (B, Y, X, D)
-        check_array("swap_heads", "out", out_BYXD, shape, (x_BXYD.dtype.name,), strided=True)
+        check_array("swap_heads", "out", out_BYXD, shape, (dtype_name(x_BXYD.dtype),), strided=True)
     if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
         return swap_heads_ref(x_BXYD, out_BYXD)
     y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD

@@ -21,7 +21,7 @@ import numpy as np
 from ..device import Array
 from .cross_entropy import check_targets_on_host, cross_entropy
 from .gemm import linear_into, matmul
-from .runtime.launch import FLOATS, check, check_array, check_ids, empty, on_host
+from .runtime.launch import FLOATS, check, check_array, check_ids, dtype_name, empty, on_host
 
 ROWS = 2048
 UNIT = 64  # all chunks but the last are a multiple of it
@@ -58,7 +58,7 @@ def linear_cross_entropy(
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
-    check_array(op, "w", w_PC, (None, C), (x_NC.dtype.name,))
+    check_array(op, "w", w_PC, (None, C), (dtype_name(x_NC.dtype),))
     P = w_PC.shape[0]
     check(rows is None or rows > 0, f"{op}: {rows} rows at a time, expected at least 1")
     check(targets_N.shape == (N,), f"{op}: targets have shape {targets_N.shape}, expected ({N},)")

@@ -37,7 +37,17 @@ from .primitives.reduce import add_column_sums, warp_sum
 from .primitives.words import elements_per_vector
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
 from .runtime.cost import declare_cost
-from .runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
+from .runtime.launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    dtype_name,
+    empty,
+    launch,
+    on_host,
+    wide,
+)
 
 # The plain kernels, for heads of any width
 WARPS = 8  # per block: 8 heads of one token, one warp each
@@ -468,9 +478,9 @@ def qk_norm_rope_bwd(
     """
     op = "qk_norm_rope backward"
     N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
-    check_array(op, "dqkv", dqkv_NP, qkv_NP.shape, (qkv_NP.dtype.name,))
+    check_array(op, "dqkv", dqkv_NP, qkv_NP.shape, (dtype_name(qkv_NP.dtype),))
     for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G)):
-        check_array(op, name, d, (N, heads, D), (qkv_NP.dtype.name,))
+        check_array(op, name, d, (N, heads, D), (dtype_name(qkv_NP.dtype),))
     normalise = q_w_D is not None
     norm: tuple[Array, ...] = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
     shapes = {"rstd": (N, H + G), "dq_w": (D,), "dk_w": (D,)}

@@ -37,6 +37,7 @@ from .runtime.launch import (
     can_overlap,
     check,
     check_array,
+    dtype_name,
     empty,
     empty_like,
     launch,
@@ -257,7 +258,7 @@ def rmsnorm_bwd(
     check_array(op, "rstd", rstd_N, (N,))
     check_array(op, "dw", dw_C, (C,))
     if skip_NC is not None:
-        check_array(op, "skip", skip_NC, (N, C), (dy_NC.dtype.name,))
+        check_array(op, "skip", skip_NC, (N, C), (dtype_name(dy_NC.dtype),))
     check(C > 0, f"{op}: rows of {C} columns have no mean")
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
         x, w = wide(x_NC), wide(w_C)

@@ -44,7 +44,17 @@ from .primitives.flat import (
 )
 from .primitives.ptx import device, kernel
 from .runtime.cost import declare_cost
-from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
+from .runtime.launch import (
+    FLOATS,
+    check,
+    check_array,
+    dtype_name,
+    empty,
+    empty_like,
+    launch,
+    on_host,
+    wide,
+)
 
 
 # ----------------------------------------------------------------------------- reference
@@ -257,7 +267,7 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
     """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape
-    check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dy_NF.dtype.name,))
+    check_array("swiglu backward", "gu", gu_N2F, (N, 2 * F), (dtype_name(dy_NF.dtype),))
     if on_host(dy_NF, gu_N2F):
         dy = wide(dy_NF)
         dgu_N2F = swiglu_bwd_ref(dy, wide(gu_N2F), recompute_y)
@@ -289,7 +299,7 @@ def silu_fwd(x: Array) -> Array:
 def silu_bwd(dy: Array, x: Array) -> Array:
     """dy, x: same shape and dtype, contiguous -> dx like x"""
     check_array("silu backward", "x", x, x.shape, FLOATS)
-    check_array("silu backward", "dy", dy, x.shape, (x.dtype.name,))
+    check_array("silu backward", "dy", dy, x.shape, (dtype_name(x.dtype),))
     if on_host(dy, x):
         return silu_bwd_ref(wide(dy), wide(x)).astype(x.dtype, copy=False)
     dx = empty_like(x)

@@ -54,7 +54,7 @@ from ..primitives.tiles import (
     make_store,
 )
 from ..runtime.invariance import is_batch_invariant
-from ..runtime.launch import check, check_array, empty, launch, on_host
+from ..runtime.launch import check, check_array, dtype_name, empty, launch, on_host
 from . import flash_attention_fp32 as fp32
 from .flash_attention import (
     INVARIANT_T,
@@ -353,7 +353,7 @@ def context_attention(
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
-    check_array(op, "q", q_NHD, (None, None, D), (k_RGSD.dtype.name,))
+    check_array(op, "q", q_NHD, (None, None, D), (dtype_name(k_RGSD.dtype),))
     N, H, _ = q_NHD.shape
     A = history_A.size
     for name, x, n in (("edges", edges_E, A + 1), ("history", history_A, A)):

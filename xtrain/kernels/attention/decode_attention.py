@@ -59,7 +59,7 @@ from ..primitives.reduce import FULL
 from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
-from ..runtime.launch import can_overlap, check, check_array, empty, launch, on_host
+from ..runtime.launch import can_overlap, check, check_array, dtype_name, empty, launch, on_host
 from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
 from .decode_attention_parts import LOG2E, MAX_SPLITS, quotient
@@ -418,7 +418,7 @@ def _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w
     """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm weights, () if None."""
     _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
     check_tables(op, cos_PR, sin_PR, D)
-    check_array(op, "qkv", qkv_BP, (None, None), (k_RGSD.dtype.name,))
+    check_array(op, "qkv", qkv_BP, (None, None), (dtype_name(k_RGSD.dtype),))
     B, P = qkv_BP.shape
     n, known = check_block_tables(op, tables_BM, B, S), cos_PR.shape[0]
     check(n <= known, f"{op}: cos and sin of {known} positions, the block tables hold {n} tokens")

@@ -46,6 +46,7 @@ from ..runtime.launch import (
     FLOATS,
     check,
     check_array,
+    dtype_name,
     empty,
     gpu_attribute,
     launch,
@@ -213,11 +214,11 @@ def flash_attention_bwd(
     B, T, H, D = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     for name, x in (("do", do_BTHD), ("o", o_BTHD)):
-        check_array(op, name, x, (B, T, H, D), (q_BTHD.dtype.name,))
+        check_array(op, name, x, (B, T, H, D), (dtype_name(q_BTHD.dtype),))
     check_array(op, "lse", lse_BHT, (B, H, T))
     inputs = (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
     if dv_BSGD is not None:
-        check_array(op, "dv", dv_BSGD, (B, S, G, D), (q_BTHD.dtype.name,), strided=True)
+        check_array(op, "dv", dv_BSGD, (B, S, G, D), (dtype_name(q_BTHD.dtype),), strided=True)
     if on_host(*inputs, o_BTHD, lse_BHT, *([] if dv_BSGD is None else [dv_BSGD])):
         do, q, k, v, o = map(wide, (*inputs, o_BTHD))
         gradients = flash_attention_bwd_ref(do, q, k, v, o, lse_BHT, scale, causal)
@@ -377,7 +378,7 @@ def l2_bytes(x: Array) -> int:
 def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check_array(op, "q", q_BTHD, (None,) * 4, FLOATS, strided=True)
     B, T, H, D = q_BTHD.shape
-    dtype = q_BTHD.dtype.name
+    dtype = dtype_name(q_BTHD.dtype)
     check_array(op, "k", k_BSGD, (B, None, None, D), (dtype,), strided=True)
     S, G = k_BSGD.shape[1:3]
     check_array(op, "v", v_BSGD, (B, S, G, D), (dtype,), strided=True)

@@ -210,27 +210,32 @@ def make_sequences(BN: int, PAGE: int) -> Sequences:
     where = edges, history, tables, N, R, M: see context_attention.py. A block that does not exist is read as R: the copy
     engine fills the box with zeros. A box never crosses from one block into the next.
     """
+    return _make_paged(BN, PAGE) if PAGE else _make_batched(BN)
+
+
+def _make_batched(BN):
+    @device
+    def size(where, b):
+        return where[0], where[1], int32(0), b, VALID
+
+    @device
+    def look_up(found, where, b, n0, S, state):
+        found[0] = uint32(0)
+
+    @device
+    def place(found, i, where, b, g, n0):
+        return n0, g, b
+
+    @device
+    def check(where, b, end, state):
+        return state
+
+    return Sequences(BN, size, look_up, place, check)
+
+
+def _make_paged(BN, PAGE):
     BOX = math.gcd(BN, PAGE)
     BOXES = BN // BOX
-    if not PAGE:
-
-        @device
-        def size(where, b):
-            return where[0], where[1], int32(0), b, VALID
-
-        @device
-        def look_up(found, where, b, n0, S, state):
-            found[0] = uint32(0)
-
-        @device
-        def place(found, i, where, b, g, n0):
-            return n0, g, b
-
-        @device
-        def check(where, b, end, state):
-            return state
-
-        return Sequences(BOX, size, look_up, place, check)
 
     @device
     def size(where, b):

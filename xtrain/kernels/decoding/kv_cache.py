@@ -31,7 +31,7 @@ from ...device import Array
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
 from ..primitives.ptx import device, kernel, load1, store1
 from ..primitives.words import load_words4, load_words8, store_words4, store_words8
-from ..runtime.launch import FLOATS, check, check_array, launch, on_host, zeros
+from ..runtime.launch import FLOATS, check, check_array, dtype_name, launch, on_host, zeros
 
 BLOCK = 256  # threads
 
@@ -157,7 +157,7 @@ def append_kv(
     tokens must not have the same block and offset. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
-    N, dtypes = k_NGD.shape[0], (k_RGSD.dtype.name,)
+    N, dtypes = k_NGD.shape[0], (dtype_name(k_RGSD.dtype),)
     for name, x in (("k", k_NGD), ("v", v_NGD)):
         check_array("append_kv", name, x, (N, G, D), dtypes, strided=True)
     check_int32("append_kv", "blocks", blocks_N, N)
@@ -178,7 +178,7 @@ def append_kv(
 def check_cache(op: str, k_RGSD: Array, v_RGSD: Array) -> tuple[int, int, int, int]:
     """-> R, G, S, D. Raises ValueError or TypeError if these are not the keys and values of one layer."""
     check_array(op, "k cache", k_RGSD, (None,) * 4, FLOATS)
-    check_array(op, "v cache", v_RGSD, k_RGSD.shape, (k_RGSD.dtype.name,))
+    check_array(op, "v cache", v_RGSD, k_RGSD.shape, (dtype_name(k_RGSD.dtype),))
     check(k_RGSD.size > 0, f"{op}: a cache of shape {tuple(k_RGSD.shape)} is empty")
     return k_RGSD.shape
 

@@ -89,7 +89,7 @@ def zeros(like: Array, shape, dtype=None) -> Array:
 
 def wide(x: Array) -> Array:
     """x for use in a reference: bf16 is converted to float32, as in the kernels (NumPy's einsum has no bf16)."""
-    return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
+    return x.astype(np.float32) if dtype_name(x.dtype) == "bfloat16" else x
 
 
 # ----------------------------------------------------------------------------- the GPU
@@ -105,6 +105,12 @@ def multiprocessors(x: Array) -> int:
 
 
 # ----------------------------------------------------------------------------- checks of the inputs
+@functools.cache
+def dtype_name(dtype: np.dtype) -> str:
+    """dtype.name, which takes NumPy several microseconds: as long as a launch."""
+    return dtype.name
+
+
 def check(condition: bool, message: str) -> None:
     """Raises ValueError(message) unless `condition`."""
     if not condition:
@@ -121,13 +127,17 @@ def check_array(
     """
     if not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name} must be an array, got {x!r}")
-    fits = len(x.shape) == len(shape) and all(s is None or s == n for s, n in zip(shape, x.shape))
-    if not fits:
+    found = x.shape
+    if found != shape and (
+        len(found) != len(shape) or any(s is not None and s != n for s, n in zip(shape, found))
+    ):
         want = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {want}")
-    wider = type(x) is np.ndarray and x.dtype == np.float64 and "float32" in dtypes
-    if x.dtype.name not in dtypes and not wider:
-        raise TypeError(f"{op}: {name} is {x.dtype}, expected {' or '.join(dtypes)}")
+    kind = dtype_name(x.dtype)
+    if kind not in dtypes:
+        wider = type(x) is np.ndarray and kind == "float64" and "float32" in dtypes
+        if not wider:
+            raise TypeError(f"{op}: {name} is {x.dtype}, expected {' or '.join(dtypes)}")
     if not (strided or x.flags.c_contiguous):
         raise ValueError(
             f"{op}: {name} with shape {tuple(x.shape)} is not contiguous: copy it first"
@@ -361,5 +371,5 @@ def numba_type(a):
     """The Numba type of a kernel argument. A bfloat16 array is passed as uint16, see primitives/ptx.py."""
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
-    element = types.uint16 if a.dtype.name == "bfloat16" else from_dtype(a.dtype)
+    element = types.uint16 if dtype_name(a.dtype) == "bfloat16" else from_dtype(a.dtype)
     return types.Array(element, a.ndim, "C" if a.flags.c_contiguous else "A")
