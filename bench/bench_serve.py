@@ -346,7 +346,7 @@ def start_once(o):
     model = random_model(o, o.models[0])
     cp.cuda.Device().synchronize()
     start = time.perf_counter()
-    engine = xtrain.Engine(model, 256, 2048)
+    engine = xtrain.Engine(model, 256, 2048, warm_up=True)
     seconds, times = time.perf_counter() - start, []
     for seed in (1, 2):
         prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).tolist()
