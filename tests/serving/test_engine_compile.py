@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
 
-from xtrain.kernels.attention import context_attention, decode_attention
+from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
 from xtrain.simulator import sim
 
@@ -87,6 +87,7 @@ SHARED_ROWS = dict.fromkeys(
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
 def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
+    monkeypatch.setattr(flash_attention, "HOPPER", False)  # test_flash_attention_hopper_compile.py
     for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
         name = kernel.py_func.__name__
         found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])

@@ -120,7 +120,7 @@ class Engine:
     The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
     block_tokens: of a block of the cache, 16, 32, 64, ...
     warm_up: on a GPU, compile every kernel that a request may need before the constructor returns (`ready` says how long that
-    took), so that no request waits for the compiler. Otherwise a kernel is compiled when a request needs it.
+    took: seconds, also with all machine code in the cache), so that no request waits for the compiler. Otherwise a kernel is compiled when a request needs it.
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
     method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
