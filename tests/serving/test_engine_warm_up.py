@@ -108,13 +108,20 @@ def test_a_forgotten_shape_is_found(monkeypatch):
     assert missing == {"gemv_plain_kernel"}
 
 
+def refuse(*args, **options):
+    raise AssertionError("must not be called here")
+
+
 def test_nothing_stays_of_the_warm_up(monkeypatch):
     """On the CPU, where there is nothing to compile."""
     monkeypatch.setattr(Engine, "_every_shape", lambda self: None)
     model = random_model(small(head_dim=16), device="cpu")
     engine, fresh = Engine(model, 3, 40), Engine(model, 3, 40)
     assert engine.ready == ""
+    engine.graphed = refuse  # a graph would keep the addresses of what the warm-up frees
     engine._warm_up()
+    assert engine.graphed is refuse
+    engine.graphed = None
     assert engine.ready.startswith("0 kernels compiled, ready in ")
     assert (engine.steps, engine.submitted, len(engine.trace)) == (0, 0, 0)
     assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0
@@ -134,9 +141,6 @@ def test_no_request_waits_for_a_compiler(model, monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))  # empty
     engine = make(model, "gpu", warm_up=True)
     assert "kernels compiled, ready in" in engine.ready
-
-    def refuse(*args, **options):
-        raise AssertionError("a request needs a compiler")
 
     monkeypatch.setattr(_launch, "load_function", refuse)
     monkeypatch.setattr(cupy.cuda.compiler, "compile_using_nvrtc", refuse)

@@ -27,7 +27,6 @@ from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
     FLOATS,
     LaunchEvent,
-    check,
     check_array,
     dtype_name,
     empty,
@@ -64,15 +63,12 @@ def matmul(
     must not overlap a or b. Raises ValueError if the shapes do not match, TypeError for other dtypes.
     """
     (*batch_a, M, K), (*batch_b, K2, N) = _op_shape(a, trans_a), _op_shape(b, trans_b)
-    fits = K == K2 and batch_a == batch_b and _op_shape(out, False) == (*batch_a, M, N)
-    check(
-        fits,
-        f"matmul: op(a) {(*batch_a, M, K)} times op(b) {(*batch_b, K2, N)} does not give {out.shape}",
-    )
-    check(
-        not any(x.dtype.kind in "biu" for x in (out, a, b)),
-        f"matmul: {a.dtype} times {b.dtype} to {out.dtype}, expected floating-point numbers",
-    )
+    if K != K2 or batch_a != batch_b or _op_shape(out, False) != (*batch_a, M, N):
+        shapes = f"op(a) {(*batch_a, M, K)} times op(b) {(*batch_b, K2, N)}"
+        raise ValueError(f"matmul: {shapes} does not give {out.shape}")
+    if any(x.dtype.kind in "biu" for x in (out, a, b)):
+        kinds = f"{a.dtype} times {b.dtype} to {out.dtype}"
+        raise ValueError(f"matmul: {kinds}, expected floating-point numbers")
     if a.dtype != b.dtype:
         raise _unsupported(out, a, b)
     if isinstance(out, np.ndarray):  # includes the simulator, which has no cuBLAS
@@ -101,13 +97,15 @@ def matmul(
 
 def _op_shape(x, trans):
     """The shape of op(x). Raises ValueError if its rows are not contiguous or overlap."""
-    check(x.ndim in (2, 3), f"matmul: expected 2 or 3 axes, got shape {x.shape}")
-    (rows, columns), (row, column) = x.shape[-2:], x.strides[-2:]
-    in_line = column == x.itemsize or columns <= 1 or not x.size
-    apart = row >= x.itemsize * columns or rows <= 1 or not x.size
-    check(in_line, f"matmul: rows of an array with shape {x.shape} are not contiguous")
-    check(apart, f"matmul: rows of an array with shape {x.shape} overlap or run backwards")
-    return (*x.shape[:-2], columns, rows) if trans else x.shape
+    shape, size = x.shape, x.itemsize
+    if len(shape) not in (2, 3):
+        raise ValueError(f"matmul: expected 2 or 3 axes, got shape {shape}")
+    (rows, columns), (row, column) = shape[-2:], x.strides[-2:]
+    if column != size and columns > 1 and x.size:
+        raise ValueError(f"matmul: rows of an array with shape {shape} are not contiguous")
+    if row < size * columns and rows > 1 and x.size:
+        raise ValueError(f"matmul: rows of an array with shape {shape} overlap or run backwards")
+    return (*shape[:-2], columns, rows) if trans else shape
 
 
 class _CublasContext:

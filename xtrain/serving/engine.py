@@ -120,7 +120,8 @@ class Engine:
     The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
     block_tokens: of a block of the cache, 16, 32, 64, ...
     warm_up: on a GPU, compile every kernel that a request may need before the constructor returns (`ready` says how long that
-    took: seconds, also with all machine code in the cache), so that no request waits for the compiler. Otherwise a kernel is compiled when a request needs it.
+    took: seconds, also with all machine code in the cache), so that no request waits for the compiler. Otherwise a kernel is
+    compiled when a request needs it.
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
     method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
@@ -250,13 +251,20 @@ class Engine:
         free_cached(self.model.device)
         self.cache.copy_block(0, 0)
         self.batch.ids[:1] = self.batch.ids[[0]]
+        graphed, self.graphed = (
+            self.graphed,
+            None,
+        )  # a graph would keep the addresses of the short lists
         prompt = [0] * min(2, self.max_seq_len - 1)
         self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 8)  # short lists
         for n in (1, 2):
             self.generate([prompt], 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1, n=n)
         self.logprobs([[0]], [[0]], 1)
         self._exclusively(self._recover)  # the cache is empty again
-        self.penalties = None  # allocated when a request needs them
+        self.penalties, self.graphed = (
+            None,
+            graphed,
+        )  # lists are allocated when a request needs them
         self.trace.clear()
         self.steps = self.submitted = 0
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0

@@ -240,11 +240,11 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     (primitives/ptx.py).
     Raises TypeError for a float64 scalar, RuntimeError if the driver rejects the launch.
     """
-    converted = [_scalar(a) for a in args]
+    converted = [_SCALARS[type(a)](a) if type(a) in _SCALARS else a for a in args]
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
-    if any(isinstance(a, SimArray) for a in converted):
+    if SimArray in map(type, converted):
         if _notes.found is None:
             simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
         else:
@@ -269,16 +269,13 @@ def can_overlap(x: Array) -> bool:
     return _overlap and (isinstance(x, SimArray) or int(x.device.compute_capability) >= 90)
 
 
-_SCALARS = {int: np.int64, float: np.float32, bool: np.bool_}
+def _refuse_float64(_):
+    raise TypeError("a kernel got a float64 scalar: kernels compute in float32, pass np.float32")
 
 
-def _scalar(a):
-    if isinstance(a, np.float64):
-        raise TypeError(
-            "a kernel got a float64 scalar: kernels compute in float32, pass np.float32"
-        )
-    convert = _SCALARS.get(type(a))
-    return convert(a) if convert else a
+_SCALARS: dict[type, Callable] = {
+    int: np.int64, float: np.float32, bool: np.bool_, np.float64: _refuse_float64
+}  # fmt: skip
 
 
 def _dim3(n) -> tuple[int, int, int]:
