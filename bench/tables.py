@@ -223,6 +223,19 @@ def decode() -> str:
     return table(header, rows, records)
 
 
+def serve() -> str:
+    """bench_serve: many requests, prefill, the wait for a long prompt, the first prompt. A row is the newest run."""
+    rows, records = [], latest("bench_serve", per_peer=False)
+    for r in sorted(records, key=lambda r: r["name"].split()[-2]):
+        share = "-" if r.get("mfu") is None else f"{r['mfu']:.0%} of peak FLOP/s"
+        if r.get("share_of_bound") is not None:
+            nominal = r["share_of_nominal"]
+            share = f"{r['share_of_bound']:.0%}, {nominal:.0%} of the memory bound"
+        peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.1f}"
+        rows.append([r["name"], r["shape"], f"{r['value']:,.1f} {r['unit']}", share, peer])
+    return table(["serving, bf16", "work", "xtrain", "share", "compared with"], rows, records)
+
+
 def engine_kernels() -> str:
     """bench_engine: the kernels of a decoding step, one by one."""
     rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
@@ -263,6 +276,7 @@ TABLES = {
     "kernels": kernels,
     "lessons": lessons,
     "decode": decode,
+    "serve": serve,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
 }
