@@ -42,6 +42,8 @@ ROPE_SCALINGS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+FEATURES = ("qk_norm", "qkv_bias")  # of ModelConfig, in which families of models differ
+FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias"}
 # Options that determine the numbers: a resumed run must have the same values, unless --allow-change names them. The same holds
 # for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
@@ -49,7 +51,7 @@ RESUME_KEYS = (
     "eps", "clip", "seed", "precision", "grad_comm",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
-SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "tie_embeddings")  # fmt: skip
+SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
 LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times slower
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
@@ -57,7 +59,7 @@ DERIVED: Any = None  # default of a field that __post_init__ computes from the o
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder. Raises UserError on an invalid shape."""
+    """Shape of a decoder: of a Llama, or of another family (FAMILIES) by its features. Raises UserError on an invalid shape."""
 
     vocab_size: int  # V, tokens
     dim: int  # C, width of the residual stream
@@ -73,6 +75,7 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None = None
     norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
     qk_norm: bool = True  # RMSNorm over each query and key head (Qwen3)
+    qkv_bias: bool = False  # a bias on the projections to queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # the output head is the embedding table
 
     def __post_init__(self):
@@ -111,7 +114,7 @@ class ModelConfig:
                 and 0 < value < LARGEST
             )
             _need(ok, f"{name} must be a positive number, got {value!r}")
-        for name in ("qk_norm", "tie_embeddings"):
+        for name in ("qk_norm", "qkv_bias", "tie_embeddings"):
             _need(
                 isinstance(getattr(self, name), bool),
                 f"{name} must be true or false, got {getattr(self, name)!r}",
@@ -147,6 +150,16 @@ class ModelConfig:
             kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
             "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
         )
+
+    @property
+    def family(self) -> str:
+        """The models of transformers that have these features: a key of FAMILIES; "" if none has all of them."""
+        return next((name for name, has in FAMILIES.items() if has == self.features), "")
+
+    @property
+    def features(self) -> str:
+        """The features in which families of models differ: names of fields, "" for none."""
+        return " with ".join(name for name in FEATURES if getattr(self, name))
 
     @property
     def padded_vocab_size(self) -> int:

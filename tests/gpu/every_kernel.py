@@ -83,7 +83,8 @@ def models(only=None):
             shape = dict(shape, head_dim=16)
         T = (33, 65, 100)[i % 3]
         config = xtrain.ModelConfig(
-            n_layers=2, max_seq_len=128, qk_norm=i % 4 < 2, tie_embeddings=i % 3 == 0, **shape
+            n_layers=2, max_seq_len=128, qk_norm=i % 4 < 2, qkv_bias=i % 4 > 1,
+            tie_embeddings=i % 3 == 0, **shape,
         )
         recompute = ("none", "attention", "block")[i % 3]
         print(f"models:{i} {precision} T {T} recompute {recompute} {shape}", flush=True)
@@ -168,6 +169,7 @@ def serving(dtype):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
             gemv(x, w)
+            gemv(x, w, b_O=draw(M))
             add_norm_gemv(x, None, norm, w, 1e-6, True)
             add_norm_gemv(x, draw(N, K), norm, w, 1e-6)
 

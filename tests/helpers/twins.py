@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from checks import rng, to_host
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from xtrain import ModelConfig, Transformer, device
 from xtrain.formats.huggingface import config_to_hf
@@ -55,10 +55,8 @@ def gradients(model: Transformer) -> dict[str, np.ndarray]:
 
 def empty_twin(config: ModelConfig) -> torch.nn.Module:
     """A transformers model of this shape: fp32, eager attention, its own random weights."""
-    make, make_config = (
-        (Qwen3ForCausalLM, Qwen3Config) if config.qk_norm else (LlamaForCausalLM, LlamaConfig)
-    )
-    return make(make_config(**config_to_hf(config), attn_implementation="eager")).eval()
+    theirs = AutoConfig.for_model(**config_to_hf(config))
+    return AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").float().eval()
 
 
 def twin(model: Transformer) -> torch.nn.Module:

@@ -166,6 +166,7 @@ def test_the_command_prints_a_table(capsys):
         ["add", "b"],
         ["linear", "x"],
         ["linear", "w"],
+        ["linear", "b"],
     ]
 
 

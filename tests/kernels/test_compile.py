@@ -16,6 +16,7 @@ from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures
 
 from xtrain.kernels import (
     adamw,
+    bias,
     cast,
     checksum,
     cross_entropy,
@@ -63,6 +64,9 @@ def launch_everything(dtype):
         qk_norm_rope.qk_norm_rope_bwd(
             new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
         )
+    for O in (8, 37):
+        bias.fill_rows(new(2, O), f32(O))
+        bias.bias_bwd(new(2, O), f32(O))
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)

@@ -303,11 +303,13 @@ def test_products_of_two_streams_at_the_same_time():
 @pytest.mark.parametrize("O", [1, 2, 5, 12, 61, 200, 1030])
 def test_rows_of_a_product_on_the_cpu(O, I):  # noqa: E741
     w, x = (np.float32(rng(i, n).standard_normal((n, I))) for i, n in ((1, O), (2, 70)))
-    with batch_invariant():
-        whole = linear_fwd(x, w)
-        for rows in (slice(0, 1), slice(69, 70), slice(3, 20), slice(13, 62)):
-            assert np.array_equal(linear_fwd(x[rows], w), whole[rows])
-    np.testing.assert_allclose(whole, x @ w.T, rtol=1e-5, atol=1e-4)
+    for b in (None, normal(3, O)):
+        with batch_invariant():
+            whole = linear_fwd(x, w, b_O=b)
+            for rows in (slice(0, 1), slice(69, 70), slice(3, 20), slice(13, 62)):
+                assert np.array_equal(linear_fwd(x[rows], w, b_O=b), whole[rows])
+        expected = x @ w.T if b is None else x @ w.T + b
+        np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_that_a_blas_computes_alike_are_found(monkeypatch):
@@ -339,8 +341,9 @@ WEIGHTS = [
 def test_rows_of_a_product_on_a_gpu(O, I, dtype, out):  # noqa: E741
     """In whole tiles of rows, in a padded one, in their middle and at their ends."""
     w, x = (put(normal(i, n, I).astype(dtype)) for i, n in ((1, O), (2, 600)))
-    run = lambda rows: to_host(linear_fwd(rows, w, out))
-    with batch_invariant():
-        whole = run(x)
-        for rows in (slice(0, 1), slice(599, 600), slice(3, 20), slice(130, 386), slice(255, 570)):
-            assert np.array_equal(run(x[rows].copy()), whole[rows]), rows
+    for b in (None, put(normal(3, O))):
+        run = lambda rows: to_host(linear_fwd(rows, w, out, b))  # noqa: B023
+        with batch_invariant():
+            whole = run(x)
+            for rows in (slice(0, 1), slice(599, 600), slice(3, 20), slice(130, 386), slice(255, 570)):
+                assert np.array_equal(run(x[rows].copy()), whole[rows]), rows

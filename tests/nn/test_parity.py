@@ -10,7 +10,7 @@ from twins import DEVICE, LLAMA3, batch, gradients, random_model, small, torch_l
 from xtrain import AdamW
 from xtrain.nn import optim
 
-LLAMA, QWEN3 = dict(qk_norm=False), dict(qk_norm=True)
+LLAMA, QWEN3, QWEN2 = dict(qk_norm=False), dict(qk_norm=True), dict(qk_norm=False, qkv_bias=True)
 MODELS = {
     "llama": dict(LLAMA, n_kv_heads=4),
     "llama grouped tied": dict(LLAMA, tie_embeddings=True),
@@ -18,6 +18,8 @@ MODELS = {
     "qwen3": dict(QWEN3, n_kv_heads=4, head_dim=8),
     "qwen3 grouped": dict(QWEN3, norm_eps=1e-3, rope_theta=500.0),
     "qwen3 grouped tied": dict(QWEN3, tie_embeddings=True),
+    "qwen2 grouped": dict(QWEN2),
+    "qwen2 tied": dict(QWEN2, tie_embeddings=True, n_kv_heads=4, head_dim=8),
     "linear": dict(LLAMA, rope_scaling=dict(rope_type="linear", factor=2.5)),
     "llama3": dict(LLAMA, rope_scaling=LLAMA3),
     "qwen3 llama3": dict(QWEN3, rope_scaling=LLAMA3),
@@ -164,7 +166,7 @@ def test_the_padding_of_the_vocabulary_stays_zero():
 
 
 # ----------------------------------------------------------------------------- simulator
-@pytest.mark.parametrize("options", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("options", [LLAMA, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
 def test_every_kernel_of_the_model_in_the_simulator(options):
     """Forward, backward and an optimizer step with every kernel run thread by thread; the GEMMs are NumPy's."""
     shape = dict(

@@ -37,7 +37,7 @@ def test_any_model_and_any_requests(data):
     config = small(
         n_kv_heads=G, n_heads=G * draw(st.integers(1, 3)), head_dim=2 * draw(st.integers(1, 20)),
         dim=draw(st.sampled_from([24, 32, 100])), hidden_dim=draw(st.sampled_from([40, 65, 192])),
-        n_layers=draw(st.integers(1, 2)), qk_norm=draw(st.booleans()), tie_embeddings=draw(st.booleans()),
+        n_layers=draw(st.integers(1, 2)), qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()), tie_embeddings=draw(st.booleans()),
         rope_scaling=draw(st.sampled_from(SCALINGS)), max_seq_len=80,
     )  # fmt: skip
     model = random_model(config, draw(st.integers(0, 9)), "cpu")
@@ -101,7 +101,7 @@ def test_kernels_in_the_simulator(precision):
 
 
 # ----------------------------------------------------------------------------- planted bugs
-def in_two_orders(y, x, w):
+def in_two_orders(y, x, w, b):
     """The sums of every second row run backwards."""
     gemm.matmul(y, x, w, trans_b=True)
     y[1::2] = x[1::2, ::-1] @ w[:, ::-1].T
@@ -109,7 +109,7 @@ def in_two_orders(y, x, w):
 
 
 PLANTED = {
-    "products of all rows at once": (gemm, "linear_into", lambda y, x, w: gemm.matmul(y, x, w, trans_b=True)),
+    "products of all rows at once": (gemm, "linear_into", lambda y, x, w, b: gemm.matmul(y, x, w, trans_b=True)),
     "rows computed in two orders": (gemm, "linear_into", in_two_orders),
     "attention of training": (functional, "is_batch_invariant", lambda: False),
 }  # fmt: skip

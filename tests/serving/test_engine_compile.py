@@ -72,6 +72,7 @@ def multiply(full, dtype):
     normed(x, None, norm_w, full(2560, 2048), 1e-6)
     normed(x, full(1, 2048), norm_w, full(2560, 2048), 1e-6)
     normed(x, full(1, 2048), norm_w, full(128, 2048), 1e-6, True)
+    normed(x, full(1, 2048), norm_w, full(128, 2048), 1e-6, b_O=sim(np.ones(128, np.float32)))
     product(full(1, 2048), full(64, 2048))
     product(full(1, 5632), full(64, 5632))
 

@@ -13,9 +13,9 @@ SHAPE = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_di
 PROMPTS = [[1, 2, 3], [6]]
 
 
-def pair(precision="fp32"):
+def pair(precision="fp32", **changes):
     """-> (a model in the simulator, the same model on the CPU)"""
-    config = small(**SHAPE)
+    config = small(**SHAPE, **changes)
     here = random_model(config, device="cpu")
     there = Transformer(config, None, "sim", precision, trainable=precision == "fp32")
     for (_, a), (_, b) in zip(there.named_parameters(), here.named_parameters()):
@@ -32,13 +32,17 @@ def test_the_engine_in_the_simulator():
     assert served.cache_bytes == 1 * 2 * 2 * 1 * 64 * 16 * 4  # two blocks of 64 tokens
 
 
+BIAS = dict(qk_norm=False, qkv_bias=True)
+
+
+@pytest.mark.parametrize("changes", [{}, BIAS], ids=["qwen3", "qwen2"])
 @pytest.mark.parametrize(
     "precision, most, few_rows",
     [("fp32", 1e-5, True), ("fp32", 1e-5, False), ("bf16", 0.1, True), ("bf16", 0.1, False)],
 )
-def test_logits_in_the_simulator(precision, most, few_rows, monkeypatch):
+def test_logits_in_the_simulator(precision, most, few_rows, changes, monkeypatch):
     """Both kinds of products (gemv, GEMM), with an idle entry in the batch."""
-    there, here = pair(precision)
+    there, here = pair(precision, **changes)
     if not few_rows:
         monkeypatch.setattr(functional, "few_rows", lambda x, w: False)
     logits = []

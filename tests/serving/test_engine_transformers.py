@@ -17,6 +17,7 @@ CONFIGS = {
     "llama, tied, no groups": small(**WIDE, qk_norm=False, tie_embeddings=True, n_kv_heads=4),
     "qwen3": small(**WIDE),
     "qwen3, tied, one key head": small(**WIDE, tie_embeddings=True, n_kv_heads=1),
+    "qwen2": small(**WIDE, qk_norm=False, qkv_bias=True),
     "llama3 scaling": small(**WIDE, qk_norm=False, rope_scaling=LLAMA3, rope_theta=500000.0),
     "linear scaling": small(**WIDE, rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }

@@ -1,16 +1,10 @@
 """Read and write Hugging Face folders: config.json, safetensors (one file, or shards and an index), tokenizer.
 
-    LlamaForCausalLM    without qk_norm
-    Qwen3ForCausalLM    with qk_norm
-
-Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
-inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
-raises UserError, which names the feature.
+Which models and how their configs are read: architectures.py.
 """
 
 import contextlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,209 +12,17 @@ from typing import Any
 import numpy as np
 
 from .. import files
-from ..config import ROPE_SCALINGS, ModelConfig
+from ..config import ModelConfig
 from ..device import to_device
 from ..errors import UserError
 from ..json_files import is_folder, listed, read_json
+from .architectures import SPECIAL, VARIATION, config_from_hf, config_to_hf, tensor_shapes
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
-MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
-GENERATION, SPECIAL = "generation_config.json", ("bos_token_id", "eos_token_id", "pad_token_id")
-
-MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-FIELDS = {  # Hugging Face's name -> ModelConfig's
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "hidden_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-DEFAULTS: dict[str, dict[str, Any]] = {  # of transformers, for keys that config.json lacks
-    "llama": {"max_position_embeddings": 2048},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-}
-# The values that xtrain supports; the first is the meaning of a missing key.
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-    "pretraining_tp": (1, None),
-    "quantization_config": (None,),
-}
-
-
-# ----------------------------------------------------------------------------- config.json
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """ModelConfig -> the content of config.json, for transformers 4 and 5."""
-    c = config
-    architecture = "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM"
-    scaling = _normalize_scaling(c.rope_scaling, c.max_seq_len)
-    own = (
-        {"use_sliding_window": False, "sliding_window": None, "max_window_layers": c.n_layers}
-        if c.qk_norm
-        else {"mlp_bias": False, "pretraining_tp": 1}
-    )
-    return {
-        "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
-        **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
-        **own,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
-        "dtype": "float32",
-        "torch_dtype": "float32",
-        "use_cache": True,
-        # explicit None: the defaults of transformers for a Llama are 1 and 2
-        **dict.fromkeys(SPECIAL),
-    }
-
-
-def config_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The content of a config.json -> ModelConfig. Raises UserError, which names what is missing or unsupported."""
-    if not isinstance(config, dict):
-        raise UserError("it must hold a JSON object")
-    if VARIATION in config:
-        raise UserError(
-            f"the model is neither Llama nor Qwen3 ({config[VARIATION]}): construct it as for training, "
-            "then call model.load_weights(folder)"
-        )
-    model_type = _model_type(config)
-    unsupported = [
-        f"{key} {config[key]!r}"
-        for key, allowed in ALLOWED.items()
-        if config.get(key, allowed[0]) not in allowed
-    ]
-    unsupported += [
-        f"layer type {kind!r}" for kind in _layer_types(config) if kind != "full_attention"
-    ]
-    if unsupported:
-        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
-    missing = [key for key in REQUIRED if config.get(key) is None]
-    if missing:
-        raise UserError(f"it lacks {', '.join(missing)}")
-    values = {**DEFAULTS[model_type], **config}
-    positions = values["max_position_embeddings"]
-    if isinstance(positions, int) and positions > MAX_POSITIONS:
-        raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
-    fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
-    fields["rope_theta"], fields["rope_scaling"] = _rope(config, fields["max_seq_len"])
-    for name in ("tie_embeddings", "norm_eps"):
-        if fields.get(name) is None:
-            fields.pop(name, None)
-    try:
-        made = ModelConfig(**fields, qk_norm=model_type == "qwen3")
-    except UserError as error:
-        names = {ours: theirs for theirs, ours in FIELDS.items()}
-        # the message names the keys of the file instead of ModelConfig's fields
-        raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
-    if made.context > MAX_POSITIONS:
-        raise UserError(
-            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
-        )
-    return made
-
-
-def _model_type(config: dict[str, Any]) -> str:
-    types = list(MODEL_TYPES.values())
-    architectures, model_type = config.get("architectures"), config.get("model_type")
-    if architectures:
-        name = architectures[0] if isinstance(architectures, list) else architectures
-        if name not in list(MODEL_TYPES):
-            known = " and ".join(MODEL_TYPES)
-            raise UserError(f"the architecture {name!r} is not supported: xtrain supports {known}")
-        if model_type not in (None, MODEL_TYPES[name]):
-            raise UserError(f"model_type {model_type!r} does not belong to {name}")
-        return MODEL_TYPES[name]
-    if model_type not in types:
-        raise UserError(
-            f"model_type {model_type!r} is not supported: xtrain supports {' and '.join(types)}"
-        )
-    return model_type
-
-
-def _layer_types(config: dict[str, Any]) -> list[str]:
-    kinds = config.get("layer_types") or []
-    return list(dict.fromkeys(map(str, kinds if isinstance(kinds, list) else [kinds])))
-
-
-def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """-> (theta, scaling or None). If a config has both styles, the old one is used, as in transformers."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
-    for key, supported in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
-        if rope.get(key) not in supported:
-            raise UserError(f"it needs {key} {rope[key]!r}, which xtrain does not support")
-    original = config.get("original_max_position_embeddings")
-    if original is not None:
-        rope = {**rope, "original_max_position_embeddings": original}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    return (10000.0 if theta is None else theta), _normalize_scaling(rope, max_seq_len)
-
-
-def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict[str, Any] | None:
-    """-> {"rope_type": ..., the parameters of that type}, or None without scaling."""
-    scaling = scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in list(ROPE_SCALINGS):
-        supported = ", ".join(ROPE_SCALINGS)
-        raise UserError(f"it needs the RoPE type {kind!r}: xtrain supports {supported}")
-    if kind == "default":
-        return None
-    known = {"original_max_position_embeddings": max_seq_len, **scaling}
-    return {"rope_type": kind, **{key: known.get(key) for key in ROPE_SCALINGS[kind]}}
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """-> {name: shape} of every tensor that a folder must contain."""
-    c = config
-    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (H * D, C),
-        "self_attn.k_proj": (G * D, C),
-        "self_attn.v_proj": (G * D, C),
-        "self_attn.o_proj": (C, H * D),
-        "mlp.gate_proj": (F, C),
-        "mlp.up_proj": (F, C),
-        "mlp.down_proj": (C, F),
-        "input_layernorm": (C,),
-        "post_attention_layernorm": (C,),
-    }
-    if c.qk_norm:
-        layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c.vocab_size, C),
-        "model.norm.weight": (C,),
-    }
-    for i in range(c.n_layers):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    if not c.tie_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, C)
-    return shapes
+GENERATION = "generation_config.json"
 
 
 # ----------------------------------------------------------------------------- reading
@@ -269,7 +71,7 @@ def as_ids(value: Any) -> frozenset[int]:
 
 
 def load_into(model: Any, folder: Path) -> None:
-    """Load the weights in a folder into a model, which need not be a Llama or Qwen3.
+    """Load the weights in a folder into a model, which need not be one that transformers has.
 
     Raises UserError if they do not fit; the model is then unchanged.
     """
@@ -413,7 +215,7 @@ def write_files(
     """As save, into an existing folder, which the caller removes on failure. Raises OSError."""
     known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
     content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
-    # the names of the tensors may match a Llama or Qwen3, so other readers must reject the folder
+    # the names of the tensors may match a Llama's, so other readers must reject the folder
     if model.variation:
         content |= {
             "architectures": ["Variation"],

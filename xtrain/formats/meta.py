@@ -34,14 +34,8 @@ from ..config import ModelConfig
 from ..data.tokenizer import COMPANION_FILES
 from ..errors import UserError
 from ..json_files import is_folder, listed, read_json
-from .huggingface import (
-    GENERATION,
-    MAX_SHARD_BYTES,
-    config_to_hf,
-    replacing,
-    tensor_shapes,
-    write_weights,
-)
+from .architectures import config_to_hf, tensor_shapes
+from .huggingface import GENERATION, MAX_SHARD_BYTES, replacing, write_weights
 from .tensor_file import DTYPES
 
 ROWS, COLUMNS, SAME = 0, 1, None  # the axis along which the shards of a tensor are joined

@@ -97,7 +97,7 @@ def _norm(arrays):
 SIZES = dict(
     N=(1, 2, 5, 67), C=(1, 2, 7, 300), I=(1, 3, 33), O=(1, 2, 65), V=(1, 2, 37, 1030), F=(1, 3, 257),
     B=(1, 2, 3), T=(1, 2, 5, 33), past=(0, 3), G=(1, 2, 3), rep=(1, 2, 3), R=(1, 2, 17), pad=(0, 1, 5),
-    norm=(True, False), given=(False, True), causal=(True, False), tied=(False, True),
+    norm=(True, False), biased=(False, True), given=(False, True), causal=(True, False), tied=(False, True),
 )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ class Draw:
         """A small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
         more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
-        return Transformer(ModelConfig(**shape, **more, tie_embeddings=self.tied))
+        return Transformer(ModelConfig(**shape, **more, qkv_bias=self.biased, tie_embeddings=self.tied))
 
 
 def _transformer(d, *weights):
@@ -150,10 +150,10 @@ def _transformer(d, *weights):
 # op -> (its differentiable inputs with their shapes as attributes of Draw, a call)
 CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
-    "linear": ("x: N I, w: O I", lambda d, x, w: F.linear(x, w)),
+    "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
-    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C", lambda d, x, r, w, v: F.add_norm_linear(x, r if d.given else None, w, v, EPS)),
+    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: F.add_norm_linear(x, r if d.given else None, w, v, EPS, False, b)),
     "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
     "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, *w: F.qk_norm_rope(x, *(w if d.norm else (None, None)), *d.tables, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),

@@ -1,6 +1,7 @@
 """Matrix products: cuBLAS for CuPy arrays, numpy.matmul for NumPy arrays. The only op without a kernel in this library.
 
     linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
+               y = x w^T + b       b: (O,)     the product is added to rows of b (beta = 1), see bias.py
     backward   dx = dy w           dw += dy^T x  (beta = 1: the GEMM adds; or =, with beta = 0)
 
 cuBLAS is column-major. A row-major (M, N) array *is* a column-major (N, M) array, so C = A B is computed as
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, cupy
+from .bias import fill_rows
 from .runtime.cost import product_cost
 from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
@@ -205,30 +207,35 @@ def _check_two(op, x, w):
         check_array(op, name, array, (None, None), FLOATS, strided=True)
 
 
-def linear_fwd(x_NI: Array, w_OI: Array, dtype=None) -> Array:
-    """x (N, I), w (O, I) -> y (N, O) = x w^T in `dtype` (default: that of x). Errors as in matmul."""
+def linear_fwd(x_NI: Array, w_OI: Array, dtype=None, b_O: Array | None = None) -> Array:
+    """x (N, I), w (O, I), b (O,) -> y (N, O) = x w^T + b in `dtype` (default: that of x). Errors as in matmul."""
     _check_two("linear", x_NI, w_OI)
-    return linear_into(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI)
+    return linear_into(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, b_O)
 
 
-def linear_into(y_NO: Array, x_NI: Array, w_OI: Array) -> Array:
-    """y (N, O) = x w^T, x (N, I), w (O, I). Returns y. Errors as in matmul.
+def linear_into(y_NO: Array, x_NI: Array, w_OI: Array, b_O: Array | None = None) -> Array:
+    """y (N, O) = x w^T + b, x (N, I), w (O, I), b (O,) float32 or None. Returns y. Errors as in matmul.
 
     In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend neither on N nor on its index.
     Rows that begin between multiples of ALIGNED bytes are copied, too: cuBLAS may choose its algorithm by the alignment.
     """
+    if b_O is not None:
+        fill_rows(y_NO, b_O)
+    add = b_O is not None
     if not is_batch_invariant():
-        return matmul(y_NO, x_NI, w_OI, trans_b=True)
+        return matmul(y_NO, x_NI, w_OI, trans_b=True, accumulate=add)
     host = isinstance(x_NI, np.ndarray)
     R = _fixed_rows_cpu(*w_OI.shape, dtype_name(x_NI.dtype)) if host else FIXED_ROWS_GPU
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
         if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
-            matmul(y_RO, x_RI, w_OI, trans_b=True)
+            matmul(y_RO, x_RI, w_OI, trans_b=True, accumulate=add)
             continue
-        padded_RI = zeros(x_NI, (R, x_NI.shape[1]))
+        padded_RI, whole_RO = zeros(x_NI, (R, x_NI.shape[1])), empty(y_NO, (R, y_NO.shape[1]))
         padded_RI[: len(x_RI)] = x_RI
-        whole_RO = matmul(empty(y_NO, (R, y_NO.shape[1])), padded_RI, w_OI, trans_b=True)
+        if add:
+            fill_rows(whole_RO, b_O)
+        matmul(whole_RO, padded_RI, w_OI, trans_b=True, accumulate=add)
         y_RO[...] = whole_RO[: len(y_RO)]
     return y_NO
 

@@ -7,6 +7,7 @@ N rows (tokens), C width, I/O in and out features, H query heads, G key/value he
 import numpy as np
 
 from ..device import Array
+from ..kernels import bias as _bias
 from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
 from ..kernels import elementwise as _elementwise
@@ -51,6 +52,15 @@ def few_rows(x_NK: Array, w_OK: Array) -> bool:
     return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype)
 
 
+def bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array) -> Array | None:
+    """The gradient of argument i, a bias, where dy is that of the product: its sum over the rows. None: not needed."""
+    if b_O is None or not ctx.needs_grad[i]:
+        return None
+    db_O = ctx.grad_buffer(i, b_O)
+    _bias.bias_bwd(dy_NO, db_O)
+    return db_O
+
+
 class Embedding(Function):
     """ids (N,), w (V, C) -> the rows w[ids] (N, C), in float32 if w is bf16."""
 
@@ -73,26 +83,29 @@ class Embedding(Function):
 
 
 class Linear(Function):
-    """y = x w^T. dtype: of y, None: as x. A product of bf16 operands is summed in float32, and may be returned unrounded."""
+    """y = x w^T + b. dtype: of y, None: as x. A product of bf16 operands is summed in float32, and may be returned unrounded.
+
+    b (O,), or None: nothing is added.
+    """
 
     @staticmethod
-    def forward(ctx, x_NI, w_OI, dtype=None):
-        ctx.save(x_NI, w_OI)
+    def forward(ctx, x_NI, w_OI, dtype=None, b_O=None):
+        ctx.save(x_NI, w_OI, b_O)
         if few_rows(x_NI, w_OI):
             dtype = dtype or x_NI.dtype
-            return _gemv.gemv(x_NI, w_OI, dtype=dtype, weights_ready=ctx.parameters[1])
-        return _gemm.linear_fwd(x_NI, w_OI, dtype)
+            return _gemv.gemv(x_NI, w_OI, dtype, ctx.parameters[1], b_O)
+        return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
 
     @staticmethod
     def backward(ctx, dy_NO):
-        x_NI, w_OI = ctx.saved
+        x_NI, w_OI, b_O = ctx.saved
         dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
         dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI) if ctx.needs_grad[0] else None
         dw_OI = None
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        return dx_NI, dw_OI
+        return dx_NI, dw_OI, None, bias_gradient(ctx, 3, b_O, dy_NO)
 
 
 class RMSNorm(Function):
@@ -131,30 +144,30 @@ class ResidualRMSNorm(Function):
 
 
 class AddNormLinear(Function):
-    """h = x + delta,  y = linear(rmsnorm(h), v): the start of a branch. The norm's result is not saved: backward recomputes it.
+    """h = x + delta,  y = linear(rmsnorm(h), v, b): the start of a branch. The norm's result is not saved: backward recomputes it.
 
-    x, delta (N, C), w (C,), v (O, C) -> h (N, C), y (N, O).  delta None: h is x.  The norm's result has the dtype of v.
-    swiglu: y = swiglu(the product), (N, O / 2).
+    x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O).  delta None: h is x.  The norm's result has the
+    dtype of v.  swiglu: y = swiglu(the product), (N, O / 2).
     """
 
     @staticmethod
-    def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False):
+    def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False, b_O=None):
         if few_rows(x_NC, v_OC):
             ready = ctx.parameters[2] and ctx.parameters[3]
-            return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready)
+            return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O)
         if delta_NC is None:
             h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, v_OC.dtype)
         else:
             h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
-        y_NO = _gemm.linear_fwd(n_NC, v_OC)
-        ctx.save(h_NC, w_C, rstd_N, v_OC, y_NO if swiglu else None)
+        y_NO = _gemm.linear_fwd(n_NC, v_OC, b_O=b_O)
+        ctx.save(h_NC, w_C, rstd_N, v_OC, b_O, y_NO if swiglu else None)
         return h_NC, _swiglu.swiglu_fwd(y_NO) if swiglu else y_NO
 
     @staticmethod
     def backward(ctx, dh_NC, dy_NO):
-        h_NC, w_C, rstd_N, v_OC, gu_N2F = ctx.saved
+        h_NC, w_C, rstd_N, v_OC, b_O, gu_N2F = ctx.saved
         if dy_NO is None:  # only h was used
-            return dh_NC, dh_NC, None, None
+            return dh_NC, dh_NC, None, None, None, None, None
         if gu_N2F is not None:
             dy_NO = _swiglu.swiglu_bwd(dy_NO, gu_N2F)
         dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
@@ -165,7 +178,9 @@ class AddNormLinear(Function):
         if ctx.needs_grad[3]:
             dv_OC, add = ctx.grad_target(3, v_OC)
             _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
-        return dx_NC, dx_NC, dw_C, dv_OC  # x and delta are added: both have the same gradient
+        db_O = bias_gradient(ctx, 6, b_O, dy_NO)
+        # x and delta are added: both have the same gradient
+        return dx_NC, dx_NC, dw_C, dv_OC, None, None, db_O
 
 
 class Rope(Function):

@@ -1,4 +1,4 @@
-"""A Llama (qk_norm=False) or Qwen3 (qk_norm=True) decoder, from token ids to logits.
+"""The decoder of a Llama, and with further features (ModelConfig) of other families, from token ids to logits.
 
     ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N, V)
 
@@ -44,7 +44,8 @@ def add_norm_linear(
     dtype: of norm's result, None: as h.  swiglu: of the product, as part of the same op (functional.AddNormLinear).
     """
     if type(norm) is RMSNorm and type(linear) is Linear:
-        return F.add_norm_linear(h_NC, delta_NC, norm.weight, linear.weight, norm.eps, swiglu)
+        weights = norm.weight, linear.weight, norm.eps, swiglu, linear.bias
+        return F.add_norm_linear(h_NC, delta_NC, *weights)
     h_NC, x_NC = add_norm(h_NC, delta_NC, norm, dtype)
     y_NO = linear(x_NC)
     return h_NC, F.swiglu(y_NO) if swiglu else y_NO
@@ -67,7 +68,7 @@ def add_norm(
 
 
 class Attention(Module):
-    """QK-norm if the model has it, RoPE, causal softmax over grouped heads, output projection.
+    """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output projection.
 
     `qkv` is the packed projection to q, k and v. The block computes it together with the norm before it, see add_norm_linear.
     """
@@ -75,7 +76,7 @@ class Attention(Module):
     def __init__(self, c: ModelConfig):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows)
+        self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
         self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
@@ -121,7 +122,7 @@ class MLP(Module):
 
     def after_gate_up(self, gu_N2F: Tensor) -> Tensor:
         """gate and up (N, 2F) -> (N, C)"""
-        if type(self.down_proj) is Linear:
+        if type(self.down_proj) is Linear and self.down_proj.bias is None:
             return F.swiglu_linear(gu_N2F, self.down_proj.weight)
         return self.down_proj(F.swiglu(gu_N2F))
 
@@ -422,10 +423,10 @@ class Transformer(Module):
 
     @property
     def variation(self) -> str:
-        """How the model differs from a Llama or Qwen3, the only architectures that other programs can load; "" if it does not."""
-        found = [f"{len(self.model.layers)} layers"] * (
-            len(self.model.layers) != self.config.n_layers
-        )
+        """How the model differs from the families that other programs can load (config.FAMILIES); "" if it does not."""
+        found = [] if self.config.family else [self.config.features]
+        if len(self.model.layers) != self.config.n_layers:
+            found.append(f"{len(self.model.layers)} layers")
         if len(list(self._storage(""))) > len(list(self.storage())):
             found.append("parameters in two places")
         for name in ("__call__", "hidden", "logits"):
@@ -445,7 +446,7 @@ class Transformer(Module):
         huggingface.load_into(self, Path(folder))
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write the Hugging Face layout (LlamaForCausalLM or Qwen3ForCausalLM); see huggingface.save.
+        """Write the Hugging Face layout, as the class of the model's family (config.FAMILIES); see huggingface.save.
 
         A model with a `variation` gets a config.json that only load_weights accepts.
         """

@@ -392,26 +392,41 @@ class Embedding(Module):
 
 
 class Linear(Module):
-    """y = x w^T, no bias.
+    """y = x w^T, or with bias y = x w^T + b, where b starts at 0.
 
     parts: {Hugging Face name: output features} if several matrices are packed. These names replace that of the module: the part
-    "q_proj.weight" of `self_attn.qkv` is the parameter `self_attn.q_proj.weight`.
+    "q_proj.weight" of `self_attn.qkv` is the parameter `self_attn.q_proj.weight`, and its bias `self_attn.q_proj.bias`.
     """
 
+    bias: Parameter | None = None
+
     def __init__(
-        self, in_features: int, out_features: int, std: float, parts: dict[str, int] | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        std: float,
+        parts: dict[str, int] | None = None,
+        bias: bool = False,
     ):
         self.weight = Parameter((out_features, in_features), std, parts)
+        if bias:
+            rows = {_bias_of(name): n for name, n in self.weight.parts.items()}
+            self.bias = Parameter((out_features,), 0.0, rows)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        return F.linear(x_NI, self.weight)
+        return F.linear(x_NI, self.weight, None, self.bias)
 
     def _storage(self, prefix):
         packed = "weight" not in self.weight.parts
         for path, parameter in super()._storage(prefix):
-            if packed and parameter is self.weight:
+            if packed and (parameter is self.weight or parameter is self.bias):
                 path = prefix[: prefix[:-1].rfind(".") + 1]  # without this module's own name
             yield path, parameter
+
+
+def _bias_of(name):
+    """The name of the bias that belongs to a weight."""
+    return f"{name.removesuffix('weight')}bias"
 
 
 class RMSNorm(Module):

@@ -8,9 +8,9 @@ from ..nn.model import Transformer
 
 def describe(config: ModelConfig) -> str:
     """-> "Qwen3-style, 12 layers, width 384, ..." """
-    kind = "Qwen3" if config.qk_norm else "Llama"
+    kind = f"{config.family}-style, " if config.family else ""
     return (
-        f"{kind}-style, {config.n_layers} layers, width {config.dim}, {config.n_heads} heads x {config.head_dim} "
+        f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x {config.head_dim} "
         f"({config.n_kv_heads} for keys), MLP {config.hidden_dim}, vocabulary {config.vocab_size}"
     )
 

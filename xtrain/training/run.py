@@ -4,14 +4,14 @@ import functools
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import blas
-from ..config import RESUME_KEYS, SHAPES, ResolvedConfig
+from ..config import RESUME_KEYS, SHAPES, ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
@@ -354,6 +354,9 @@ def _group(name):
 
 def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
+    # an older xtrain had fewer fields, and its models what their defaults mean
+    known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    then = {name: default for name, default in known.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {
         name: f"{name} was {then.get(name)}, is {now.get(name)}"

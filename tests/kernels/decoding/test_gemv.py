@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, sentinels, to_host, to_kernel, with_bug
+from checks import (
+    GPU,
+    assert_as_good,
+    normal,
+    sentinels,
+    to_host,
+    to_kernel,
+    with_bug,
+    with_planted_bug,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,28 +28,30 @@ BF16 = ml_dtypes.bfloat16
 EPS = 1e-6
 
 
-def case(N, K, rows, x=np.float32, w=BF16, norm=False, delta=None, swiglu=False):
-    """-> x, delta, norm_w, w, eps, swiglu"""
+def case(N, K, rows, x=np.float32, w=BF16, norm=False, delta=None, swiglu=False, bias=False):
+    """-> x, delta, norm_w, w, eps, swiglu, b"""
     rows = rows * (2 if swiglu else 1)
     norm_w = normal(3, K) if norm else None
     added = normal(4, N, K).astype(delta) if delta else None
     weights = (normal(2, rows, K) * K**-0.5).astype(w)
-    return normal(1, N, K).astype(x), added, norm_w, weights, EPS, swiglu
+    return normal(1, N, K).astype(x), added, norm_w, weights, EPS, swiglu, normal(5, rows) if bias else None
 
 
 def run(args, put, **more):
     """-> h, y on the host"""
-    x, delta, norm_w, w, eps, swiglu = (put(a) if isinstance(a, np.ndarray) else a for a in args)
+    x, delta, norm_w, w, eps, swiglu, b = (
+        put(a) if isinstance(a, np.ndarray) else a for a in args
+    )
     if norm_w is None:
-        return None, to_host(gemv(x, w, **more))
-    return tuple(map(to_host, add_norm_gemv(x, delta, norm_w, w, eps, swiglu, **more)))
+        return None, to_host(gemv(x, w, b_O=b, **more))
+    return tuple(map(to_host, add_norm_gemv(x, delta, norm_w, w, eps, swiglu, b_O=b, **more)))
 
 
 def exactly(args):
-    x, delta, norm_w, w, eps, swiglu = (
+    x, delta, norm_w, w, eps, swiglu, b = (
         a.astype(np.float64) if isinstance(a, np.ndarray) else a for a in args
     )
-    return gemv_ref(x, w, norm_w, eps, delta, swiglu)
+    return gemv_ref(x, w, norm_w, eps, delta, swiglu, b)
 
 
 def check(args, **more):
@@ -69,6 +80,11 @@ FORMS = [  # x, w, then what is fused
     dict(w=np.float32, norm=True, swiglu=True),
     dict(w=np.float32, norm=True, delta=np.float32),
     dict(w=np.float32, x=BF16, norm=True),
+    dict(x=BF16, bias=True),
+    dict(norm=True, delta=BF16, bias=True),
+    dict(norm=True, delta=BF16, swiglu=True, bias=True),
+    dict(w=np.float32, norm=True, delta=np.float32, bias=True),
+    dict(w=np.float32, norm=True, swiglu=True, bias=True),
 ]
 
 
@@ -91,11 +107,11 @@ def test_many_tiles_per_block_and_steps_per_tile(monkeypatch, swiglu):
     "config", [Config(1, 1, 1), Config(2, 3, 1), Config(4, 4, 2), Config(16, 1, 1)], ids=str
 )
 def test_every_division_of_the_work(monkeypatch, config):
-    args = case(3, 32 * 7, 40, norm=True, delta=BF16)
+    args = case(3, 32 * 7, 40, norm=True, delta=BF16, bias=True)
     y, h = (to_kernel(np.full((3, n), np.nan, np.float32)) for n in (40, 32 * 7))
-    x, delta, norm_w, w = (to_kernel(a) for a in args[:4])
+    x, delta, norm_w, w, b = (to_kernel(a) for a in (*args[:4], args[6]))
     monkeypatch.setattr(file, "MULTIPROCESSORS", 1)  # more than a tile per block
-    file._launch(y, h, x, delta, norm_w, w, EPS, False, True, config)
+    file._launch(y, h, x, delta, norm_w, w, EPS, False, True, config, b)
     assert_as_good(y, exactly(args)[1], run(args, np.array, dtype=np.float32)[1], floor=6e-3)
     assert np.array_equal(to_host(h), args[0] + args[1].astype(np.float32))
 
@@ -155,9 +171,10 @@ def test_naive_kernel():
 
 
 def test_against_pytorch():
-    args = case(3, 64, 12, w=np.float32, norm=True, delta=np.float32, swiglu=True)
-    x, delta, norm_w, w = (torch.tensor(a) for a in args[:4])
-    gate, up = (torch.nn.functional.rms_norm(x + delta, (64,), norm_w, EPS) @ w.T).chunk(2, 1)
+    args = case(3, 64, 12, w=np.float32, norm=True, delta=np.float32, swiglu=True, bias=True)
+    x, delta, norm_w, w, b = (torch.tensor(a) for a in (*args[:4], args[6]))
+    normed = torch.nn.functional.rms_norm(x + delta, (64,), norm_w, EPS)
+    gate, up = torch.nn.functional.linear(normed, w, b).chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
     for put in (to_kernel, np.array):
         np.testing.assert_allclose(run(args, put)[1], want.numpy(), rtol=1e-5, atol=1e-5)
@@ -188,11 +205,11 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
 def test_planted_bugs_are_found(stage, old, new):
     make = gemv_tensor_cores.make_tensor_kernel
     scope = with_bug(make, old, new, dict(vars(gemv_tensor_cores)))
-    x, delta, norm_w, w, *_ = case(2, 128, 40, norm=True, delta=BF16)
+    x, delta, norm_w, w, *_, b = case(2, 128, 40, norm=True, delta=BF16, bias=True)
     y, h = sim(np.zeros((2, 40), np.float32)), sim(np.zeros((2, 128), np.float32))
-    arrays = [a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), sim(norm_w))]
+    arrays = [a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), sim(norm_w), sim(b))]
     variant = Variant(
-        norm=True, add=True, half=False, swiglu=False, overlap=True, ready=True, once=False, staged=stage
+        norm=True, add=True, half=False, swiglu=False, bias=True, overlap=True, ready=True, once=False, staged=stage
     )  # fmt: skip
     go = lambda make: launch(
         make(128, variant, Config(2, 1, 1)),
@@ -207,6 +224,27 @@ def test_planted_bugs_are_found(stage, old, new):
     go(make)
     with pytest.raises(KernelError):
         go(scope["make_tensor_kernel"])
+
+
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@pytest.mark.parametrize(
+    "w, name, old, new",
+    [
+        (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[tile * TILE + row + 1]"),
+        (BF16, "make_finish", "up += b[F + tile", "up += b[2 * F + tile"),
+        (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[row]"),
+        (np.float32, "make_plain_kernel", "up += b[F + o]", "up += b[o]"),
+        (np.float32, "make_plain_kernel", "value += b[o]", "value += b[o] * r"),
+    ],
+)
+def test_planted_bugs_of_the_bias_are_found(w, name, old, new):
+    """By the simulator, or by wrong numbers."""
+    args = case(2, 64, 21, w=w, norm=True, swiglu=True, bias=True)
+    check(args)
+    module = file if name == "make_plain_kernel" else gemv_tensor_cores
+    with with_planted_bug([module, file, gemv_tensor_cores], name, old, new):
+        with pytest.raises((KernelError, AssertionError)):
+            check(args)
 
 
 @pytest.mark.long

@@ -1,11 +1,12 @@
 """Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations before and after it.
 
-    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it    y: (N, O)
+    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it    y: (N, O)    b: (O,), optional
 
     add        x is first replaced by h = x + delta, the residual stream, which is a result too
     norm       h is RMS-normalized: h r nw,  r = 1 / sqrt(mean_k(h^2) + eps)       (rmsnorm.py)
                r is one number per row, so it can be applied at the end: y = r ((h nw) w^T). The kernels sum the squares of
                what they read for the product anyway, so there is no separate pass over x.
+    bias       b is added to the product, in float32
     swiglu     w holds gate rows, then up rows, F each: y_f = silu(x . w_f) (x . w_{F + f})   (swiglu.py)
 
 A decoding step reads every weight once and does little arithmetic with it: 2 N operations per weight. So the memory must never
@@ -47,7 +48,7 @@ BLOCK = 256
 
 
 # ----------------------------------------------------------------------------- reference
-def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False):
+def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_O=None):
     """gemv and add_norm_gemv in NumPy -> h (N, K), y (N, O), or (N, O / 2) with swiglu, in x's dtype, at least float32.
 
     Computes row by row: a BLAS sums a matrix-matrix product in another order than a matrix-vector product, and here a row's
@@ -61,6 +62,7 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False):
         r_N = 1 / np.sqrt(np.einsum("nk,nk->n", x, x) / x.shape[1] + wide.type(eps))
         x = x * r_N[:, None] * norm_w_K
     y = np.stack([w @ row for row in x]) if len(x) else np.zeros((0, w.shape[0]), wide)
+    y = y if b_O is None else y + b_O
     if swiglu:
         F = y.shape[1] // 2
         y = silu_ref(y[:, :F]) * y[:, F:]
@@ -80,7 +82,7 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 
 @functools.cache
-def make_plain_kernel(N, K, NORM, ADD, SWIGLU, overlap):
+def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, overlap):
     """-> the kernel without tensor cores, for any dtypes.
 
     A warp reads a row of w (two with swiglu), 4 columns per lane, and all rows of x.
@@ -88,7 +90,7 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, overlap):
     M = 2 if SWIGLU else 1
 
     @kernel(BLOCK)
-    def gemv_plain_kernel(y, h, x, delta, w, norm_w, F, eps):
+    def gemv_plain_kernel(y, h, x, delta, w, norm_w, b, F, eps):
         """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y."""
         lane, o = cuda.threadIdx.x & 31, int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
         x_4, w_M4 = cuda.local.array(4, float32), cuda.local.array((M, 4), float32)
@@ -127,8 +129,13 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, overlap):
             if NORM:
                 r = rsqrtf(warp_sum(squares[n]) * float32(1 / K) + eps)
             value = warp_sum(acc_NM[n, 0]) * r
+            if BIAS:
+                value += b[o]
             if SWIGLU:
-                value *= sigmoid(value) * (warp_sum(acc_NM[n, 1]) * r)
+                up = warp_sum(acc_NM[n, 1]) * r
+                if BIAS:
+                    up += b[F + o]
+                value *= sigmoid(value) * up
             if lane == 0:
                 store1(y, n * F + o, value)
 
@@ -146,32 +153,34 @@ def _unit(dtype):
     return 4 if np.dtype(dtype) == np.float32 else CHUNK
 
 
-def gemv(x_NK: Array, w_OK: Array, dtype=None, weights_ready: bool = False) -> Array:
-    """-> y (N, O) = x w^T.
+def gemv(
+    x_NK: Array, w_OK: Array, dtype=None, weights_ready: bool = False, b_O: Array | None = None
+) -> Array:
+    """-> y (N, O) = x w^T + b.
 
-    x (N, K), w (O, K): float32 or bf16. dtype: of y; by default w's. A row's bits do not depend on other rows.
+    x (N, K), w (O, K): float32 or bf16. b (O,): float32. dtype: of y; by default w's. A row's bits do not depend on other rows.
     weights_ready: the previous kernel does not write w, so it may be read before that kernel ends.
     On a GPU, N <= MAX_ROWS, and K is a multiple of 32 (of 4 for float32 weights). Raises ValueError or TypeError if shapes or
     dtypes do not match.
     """
-    return _checked("gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype)[1]
+    return _checked("gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype, b_O)[1]
 
 
 def add_norm_gemv(
     x_NK: Array, delta_NK: Array | None, norm_w_K: Array, w_OK: Array, eps: float, swiglu: bool = False,
-    weights_ready: bool = False, dtype=None,
+    weights_ready: bool = False, dtype=None, b_O: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """-> h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T, or (N, O / 2) with swiglu; see this file's docstring.
+    """-> h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T + b, or (N, O / 2) with swiglu; see this file's docstring.
 
     delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32. weights_ready: the previous
     kernel writes neither w nor norm_w. Otherwise as gemv.
     """
     return _checked(
-        "add_norm_gemv", x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype
+        "add_norm_gemv", x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O
     )
 
 
-def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype):
+def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O):
     check_array(op, "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
     check_array(op, "w", w_OK, (None, K), FLOATS)
@@ -180,23 +189,27 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
         f"{op}: swiglu of {w_OK.shape[0]} rows of w, expected an even number",
     )
     shape = (N, w_OK.shape[0] // 2 if swiglu else w_OK.shape[0])
-    given = [x for x in (delta_NK, norm_w_K) if x is not None]
+    given = [x for x in (delta_NK, norm_w_K, b_O) if x is not None]
     if norm_w_K is not None:
         check_array(op, "norm_w", norm_w_K, (K,))
     if delta_NK is not None:
         check_array(op, "delta", delta_NK, (N, K), FLOATS)
+    if b_O is not None:
+        check_array(op, "b", b_O, (w_OK.shape[0],))
     dtype = np.dtype(dtype or w_OK.dtype)
     if on_host(x_NK, w_OK, *given):
-        h, y = gemv_ref(x_NK, w_OK, norm_w_K, eps, delta_NK, swiglu)
+        h, y = gemv_ref(x_NK, w_OK, norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
     unit, fits = _unit(w_OK.dtype), gemv_fits(N, K, w_OK.dtype)
     check(fits, f"{op}: {N} rows of {K}, the GPU supports 1 to {MAX_ROWS} of a multiple of {unit}")
     h_NK, y = x_NK if delta_NK is None else empty(x_NK, x_NK.shape), empty(x_NK, shape, dtype)
-    _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready)
+    _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O=b_O)
     return h_NK, y
 
 
-def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None):
+def _launch(
+    y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None, b_O=None
+):
     (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
     norm, add = norm_w_K is not None, delta_NK is not None
     # must not be None
@@ -205,9 +218,10 @@ def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready,
         delta = cast_fwd(delta, w_OK.dtype)  # usually it is already
     arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w_OK, norm_w)]
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
-    eps = np.float32(eps)
+    eps, bias = np.float32(eps), b_O is not None
+    arrays.append(b_O if bias else arrays[-1])
     if w_OK.dtype == np.float32:
-        plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, overlap)
+        plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     config = config or choose(K, F, swiglu, norm)
     tiles = -(-F // TILE)
@@ -217,6 +231,7 @@ def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready,
         add=add,
         half=x_NK.dtype != np.float32 and not norm,
         swiglu=swiglu,
+        bias=bias,
         overlap=overlap,
         ready=weights_ready,
         once=tiles == grid and config.warps * config.chunks * CHUNK >= K,

@@ -267,13 +267,13 @@ def make_multiply(M, U):
 
 
 @functools.cache
-def make_finish(K, NORM, SWIGLU, WARPS):
-    """-> finish(y, sums, squares_s, tile, N, F, eps): apply r and SwiGLU to a tile of 16 x 8 elements, and write y"""
+def make_finish(K, NORM, SWIGLU, BIAS, WARPS):
+    """-> finish(y, sums, squares_s, b, tile, N, F, eps): apply r, b and SwiGLU to a tile of 16 x 8 elements, and write y"""
     total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
     EACH = -(-TILE * MAX_ROWS // THREADS)
 
     @device
-    def finish(y, sums, squares_s, tile, N, F, eps):
+    def finish(y, sums, squares_s, b, tile, N, F, eps):
         for j in range(EACH):
             i = cuda.threadIdx.x + j * THREADS
             n, row = i // TILE, i % TILE
@@ -285,8 +285,13 @@ def make_finish(K, NORM, SWIGLU, WARPS):
                         acc += squares_s[warp * MAX_ROWS + n]
                     r = rsqrtf(acc * float32(1 / K) + eps)
                 value = total(sums, 0, row, n) * r
+                if BIAS:
+                    value += b[tile * TILE + row]
                 if SWIGLU:
-                    value *= sigmoid(value) * (total(sums, 1, row, n) * r)
+                    up = total(sums, 1, row, n) * r
+                    if BIAS:
+                        up += b[F + tile * TILE + row]
+                    value *= sigmoid(value) * up
                 store1(y, n * F + tile * TILE + row, value)
 
     return finish
@@ -308,6 +313,7 @@ class Variant:
     add: bool  # delta is added to x first, and the sum written to h
     half: bool  # x is bf16 and used unchanged
     swiglu: bool
+    bias: bool  # b is added to the product
     overlap: bool  # the kernel may start before the previous one has ended
     ready: bool  # the weights may be read before the previous kernel has ended
     once: bool  # a block has one tile and loads all of it at once
@@ -327,11 +333,11 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
     load_w, load_x, load_staged_x = make_operands(K, NORM, ADD, HALF, M, WARPS, U)
     (multiply, copy_words, copy_fx), store_sums = make_multiply(M, U), make_reduce(M, WARPS)[0]
-    finish = make_finish(K, NORM, SWIGLU, WARPS)
+    finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS)
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS)
 
     @kernel(32 * WARPS, BLOCKS)
-    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, N, F, eps):
+    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, b, N, F, eps):
         """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y."""
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
@@ -382,7 +388,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, sums, squares_s, tile, N, F, eps)
+            finish(y, sums, squares_s, b, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
 
     return gemv_tensor_kernel

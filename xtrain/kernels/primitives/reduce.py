@@ -8,10 +8,10 @@ and a block must be a whole number of warps.
 import functools
 import math
 
-from numba import cuda, float32
+from numba import cuda, float32, int64
 
 from ..runtime.launch import can_overlap, launch
-from .ptx import kernel, wait_for_previous
+from .ptx import kernel, load1, wait_for_previous
 
 FULL = 0xFFFFFFFF  # all 32 lanes take part
 MAX_WARPS = 32  # a block has at most 1024 threads
@@ -64,27 +64,26 @@ def block_max(v, partial):
 
 
 # ----------------------------------------------------------------------------- sums of columns
-COLUMNS = 8  # neighbouring columns of a block: 32 bytes, one sector of memory
-ROWS_PER_WARP = 4  # rows that a warp reads at a time
+SECTOR = 32  # bytes of a row that a block reads: one sector of memory
 WARPS = 32  # that share the rows: few rows each, because latency of memory dominates
 IN_FLIGHT = 8  # rows that a thread loads before it adds the first
 
 
 @functools.cache
-def make_add_column_sums_kernel(overlap):
-    """overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py)."""
+def make_add_column_sums_kernel(COLUMNS, overlap):
+    """COLUMNS: of a block.  overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py)."""
+    ROWS_PER_WARP = 32 // COLUMNS  # rows that a warp reads at a time
 
-    @kernel(COLUMNS * ROWS_PER_WARP * WARPS)
-    def add_column_sums_kernel(out_C, second_C, partial_PC):
-        """Grid ceil(C / COLUMNS), block (COLUMNS, ROWS_PER_WARP, up to WARPS). C: columns of out, then those of second.
+    @kernel(32 * WARPS)
+    def add_column_sums_kernel(out_C, second_C, x, P, C):
+        """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS). C: columns of out, then those of second.
 
-        out_C[c] += sum over p of partial_PC[p, c]
+        out_C[c] += sum over p of x[p, c].  x: flat (P C).
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
         rows = cuda.local.array(IN_FLIGHT, float32)
         column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
-        P, C = partial_PC.shape
         if overlap:
             wait_for_previous()
         acc, old = float32(0.0), float32(0.0)
@@ -95,12 +94,14 @@ def make_add_column_sums_kernel(overlap):
         while p < P and c < C:
             for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
                 q = p + a * ROWS_PER_WARP * warps
-                rows[a] = partial_PC[q if q < P else p, c]
+                rows[a] = load1(x, int64(q if q < P else p) * C + c)
             for a in range(IN_FLIGHT):
                 acc += rows[a] if p + a * ROWS_PER_WARP * warps < P else float32(0.0)
             p += IN_FLIGHT * ROWS_PER_WARP * warps
-        for step in (COLUMNS, 2 * COLUMNS):  # the lanes of the same column
+        step = COLUMNS
+        while step < 32:  # the lanes of the same column
             acc += cuda.shfl_xor_sync(FULL, acc, step)
+            step *= 2
         if cuda.threadIdx.y == 0:
             tile[warp, column] = acc
         cuda.syncthreads()
@@ -116,14 +117,15 @@ def make_add_column_sums_kernel(overlap):
     return add_column_sums_kernel
 
 
-def add_column_sums(partial_PC, out_C, second_C=None) -> None:
-    """The second stage of a deterministic weight gradient: out += partial.sum(0), without atomics.
+def add_column_sums(x_PC, out_C, second_C=None) -> None:
+    """out += x.sum(0), without atomics: the gradient of a bias, or the second stage of that of a norm weight.
 
-    partial (P, C) float32, out (C,) float32. second: another gradient, for the columns of partial after those of out.
+    x (P, C) float32 or bf16, out (C,) float32. second: another gradient, for the columns of x after those of out.
     """
-    P, C = partial_PC.shape
-    block = COLUMNS, ROWS_PER_WARP, min(WARPS, -(-P // ROWS_PER_WARP))
+    (P, C), columns = x_PC.shape, SECTOR // x_PC.itemsize
+    rows = 32 // columns
+    block = columns, rows, min(WARPS, -(-P // rows))
     second_C = out_C if second_C is None else second_C  # a kernel argument cannot be None
-    overlap = can_overlap(partial_PC)
-    sums_kernel, grid = make_add_column_sums_kernel(overlap), -(-C // COLUMNS)
-    launch(sums_kernel, grid, block, out_C, second_C, partial_PC, overlap=overlap)
+    overlap = can_overlap(x_PC)
+    sums_kernel, grid = make_add_column_sums_kernel(columns, overlap), -(-C // columns)
+    launch(sums_kernel, grid, block, out_C, second_C, x_PC.reshape(-1), P, C, overlap=overlap)

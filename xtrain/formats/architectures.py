@@ -1,0 +1,260 @@
+"""The models of transformers that xtrain reads and writes: config.json <-> ModelConfig, and the names of the tensors.
+
+    LlamaForCausalLM    the decoder of nn/model.py without the following
+    Qwen3ForCausalLM    qk_norm
+    Qwen2ForCausalLM    qkv_bias; also Qwen2.5 and R1-Distill-Qwen
+
+Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
+inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
+raises UserError, which names the feature.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import ROPE_SCALINGS, ModelConfig
+from ..errors import UserError
+from ..json_files import listed
+
+MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
+VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+FIELDS = {  # Hugging Face's name -> ModelConfig's
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# The values that xtrain supports; the first is the meaning of a missing key.
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is particular about one class of transformers.
+
+    fields: of ModelConfig, that all its models have.  defaults: of transformers, for keys that config.json lacks.
+    written: keys of config.json that only this class has.  ignored: keys of ALLOWED that it does not read.
+    gated: sliding_window counts only if use_sliding_window is true.
+    """
+
+    model_type: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    gated: bool = True
+
+
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(
+        "llama",
+        defaults={"max_position_embeddings": 2048},
+        written={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", {"qk_norm": True}, _QWEN | {"head_dim": 128}, {"attention_bias": False} | _NO_WINDOW
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", {"qkv_bias": True}, _QWEN, _NO_WINDOW, ignored=("attention_bias",)
+    ),
+}
+
+
+# ----------------------------------------------------------------------------- config.json
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """ModelConfig -> the content of config.json, for transformers 4 and 5.
+
+    A combination that no class of transformers has (ModelConfig.family) gets the name of a Llama.
+    """
+    c = config
+    name = f"{c.family or 'Llama'}ForCausalLM"
+    scaling = _normalize_scaling(c.rope_scaling, c.max_seq_len)
+    return {
+        "architectures": [name],
+        "model_type": ARCHITECTURES[name].model_type,
+        **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
+        **ARCHITECTURES[name].written,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "use_cache": True,
+        # explicit None: the defaults of transformers for a Llama are 1 and 2
+        **dict.fromkeys(SPECIAL),
+    }
+
+
+def config_from_hf(config: dict[str, Any]) -> ModelConfig:
+    """The content of a config.json -> ModelConfig. Raises UserError, which names what is missing or unsupported."""
+    architecture = architecture_of(config)
+    unsupported = [
+        f"{key} {config[key]!r}"
+        for key, allowed in ALLOWED.items()
+        if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
+    ]
+    if unsupported:
+        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise UserError(f"it lacks {', '.join(missing)}")
+    values = {**architecture.defaults, **config}
+    positions = values["max_position_embeddings"]
+    if isinstance(positions, int) and positions > MAX_POSITIONS:
+        raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
+    fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
+    fields["rope_theta"], fields["rope_scaling"] = _rope(values, fields["max_seq_len"])
+    for name in ("tie_embeddings", "norm_eps"):
+        if fields.get(name) is None:
+            fields.pop(name, None)
+    try:
+        made = ModelConfig(**{"qk_norm": False, **fields, **architecture.fields})
+    except UserError as error:
+        names = {ours: theirs for theirs, ours in FIELDS.items()}
+        # the message names the keys of the file instead of ModelConfig's fields
+        raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
+    if made.context > MAX_POSITIONS:
+        raise UserError(
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
+        )
+    _check_window(values, architecture, made)
+    return made
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """Of the content of a config.json. Raises UserError with the name of one that xtrain does not support."""
+    if not isinstance(config, dict):
+        raise UserError("it must hold a JSON object")
+    if VARIATION in config:
+        raise UserError(
+            f"the model is none that other programs know ({config[VARIATION]}): construct it as for training, "
+            "then call model.load_weights(folder)"
+        )
+    names, model_type = config.get("architectures"), config.get("model_type")
+    known = listed(list(ARCHITECTURES), most=len(ARCHITECTURES))
+    if names:
+        name = names[0] if isinstance(names, list) else names
+        if name not in list(ARCHITECTURES):
+            raise UserError(f"the architecture {name!r} is not supported: xtrain supports {known}")
+        if model_type not in (None, ARCHITECTURES[name].model_type):
+            raise UserError(f"model_type {model_type!r} does not belong to {name}")
+        return ARCHITECTURES[name]
+    for architecture in ARCHITECTURES.values():
+        if architecture.model_type == model_type:
+            return architecture
+    raise UserError(f"model_type {model_type!r} is not supported: xtrain supports {known}")
+
+
+def _check_window(config: dict[str, Any], architecture: Architecture, made: ModelConfig) -> None:
+    """Raises UserError if some layer would attend to fewer tokens than the context has."""
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types") or []
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if architecture.gated:
+        some = "sliding_attention" in kinds if kinds else _some_window(config, made.n_layers)
+        window = window if config.get("use_sliding_window") and some else None
+    if window is not None and not (type(window) is int and window > 0):
+        raise UserError(f"sliding_window must be a positive whole number, got {window!r}")
+    if window is not None and window < made.context:
+        raise UserError(
+            f"it needs a sliding window of {window} tokens, which xtrain does not support: to use the model for texts "
+            f"of at most {window} tokens, set max_position_embeddings to {window}"
+        )
+    known = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
+
+
+def _some_window(config, n_layers):
+    """Does a layer have a window, if layer_types is missing? In Qwen's models those from max_window_layers on."""
+    first = config.get("max_window_layers", 0)
+    return not (type(first) is int and first >= n_layers)
+
+
+def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
+    """-> (theta, scaling or None). If a config has both styles, the old one is used, as in transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
+    for key, supported in (("partial_rotary_factor", (1, None)), ("mrope_section", (None,))):
+        if rope.get(key) not in supported:
+            raise UserError(f"it needs {key} {rope[key]!r}, which xtrain does not support")
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        rope = {**rope, "original_max_position_embeddings": original}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return (10000.0 if theta is None else theta), _normalize_scaling(rope, max_seq_len)
+
+
+def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict[str, Any] | None:
+    """-> {"rope_type": ..., the parameters of that type}, or None without scaling."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in list(ROPE_SCALINGS):
+        supported = ", ".join(ROPE_SCALINGS)
+        raise UserError(f"it needs the RoPE type {kind!r}: xtrain supports {supported}")
+    if kind == "default":
+        return None
+    known = {"original_max_position_embeddings": max_seq_len, **scaling}
+    return {"rope_type": kind, **{key: known.get(key) for key in ROPE_SCALINGS[kind]}}
+
+
+# ----------------------------------------------------------------------------- tensors
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """-> {name: shape} of every tensor that a folder must contain."""
+    c = config
+    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (H * D, C),
+        "self_attn.k_proj": (G * D, C),
+        "self_attn.v_proj": (G * D, C),
+        "self_attn.o_proj": (C, H * D),
+        "mlp.gate_proj": (F, C),
+        "mlp.up_proj": (F, C),
+        "mlp.down_proj": (C, F),
+        "input_layernorm": (C,),
+        "post_attention_layernorm": (C,),
+    }
+    if c.qk_norm:
+        layer |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
+    layer = {f"{name}.weight": shape for name, shape in layer.items()}
+    if c.qkv_bias:
+        rows = {"q": H * D, "k": G * D, "v": G * D}
+        layer |= {f"self_attn.{name}_proj.bias": (n,) for name, n in rows.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, C),
+        "model.norm.weight": (C,),
+    }
+    for i in range(c.n_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, C)
+    return shapes
