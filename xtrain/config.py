@@ -41,9 +41,14 @@ ROPE_SCALINGS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-FEATURES = ("qk_norm", "qkv_bias")  # of ModelConfig, in which families of models differ
-FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias"}
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
+}  # fmt: skip
+FEATURES = (
+    "qk_norm",
+    "qkv_bias",
+    "no_rope_layers",
+)  # of ModelConfig, in which families of models differ
+FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no_rope_layers"}
 # Options that determine the numbers: a resumed run must have the same values, unless --allow-change names them. The same holds
 # for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
@@ -77,6 +82,7 @@ class ModelConfig:
     qk_norm: bool = True  # RMSNorm over each query and key head (Qwen3)
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # the output head is the embedding table
+    no_rope_layers: tuple[int, ...] = ()  # whose queries and keys are not rotated (SmolLM3)
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
@@ -119,6 +125,14 @@ class ModelConfig:
                 isinstance(getattr(self, name), bool),
                 f"{name} must be true or false, got {getattr(self, name)!r}",
             )
+        layers = self.no_rope_layers
+        ok = isinstance(layers, (tuple, list)) and all(type(i) is int for i in layers)
+        _need(ok, f"no_rope_layers must be numbers of layers, got {layers!r}")
+        _need(
+            all(0 <= i < self.n_layers for i in layers),
+            f"no_rope_layers names a layer beyond the {self.n_layers}: {list(layers)}",
+        )
+        object.__setattr__(self, "no_rope_layers", tuple(sorted(set(layers))))
         self._check_rope_scaling()
 
     @staticmethod
@@ -150,6 +164,10 @@ class ModelConfig:
             kind != "llama3" or scaling["high_freq_factor"] > scaling["low_freq_factor"],
             "rope_scaling 'llama3': high_freq_factor must be larger than low_freq_factor",
         )
+        _need(
+            kind != "yarn" or scaling["beta_fast"] > scaling["beta_slow"],
+            "rope_scaling 'yarn': beta_fast must be larger than beta_slow",
+        )
 
     @property
     def family(self) -> str:
@@ -174,10 +192,15 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Longest sequence that the model accepts: max_seq_len, and with dynamic RoPE scaling `factor` times that."""
-        if self.rope_scaling is not None and self.rope_type == "dynamic":
-            return int(max(1, min(self.rope_scaling["factor"], 2**31)) * self.max_seq_len)
-        return self.max_seq_len
+        """Longest sequence that the model accepts: max_seq_len, and with dynamic RoPE scaling `factor` times that.
+
+        With YaRN at least `factor` times the length for which the model was trained before.
+        """
+        if self.rope_scaling is None or self.rope_type not in ("dynamic", "yarn"):
+            return self.max_seq_len
+        trained = self.rope_scaling.get("original_max_position_embeddings", self.max_seq_len)
+        trained = self.max_seq_len if self.rope_type == "dynamic" else trained
+        return max(self.max_seq_len, int(min(self.rope_scaling["factor"], 2**31) * trained))
 
     def to_dict(self) -> dict[str, Any]:
         """{field: value}, ready for JSON; the opposite of `from_dict`."""

@@ -83,8 +83,12 @@ def models(only=None):
             shape = dict(shape, head_dim=16)
         T = (33, 65, 100)[i % 3]
         config = xtrain.ModelConfig(
-            n_layers=2, max_seq_len=128, qk_norm=i % 4 < 2, qkv_bias=i % 4 > 1,
-            tie_embeddings=i % 3 == 0, **shape,
+            n_layers=2,
+            max_seq_len=128,
+            qk_norm=i % 4 < 2,
+            qkv_bias=i % 4 > 1,
+            tie_embeddings=i % 3 == 0,
+            **shape,
         )
         recompute = ("none", "attention", "block")[i % 3]
         print(f"models:{i} {precision} T {T} recompute {recompute} {shape}", flush=True)

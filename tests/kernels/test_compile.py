@@ -64,9 +64,9 @@ def launch_everything(dtype):
         qk_norm_rope.qk_norm_rope_bwd(
             new(2, 48), q, k, new(2, 48), w, w, rstd, table, table, *grads
         )
-    for O in (8, 37):
-        bias.fill_rows(new(2, O), f32(O))
-        bias.bias_bwd(new(2, O), f32(O))
+    for n in (8, 37):
+        bias.fill_rows(new(2, n), f32(n))
+        bias.bias_bwd(new(2, n), f32(n))
     layout.swap_heads(new(1, 2, 3, 4))
     swiglu.swiglu_bwd(swiglu.swiglu_fwd(new(2, 8)), new(2, 8))
     swiglu.swiglu_bwd(new(2, 4), new(2, 8), recompute_y=True)

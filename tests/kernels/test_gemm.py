@@ -345,5 +345,11 @@ def test_rows_of_a_product_on_a_gpu(O, I, dtype, out):  # noqa: E741
         run = lambda rows: to_host(linear_fwd(rows, w, out, b))  # noqa: B023
         with batch_invariant():
             whole = run(x)
-            for rows in (slice(0, 1), slice(599, 600), slice(3, 20), slice(130, 386), slice(255, 570)):
+            for rows in (
+                slice(0, 1),
+                slice(599, 600),
+                slice(3, 20),
+                slice(130, 386),
+                slice(255, 570),
+            ):
                 assert np.array_equal(run(x[rows].copy()), whole[rows]), rows

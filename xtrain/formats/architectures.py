@@ -3,19 +3,26 @@
     LlamaForCausalLM    the decoder of nn/model.py without the following
     Qwen3ForCausalLM    qk_norm
     Qwen2ForCausalLM    qkv_bias; also Qwen2.5 and R1-Distill-Qwen
+    SmolLM3ForCausalLM  no_rope_layers
+    MistralForCausalLM  a Llama, if the context is not longer than sliding_window
+    Phi3ForCausalLM     a Llama whose file has q, k, v in one tensor, and gate and up; also Phi-4
+    GraniteForCausalLM  a Llama with four multipliers; they are multiplied into the weights, so its head is not tied
 
+The last three are read as a Llama and written as one, which computes the same.
 Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
 inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
 raises UserError, which names the feature.
 """
 
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import ROPE_SCALINGS, ModelConfig
+from ..config import LARGEST, ROPE_SCALINGS, ModelConfig
 from ..errors import UserError
 from ..json_files import listed
+from .tensor_file import Stored
 
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
@@ -55,19 +62,26 @@ class Architecture:
     """What is particular about one class of transformers.
 
     fields: of ModelConfig, that all its models have.  defaults: of transformers, for keys that config.json lacks.
-    written: keys of config.json that only this class has.  ignored: keys of ALLOWED that it does not read.
-    gated: sliding_window counts only if use_sliding_window is true.
+    written: keys of config.json that only this class has; None: its models are written as a Llama.
+    ignored: keys of ALLOWED that it does not read.  gated: sliding_window counts only if use_sliding_window is true.
+    packed: {name of a tensor in the file: those whose rows it holds}.  multipliers: keys of config.json.
     """
 
     model_type: str
     fields: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] | None = None
     ignored: tuple[str, ...] = ()
     gated: bool = True
+    packed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    multipliers: tuple[str, ...] = ()
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+_MULTIPLIERS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+)  # fmt: skip
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(
@@ -76,10 +90,43 @@ ARCHITECTURES = {
         written={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {"qk_norm": True}, _QWEN | {"head_dim": 128}, {"attention_bias": False} | _NO_WINDOW
+        "qwen3",
+        {"qk_norm": True},
+        _QWEN | {"head_dim": 128},
+        {"attention_bias": False} | _NO_WINDOW,
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2", {"qkv_bias": True}, _QWEN, _NO_WINDOW, ignored=("attention_bias",)
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2000000.0,
+        },
+        written={"attention_bias": False, "mlp_bias": False} | _NO_WINDOW,
+    ),
+    "MistralForCausalLM": Architecture(
+        "mistral",
+        defaults=_MISTRAL,
+        gated=False,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        gated=False,
+        packed={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        {"tie_embeddings": False},
+        {"max_position_embeddings": 2048},
+        multipliers=_MULTIPLIERS,
     ),
 }
 
@@ -97,10 +144,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "architectures": [name],
         "model_type": ARCHITECTURES[name].model_type,
         **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
-        **ARCHITECTURES[name].written,
+        **(ARCHITECTURES[name].written or {}),
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
+        **_rope_flags(c),
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
@@ -110,6 +158,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         # explicit None: the defaults of transformers for a Llama are 1 and 2
         **dict.fromkeys(SPECIAL),
     }
+
+
+def _rope_flags(c):
+    """no_rope_layers as SmolLM3 has them, if there are any."""
+    flags = [int(i not in c.no_rope_layers) for i in range(c.n_layers)]
+    return {"no_rope_layers": flags} if c.no_rope_layers else {}
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -134,6 +188,8 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     for name in ("tie_embeddings", "norm_eps"):
         if fields.get(name) is None:
             fields.pop(name, None)
+    if architecture.model_type == "smollm3":
+        fields["no_rope_layers"] = _no_rope_layers(config, fields["n_layers"])
     try:
         made = ModelConfig(**{"qk_norm": False, **fields, **architecture.fields})
     except UserError as error:
@@ -145,6 +201,10 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
             f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
         )
     _check_window(values, architecture, made)
+    for key in architecture.multipliers:
+        value = config.get(key, 1.0)
+        if not _is_positive(value):
+            raise UserError(f"{key} must be a positive number, got {value!r}")
     return made
 
 
@@ -193,6 +253,20 @@ def _check_window(config: dict[str, Any], architecture: Architecture, made: Mode
         raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
 
 
+def _no_rope_layers(config, n_layers):
+    """From a flag per layer, 0 for those without RoPE, or from the distance between two such layers."""
+    flags, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+    if type(every) is not int or every < 1:
+        raise UserError(f"no_rope_layer_interval must be a positive whole number, got {every!r}")
+    if flags is None and type(n_layers) is int:
+        flags = [int((i + 1) % every != 0) for i in range(min(n_layers, 1 << 16))]
+    if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
+        raise UserError("no_rope_layers must be a list with 0 or 1 for every layer")
+    if len(flags) != n_layers:
+        raise UserError(f"no_rope_layers has {len(flags)} entries for {n_layers} layers")
+    return tuple(i for i, flag in enumerate(flags) if not flag)
+
+
 def _some_window(config, n_layers):
     """Does a layer have a window, if layer_types is missing? In Qwen's models those from max_window_layers on."""
     first = config.get("max_window_layers", 0)
@@ -224,10 +298,82 @@ def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict
     if kind == "default":
         return None
     known = {"original_max_position_embeddings": max_seq_len, **scaling}
+    if kind == "yarn":
+        known = _yarn(known, max_seq_len)
     return {"rope_type": kind, **{key: known.get(key) for key in ROPE_SCALINGS[kind]}}
 
 
+def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """With the values of the keys that are missing, as transformers has them."""
+    if scaling.get("truncate", True) is not True:
+        raise UserError("it needs YaRN with truncate false, which xtrain does not support")
+    known = {key: value for key, value in scaling.items() if value is not None}
+    known = {"beta_fast": 32, "beta_slow": 1} | known
+    numbers = ("original_max_position_embeddings", "factor", "mscale", "mscale_all_dim")
+    if not all(_is_positive(known[key]) for key in numbers if key in known):
+        return known  # ModelConfig names what is wrong
+    if "factor" not in known:
+        known["factor"] = max_seq_len / known["original_max_position_embeddings"]
+    size = lambda m: 1 + 0.1 * m * math.log(max(known["factor"], 1))
+    both = "mscale" in known and "mscale_all_dim" in known
+    factor = size(known["mscale"]) / size(known["mscale_all_dim"]) if both else size(1)
+    return {"attention_factor": factor} | known
+
+
+def _is_positive(value):
+    return type(value) in (int, float) and 0 < value < LARGEST
+
+
 # ----------------------------------------------------------------------------- tensors
+def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a folder under the names that tensor_shapes has, without reading them.
+
+    content: of its config.json. Raises UserError for a packed tensor with another number of rows.
+    """
+    try:
+        architecture = architecture_of(content)
+    except UserError:  # of a model that only Transformer.load_weights accepts
+        return stored
+    if not (architecture.packed or architecture.multipliers):
+        return stored
+    config = config_from_hf(content)
+    shapes, found = tensor_shapes(config), {}
+    for name, tensor in stored.items():
+        whole = next((w for w in architecture.packed if name.endswith(f".{w}.weight")), None)
+        if whole is None:
+            found[name] = tensor
+            continue
+        parts = [name.replace(whole, part) for part in architecture.packed[whole]]
+        rows = [shapes[part][0] for part in parts if part in shapes]
+        if tensor.shape[:1] != (sum(rows),):
+            shape = f"{listed([name])} has shape {tensor.shape}, expected {sum(rows)} rows"
+            raise UserError(f"{tensor.path}: the weights do not fit the config: {shape}")
+        begin = 0
+        for part, n in zip(parts, rows):
+            found[part] = tensor.rows(begin, n, name)
+            begin += n
+    if architecture.multipliers:
+        if content.get("tie_word_embeddings") and "model.embed_tokens.weight" in found:
+            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        scales = _scales(content, config)
+        for name, tensor in found.items():
+            scale = next((x for end, x in scales.items() if name.endswith(end)), 1.0)
+            found[name] = replace(tensor, scale=scale)
+    return found
+
+
+def _scales(content: dict[str, Any], config: ModelConfig) -> dict[str, float]:
+    """{end of a tensor's name: factor} that has the effect of Granite's multipliers."""
+    embedding, attention, residual, logits = (content.get(key, 1.0) for key in _MULTIPLIERS)
+    return {
+        "embed_tokens.weight": embedding,
+        "q_proj.weight": attention * config.head_dim**0.5,  # the scores are divided by that root
+        "o_proj.weight": residual,
+        "down_proj.weight": residual,
+        "lm_head.weight": 1 / logits,
+    }
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """-> {name: shape} of every tensor that a folder must contain."""
     c = config

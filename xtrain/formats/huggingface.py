@@ -16,7 +16,14 @@ from ..config import ModelConfig
 from ..device import to_device
 from ..errors import UserError
 from ..json_files import is_folder, listed, read_json
-from .architectures import SPECIAL, VARIATION, config_from_hf, config_to_hf, tensor_shapes
+from .architectures import (
+    SPECIAL,
+    VARIATION,
+    config_from_hf,
+    config_to_hf,
+    tensor_shapes,
+    translate,
+)
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 
@@ -36,7 +43,7 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
     _check_folder(folder)
     identity = folder.stat().st_ino
     config = read_config(folder)
-    stored = _find_tensors(folder)
+    stored = translate(read_json(folder / CONFIG), _find_tensors(folder))
     _check_tensors(folder, config, stored)
     verify_weights(folder)
     model = make(config)
@@ -76,7 +83,9 @@ def load_into(model: Any, folder: Path) -> None:
     Raises UserError if they do not fit; the model is then unchanged.
     """
     _check_folder(Path(folder))
-    stored = _find_tensors(Path(folder))
+    config = Path(folder) / CONFIG
+    content = read_json(config) if config.is_file() else {}
+    stored = translate(content, _find_tensors(Path(folder)))
     expected = {name: tensor.shape for name, tensor in model.named_parameters()}
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:

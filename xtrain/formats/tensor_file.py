@@ -11,7 +11,7 @@ GPU must pass through host memory one tensor at a time, and each kind of damage 
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,24 @@ DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file."""
+    """One tensor in a file, or some of its rows."""
 
     path: Path
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # offset of its data in the file, in bytes
+    scale: float = 1.0  # by which the values are multiplied on reading
 
     @property
     def nbytes(self) -> int:
         """Bytes of its data in the file."""
         return tensor_bytes(self)
+
+    def rows(self, first: int, n: int, name: str) -> "Stored":
+        """n rows of it from `first` on, as a tensor of their own."""
+        each = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return replace(self, name=name, shape=(n, *self.shape[1:]), start=self.start + first * each)
 
     def read(self) -> np.ndarray:
         """-> the values in float32. Raises UserError if the file cannot be read."""
@@ -52,7 +58,8 @@ class Stored:
             n = file.readinto(data.reshape(-1).view(np.uint8).data)
         if n != data.nbytes:
             raise UserError(f"{self.path} was shortened while it was read: try again")
-        return data.astype(np.float32, copy=False)
+        values = data.astype(np.float32, copy=False)
+        return values if self.scale == 1 else values * np.float32(self.scale)
 
     def read_finite(self) -> np.ndarray:
         """As read, but raises UserError if a value is infinite or NaN."""

@@ -136,7 +136,9 @@ class Draw:
         """A small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
         more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
-        return Transformer(ModelConfig(**shape, **more, qkv_bias=self.biased, tie_embeddings=self.tied))
+        return Transformer(
+            ModelConfig(**shape, **more, qkv_bias=self.biased, tie_embeddings=self.tied)
+        )
 
 
 def _transformer(d, *weights):

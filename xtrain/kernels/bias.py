@@ -11,7 +11,6 @@ Bytes moved, forward: write y, which the product then reads. Backward: read dy. 
 
 import functools
 
-import numpy as np
 from numba import cuda, float32
 
 from ..device import Array

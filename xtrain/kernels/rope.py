@@ -73,6 +73,8 @@ def rope_frequencies(
         return f_R / scaling["factor"]
     if kind == "llama3":
         return _llama3(f_R, scaling, max_seq_len)
+    if kind == "yarn":
+        return _yarn(f_R, head_dim, theta, scaling)
     check(kind in ("default", "dynamic"), f"rope: scaling type {kind!r} is not supported")
     return f_R
 
@@ -86,6 +88,20 @@ def _llama3(f_R, scaling, max_seq_len):
     return np.where(turns_R < low, f_R / factor, np.where(turns_R > high, f_R, blend_R))
 
 
+def _yarn(f_R, head_dim, theta, scaling):
+    """Peng et al. 2023: planes that turn less than beta_slow times within the trained length are slowed down by the factor,
+    those that turn more than beta_fast times are kept, and between the two the share changes linearly with the plane."""
+    trained = scaling["original_max_position_embeddings"]
+    plane = lambda turns: (  # which one turns that often
+        head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    )
+    first = max(math.floor(plane(scaling["beta_fast"])), 0)
+    last = min(math.ceil(plane(scaling["beta_slow"])), head_dim - 1)
+    slow_R = (np.arange(len(f_R)) - first) / (last - first if last != first else 0.001)
+    slow_R = np.clip(slow_R, 0, 1)
+    return slow_R * f_R / scaling["factor"] + (1 - slow_R) * f_R
+
+
 def rope_tables(
     head_dim: int,
     length: int,
@@ -96,7 +112,8 @@ def rope_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """-> cos, sin (P, R) float32 for positions 0 .. length - 1, computed in float64 and rounded once.
 
-    scaling: as in Hugging Face's config. seq_len: the longest sequence to be run; only dynamic scaling uses it.
+    scaling: as in Hugging Face's config; with YaRN both are multiplied by its attention_factor.
+    seq_len: the longest sequence to be run; only dynamic scaling uses it.
     max_seq_len: the length that the model was trained for (max_position_embeddings; None: length); dynamic and llama3
     scaling use it.
     Raises ValueError for an odd head_dim or an unknown scaling type.
@@ -104,7 +121,10 @@ def rope_tables(
     check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
     f_R = rope_frequencies(head_dim, theta, scaling, seq_len, max_seq_len or length)
     angle_PR = np.arange(length, dtype=np.float64)[:, None] * f_R
-    return np.cos(angle_PR).astype(np.float32), np.sin(angle_PR).astype(np.float32)
+    size = (scaling or {}).get("attention_factor", 1.0)  # of YaRN: scores grow by its square
+    return (size * np.cos(angle_PR)).astype(np.float32), (size * np.sin(angle_PR)).astype(
+        np.float32
+    )
 
 
 # ----------------------------------------------------------------------------- reference

@@ -52,13 +52,17 @@ def few_rows(x_NK: Array, w_OK: Array) -> bool:
     return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype)
 
 
-def bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array) -> Array | None:
-    """The gradient of argument i, a bias, where dy is that of the product: its sum over the rows. None: not needed."""
-    if b_O is None or not ctx.needs_grad[i]:
-        return None
-    db_O = ctx.grad_buffer(i, b_O)
-    _bias.bias_bwd(dy_NO, db_O)
-    return db_O
+def with_bias_gradient(
+    ctx: Context, gradients: tuple, i: int, b_O: Array | None, dy_NO: Array | None
+) -> tuple:
+    """-> gradients, and if there is a bias, its gradient as that of argument i: the sum of dy, the product's, over the rows."""
+    if b_O is None:
+        return gradients
+    db_O = None
+    if dy_NO is not None and ctx.needs_grad[i]:
+        db_O = ctx.grad_buffer(i, b_O)
+        _bias.bias_bwd(dy_NO, db_O)
+    return (*gradients, *[None] * (i - len(gradients)), db_O)
 
 
 class Embedding(Function):
@@ -105,7 +109,7 @@ class Linear(Function):
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        return dx_NI, dw_OI, None, bias_gradient(ctx, 3, b_O, dy_NO)
+        return with_bias_gradient(ctx, (dx_NI, dw_OI), 3, b_O, dy_NO)
 
 
 class RMSNorm(Function):
@@ -144,10 +148,10 @@ class ResidualRMSNorm(Function):
 
 
 class AddNormLinear(Function):
-    """h = x + delta,  y = linear(rmsnorm(h), v, b): the start of a branch. The norm's result is not saved: backward recomputes it.
+    """h = x + delta,  y = linear(rmsnorm(h), v, b): the start of a branch. Backward recomputes the norm's result.
 
-    x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O).  delta None: h is x.  The norm's result has the
-    dtype of v.  swiglu: y = swiglu(the product), (N, O / 2).
+    x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O).  delta None: h is x.
+    The norm's result has the dtype of v.  swiglu: y = swiglu(the product), (N, O / 2).
     """
 
     @staticmethod
@@ -167,7 +171,7 @@ class AddNormLinear(Function):
     def backward(ctx, dh_NC, dy_NO):
         h_NC, w_C, rstd_N, v_OC, b_O, gu_N2F = ctx.saved
         if dy_NO is None:  # only h was used
-            return dh_NC, dh_NC, None, None, None, None, None
+            return with_bias_gradient(ctx, (dh_NC, dh_NC, None, None), 6, b_O, None)
         if gu_N2F is not None:
             dy_NO = _swiglu.swiglu_bwd(dy_NO, gu_N2F)
         dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
@@ -178,9 +182,8 @@ class AddNormLinear(Function):
         if ctx.needs_grad[3]:
             dv_OC, add = ctx.grad_target(3, v_OC)
             _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
-        db_O = bias_gradient(ctx, 6, b_O, dy_NO)
         # x and delta are added: both have the same gradient
-        return dx_NC, dx_NC, dw_C, dv_OC, None, None, db_O
+        return with_bias_gradient(ctx, (dx_NC, dx_NC, dw_C, dv_OC), 6, b_O, dy_NO)
 
 
 class Rope(Function):

@@ -69,7 +69,7 @@ def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
     if way == "forward":
         ctx.layer, inputs = _computing.layer, tuple(args)
     else:
-        inputs = (*args, *ctx.saved)
+        inputs = (*args, *(x for x in ctx.saved if x is not None))
     # without a layer: forward may have run unobserved
     op = Op(function.__name__, way, getattr(ctx, "layer", ""), inputs)
     with _announced(op):

@@ -6,11 +6,11 @@
 The model passes one such object to every block, and only attention uses it. So one forward serves both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..device import Array, to_device
+from ..device import Array, is_gpu, to_device
 from ..kernels.rope import rope_tables
 from ..kernels.runtime.launch import zeros
 from . import functional as F
@@ -29,7 +29,9 @@ class RotaryTables:
 
     def __call__(self, T: int) -> tuple[Array, Array]:
         c = self.config
-        P = max(T, c.max_seq_len)  # larger with dynamic scaling only, where the angles depend on T
+        P = max(T, c.max_seq_len)
+        if c.max_seq_len < T and c.rope_type != "dynamic":  # there the angles depend on T
+            P = c.context
         found = self.tables.get(P)
         if found is None:
             for longer in [n for n in list(self.tables) if n > c.max_seq_len]:
@@ -40,6 +42,18 @@ class RotaryTables:
             cos, sin = (to_device(t, self.device) for t in tables)
             found = self.tables[P] = cos, sin
         return found  # not self.tables[P]: another thread may have removed it
+
+
+_unrotated: dict = {}  # (type, GPU, shape) -> tables; kept, because CUDA graphs use their address
+
+
+def _unrotated_tables(like_PR: Array) -> tuple[Array, Array]:
+    key = type(like_PR), like_PR.device.id if is_gpu(like_PR) else None, like_PR.shape
+    if key not in _unrotated:
+        cos_PR, sin_PR = (zeros(like_PR, like_PR.shape) for _ in range(2))
+        cos_PR.fill(1)
+        _unrotated.setdefault(key, (cos_PR, sin_PR))
+    return _unrotated[key]
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,11 @@ class Sequences:
         cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
         cos_1R.fill(1)
         return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)
+
+    def unrotated(self) -> "Sequences":
+        """The same sequences for a layer without RoPE: all angles are 0."""
+        cos, sin = _unrotated_tables(self.cos_PR)
+        return replace(self, cos_PR=cos, sin_PR=sin)
 
     def rope(self, x_NHD: Tensor) -> Tensor:
         """Rotate each row to its position."""

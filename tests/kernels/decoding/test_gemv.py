@@ -34,14 +34,20 @@ def case(N, K, rows, x=np.float32, w=BF16, norm=False, delta=None, swiglu=False,
     norm_w = normal(3, K) if norm else None
     added = normal(4, N, K).astype(delta) if delta else None
     weights = (normal(2, rows, K) * K**-0.5).astype(w)
-    return normal(1, N, K).astype(x), added, norm_w, weights, EPS, swiglu, normal(5, rows) if bias else None
+    return (
+        normal(1, N, K).astype(x),
+        added,
+        norm_w,
+        weights,
+        EPS,
+        swiglu,
+        normal(5, rows) if bias else None,
+    )
 
 
 def run(args, put, **more):
     """-> h, y on the host"""
-    x, delta, norm_w, w, eps, swiglu, b = (
-        put(a) if isinstance(a, np.ndarray) else a for a in args
-    )
+    x, delta, norm_w, w, eps, swiglu, b = (put(a) if isinstance(a, np.ndarray) else a for a in args)
     if norm_w is None:
         return None, to_host(gemv(x, w, b_O=b, **more))
     return tuple(map(to_host, add_norm_gemv(x, delta, norm_w, w, eps, swiglu, b_O=b, **more)))
@@ -242,9 +248,9 @@ def test_planted_bugs_of_the_bias_are_found(w, name, old, new):
     args = case(2, 64, 21, w=w, norm=True, swiglu=True, bias=True)
     check(args)
     module = file if name == "make_plain_kernel" else gemv_tensor_cores
-    with with_planted_bug([module, file, gemv_tensor_cores], name, old, new):
-        with pytest.raises((KernelError, AssertionError)):
-            check(args)
+    planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
+    with planted, pytest.raises((KernelError, AssertionError)):
+        check(args)
 
 
 @pytest.mark.long

@@ -1,0 +1,180 @@
+"""Other people's models: tiny ones with the keys of published configs, built by transformers, read, served and written by xtrain.
+
+The table of models in the README is made here, from the models that these tests compare.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checks import to_host
+from transformers import AutoConfig, AutoModelForCausalLM
+from twins import DEVICE
+
+from xtrain import Engine, Transformer, UserError
+
+ROOT = Path(__file__).parents[2]
+SIZE = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)  # fmt: skip
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+# models -> (model_type of transformers, what differs from SIZE, what the table says)
+PUBLISHED = {
+    "Llama 2, TinyLlama, Yi, SmolLM, SmolLM2": ("llama", {}, ""),
+    "Llama 3, 3.1, 3.2, R1-Distill-Llama": ("llama", dict(rope_theta=500000.0, rope_scaling=LLAMA3, tie_word_embeddings=True), "RoPE scaling `llama3`"),
+    "Code Llama": ("llama", dict(rope_theta=1e6, rope_scaling=dict(rope_type="linear", factor=2.0)), "RoPE scaling `linear`, `dynamic`"),
+    "Qwen2, Qwen2.5, R1-Distill-Qwen": ("qwen2", dict(rope_theta=1e6, sliding_window=16, use_sliding_window=False), "bias on q, k, v"),
+    "Qwen3 (dense)": ("qwen3", dict(head_dim=32, tie_word_embeddings=True), "RMSNorm on q and k"),
+    "Qwen2.5 and Qwen3 with long context": ("qwen3", dict(head_dim=32, rope_scaling=YARN), "YaRN"),
+    "SmolLM3": ("smollm3", dict(no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0], pad_token_id=0), "layers without RoPE"),
+    "Mistral v0.2, v0.3, Nemo": ("mistral", dict(head_dim=32, sliding_window=None), "read as a Llama"),
+    "Phi-3 4k, Phi-4": ("phi3", dict(sliding_window=64, pad_token_id=0), "packed weights, read as a Llama"),
+    "Granite 3": ("granite", dict(
+        embedding_multiplier=12.0, attention_multiplier=0.0625, residual_multiplier=0.22, logits_scaling=8.0, tie_word_embeddings=True,
+    ), "multipliers, folded into the weights of a Llama"),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("name", PUBLISHED)
+
+
+def published(name, folder):
+    """Write a tiny random model of transformers. -> the model: fp32, eager attention"""
+    kind, changes, _ = PUBLISHED[name]
+    config = AutoConfig.for_model(kind, **(SIZE | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape)
+        tall = parameter.ndim > 1
+        parameter.data = values * parameter.shape[1] ** -0.5 if tall else 1 + 0.3 * values
+    if kind == "granite":  # order 1 in spite of the multipliers
+        model.lm_head.weight.data *= 2
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits.numpy()
+
+
+@EVERY
+def test_read_serve_train_and_write(name, tmp_path):
+    theirs = published(name, tmp_path / "theirs")
+    model = Transformer.from_pretrained(tmp_path / "theirs", DEVICE)
+    ids = np.random.default_rng(1).integers(0, 61, (2, 40))
+    expected = logits_of(theirs, ids)
+    assert expected.std() > 0.2
+    assert np.abs(to_host(model(ids).data) - expected).max() <= 1e-5 * max(
+        1, np.abs(expected).max()
+    )
+    prompts = [ids[0, :5].tolist(), ids[1, :17].tolist()]
+    for prompt, answer in zip(prompts, Engine(model, 2).generate(prompts, 16)):
+        ours = torch.tensor([prompt + answer])
+        best = logits_of(theirs, ours.numpy())[0, len(prompt) - 1 : -1].argmax(-1)
+        assert answer == best.tolist()
+    # the gradient of the loss in a random direction of every weight that both have
+    targets = torch.from_numpy(ids[:, 1:].copy())
+    loss = torch.nn.functional.cross_entropy(
+        theirs(torch.from_numpy(ids[:, :-1].copy())).logits.flatten(0, 1), targets.flatten()
+    )
+    loss.backward()
+    ours = model.loss(ids[:, :-1], ids[:, 1:])
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    ours.backward()
+    known = dict(theirs.named_parameters())
+    compared = 0
+    for path, parameter in model.named_parameters():
+        same = path in known and np.array_equal(
+            known[path].detach().numpy(), to_host(parameter.data)
+        )
+        if same and path != "model.embed_tokens.weight":
+            error = np.linalg.norm(to_host(parameter.grad) - known[path].grad.numpy())
+            assert error <= 1e-4 * np.linalg.norm(known[path].grad.numpy()), path
+            compared += 1
+    assert compared >= 9  # norms at least
+    model.save_pretrained(tmp_path / "ours")
+    again, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours",
+        output_loading_info=True,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    assert not any(found.values()), found
+    assert np.abs(logits_of(again.eval(), ids) - expected).max() <= 1e-5 * max(
+        1, np.abs(expected).max()
+    )
+
+
+def changed(folder, **changes):
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+
+
+@pytest.mark.parametrize(
+    "name, changes, sentence",
+    [
+        ("Mistral v0.2, v0.3, Nemo", dict(sliding_window=32), "a sliding window of 32 tokens"),
+        ("Phi-3 4k, Phi-4", dict(sliding_window=63), "set max_position_embeddings to 63"),
+        ("Phi-3 4k, Phi-4", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.75)), "partial_rotary_factor 0.75"),
+        ("Phi-3 4k, Phi-4", dict(num_key_value_heads=4), r"qkv_proj.weight has shape \(128, 64\), expected 192 rows"),
+        ("Granite 3", dict(residual_multiplier=0), "residual_multiplier must be a positive number, got 0"),
+        ("Granite 3", dict(attention_multiplier="1"), "attention_multiplier must be a positive number"),
+        ("SmolLM3", dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries for 4 layers"),
+        ("SmolLM3", dict(no_rope_layers=[1, 0, 2, 1]), "no_rope_layers must be a list with 0 or 1"),
+        ("SmolLM3", dict(no_rope_layers=None, no_rope_layer_interval=0), "no_rope_layer_interval must be"),
+        ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, truncate=False)), "YaRN with truncate false"),
+        ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, factor=-1)), "'factor'"),
+        ("Qwen2.5 and Qwen3 with long context", dict(rope_parameters=dict(YARN, rope_theta=1e4, beta_fast=1)), "beta_fast must be larger"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(name, changes, sentence, tmp_path):
+    published(name, tmp_path)
+    changed(tmp_path, **changes)
+    with pytest.raises(UserError, match=sentence):
+        Transformer.from_pretrained(tmp_path, DEVICE)
+
+
+def test_missing_keys_mean_what_they_mean_in_transformers(tmp_path):
+    """SmolLM3's layers without RoPE from the interval alone, Mistral's window of 4096."""
+    published("SmolLM3", tmp_path)
+    changed(tmp_path, no_rope_layers=None, no_rope_layer_interval=2)
+    model = Transformer.from_pretrained(tmp_path, DEVICE)
+    assert model.config.no_rope_layers == (1, 3)
+    published("Mistral v0.2, v0.3, Nemo", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["sliding_window"]
+    content["max_position_embeddings"] = 4096
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert Transformer.from_pretrained(tmp_path, DEVICE).config.max_seq_len == 4096
+    changed(tmp_path, max_position_embeddings=4097)
+    with pytest.raises(UserError, match="a sliding window of 4096 tokens"):
+        Transformer.from_pretrained(tmp_path, DEVICE)
+
+
+def test_the_weights_of_packed_models_can_be_loaded(tmp_path):
+    published("Phi-3 4k, Phi-4", tmp_path)
+    model = Transformer.from_pretrained(tmp_path, DEVICE)
+    other = Transformer(model.config, 5, DEVICE)
+    other.load_weights(tmp_path)
+    ids = np.arange(20)[None]
+    assert np.array_equal(to_host(other(ids).data), to_host(model(ids).data))
+
+
+def table() -> str:
+    """The README's table of models."""
+    rows = ["| models | class of transformers | how |", "| --- | --- | --- |"]
+    for name, (kind, _, how) in PUBLISHED.items():
+        class_ = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))].__name__
+        rows.append(f"| {name} | `{class_}` | {how or 'as it is'} |")
+    return "\n".join(rows)
+
+
+def test_the_table_in_the_readme():
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    assert table() in text, f"{page.name}: the table of models is now\n{table()}"
