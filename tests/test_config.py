@@ -83,7 +83,7 @@ def test_yes_or_no(name, bad):
         (dict(head_dim=258), "head_dim 258 is larger than 256"),
         (dict(rope_scaling=2.0), "rope_scaling must be a dict or None, got 2.0"),
         (dict(rope_scaling=dict(rope_type=[])), "rope_scaling type [] is not supported"),
-        (dict(rope_scaling=dict(type="yarn", factor=2)), "rope_scaling type 'yarn' is not supported: choose one of"),
+        (dict(rope_scaling=dict(type="longrope", factor=2)), "rope_scaling type 'longrope' is not supported: choose one of"),
         (dict(rope_scaling=dict(rope_type="linear")), "'linear' needs a positive number for 'factor', got None"),
         (dict(rope_scaling=dict(type="dynamic", factor=-1)), "'dynamic' needs a positive number for 'factor', got -1"),
         (dict(rope_scaling=dict(LLAMA3, factor="8")), "'llama3' needs a positive number for 'factor', got '8'"),

@@ -11,6 +11,7 @@ from faults import KILL, FailingDisk, killed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xtrain.data.dataset import prepare
 from xtrain.data.tokenizer import END_OF_TEXT, MIN_VOCAB, Tokenizer
 from xtrain.errors import UserError
 
@@ -156,7 +157,6 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"\xff\x00", "is not a tokenizer.json"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
         (json.dumps(HUGE_ID).encode(), "xtrain supports ids below"),
-        (TOKENIZER._json().replace(b"<|endoftext|>", b"<end>"), "no token '<|endoftext|>'"),
     ],
 )
 def test_bad_tokenizer(tmp_path, content, sentence):
@@ -166,6 +166,16 @@ def test_bad_tokenizer(tmp_path, content, sentence):
     with pytest.raises(UserError) as error:
         Tokenizer.load(file)
     assert sentence in str(error.value) and str(file) in str(error.value)
+
+
+def test_a_tokenizer_without_an_end_of_text_cannot_train(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(TOKENIZER._json().replace(b"<|endoftext|>", b"<end>"))
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b" and tokenizer.eos_token_id is None
+    (tmp_path / "text.txt").write_text("some text " * 1000)
+    with pytest.raises(UserError, match=r"no token '<\|endoftext\|>' to end a document with"):
+        prepare(str(tmp_path / "text.txt"), 300, tmp_path / "cache", tokenizer=str(file))
 
 
 @given(st.data())

@@ -139,7 +139,7 @@ UNSUPPORTED = [
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window must be a positive"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "RoPE type 'longrope'"),
     ({"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
     ({"rope_scaling": {"rope_type": ["x"]}}, "RoPE type"),
     ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "one set of parameters"),

@@ -209,8 +209,8 @@ def test_bad_input():
         rope_fwd(x, cos, sin, np.zeros(5, np.int64))
     with pytest.raises(TypeError, match="x is float16"):
         rope_fwd(x.astype(np.float16), cos, sin)
-    with pytest.raises(ValueError, match="scaling type 'yarn' is not supported"):
-        rope_tables(8, 4, 10000.0, {"rope_type": "yarn", "factor": 2.0})
+    with pytest.raises(ValueError, match="scaling type 'longrope' is not supported"):
+        rope_tables(8, 4, 10000.0, {"rope_type": "longrope", "factor": 2.0})
     with pytest.raises(ValueError, match="head_dim 7 is odd"):
         rope_tables(7, 4, 10000.0)
 

@@ -225,6 +225,23 @@ def test_a_full_context_is_reported(folder, capsys):
     assert len(out) > 5
 
 
+def test_a_tokenizer_without_an_end_of_text(mine, capsys):
+    """The limit of tokens ends the answer, or an id of the config."""
+    free = run(capsys, "--model", mine, "def f", *OPTIONS)[1]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (mine / name).read_bytes()
+        (mine / name).write_bytes(content.replace(b"<|endoftext|>", b"<gone>"))
+    (mine / "tokenizer_config.json").unlink()
+    config = json.loads((mine / "config.json").read_text()) | {"eos_token_id": None}
+    (mine / "config.json").write_text(json.dumps(config))
+    assert pretrained.load(mine, "cpu").stop == frozenset()
+    assert run(capsys, "--model", mine, "def f", *OPTIONS)[:2] == (0, free)
+    found = pretrained.load(mine, "cpu")
+    (answer,) = Engine(found.model, 1).generate([found.tokenizer.encode("def f")], 5)
+    (mine / "config.json").write_text(json.dumps(config | {"eos_token_id": answer[-1]}))
+    assert len(run(capsys, "--model", mine, "def f", *OPTIONS)[1]) < len(free)
+
+
 def interrupt(monkeypatch, step):
     """Ctrl-C in the middle of the engine's step number `step`."""
     whole = Engine._step

@@ -117,11 +117,14 @@ def test_tokenizers(capsys, mine, tmp_path_factory):
 
 
 CONFIGS = [
-    ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
+    ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
     ({"attention_bias": True}, "attention_bias True"),
-    ({"use_sliding_window": True}, "use_sliding_window True"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "RoPE type 'yarn'"),
+    (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+        "a sliding window of 5 tokens",
+    ),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE type 'longrope'"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive"),
     ({"vocab_size": 10**9}, "wrong shapes"),

@@ -40,10 +40,10 @@ class Tokenizer:
 
     vocab_size     V: every id is below it (smaller than requested if the text is short)
     eot_id, eot    the token that ends a document, and its text. `encode` turns that text into the
-                   token, as Hugging Face does
+                   token, as Hugging Face does. UserError if there is no such token
     token_bytes    list of V byte strings
     token_lengths  (V,) int32: their lengths, but 0 for the end of text
-    bos_token_id   the token that begins a text, or None; eos_token_id: eot_id
+    bos_token_id   the token that begins a text, or None; eos_token_id: eot_id, or None
     special_ids    control tokens, which are not text: begin, end, roles of a chat
     sha256         of the saved tokenizer.json
     rule           where a text may be cut without a change of its tokens: pieces.py
@@ -59,10 +59,7 @@ class Tokenizer:
         backend.no_truncation()  # the file may hold a truncation setting, which would cut documents short
         backend.no_padding()
         self._backend = backend
-        eot_id = backend.token_to_id(eot)
-        if eot_id is None:
-            raise UserError(f"the tokenizer has no token {eot!r} to end a document with")
-        self.eot, self.eot_id = eot, eot_id
+        self.eot, self.eos_token_id = eot, backend.token_to_id(eot)
         self._companions = companions or {}
         if CONFIG not in self._companions:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
@@ -70,7 +67,6 @@ class Tokenizer:
             self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
         bos = token_text(json.loads(self._companions[CONFIG]).get("bos_token"))
         self.bos_token_id = None if bos is None else backend.token_to_id(bos)
-        self.eos_token_id = self.eot_id
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
@@ -81,10 +77,18 @@ class Tokenizer:
         self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
         self.token_bytes = _token_bytes(ids, self.vocab_size, content)
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
-        self.token_lengths[self.eot_id] = 0
+        if self.eos_token_id is not None:
+            self.token_lengths[self.eos_token_id] = 0
         self.sha256 = hashlib.sha256(self._json()).hexdigest()
         normalizer = backend.normalizer
         self.rule = rule(content, normalizer.normalize_str if normalizer else str)
+
+    @property
+    def eot_id(self) -> int:
+        """The token that ends a document. Raises UserError if there is none: such a tokenizer can serve, but not train."""
+        if self.eos_token_id is None:
+            raise UserError(f"the tokenizer has no token {self.eot!r} to end a document with")
+        return self.eos_token_id
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -57,8 +57,8 @@ class Conversation:
     def __init__(self, pretrained: Pretrained, engine: Engine, system: str | None = None):
         self.pretrained, self.engine, self.system = pretrained, engine, system
         stop = set(pretrained.stop)
-        if pretrained.template:
-            stop.add(pretrained.tokenizer.eot_id)
+        if pretrained.template and pretrained.tokenizer.eos_token_id is not None:
+            stop.add(pretrained.tokenizer.eos_token_id)
         self.stop = frozenset(stop)
         self.completion: Completion | None = None
         self.reset()

@@ -85,7 +85,8 @@ def model_folder(folder: Path) -> Path:
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """-> the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer
+    """-> the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer.
+    Without any, only the limit of tokens ends an answer.
 
     Raises UserError if one of the files enables beam search.
     """
@@ -99,4 +100,4 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
         ids = huggingface.as_ids(content.get("eos_token_id"))
         if ids:
             return ids
-    return frozenset([tokenizer.eot_id])
+    return frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
