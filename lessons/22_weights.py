@@ -410,15 +410,15 @@ print("rows in memory:", c.padded_vocab_size, " exported:", tensors["lm_head.wei
 # not support and would therefore compute wrongly:
 
 # %%
-from xtrain.formats import huggingface
+from xtrain.formats import architectures
 
-print({k: v[0] for k, v in huggingface.ALLOWED.items()})
-lesson.source(huggingface.config_from_hf)
+print({k: v[0] for k, v in architectures.ALLOWED.items()})
+lesson.source(architectures.config_from_hf)
 
 # %%
 for change in ({"hidden_act": "gelu"}, {"attention_bias": True}, {"num_hidden_layers": None}):
     try:
-        huggingface.config_from_hf({**about, **change})
+        architectures.config_from_hf({**about, **change})
     except xtrain.config.UserError as error:
         print(error)
 
