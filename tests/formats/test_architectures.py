@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from twins import DEVICE
 
 from xtrain import Engine, Transformer, UserError
+from xtrain.inspect.compare import compare
 
 ROOT = Path(__file__).parents[2]
 SIZE = dict(
@@ -107,6 +108,16 @@ def test_read_serve_train_and_write(name, tmp_path):
     assert np.abs(logits_of(again.eval(), ids) - expected).max() <= 1e-5 * max(
         1, np.abs(expected).max()
     )
+
+
+def test_comparing_stages_with_transformers(tmp_path):
+    """Granite's multipliers act elsewhere in xtrain, so only some stages are comparable."""
+    for name, n in (("Granite 3", 7), ("SmolLM3", 12)):
+        theirs = published(name, tmp_path)
+        model = Transformer.from_pretrained(tmp_path, DEVICE)
+        theirs.config.architectures = [type(theirs).__name__]
+        found = compare(model, theirs, np.arange(40).reshape(2, 20))
+        assert len(found) == n and max(d.relative for d in found) < 1e-4, found
 
 
 def changed(folder, **changes):

@@ -545,7 +545,8 @@ def refused(folder, *words):
 
 
 def test_not_a_model(tmp_path, folder):
-    refused(tmp_path / "none", "none does not exist", "give a folder")
+    refused(tmp_path / "none", "none does not exist", "give a local Hugging Face folder")
+    refused("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B")
     refused(folder / "config.json", "is a file")
     (folder / "config.json").unlink()
     refused(folder, "has no config.json")
@@ -556,10 +557,11 @@ def test_not_a_model(tmp_path, folder):
     refused(folder, "larger than 16 MB")
 
 
-def test_a_run_is_not_a_model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+def test_a_run_without_a_checkpoint_that_can_be_used(tmp_path):
+    (tmp_path / "config.json").write_text('{"train": {}, "model": {}}')
+    refused(tmp_path, "is a run without a checkpoint: train it first")
     (tmp_path / "checkpoints" / "step-000200").mkdir(parents=True)
-    refused(tmp_path, "is a run: give one of its checkpoints", "step-000200")
+    refused(tmp_path, "no checkpoint of", "can be used", "step-000200")
 
 
 def test_no_weights(folder):

@@ -1,5 +1,6 @@
 """python -m xtrain.generate: the same text as transformers, streaming, stop strings."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from serving import OPTIONS, TOKENIZER, make_folder, run, sentencepiece_tokenizer
 from tokenizers.processors import TemplateProcessing
 from twins import LLAMA3, random_model, small
+from twins import weights as weights_of
 
-from xtrain import Engine, TrainConfig
+from xtrain import Engine, TrainConfig, Transformer
 from xtrain.serving import pretrained
 from xtrain.serving.text_stream import TextStream
 from xtrain.train import train
@@ -93,7 +95,17 @@ def test_a_run_trained_here_is_served_by_both(tmp_path, capsys):
     train(config)
     run_folder = tmp_path / "mine"
     newest = run_folder / "checkpoints" / "step-000030"
-    assert pretrained.model_folder(run_folder) == newest
+    assert pretrained.load(run_folder, "cpu").folder == newest
+    read = Transformer.from_pretrained(run_folder)
+    other = Transformer(read.config, 3)
+    other.load_weights(run_folder)
+    for model in (read, other):
+        for name, values in weights_of(Transformer.from_pretrained(newest)).items():
+            assert np.array_equal(weights_of(model)[name], values)
+    more = dict(name="more", init=str(run_folder), vocab_size=None, steps=1, warmup=0)
+    more = train(dataclasses.replace(config, **more))
+    assert json.loads((more / "config.json").read_text())["train"]["init"] == str(newest)
+    assert Transformer.from_pretrained(more).config == read.config
     capsys.readouterr()
     prompt = "the "
     code, out, _ = run(capsys, "--model", run_folder, prompt, *OPTIONS)

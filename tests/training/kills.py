@@ -38,11 +38,10 @@ from faults import SmallDisk
 from runs import SHAPE, assert_same_run, checkpoints, options
 
 from xtrain.config import PRESETS, ModelConfig, Preset
-from xtrain.formats import huggingface
+from xtrain.formats import huggingface, saved_runs
 from xtrain.formats.manifest import MANIFEST, verify
 from xtrain.nn.model import Transformer
 from xtrain.train import train
-from xtrain.training import checkpoint
 from xtrain.training.loop import Loop
 from xtrain.training.run_log import RunLog
 
@@ -126,7 +125,7 @@ class Killed:
 
     def __init__(self, out: Path, whole: Path, full: bool = False):
         self.out, self.folder, self.whole = out, out / "run", whole
-        sizes = [p.stat().st_size for p in checkpoint.folders(whole)[-1].iterdir()]
+        sizes = [p.stat().st_size for p in saved_runs.folders(whole)[-1].iterdir()]
         self.room = int(2.5 * sum(sizes)) if full else None
         self.newest, self.strays = 0, set()
 
@@ -135,7 +134,7 @@ class Killed:
         assert first_step == self.newest, (
             f"went on from {first_step}, the checkpoint was {self.newest}"
         )
-        there = checkpoint.folders(self.folder)
+        there = saved_runs.folders(self.folder)
         for folder in there:
             verify(folder)
         newest = int(there[-1].name[5:]) if there else 0

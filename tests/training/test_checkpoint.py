@@ -19,7 +19,7 @@ import xtrain
 from xtrain import files
 from xtrain.device import HostCopies
 from xtrain.errors import UserError
-from xtrain.formats import manifest, tensor_file
+from xtrain.formats import manifest, saved_runs, tensor_file
 from xtrain.formats.manifest import verify
 from xtrain.train import main
 from xtrain.training import checkpoint
@@ -75,7 +75,7 @@ DAMAGE = {
 def test_damage_is_named_and_the_one_before_is_used(stopped, tmp_path, name, damage):
     folder, said = a_copy(stopped, tmp_path), []
     DAMAGE[damage](folder / "checkpoints/step-000008" / name)
-    saved = checkpoint.newest(folder, said.append)
+    saved = saved_runs.newest(folder, said.append)
     assert saved.step == 4
     (sentence,) = said
     assert (
@@ -147,7 +147,7 @@ def test_moments_of_another_model_leave_this_one_alone(tmp_path):
     optimizers = [xtrain.AdamW(model, 1e-3) for model in models]
     state = dict(step=3, loader={}, options={}, made_on={}, row=0)
     folder = checkpoint.write(tmp_path, snapshot(models[0], optimizers[0], state))
-    saved = checkpoint.newest(tmp_path)
+    saved = saved_runs.newest(tmp_path)
     stored = tensor_file.read_header(folder / "optimizer.safetensors")
     tensors = {name: xtrain.Tensor(x.read()) for name, x in stored.items()}
     moment = tensors.pop("v.model.norm.weight")
@@ -182,7 +182,7 @@ def test_what_somebody_has_put_beside_the_logs(tmp_path, monkeypatch, kind):
     state = dict(step=3, loader={}, options={}, made_on={}, row=0)
     checkpoint.write(tmp_path, snapshot(model, xtrain.AdamW(model, 1e-3), state))
     assert tmp_path / "metrics.jsonl" in synced and mine not in synced
-    assert checkpoint.newest(tmp_path).step == 3
+    assert saved_runs.newest(tmp_path).step == 3
 
 
 def test_files_from_elsewhere_are_named(stopped, tmp_path):
@@ -205,7 +205,7 @@ def test_a_checkpoint_under_another_name(stopped, tmp_path):
     folder, said = a_copy(stopped, tmp_path), []
     shutil.copytree(folder / "checkpoints/step-000008", folder / "checkpoints/step-000010")
     (folder / "checkpoints" / "step-notes").mkdir()
-    assert checkpoint.newest(folder, said.append).step == 8
+    assert saved_runs.newest(folder, said.append).step == 8
     assert "holds the checkpoint of step 8" in said[0]
 
 
@@ -236,7 +236,7 @@ def test_no_good_checkpoint(stopped, tmp_path, capsys):
         UserError,
         match=r"no checkpoint of .* can be used: .*state.json is missing.*manifest.json is mi",
     ):
-        checkpoint.newest(folder)
+        saved_runs.newest(folder)
     assert main(["--out", str(folder.parent), "--name", "run", "--resume"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -277,9 +277,9 @@ def test_any_value_in_the_state_works_or_is_a_user_error(tmp_path):
             (saved / "state.json").write_text(text)
             edited(saved, change)
             try:
-                found = checkpoint.newest(folder)
+                found = saved_runs.newest(folder)
                 one.resume(found)
-                checkpoint._best(checkpoint.folders(folder))
+                checkpoint._best(saved_runs.folders(folder))
                 RunLog(folder, one.config, found.state, Console(quiet=True))
                 one.next_batch()
                 outcomes[True] += 1
@@ -422,9 +422,9 @@ def a_run(folder):
 
 def good(folder):
     """-> the steps of the checkpoints, which are all undamaged"""
-    for saved in checkpoint.folders(folder):
+    for saved in saved_runs.folders(folder):
         verify(saved)
-    return [int(saved.name[5:]) for saved in checkpoint.folders(folder)]
+    return [int(saved.name[5:]) for saved in saved_runs.folders(folder)]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -541,7 +541,7 @@ def test_what_is_removed_on_a_full_disk(tmp_path, monkeypatch):
     while name := checkpoint.make_room(folder, 8, 1):
         order.append(int(name[5:]))
     assert order == [7, 6, 1, 4, 3], "the damaged, the old, the best"
-    assert [p.name for p in checkpoint.folders(folder)] == ["step-000002", "step-000005"]
+    assert [p.name for p in saved_runs.folders(folder)] == ["step-000002", "step-000005"]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         one.done = 6

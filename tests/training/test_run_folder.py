@@ -17,7 +17,7 @@ from runs import DATA, assert_same_run, checkpoints, options, run
 
 from xtrain.errors import UserError
 from xtrain.files import DiskFull
-from xtrain.formats import manifest
+from xtrain.formats import manifest, saved_runs
 from xtrain.train import main, train
 from xtrain.training import checkpoint
 from xtrain.training import loop as train_module
@@ -92,7 +92,7 @@ def test_a_manifest_of_the_wrong_types(folder, name):
     content.pop("itself")
     MANIFESTS[name](content)
     path.write_bytes(manifest._dump({**content, "itself": manifest._hash_of(content)}))
-    assert checkpoint.newest(folder, said.append).step == 3
+    assert saved_runs.newest(folder, said.append).step == 3
     assert "manifest.json does not describe files and tensors: going back to step-000003" in said[0]
 
 
@@ -100,7 +100,7 @@ def test_a_manifest_of_the_wrong_types(folder, name):
 def test_a_manifest_that_is_no_object(folder, content):
     said = []
     (folder / "checkpoints/step-000006/manifest.json").write_bytes(content)
-    assert checkpoint.newest(folder, said.append).step == 3
+    assert saved_runs.newest(folder, said.append).step == 3
     assert "manifest.json is damaged" in said[0] and len(said[0]) < 1000
 
 
@@ -110,7 +110,7 @@ def test_a_manifest_that_is_no_object(folder, content):
 def test_no_file_in_a_checkpoint(folder, name, kind):
     said = []
     instead(folder / "checkpoints/step-000006" / name, kind)
-    assert checkpoint.newest(folder, said.append).step == 3
+    assert saved_runs.newest(folder, said.append).step == 3
     assert f"{name} is" in said[0] and "going back to step-000003" in said[0]
 
 
@@ -353,7 +353,7 @@ def test_a_file_beside_the_weights_is_no_damage(stopped, folder):
     own.write_text('{"mmlu": 0.3}')
     (folder / "checkpoints/step-000006/.DS_Store").write_text("")
     said = []
-    assert checkpoint.newest(folder, said.append).step == 6 and said == []
+    assert saved_runs.newest(folder, said.append).step == 6 and said == []
     run(folder.parent, **KIND, resume=True, keep=1)
     assert own.read_text() == '{"mmlu": 0.3}'
     assert checkpoints(folder) == ["step-000003", "step-000009"]
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(folder, monkeyp
         run(folder.parent, **KIND, resume=True)
     assert checkpoints(folder) == ["step-000003", "step-000006"]
     code[0], said = errno.EIO, []
-    assert checkpoint.newest(folder, said.append).step == 3
+    assert saved_runs.newest(folder, said.append).step == 3
     assert "cannot be read (Input/output error): going back to step-000003" in said[0]
 
 

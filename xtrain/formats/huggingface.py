@@ -5,6 +5,7 @@ Which models and how their configs are read: architectures.py.
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ..config import ModelConfig
 from ..device import to_device
 from ..errors import UserError
 from ..json_files import is_folder, listed, read_json
+from . import saved_runs
 from .architectures import (
     SPECIAL,
     VARIATION,
@@ -25,22 +27,22 @@ from .architectures import (
     translate,
 )
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
+from .saved_runs import CONFIG
 from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 
 # ----------------------------------------------------------------------------- reading
 def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
-    """The model in a Hugging Face folder. Weights in fp32, bf16 or fp16 become fp32.
+    """The model in a Hugging Face folder, or in the newest checkpoint of a run. Weights in fp32, bf16 or fp16 become fp32.
 
     make(config) returns a model of that shape. The file headers are checked before memory is
     allocated; in a checkpoint of a run, the checksums are checked too. Raises UserError.
     """
-    folder = Path(folder)
-    _check_folder(folder)
+    folder = saved_runs.model_folder(Path(folder), _warn)
     identity = folder.stat().st_ino
     config = read_config(folder)
     stored = translate(read_json(folder / CONFIG), _find_tensors(folder))
@@ -54,12 +56,8 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
     return model
 
 
-def _check_folder(folder: Path) -> None:
-    if not is_folder(folder):
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(
-            f"{folder} {what}: give a folder on this machine with {CONFIG} and {WEIGHTS}"
-        )
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=4)
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
@@ -82,10 +80,9 @@ def load_into(model: Any, folder: Path) -> None:
 
     Raises UserError if they do not fit; the model is then unchanged.
     """
-    _check_folder(Path(folder))
-    config = Path(folder) / CONFIG
-    content = read_json(config) if config.is_file() else {}
-    stored = translate(content, _find_tensors(Path(folder)))
+    folder = saved_runs.model_folder(Path(folder), _warn)
+    content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    stored = translate(content, _find_tensors(folder))
     expected = {name: tensor.shape for name, tensor in model.named_parameters()}
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:
@@ -102,11 +99,6 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
 
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder. Raises UserError."""
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
-    if checkpoints:
-        raise UserError(
-            f"{folder} is a run: give one of its checkpoints, such as {checkpoints[-1]}"
-        )
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
     content = read_json(folder / CONFIG)

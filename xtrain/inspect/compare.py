@@ -11,8 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ..cli import say
 from ..device import Array, to_numpy
 from ..errors import UserError
+from ..formats.architectures import architecture_of
+from ..formats.saved_runs import model_folder
 from ..nn.autograd import no_grad
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
@@ -22,7 +25,7 @@ from ..nn.observers import Op, observe_ops
 class CompareConfig:
     """What to compare, and on which tokens."""
 
-    folder: tyro.conf.Positional[Path]  # a model in the Hugging Face layout
+    folder: tyro.conf.Positional[Path]  # a model in the Hugging Face layout, or a run
     ids: Annotated[list[int] | None, tyro.conf.arg(metavar="ID ...")] = None  # one sequence
     seed: int = 0  # of the random token ids, used without --ids
     batch: int = 2  # number of random sequences
@@ -44,11 +47,14 @@ class Difference:
 def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]:
     """Run both models on ids (B, T), T > 1 -> the difference of every stage, in the order of the forward pass.
 
-    other: a transformers model. Raises UserError when a stage has different shapes.
+    other: a transformers model. Raises UserError when a stage has different shapes. Multipliers that xtrain has folded into the
+    weights (formats/architectures.py) act there after the stages "embedding" and "attention", which are then left out.
     """
     with no_grad():
         ours, theirs = stages(model, ids), stages_of_transformers(other, ids)
-    return [_difference(name, ours[name], theirs[name]) for name in ours]
+    folded = bool(architecture_of(other.config.to_dict()).multipliers)
+    kept = [x for x in ours if not (folded and x.endswith(("embedding", "attention")))]
+    return [_difference(name, ours[name], theirs[name]) for name in kept]
 
 
 def _difference(name, a, b):
@@ -151,9 +157,10 @@ def load_transformers(folder: Path) -> Any:
 # ----------------------------------------------------------------------------- command line
 def run(config: CompareConfig, console: Console) -> bool:
     """Compare and print the table -> True if the two agree. Raises UserError."""
-    model = Transformer.from_pretrained(config.folder, config.device)
+    folder = model_folder(config.folder, say)
+    model = Transformer.from_pretrained(folder, config.device)
     ids = _ids(config, model)
-    differences = compare(model, load_transformers(config.folder), ids)
+    differences = compare(model, load_transformers(folder), ids)
     first = first_divergence(differences, config.tolerance)
     table = Table("stage", "largest difference", "relative", "agrees", box=None)
     for d in differences:

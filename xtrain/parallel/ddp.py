@@ -18,6 +18,7 @@ from ..config import ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import Array, resolve_device, synchronize, to_numpy
 from ..errors import UserError
+from ..formats import saved_runs
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.elementwise import add_fwd
 from ..nn.autograd import Tensor
@@ -300,7 +301,7 @@ class DataParallel(SingleDevice):
         yield optimizer.gather_moments()
         optimizer.release()
 
-    def load(self, saved: checkpoint.Saved, optimizer: AdamW) -> None:
+    def load(self, saved: saved_runs.Saved, optimizer: AdamW) -> None:
         if not isinstance(optimizer, ShardedAdamW):
             super().load(saved, optimizer)
             return

@@ -11,8 +11,8 @@ import tyro
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..files import cannot_write, write_whole
+from ..formats import saved_runs
 from ..nn.model import Transformer
-from ..training import checkpoint
 from . import comparison, record, sections, style
 from .record import Record
 from .sentence import MOST_TOKENS, look
@@ -81,7 +81,7 @@ def write_sentence(folder: Path, content: dict[str, Any]) -> None:
 
 def look_at_text(folder: Path, text: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Run the newest undamaged checkpoint of a run on a text. Returns the content of sentence.json. Raises UserError."""
-    saved = checkpoint.newest(folder, say)
+    saved = saved_runs.newest(folder, say)
     tokenizer = Tokenizer.load(saved.folder)
     ids = tokenizer.encode(text)
     if not ids:
@@ -95,7 +95,7 @@ def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None])
     if text is not None:
         write_sentence(folder, look_at_text(folder, text, say))
         return
-    if (folder / "sentence.json").exists() or not checkpoint.folders(folder):
+    if (folder / "sentence.json").exists() or not saved_runs.folders(folder):
         return
     run = record.read(folder)
     prompt = str(run.section("train").get("sample_prompt") or " ")

@@ -13,9 +13,9 @@ from ..data.tokenizer import Tokenizer
 from ..device import resolve_device
 from ..errors import UserError
 from ..formats import huggingface
-from ..json_files import is_folder, read_json
+from ..formats.saved_runs import model_folder
+from ..json_files import read_json
 from ..nn.model import Transformer, choose_precision
-from ..training import checkpoint
 from .chat_template import ChatTemplate
 
 
@@ -45,7 +45,7 @@ def load(
     """
     if not str(folder):  # --model "$UNSET": Path("") would be the current folder
         raise UserError("the name of the model's folder is empty: give one")
-    folder, device = model_folder(Path(folder)), resolve_device(device)
+    folder, device = model_folder(Path(folder), say), resolve_device(device)
     config = huggingface.read_config(folder)
     chosen, obstacle = choose_precision(precision, device, config.head_dim)
     if obstacle and device == "gpu":
@@ -64,24 +64,6 @@ def load(
     stop = stop_tokens(folder, tokenizer)
     model = Transformer.from_pretrained(folder, device, chosen, trainable=False)
     return Pretrained(folder, model, tokenizer, stop)
-
-
-def model_folder(folder: Path) -> Path:
-    """-> the folder itself, or the newest valid checkpoint of a run; a warning on stderr names each damaged one
-
-    Raises UserError if there is no such folder, or the run has no valid checkpoint.
-    """
-    if not is_folder(folder):
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(
-            f"{folder} {what}: give a local Hugging Face folder (nothing is downloaded) or the folder of an xtrain run"
-        )
-    if checkpoint.folders(folder):
-        return checkpoint.newest(folder, say, "there is nothing to serve").folder
-    config = folder / huggingface.CONFIG
-    if config.is_file() and {"train", "model"} <= read_json(config).keys():
-        raise UserError(f"{folder} is a run without a checkpoint: train it first")
-    return folder
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,49 +29,20 @@ from ..errors import UserError
 from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
 from ..formats.manifest import (
-    Damaged,
     Unreadable,
     tensor_checksum,
     unlisted,
-    verify,
     write_manifest,
 )
+from ..formats.saved_runs import STATE, Saved, folders, open_checkpoint, step_of
 from ..formats.tensor_file import read_header, write_safetensors
-from ..json_files import read_json, reading
+from ..json_files import read_json
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 
-OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+OPTIMIZER = "optimizer.safetensors"
 LOGS = ("metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt")  # the files of a RunLog
-_natural = lambda x: type(x) is int and 0 <= x < 2**53
-_object = lambda x: isinstance(x, dict)
-STATE_VALUES: dict[
-    str, Callable[[Any], bool]
-] = {  # what state.json may hold: programs of any kind edit JSON
-    "step": _natural,
-    "optimizer_step": _natural,
-    "loader": _object,
-    "options": _object,
-    "made_on": _object,
-    "logs": lambda x: _object(x) and all(map(_natural, x.values())),
-    "row": _natural,
-    "skipped": _natural,
-    "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
-}
 TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer was killed
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk: its folder and the contents of state.json."""
-
-    folder: Path
-    state: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """The step after which it was saved."""
-        return self.state["step"]
 
 
 # ----------------------------------------------------------------------------- copying the state
@@ -192,7 +162,7 @@ def prune(run: Path, newest: int, keep: int) -> None:
     which the user has added files stays.
     """
     found = folders(run)
-    past = [folder for folder in found if _step(folder) <= newest]
+    past = [folder for folder in found if step_of(folder) <= newest]
     kept = set(past[-keep:] if keep else past)
     kept |= {best for best in [_best(past)] if best is not None}
     for folder in found:
@@ -212,8 +182,8 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
     while found:
         newest = found.pop()
         try:
-            _open(newest)
-            if _step(newest) < step:
+            open_checkpoint(newest)
+            if step_of(newest) < step:
                 break
         except Unreadable:
             continue
@@ -280,62 +250,6 @@ def _best(past):
             if isinstance(loss, float) and math.isfinite(loss):
                 losses[folder] = loss
     return min(losses, key=losses.__getitem__, default=None)
-
-
-# ----------------------------------------------------------------------------- finding
-def folders(run: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first."""
-    with reading(run):
-        found = list((run / "checkpoints").glob("step-*"))
-    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=_step)
-
-
-def _step(folder):
-    return int(folder.name[5:])
-
-
-def newest(
-    run: Path,
-    warn: Callable[[str], None] = lambda sentence: None,
-    advice: str = "start again under another --name",
-) -> Saved:
-    """The newest undamaged checkpoint of a run; warn(sentence) about each newer, damaged one.
-
-    Raises UserError if there is none, and Unreadable, instead of going back, if one cannot be read at the moment.
-    """
-    found, wrong = folders(run), []
-    if not found:
-        raise UserError(
-            f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
-        )
-    for folder in reversed(found):
-        try:
-            saved = _open(folder)
-        except Unreadable:
-            raise
-        except UserError as error:
-            wrong.append(str(error))
-            continue
-        for sentence in wrong:
-            warn(f"{sentence}: going back to {folder.name}")
-        return saved
-    raise UserError(f"no checkpoint of {run} can be used: {'; '.join(wrong)}: {advice}")
-
-
-def _open(folder):
-    verify(folder)
-    state = read_json(folder / STATE)
-    missing = {"step", "optimizer_step", "loader", "options", "made_on", "row"} - state.keys()
-    if missing:
-        raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
-    wrong = [
-        name for name, valid in STATE_VALUES.items() if name in state and not valid(state[name])
-    ]
-    if wrong:
-        raise Damaged(f"{folder}: {STATE} has a value of the wrong type for {', '.join(wrong)}")
-    if state["step"] != _step(folder):
-        raise Damaged(f"{folder} holds the checkpoint of step {state['step']}: its name is wrong")
-    return Saved(folder, state)
 
 
 # ----------------------------------------------------------------------------- loading

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import DiskFull, cannot_write
+from ..formats import saved_runs
 from . import checkpoint
 from .checkpoint import Snapshot
 
@@ -88,7 +89,7 @@ class CheckpointWriter:
         self.check()
 
     def _last_checkpoint(self):
-        found = checkpoint.folders(self.run)
+        found = saved_runs.folders(self.run)
         return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def _write(self, snapshot, afterwards):

@@ -21,10 +21,10 @@ from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
 from ..formats.huggingface import read_config
+from ..formats.saved_runs import Saved, model_folder
 from ..kernels.runtime.launch import set_debug
 from ..nn.model import Transformer, choose_precision
 from . import checkpoint, out_of_memory, run_folder
-from .checkpoint import Saved
 from .checkpoint_writer import CheckpointWriter
 from .flops import flops_per_token, peak_flops
 from .model_summary import describe, parameter_table
@@ -199,6 +199,9 @@ def train(
         if config.tensorboard:
             summary_writer()  # raises if the package is missing
         name = config.name
+        if config.init and not config.resume:
+            init = ranks.on_rank_0(lambda: model_folder(Path(config.init or ""), warn))
+            config = replace(config, init=str(init))
         resolved, shape = resolve(config, device == "gpu", ranks.world)
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
         run_folder.check_seen(folder, ranks)

@@ -15,6 +15,7 @@ from ..config import RESUME_KEYS, SHAPES, ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
+from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import count_targets
 from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import sum_of_squares
@@ -26,7 +27,7 @@ from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import AdamW, learning_rate
 from . import checkpoint
-from .checkpoint import Saved, Snapshot
+from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice

@@ -17,11 +17,11 @@ from ..data.dataset import Corpus
 from ..device import device_name, resolve_device
 from ..errors import UserError
 from ..files import Busy, cannot_write, digest, owned, write_whole
+from ..formats import saved_runs
 from ..formats.manifest import MANIFEST
+from ..formats.saved_runs import Saved
 from ..json_files import read_json
 from ..version import VERSION
-from . import checkpoint
-from .checkpoint import Saved
 from .single_process import SINGLE_PROCESS, SingleProcess
 
 Options = TypeVar("Options", bound=TrainConfig)
@@ -57,10 +57,10 @@ def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]
     if config.resume:
         path = _last_path(first, name)
         contents, saved = _contents(path), None
-        if contents and not checkpoint.folders(path):
+        if contents and not saved_runs.folders(path):
             warn(f"{path} holds no checkpoint yet: the run starts from its beginning")
         else:
-            saved = checkpoint.newest(path, warn)
+            saved = saved_runs.newest(path, warn)
         return RunFolder(path, saved, contents, _stored_options(path, TrainConfig) or {})
     if name is not None and _contents(path):
         raise UserError(
@@ -220,7 +220,7 @@ def write_config(
 def _contents(path: Path) -> tuple[str, ...]:
     """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not one."""
     found = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
-    return (*found, *(folder.name for folder in checkpoint.folders(path)))
+    return (*found, *(folder.name for folder in saved_runs.folders(path)))
 
 
 def _next_path(path: Path, first: Path) -> Path:

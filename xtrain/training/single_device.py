@@ -11,11 +11,11 @@ import numpy as np
 
 from ..config import TrainConfig
 from ..device import Array
+from ..formats.saved_runs import Saved
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.optim import AdamW, clip
 from . import checkpoint
-from .checkpoint import Saved
 from .single_process import SingleProcess
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from xtrain.config import ModelConfig
 from xtrain.data.dataset import prepare
 from xtrain.errors import UserError
+from xtrain.formats import saved_runs
 from xtrain.nn import functional as F
 from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import ParallelRun, train_parallel
@@ -61,7 +62,7 @@ def elastic(folder):
 
 def loaded_state(run, zero):
     """2, 3 or 4 ranks that load it and save it again write the same bytes."""
-    saved = checkpoint.newest(run)
+    saved = saved_runs.newest(run)
     for n in (2, 3, 4):
         ranks = some_ranks(n)
         if ranks is not None:
@@ -193,7 +194,7 @@ def one_rank_is_asked_to_stop(folder):
             Console(file=said, quiet=ranks.rank > 0),
         )
         run = train_parallel(config, ranks, console, write_report=report.finish)
-        assert checkpoint.newest(run).step == 2 and not (run / "report.html").exists()
+        assert saved_runs.newest(run).step == 2 and not (run / "report.html").exists()
         assert ranks.rank or "stopped after step 2 (requested on another rank)" in said.getvalue()
     ParallelRun.step = step
     wait()

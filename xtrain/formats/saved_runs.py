@@ -1,0 +1,125 @@
+"""The folder of a run: its checkpoints, and which one to load.
+
+    runs/NAME/checkpoints/step-000200/      a folder in the Hugging Face layout, with a manifest of checksums, and state.json
+
+training/checkpoint.py writes them. Whatever takes the folder of a model takes the folder of a run, too (model_folder).
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..json_files import is_folder, read_json, reading
+from .manifest import Damaged, Unreadable, verify
+
+CONFIG, STATE = "config.json", "state.json"
+_natural = lambda x: type(x) is int and 0 <= x < 2**53
+_object = lambda x: isinstance(x, dict)
+STATE_VALUES: dict[
+    str, Callable[[Any], bool]
+] = {  # what state.json may hold: programs of any kind edit JSON
+    "step": _natural,
+    "optimizer_step": _natural,
+    "loader": _object,
+    "options": _object,
+    "made_on": _object,
+    "logs": lambda x: _object(x) and all(map(_natural, x.values())),
+    "row": _natural,
+    "skipped": _natural,
+    "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk: its folder and the contents of state.json."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.state["step"]
+
+
+def folders(run: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first."""
+    with reading(run):
+        found = list((run / "checkpoints").glob("step-*"))
+    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(folder.name[5:])
+
+
+def newest(
+    run: Path,
+    warn: Callable[[str], None] = lambda sentence: None,
+    advice: str = "start again under another --name",
+) -> Saved:
+    """The newest undamaged checkpoint of a run; warn(sentence) about each newer, damaged one.
+
+    Raises UserError if there is none, and Unreadable, instead of going back, if one cannot be read at the moment.
+    """
+    found, wrong = folders(run), []
+    if not found:
+        raise UserError(
+            f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
+        )
+    for folder in reversed(found):
+        try:
+            saved = open_checkpoint(folder)
+        except Unreadable:
+            raise
+        except UserError as error:
+            wrong.append(str(error))
+            continue
+        for sentence in wrong:
+            warn(f"{sentence}: going back to {folder.name}")
+        return saved
+    raise UserError(f"no checkpoint of {run} can be used: {'; '.join(wrong)}: {advice}")
+
+
+def open_checkpoint(folder: Path) -> Saved:
+    """Verify a checkpoint and read its state. Raises UserError, Damaged or Unreadable."""
+    verify(folder)
+    state = read_json(folder / STATE)
+    missing = {"step", "optimizer_step", "loader", "options", "made_on", "row"} - state.keys()
+    if missing:
+        raise Damaged(f"{folder}: {STATE} lacks {', '.join(sorted(missing))}")
+    wrong = [
+        name for name, valid in STATE_VALUES.items() if name in state and not valid(state[name])
+    ]
+    if wrong:
+        raise Damaged(f"{folder}: {STATE} has a value of the wrong type for {', '.join(wrong)}")
+    if state["step"] != step_of(folder):
+        raise Damaged(f"{folder} holds the checkpoint of step {state['step']}: its name is wrong")
+    return Saved(folder, state)
+
+
+def model_folder(folder: Path, warn: Callable[[str], None]) -> Path:
+    """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
+
+    Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
+    """
+    if not is_folder(folder):
+        what = "is a file" if folder.exists() else "does not exist"
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):  # perhaps a name of the Hub
+            hint = f" (from the Hub: `hf download {folder} --local-dir {folder.name}`)"
+        raise UserError(
+            f"{folder} {what}: give a local Hugging Face folder, nothing is downloaded{hint}, or the folder of a run"
+        )
+    if folders(folder):
+        return newest(folder, warn, "there is nothing to load").folder
+    config = folder / CONFIG
+    if config.is_file() and {"train", "model"} <= read_json(config).keys():
+        raise UserError(f"{folder} is a run without a checkpoint: train it first")
+    return folder
