@@ -8,9 +8,8 @@ model's chat template; a model without one continues your text as it is.
 
 import sys
 
-import tyro
-
 from .cli import command, command_line
+from .options import parse
 from .serving.conversation import Options, chat
 from .serving.text_generation import LESS_MEMORY
 
@@ -18,7 +17,7 @@ from .serving.text_generation import LESS_MEMORY
 @command("xtrain.chat", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
-    chat(tyro.cli(Options, prog="python -m xtrain.chat", description=__doc__, args=arguments))
+    chat(parse(Options, "python -m xtrain.chat", __doc__, arguments))
     return 0
 
 

@@ -9,18 +9,17 @@ Exit code 0: they agree; 1: they diverge; 2: the folder or the options cannot be
 
 import sys
 
-import tyro
-
 from .cli import command, command_line
 from .console import PrintableConsole
 from .inspect.compare import CompareConfig, run
+from .options import parse
 
 
 @command("xtrain.compare")
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
     prog = "python -m xtrain.compare"
-    config = tyro.cli(CompareConfig, prog=prog, description=__doc__, args=arguments)
+    config = parse(CompareConfig, prog, __doc__, arguments)
     return 0 if run(config, PrintableConsole(highlight=False)) else 1
 
 

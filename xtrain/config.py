@@ -59,6 +59,10 @@ RESUME_KEYS = (
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
 LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times slower
+SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
+    "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
+    "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
+}  # fmt: skip
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
@@ -221,11 +225,39 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One training run. Defaults come from the preset; explicit options override them."""
+class ShapeOptions:
+    """The shape of a new model: a preset's, with what is given instead."""
 
     # tiny, dim384, dim512, dim768 or gpt124m; auto: tiny on a CPU, dim384 on a GPU
     preset: str = "auto"
+    dim: int | None = None  # width; none: the preset's
+    layers: int | None = None  # blocks; none: the preset's
+    heads: int | None = None  # query heads; none: the preset's
+    kv_heads: int | None = None  # key/value heads; none: the preset's, or as many as query heads
+    head_dim: int | None = None  # width of a head; none: the preset's, or dim / heads
+    hidden_dim: int | None = (
+        None  # width of the MLP; none: the preset's, or about 8/3 of a given dim
+    )
+    qk_norm: bool | None = None  # RMSNorm over each query and key head; none: the preset's
+    tie_embeddings: bool | None = None  # the output head is the embedding; none: the preset's
+
+    def shape(self, preset: "Preset") -> dict[str, Any]:
+        """The fields of ModelConfig, without vocab_size and max_seq_len."""
+        given = {name: getattr(self, option) for option, name in SHAPE_OPTIONS.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        shape = dict(preset.model)
+        if "dim" in given:  # heads of the same width as before, and the default MLP
+            shape |= {"n_heads": max(given["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
+            shape["hidden_dim"] = None
+        if "n_heads" in given:
+            shape |= {"head_dim": None, "n_kv_heads": None}
+        return shape | given
+
+
+@dataclass(frozen=True)
+class TrainConfig(ShapeOptions):
+    """One training run. Defaults come from the preset; explicit options override them."""
+
     # text file or folder (.txt and other text, .jsonl, .parquet); none: the source of Python's standard library
     data: str | None = None
     name: str | None = None  # the run is written to OUT/NAME; none: the preset's name
@@ -301,6 +333,8 @@ class TrainConfig:
             "blas_threads"
         )
         counts = [name for name in optional.split() if getattr(self, name) is not None]
+        sizes = [x for x in SHAPE_OPTIONS if x not in ("qk_norm", "tie_embeddings")]
+        counts += [name for name in sizes if getattr(self, name) is not None]
         for name in (*counts, "eval_batches", "sample_tokens", "max_skips"):
             value = getattr(self, name)
             _need(value > 0, f"{_option(name)} must be positive, got {value}")
@@ -336,6 +370,11 @@ class TrainConfig:
         )
 
     def _check_words(self):
+        given = [name for name in SHAPE_OPTIONS if getattr(self, name) is not None]
+        _need(
+            not (given and self.init and not self.resume),
+            f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
+        )
         shape = (f.name for f in fields(ModelConfig))
         known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
         for name in self.allow_change:
@@ -416,7 +455,7 @@ def preset_name(config: TrainConfig, gpu: bool) -> str:
 def resolve(
     config: TrainConfig, gpu: bool, world: int = 1
 ) -> tuple[ResolvedConfig, dict[str, Any]]:
-    """-> (the config with every None filled from its preset, the preset's model shape without vocab_size)
+    """-> (the config with every None filled from its preset, the model's shape without vocab_size)
 
     gpu: is the run on a GPU?  world: ranks that share a batch. Raises UserError on values out of range, alone or in
     combination with the preset's.
@@ -456,4 +495,4 @@ def resolve(
         filled["name"] = name
     config = replace(config, preset=name, **filled)
     config.validate()
-    return cast(ResolvedConfig, config), dict(preset.model, max_seq_len=config.seq_len)
+    return cast(ResolvedConfig, config), dict(config.shape(preset), max_seq_len=config.seq_len)

@@ -3,18 +3,17 @@
 import sys
 from pathlib import Path
 
-import tyro
-
 from .cli import command, command_line, print_text
 from .data.tokenizer import COMPANION_FILES
 from .formats.huggingface import GENERATION
 from .formats.meta import Options, convert
+from .options import parse
 
 
 @command("xtrain.convert_meta")
 def main(arguments: list[str] | None = None) -> int:
     """-> exit code: 0, or 2 after a UserError, whose message goes to stderr."""
-    options = tyro.cli(Options, prog="python -m xtrain.convert_meta", args=arguments)
+    options = parse(Options, "python -m xtrain.convert_meta", None, arguments)
     config = convert(options)
     print_text(
         f"{options.target}: {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size}, "

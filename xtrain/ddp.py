@@ -28,11 +28,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import tyro
-
-from .cli import command_line, refuse_once
+from .cli import command_line, refuse_once, say
 from .errors import UserError
 from .machine import first_on_machine
+from .options import parse
 from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import AbortOnError
@@ -60,13 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelConfig | None, int]:
     """-> (config, 0), or (None, exit code) on every rank if any cannot parse its options. Rank 0 prints the first error."""
-    cli = functools.partial(
-        tyro.cli, ParallelConfig, prog="python -m xtrain.ddp", description=__doc__, args=arguments
-    )
-    parse = lambda defaults: cli(default=defaults)
-    config, code = _on_all(lambda: parse(None), ranks)  # before ranks wait for each other
+    cli = functools.partial(parse, ParallelConfig, "python -m xtrain.ddp", __doc__, arguments)
+    config, code = _on_all(lambda: cli(None), ranks)  # before ranks wait for each other
     if config is not None and config.resume:
-        config, code = _on_all(lambda: parse_options(parse, ranks), ranks)
+        config, code = _on_all(lambda: parse_options(cli, ranks), ranks)
     return config, code
 
 
@@ -81,6 +77,9 @@ def _on_all(
             config = parse()
         except SystemExit as stop:
             code = stop.code
+        except UserError as error:
+            say(f"xtrain.ddp: {error}")
+            code = 2
     found = ranks.gather((config is None, code, printed.getvalue()))
     failed = next((f for f in found if f[0]), None)
     if failed is None:

@@ -6,17 +6,15 @@ Qwen3), or a run of xtrain.train. Only the end tokens of its generation_config.j
 
 import sys
 
-import tyro
-
 from .cli import command, command_line
+from .options import parse
 from .serving.text_generation import LESS_MEMORY, Options, generate
 
 
 @command("xtrain.generate", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
-    prog = "python -m xtrain.generate"
-    generate(tyro.cli(Options, prog=prog, description=__doc__, args=arguments))
+    generate(parse(Options, "python -m xtrain.generate", __doc__, arguments))
     return 0
 
 

@@ -16,16 +16,15 @@ batch sizes fit (training/memory_plan.py).
 
 import sys
 
-import tyro
-
 from .cli import command, command_line
 from .inspect.profile import LESS_MEMORY, Options, profile
+from .options import parse
 
 
 @command("xtrain.profile", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
-    profile(tyro.cli(Options, prog="python -m xtrain.profile", description=__doc__, args=arguments))
+    profile(parse(Options, "python -m xtrain.profile", __doc__, arguments))
     return 0
 
 

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from .cli import command, command_line
 from .config import TrainConfig
+from .options import parse
 from .report import page
 from .training import loop
 from .training.run import Run
@@ -34,10 +34,8 @@ def train(
 @command("xtrain.train", interrupted="interrupted; the last checkpoint is intact")
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
-    cli = functools.partial(
-        tyro.cli, TrainConfig, prog="python -m xtrain.train", description=__doc__, args=arguments
-    )
-    train(parse_options(lambda defaults: cli(default=defaults)))
+    cli = functools.partial(parse, TrainConfig, "python -m xtrain.train", __doc__, arguments)
+    train(parse_options(cli))
     return 0
 
 

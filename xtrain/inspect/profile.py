@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import blas
-from ..config import PRESETS, ModelConfig, Preset, TrainConfig, resolve
+from ..config import PRESETS, ModelConfig, Preset, ShapeOptions, TrainConfig, resolve
 from ..data.batches import Loader
 from ..data.shards import write_shard
 from ..device import (
@@ -57,28 +57,15 @@ LARGE = {  # shapes for --plan only: larger than one GPU trains in an hour
     ),
 }
 PICTURES = (".png", ".svg", ".pdf")
-SHAPE = {  # option -> field of ModelConfig
-    "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads",
-    "head_dim": "head_dim", "hidden_dim": "hidden_dim",
-}  # fmt: skip
-
-
 LESS_MEMORY = "use a smaller --batch, --seq-len or model, or see what fits with --plan"
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to profile. The model is a preset; the shape options override it."""
+class Options(ShapeOptions):
+    """What to profile. The model is a preset; the shape options override it. With --plan, presets 1b and 7b exist, too."""
 
     plan: bool = False  # only print the memory that a step needs
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
-    preset: str = "auto"  # of xtrain.train: tiny, dim384 ...; for --plan also 1b and 7b
-    dim: int | None = None  # width; none: the preset's
-    layers: int | None = None  # blocks; none: the preset's
-    heads: int | None = None  # query heads; none: the preset's
-    kv_heads: int | None = None  # key/value heads; none: the preset's
-    head_dim: int | None = None  # width of a head; none: the preset's
-    hidden_dim: int | None = None  # width of the MLP; none: the preset's
     vocab_size: int | None = None  # tokens; none: the preset's, else 50257
     # sequences in one forward pass, on each GPU; none: the preset's
     batch: int | None = None
@@ -108,15 +95,7 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
     if name not in presets:
         raise UserError(f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}")
     preset = presets[name]
-    asked = {field: getattr(o, option) for option, field in SHAPE.items()}
-    asked = {field: value for field, value in asked.items() if value is not None}
-    shape = dict(preset.model)
-    if "dim" in asked:  # heads of the same width as before, and the default MLP
-        shape |= {"n_heads": max(asked["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
-        shape["hidden_dim"] = None
-    if "n_heads" in asked:
-        shape |= {"head_dim": None, "n_kv_heads": None}
-    shape |= asked
+    shape = o.shape(preset)
     T, batch = o.seq_len or preset.train["seq_len"], o.batch or preset.train["batch"]
     if T < 1 or batch < 1:
         raise UserError("--batch and --seq-len must be positive")

@@ -9,16 +9,15 @@ stores it in RUN/sentence.json. If that file is missing, or with --sentence, the
 
 import sys
 
-import tyro
-
 from ..cli import command, command_line, print_text, say
+from ..options import parse
 from .page import Options, write_requested
 
 
 @command("xtrain.report")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    o = tyro.cli(Options, prog="python -m xtrain.report", description=__doc__, args=arguments)
+    o = parse(Options, "python -m xtrain.report", __doc__, arguments)
     print_text(str(write_requested(o, lambda text: say(f"xtrain.report: {text}"))))
     return 0
 

@@ -1,0 +1,165 @@
+"""The options of a command line, also in the words of other programs.
+
+    options = parse(Options, "python -m xtrain.train", __doc__, arguments)
+
+`tyro` makes the options from a dataclass. Before it reads them, `translated` replaces names and values that other programs have
+for the same thing (--learning-rate, --batch_size, --device cuda, 1e3 for a whole number), and answers an option that does not
+exist with one sentence that names the right one.
+"""
+
+import dataclasses
+import difflib
+import re
+import sys
+import typing
+from typing import Any, TypeVar
+
+from .errors import UserError
+
+Options = TypeVar("Options")
+OTHER_NAMES = {  # xtrain's name -> what others call it
+    "lr": "learning-rate max-lr peak-lr",
+    "batch": "batch-size global-batch-size train-batch-size bs",
+    "micro-batch": "micro-batch-size device-batch-size per-device-batch-size per-device-train-batch-size",
+    "steps": "max-steps num-steps n-steps train-steps total-steps max-iters num-iterations iterations iters",
+    "seq-len": "block-size sequence-length seq-length context-length context max-length max-seq-len max-seq-length length",
+    "precision": "dtype torch-dtype",
+    "out": "output-dir out-dir output save-dir",
+    "name": "run-name exp-name",
+    "data": "dataset data-dir data-path train-file input",
+    "clip": "grad-clip max-grad-norm clip-grad-norm gradient-clip",
+    "warmup": "warmup-steps warmup-iters num-warmup-steps",
+    "weight-decay": "wd",
+    "eval-every": "eval-interval eval-steps val-every",
+    "eval-batches": "eval-iters val-batches",
+    "save-every": "save-interval save-steps checkpoint-interval",
+    "keep": "save-total-limit",
+    "layers": "n-layer n-layers num-layers num-hidden-layers depth",
+    "heads": "n-head n-heads num-heads num-attention-heads",
+    "kv-heads": "n-kv-heads num-kv-heads num-key-value-heads",
+    "dim": "n-embd hidden-size d-model embed-dim width",
+    "hidden-dim": "intermediate-size ffn-dim mlp-dim",
+    "recompute": "gradient-checkpointing activation-checkpointing",
+    "model": "model-path model-name model-name-or-path checkpoint",
+    "init": "init-from model pretrained resume-from from-pretrained",
+    "max-new-tokens": "max-tokens num-tokens n-predict max-length length",
+    "temperature": "temp",
+    "top-k": "topk",
+    "top-p": "topp",
+    "max-batch": "batch-size batch",
+    "seed": "random-seed",
+    "resume": "resume-from-checkpoint continue",
+}  # fmt: skip
+VALUES = {  # option -> {what others write: xtrain's word}
+    "device": {"cuda": "gpu", "cuda:0": "gpu"},
+    "precision": {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "bf16-mixed": "bf16"},
+    "recompute": {"true": "block", "full": "block"},
+}
+HINTS = {  # options that xtrain does not have -> what to do
+    "epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
+    "num-train-epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
+    "gradient-accumulation-steps": "give the sequences of one forward pass with --micro-batch, and of a step with --batch",
+    "accumulate": "give the sequences of one forward pass with --micro-batch, and of a step with --batch",
+    "gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "num-gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "nproc-per-node": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "world-size": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "ddp": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "compile": "all kernels are compiled; --graph captures the step in a CUDA graph",
+    "bf16": "use --precision bf16",
+    "fp16": "fp16 is not supported: use --precision bf16",
+    "fp32": "use --precision fp32",
+    "amp": "use --precision bf16",
+    "tf32": "matrix products in fp32 are fp32: use --precision bf16 for speed",
+    "cpu": "use --device cpu",
+    "cuda": "use --device gpu",
+    "gpu": "use --device gpu",
+    "min-lr": "give it as a fraction of --lr with --min-lr-ratio",
+    "lr-scheduler": "the schedule is warm-up and cosine; for another see lessons/howto/change_the_model.md",
+    "lr-scheduler-type": "the schedule is warm-up and cosine; for another see lessons/howto/change_the_model.md",
+    "optimizer": "the optimizer is AdamW; for another see lessons/howto/change_the_model.md",
+    "optim": "the optimizer is AdamW; for another see lessons/howto/change_the_model.md",
+    "num-workers": "the tokens are mapped from disk, there are no workers: leave it out",
+    "config": "options are given on the command line: leave it out",
+    "wandb": "a run writes metrics.jsonl and report.html; --tensorboard logs for TensorBoard, too",
+    "report-to": "a run writes metrics.jsonl and report.html; --tensorboard logs for TensorBoard, too",
+    "dropout": "there is no dropout: leave it out",
+    "stream-output": "use --stream",
+    "lora": "see lessons/howto/change_the_model.md",
+}  # fmt: skip
+
+
+def parse(
+    kind: type[Options], prog: str, description: str | None = None,
+    arguments: list[str] | None = None, default: Options | None = None,
+) -> Options:  # fmt: skip
+    """The options of a command line, an instance of the dataclass `kind`. arguments None: those of the program.
+
+    Raises UserError for an option or a value with an obvious correction, SystemExit(2) for other mistakes, after tyro has
+    described them, and SystemExit(0) for --help.
+    """
+    import tyro
+
+    given = translated(kind, sys.argv[1:] if arguments is None else arguments)
+    more: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(kind, prog=prog, description=description, args=given, **more)
+
+
+def translated(kind: type, arguments: list[str]) -> list[str]:
+    """The arguments in xtrain's words. Raises UserError for an option that does not exist."""
+    types = {name.replace("_", "-"): t for name, t in typing.get_type_hints(kind).items()}
+    fields = [f.name.replace("_", "-") for f in dataclasses.fields(kind)]
+    known = [*fields, *(f"no-{name}" for name in fields if types[name] is bool), "help"]
+    found: list[str] = []
+    option = ""
+    for i, argument in enumerate(arguments):
+        if argument == "--":  # what follows are no options
+            return found + arguments[i:]
+        match = re.fullmatch(r"--([a-zA-Z][\w-]*)(=.*)?", argument, re.DOTALL)
+        if match and not match[1].startswith("tyro"):
+            option = _known_name(match[1].replace("_", "-"), known)
+            rest = match[2] or ""
+            found.append(f"--{option}" + (rest and "=" + _value(option, rest[1:], types)))
+        else:
+            found.append(_value(option, argument, types))
+            option = ""
+    return found
+
+
+def _known_name(name: str, known: list[str]) -> str:
+    """xtrain's name of an option. Raises UserError if there is none."""
+    for candidate in (name, name.lower()):
+        if candidate in known:
+            return candidate
+        for ours, others in OTHER_NAMES.items():
+            if ours in known and candidate in others.split():
+                return ours
+    if name.lower() in HINTS:
+        raise UserError(f"there is no option --{name}: {HINTS[name.lower()]}")
+    words = {word: ours for ours, others in OTHER_NAMES.items() if ours in known for word in others.split()}  # fmt: skip
+    near = difflib.get_close_matches(name.lower(), [*known, *words], 1, 0.6)
+    hint = f"did you mean --{words.get(near[0], near[0])}?" if near else "--help lists all"
+    raise UserError(f"there is no option --{name}: {hint}")
+
+
+def _value(option: str, value: str, types: dict[str, Any]) -> str:
+    """A value of an option in xtrain's words. Raises UserError for one that xtrain has no word for."""
+    value = VALUES.get(option, {}).get(value.lower(), value)
+    if option == "device" and re.fullmatch(r"cuda:\d+", value):
+        raise UserError(
+            f"--device {value}: choose a GPU with CUDA_VISIBLE_DEVICES={value[5:]} and give --device gpu"
+        )
+    if option == "precision" and value.lower() in ("fp16", "float16", "half", "16-mixed"):
+        raise UserError(f"--precision {value} is not supported: use bf16, or fp32")
+    kinds = {types.get(option), *typing.get_args(types.get(option))}
+    if int in kinds and float not in kinds:
+        if re.fullmatch(r"\d+_\d[\d_]*|\d+(\.\d+)?[eE]\+?\d+", value) and _whole(value):
+            return str(_whole(value))
+        if re.fullmatch(r"[-+]?\d*\.\d+|\d+\.|[-+]?\d+(\.\d+)?[eE][-+]?\d+", value):
+            raise UserError(f"--{option} {value}: give a whole number")
+    return value
+
+
+def _whole(value: str) -> int | None:
+    number = float(value.replace("_", ""))
+    return int(number) if number < 2**53 and number == int(number) else None
