@@ -235,9 +235,8 @@ class ShapeOptions:
     heads: int | None = None  # query heads; none: the preset's
     kv_heads: int | None = None  # key/value heads; none: the preset's, or as many as query heads
     head_dim: int | None = None  # width of a head; none: the preset's, or dim / heads
-    hidden_dim: int | None = (
-        None  # width of the MLP; none: the preset's, or about 8/3 of a given dim
-    )
+    # width of the MLP; none: the preset's, or about 8/3 of a given dim
+    hidden_dim: int | None = None
     qk_norm: bool | None = None  # RMSNorm over each query and key head; none: the preset's
     tie_embeddings: bool | None = None  # the output head is the embedding; none: the preset's
 

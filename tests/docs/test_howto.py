@@ -198,7 +198,10 @@ def test_options_in_the_text_exist(page):
     said = set()
     for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         said |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words))
+    from xtrain.options import OTHER_NAMES
+
     known = " ".join(help_of(program) for program in PROGRAMS)
+    known += "".join(f" --{word}" for others in OTHER_NAMES.values() for word in others.split())
     assert [o for o in sorted(said - OTHERS) if not re.search(rf"{o}(?![\w-])", known)] == []
 
 
