@@ -300,9 +300,8 @@ class TrainConfig(ShapeOptions):
     graph: bool = True
     # activation checkpointing: what backward recomputes instead of storing; less memory, slower, the same bits
     recompute: Literal["none", "attention", "block"] = "none"
-    init: str | None = (
-        None  # start from the weights in this folder: in Hugging Face format, or a run
-    )
+    # start from the weights in this folder: in Hugging Face format, or a run
+    init: str | None = None
     # newest checkpoints to keep, in addition to the one with the best validation loss; 0: keep all
     keep: int = 3
     resume: bool = False  # continue the run from its newest undamaged checkpoint
