@@ -107,6 +107,7 @@ ARCHITECTURES = {
             "rope_theta": 2000000.0,
         },
         written={"attention_bias": False, "mlp_bias": False} | _NO_WINDOW,
+        ignored=("pretraining_tp",),
     ),
     "MistralForCausalLM": Architecture(
         "mistral",

@@ -1,11 +1,11 @@
 """A bias of a linear layer: y = x w^T + b.   b: (O,)   y, dy: (N, O)
 
-    forward    every row of y is b before the matrix product, which adds to it (beta = 1 in gemm.py): b is added in
-               float32 to the sum of products, and y is rounded once
+    forward    every row of y is b, in y's dtype, before the matrix product, which adds to it (beta = 1 in gemm.py): the sum is
+               in float32, and y is rounded once more
     backward   db = sum_n dy
 
 y and dy are float32 or bf16, b and db float32. The sum over rows is that of a norm weight's gradient (add_column_sums in
-primitives/reduce.py): a fixed order, no atomics. In a product of few rows gemv.py adds the bias itself.
+primitives/reduce.py): a fixed order, no atomics. In a product of few rows gemv.py adds b itself, in float32.
 Bytes moved, forward: write y, which the product then reads. Backward: read dy. Both are small next to the product.
 """
 
