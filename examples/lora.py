@@ -11,9 +11,9 @@ import numpy as np
 import xtrain
 from xtrain import functional as F
 from xtrain.data.dataset import prepare
+from xtrain.formats.saved_runs import model_folder
 from xtrain.nn import Linear, Parameter
 from xtrain.nn.optim import clip
-from xtrain.serving.pretrained import model_folder
 
 
 class LoRA(Linear):

@@ -183,10 +183,9 @@ def test_no_gpu(tmp_path, capsys):
     assert "no usable GPU was found" in capsys.readouterr().err
 
 
-def test_unknown_option(tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        main(command(tmp_path, "--learning-speed", "1"))
-    assert stop.value.code == 2
+def test_unknown_option(tmp_path, capsys):
+    assert main(command(tmp_path, "--learning-speed", "1")) == 2
+    assert "there is no option --learning-speed" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ training/checkpoint.py writes them. Whatever takes the folder of a model takes t
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def open_checkpoint(folder: Path) -> Saved:
     return Saved(folder, state)
 
 
-def model_folder(folder: Path, warn: Callable[[str], None]) -> Path:
+def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
     """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
 
     Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
