@@ -19,7 +19,7 @@ def launched(number, monkeypatch):
 
     def recording(run):
         def recorded(kernel, grid, block, *args, shared=0):
-            scalars = [_launch._scalar(a) for a in args]
+            scalars = _launch.kernel_arguments(args)
             found[kernel, tuple(map(_launch.numba_type, scalars))] = None
             return run(kernel, grid, block, *args, shared=shared)
 

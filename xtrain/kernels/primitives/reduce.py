@@ -75,10 +75,10 @@ def make_add_column_sums_kernel(COLUMNS, overlap):
     ROWS_PER_WARP = 32 // COLUMNS  # rows that a warp reads at a time
 
     @kernel(32 * WARPS)
-    def add_column_sums_kernel(out_C, second_C, x, P, C):
+    def add_column_sums_kernel(out_C, second_C, terms, P, C):
         """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS). C: columns of out, then those of second.
 
-        out_C[c] += sum over p of x[p, c].  x: flat (P C).
+        out_C[c] += sum over p of terms[p, c].  terms: flat (P C).
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
         rows = cuda.local.array(IN_FLIGHT, float32)
@@ -94,7 +94,7 @@ def make_add_column_sums_kernel(COLUMNS, overlap):
         while p < P and c < C:
             for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
                 q = p + a * ROWS_PER_WARP * warps
-                rows[a] = load1(x, int64(q if q < P else p) * C + c)
+                rows[a] = load1(terms, int64(q if q < P else p) * C + c)
             for a in range(IN_FLIGHT):
                 acc += rows[a] if p + a * ROWS_PER_WARP * warps < P else float32(0.0)
             p += IN_FLIGHT * ROWS_PER_WARP * warps

@@ -17,7 +17,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +240,7 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
     (primitives/ptx.py).
     Raises TypeError for a float64 scalar, RuntimeError if the driver rejects the launch.
     """
-    converted = [_SCALARS[type(a)](a) if type(a) in _SCALARS else a for a in args]
+    converted = kernel_arguments(args)
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
@@ -256,6 +256,11 @@ def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -
         show_launch(LaunchEvent(kernel.py_func.__name__, False, cost), start)
     else:
         _launch_gpu(kernel, grid, block, converted, shared, overlap)
+
+
+def kernel_arguments(args: Sequence) -> list:
+    """args with Python's numbers as NumPy's. Raises TypeError for a float64 scalar."""
+    return [_SCALARS[type(a)](a) if type(a) in _SCALARS else a for a in args]
 
 
 def set_overlap(on: bool) -> None:
