@@ -370,8 +370,8 @@ class Engine:
         Without continuations: of every token of the prompts but the first, which nothing precedes.
         top: also report so many of the most likely tokens at each place, at most 20.
         Sequences are computed together, and what several of them begin with is computed once. Other threads may generate at
-        the same time. Raises UserError, before anything is computed, for an empty prompt or continuation, for a sequence that is
-        too long, or for an id that is no token.
+        the same time. The last token of a sequence is only predicted: there may be max_seq_len + 1. Raises UserError, before
+        anything is computed, for an empty prompt or continuation, for a sequence that is too long, or for an id that is no token.
         """
         requests = make_scoring_requests(prompts, continuations, self.config, self.max_seq_len, top)
         try:

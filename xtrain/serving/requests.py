@@ -189,9 +189,9 @@ def make_scoring_requests(
             tokens += _checked_tokens(f"continuation {i}", continuations[i], config)
         if len(tokens) == first:
             raise UserError(f"prompt {i} has one token, which nothing precedes: give at least two")
-        if len(tokens) > max_seq_len:
+        if len(tokens) > max_seq_len + 1:  # the last one is not computed
             raise UserError(
-                f"sequence {i} has {len(tokens)} tokens: give at most {max_seq_len}, or raise max_seq_len "
+                f"sequence {i} has {len(tokens)} tokens: give at most {max_seq_len + 1}, or raise max_seq_len "
                 f"({max_seq_len}; the model supports {config.context})"
             )
         scores = Scores(tokens, first, int(top))

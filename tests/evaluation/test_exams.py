@@ -1,0 +1,138 @@
+"""Multiple choice, cloze and generation: against log_softmax and `generate` of transformers, and accuracy by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from evaluating import evaluate, lines, logprobs, results, theirs
+from serving import TOKENIZER, make_folder
+
+from xtrain.evaluation.exams import extracted, normalized
+from xtrain.evaluation.tasks import Question
+
+CHOICES = ["return x", "(x):", "größe + x", "  #"]
+PROMPTS = ["def f", "return ", "größe", "x +"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def loglikelihood(model, tokenizer, prompt, continuation):
+    """lm-eval's definition. -> (sum of log-probabilities, is it greedy?)"""
+    n = len(prompt) - len(prompt.rstrip())
+    if n:
+        prompt, continuation = prompt[:-n], prompt[-n:] + continuation
+    ids, first = tokenizer(prompt + continuation).input_ids, len(tokenizer(prompt).input_ids)
+    rows = logprobs(model, ids)[first - 1 :]
+    assert len(rows)
+    return float(rows[range(len(rows)), ids[first:]].sum()), (rows.argmax(1) == ids[first:]).all()
+
+
+def test_choices(folder, tmp_path, capsys):
+    model, tokenizer = theirs(folder)
+    for delimiter in (" ", "\n"):
+        rows = [
+            {"prompt": p, "choices": CHOICES, "answer": i, "delimiter": delimiter}
+            for i, p in enumerate(PROMPTS)
+        ]
+        file = lines(tmp_path / "quiz.jsonl", *rows)
+        (found,) = results(capsys, tmp_path, folder, file)
+        want = [
+            [loglikelihood(model, tokenizer, p, delimiter + c)[0] for c in CHOICES] for p in PROMPTS
+        ]
+        got = [item["logprobs"] for item in found["items"]]
+        np.testing.assert_allclose(got, want, atol=2e-4)
+        lengths = [8, 4, 9, 3]  # characters, without the delimiter
+        acc = [np.argmax(row) == i for i, row in enumerate(want)]
+        norm = [np.argmax(np.array(row) / lengths) == i for i, row in enumerate(want)]
+        metrics = found["metrics"]
+        assert (metrics["acc"]["value"], metrics["acc_norm"]["value"]) == (
+            np.mean(acc),
+            np.mean(norm),
+        )
+        assert metrics["acc"]["stderr"] == pytest.approx(np.std(acc, ddof=1) / 2)
+        assert found["n"] == 4 and found["kind"] == "choice"
+    # The same answers with other right ones: all are right, or none is.
+    best = [int(np.argmax(row)) for row in want]
+    for shift, value in ((0, 1.0), (1, 0.0)):
+        changed = [row | {"answer": (b + shift) % 4} for row, b in zip(rows, best)]
+        (found,) = results(capsys, tmp_path, folder, lines(file, *changed))
+        assert found["metrics"]["acc"] == {"value": value, "stderr": 0.0}
+
+
+def test_cloze(folder, tmp_path, capsys):
+    model, tokenizer = theirs(folder)
+    rows = [{"prompt": p, "continuation": c} for p, c in zip(PROMPTS, CHOICES)]
+    for prompt in "x", "y", "return", "größe", "日":  # what the model says greedily, if text can say it
+        ids = tokenizer(prompt).input_ids
+        ids.append(int(logprobs(model, [*ids, 0])[-1].argmax()))
+        said = tokenizer.decode(ids)[len(prompt) :]
+        if said.strip() and tokenizer(prompt + said).input_ids == ids:
+            rows.append({"prompt": prompt, "continuation": said, "delimiter": ""})
+    assert len(rows) > len(PROMPTS)
+    file = tmp_path / "cloze.jsonl"
+    (found,) = results(capsys, tmp_path, folder, lines(file, *rows))
+    want = [loglikelihood(model, tokenizer, r["prompt"], r.get("delimiter", " ") + r["continuation"]) for r in rows]
+    np.testing.assert_allclose(
+        [item["logprob"] for item in found["items"]], [x for x, _ in want], atol=2e-4
+    )
+    assert found["metrics"]["acc"]["value"] == np.mean([greedy for _, greedy in want]) > 0
+    mean = np.mean([x for x, _ in want])
+    assert found["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(-mean), rel=1e-3)
+
+
+def test_generation(folder, tmp_path, capsys):
+    model, tokenizer = theirs(folder)
+    said = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        new = out[0, inputs.input_ids.shape[1] :]
+        said.append(tokenizer.decode(new, skip_special_tokens=True))
+    assert all(s.strip() for s in said)
+    rows = [
+        {"prompt": p, "answer": s if i else s + "?"} for i, (p, s) in enumerate(zip(PROMPTS, said))
+    ]
+    file, short = lines(tmp_path / "q.jsonl", *rows), ["--max-new-tokens", 12]
+    (found,) = results(capsys, tmp_path, folder, file, *short)
+    assert [item["text"] for item in found["items"]] == said
+    assert found["metrics"]["exact_match"]["value"] == 0.75
+    # A stop string, and an expression that finds one character.
+    stop = said[1][3]
+    (found,) = results(capsys, tmp_path, folder, file, *short, "--stop", stop, "--extract", "(.)$")
+    for item, text in zip(found["items"], said):
+        assert item["text"] == text.split(stop)[0]
+        assert item["found"] == (item["text"][-1:] or None)
+    (found,) = results(capsys, tmp_path, folder, file, *short, "--limit", 2)
+    assert found["n"] == 2
+
+
+def test_extraction_and_comparison():
+    gsm = Question(
+        where="", prompt="p", answer="a", extract=r"#### (-?[0-9.,]+)", ignore=(",", r"\$", r"\.$")
+    )
+    assert extracted(gsm, "so\n#### 1,042. or #### 7") == "1,042."
+    assert normalized(gsm, "1,042.") == "1042" and extracted(gsm, "42") is None
+    plain = Question(where="", prompt="p", answer="a", ignore_case=True)
+    assert extracted(plain, " Yes\n") == " Yes\n" and normalized(plain, " Yes\n") == "yes"
+    whole = Question(where="", prompt="p", answer="a", extract="[0-9]+")
+    assert extracted(whole, "a 12 b 13") == "12"
+
+
+def test_items_that_do_not_fit(folder, tmp_path, capsys):
+    whole, file = "x" + " x" * 63, tmp_path / "x.jsonl"
+    assert len(TOKENIZER.encode(whole)) == 64
+    good = {"prompt": whole, "choices": ["x", "y"], "answer": 0}  # the last token is only predicted
+    assert len(TOKENIZER.encode(whole + " x")) == 65
+    assert evaluate(capsys, folder, lines(file, good | {"choices": ["x", "x"]}))[0] == 0
+    for changes, want in [
+        ({"choices": ["x x", "x"]}, "the prompt and choice 1 have 66 tokens, the context only 64"),
+        ({"choices": ["x", "x x"]}, "the prompt and choice 2 have 66 tokens"),
+    ]:
+        rows = good | {"choices": ["x", "x"]}, good | changes
+        code, out, err = evaluate(capsys, folder, lines(file, *rows))
+        assert code == 2 and out == "" and f"x.jsonl line 2: {want}" in err
+    code, _, err = evaluate(capsys, folder, lines(file, {"prompt": "a", "answer": "b"}))
+    assert code == 2 and "line 1: the prompt has 1 tokens and the answer may have 256" in err

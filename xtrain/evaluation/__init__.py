@@ -1,0 +1,1 @@
+"""Evaluation: files of test items, perplexity, accuracy, exact match."""

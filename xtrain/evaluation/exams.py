@@ -1,0 +1,190 @@
+"""Each kind of item: its tokens, checked before anything is computed, and its metrics.
+
+    Text        perplexity, bits per byte
+    Choice      acc: the right choice has the highest log-probability; acc_norm: the highest one per character, without the
+                delimiter (lm-eval's definitions; the first of several that are equal wins)
+    Cloze       acc: each token of the continuation is the most likely one; perplexity: exp of -its mean log-probability
+                (as lm-eval's LAMBADA)
+    Question    exact_match: the generated answer is the right one
+"""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from .perplexity import byte_windows
+from .results import Metric, Result, perplexity, ratio, transformed
+from .scorer import Score, Scorer, Tokens
+from .tasks import Choice, Cloze, Item, Question, Task, Text
+
+
+class Exam(ABC):
+    """The items of a task, tokenized.
+
+    longest: tokens of the longest sequence, of which the engine must hold all.
+    The constructors raise UserError, which names file and line, for an item that does not fit into the context.
+    """
+
+    longest: int
+
+    @abstractmethod
+    def result(self, scorer: Scorer) -> Result:
+        """Compute. Raises UserError if the model's numbers are not numbers."""
+
+
+class TextExam(Exam):
+    """A text in windows of scorer.context tokens."""
+
+    def __init__(self, task: Task, texts: Sequence[Text], scorer: Scorer, stride: int):
+        self.task, (text,) = task, texts
+        ids = scorer.encode(text.text)
+        if len(ids) < 2:
+            raise UserError(
+                f"{text.where} has {len(ids)} token, and nothing precedes the first one: give a longer text"
+            )
+        self.windows = byte_windows(
+            text.text, ids, scorer.pretrained.tokenizer, scorer.context, stride
+        )
+        self.longest = min(len(ids), scorer.context)
+
+    def result(self, scorer: Scorer) -> Result:
+        scores = scorer.score([w.tokens for w in self.windows])
+        nlls = [-score.total for score in scores]
+        counts = [len(w.tokens.continuation) for w in self.windows]
+        in_bits = [nll / math.log(2) for nll in nlls]
+        metrics = {"perplexity": perplexity(nlls, counts)}
+        n_bytes = [w.n_bytes for w in self.windows]
+        if sum(n_bytes):  # else there are only special tokens
+            metrics["bits_per_byte"] = ratio(in_bits, n_bytes)
+        rows = zip(nlls, counts, n_bytes)
+        items = [{"nll": nll, "tokens": n, "bytes": b} for nll, n, b in rows]
+        return Result(self.task.path.name, "text", sum(counts), metrics, items)
+
+
+class ChoiceExam(Exam):
+    """Choices after their prompts. The engine computes a prompt once."""
+
+    def __init__(self, task: Task, items: Sequence[Choice], scorer: Scorer):
+        self.task, self.items = task, items
+        self.tokens = [
+            [fitting(scorer, x, choice, f"choice {i}") for i, choice in enumerate(x.choices, 1)]
+            for x in items
+        ]
+        self.longest = max(len(t) for row in self.tokens for t in row) - 1
+
+    def result(self, scorer: Scorer) -> Result:
+        scores = iter(scorer.score([t for row in self.tokens for t in row]))
+        found = [self._judged(x, [next(scores) for _ in x.choices]) for x in self.items]
+        metrics = {name: ratio([row[name] for row in found]) for name in ("acc", "acc_norm")}
+        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+
+    @staticmethod
+    def _judged(item: Choice, scores: list[Score]) -> dict[str, Any]:
+        totals = [score.total for score in scores]
+        per_character = np.array(totals) / [len(choice) for choice in item.choices]
+        return {
+            "where": item.where,
+            "answer": item.answer,
+            "logprobs": totals,
+            "acc": float(np.argmax(totals) == item.answer),
+            "acc_norm": float(np.argmax(per_character) == item.answer),
+        }
+
+
+class ClozeExam(Exam):
+    """Continuations after their prompts."""
+
+    def __init__(self, task: Task, items: Sequence[Cloze], scorer: Scorer):
+        self.task, self.items = task, items
+        self.tokens = [fitting(scorer, x, x.continuation, "the continuation") for x in items]
+        self.longest = max(map(len, self.tokens)) - 1
+
+    def result(self, scorer: Scorer) -> Result:
+        scores = scorer.score(self.tokens)
+        metrics: dict[str, Metric] = {
+            "acc": ratio([float(score.greedy) for score in scores]),
+            "perplexity": perplexity([-score.total for score in scores]),
+        }
+        found = [
+            {"where": x.where, "logprob": score.total, "acc": float(score.greedy)}
+            for x, score in zip(self.items, scores)
+        ]
+        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+
+
+class QuestionExam(Exam):
+    """Prompts that the model continues greedily."""
+
+    def __init__(self, task: Task, items: Sequence[Question], scorer: Scorer, max_new_tokens: int):
+        self.task, self.items, self.max_new_tokens = task, items, max_new_tokens
+        self.prompts = [scorer.encode(x.prompt) for x in items]
+        for x, ids in zip(items, self.prompts):
+            if len(ids) + max_new_tokens > scorer.context:
+                raise UserError(
+                    f"{x.where}: the prompt has {len(ids)} tokens and the answer may have {max_new_tokens}, the context "
+                    f"{scorer.context}: give a smaller --max-new-tokens, fewer --shots, or remove the line"
+                )
+        self.longest = max(map(len, self.prompts)) + max_new_tokens
+
+    def result(self, scorer: Scorer) -> Result:
+        texts = [""] * len(self.items)
+        for stop in {x.stop for x in self.items}:
+            numbers = [i for i, x in enumerate(self.items) if x.stop == stop]
+            new = scorer.generate([self.prompts[i] for i in numbers], self.max_new_tokens, stop)
+            for i, text in zip(numbers, new):
+                texts[i] = text
+        found = []
+        for x, text in zip(self.items, texts):
+            answer, right = extracted(x, text), extracted(x, x.answer)
+            right = x.answer if right is None else right
+            match = answer is not None and normalized(x, answer) == normalized(x, right)
+            found.append(
+                {"where": x.where, "text": text, "found": answer, "exact_match": float(match)}
+            )
+        metrics = {"exact_match": ratio([row["exact_match"] for row in found])}
+        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+
+
+def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:
+    """The tokens of an item and one continuation. Raises UserError if they are too many, or if the continuation has none."""
+    tokens = scorer.encode_pair(item.prompt, item.delimiter + continuation)
+    if not tokens.continuation:
+        raise UserError(
+            f"{item.where}: {name} has no token of its own after the prompt: change the text or the delimiter"
+        )
+    if len(tokens) > scorer.context + 1:  # the last one is only predicted
+        raise UserError(
+            f"{item.where}: the prompt and {name} have {len(tokens)} tokens, the context only {scorer.context}: "
+            "shorten them, give fewer --shots, or remove the line"
+        )
+    return tokens
+
+
+def extracted(item: Question, text: str) -> str | None:
+    """The answer in a text: the first match of item.extract, of its first group if it has one; None if there is none."""
+    if not item.extract:
+        return text
+    match = re.search(item.extract, text)
+    return None if match is None else match[1 if match.re.groups else 0]
+
+
+def normalized(item: Question, answer: str | None) -> str:
+    """An answer as it is compared."""
+    answer = answer or ""
+    for pattern in item.ignore:
+        answer = re.sub(pattern, "", answer)
+    return (answer.lower() if item.ignore_case else answer).strip()
+
+
+def together(results: Sequence[Result]) -> Result:
+    """The items of several files of one kind as one result; each item has the same weight."""
+    items = [item for result in results for item in result.items]
+    metrics = {name: ratio([item[name] for item in items]) for name in results[0].metrics}
+    return Result(
+        f"{len(results)} files", results[0].kind, sum(r.n for r in results), metrics, items=[]
+    )

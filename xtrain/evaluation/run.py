@@ -1,0 +1,173 @@
+"""Evaluate a model on files of test items: the command `xtrain evaluate`."""
+
+import re
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..cli import say
+from ..console import PrintableConsole
+from ..errors import UserError
+from ..serving.pretrained import Pretrained, load
+from .benchmarks import KINDS
+from .exams import ChoiceExam, ClozeExam, Exam, QuestionExam, TextExam, together
+from .results import Result, table, write_json
+from .scorer import Scorer
+from .tasks import Choice, Cloze, Item, Question, Task, read_task
+
+LESS_MEMORY = "use a smaller --max-batch, a smaller --context, or --precision bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Evaluate a model on files of test items."""
+
+    model: str  # a Hugging Face folder, or the folder of an xtrain run
+    # files: a text, or .jsonl and .csv whose fields say what they are (lessons/howto/evaluate.md)
+    tasks: tuple[str, ...]
+    shots: int = 0  # solved examples in front of each prompt
+    # the file with these examples; none: where MMLU and GSM8K have them, next to the task
+    examples: str | None = None
+    limit: int | None = None  # only the first items of each file
+    context: int | None = None  # tokens of a sequence, at most; none: what the model supports
+    stride: int | None = None  # tokens between two windows of a text; none: half the context
+    max_new_tokens: int = 256  # of a generated answer, at most
+    # end a generated answer before this text, instead of the task's own; may be given several times
+    stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    # a regular expression that finds the answer in a generated text, instead of the task's own
+    extract: str | None = None
+    json: str | None = None  # write all numbers to this file
+    max_batch: int = 32  # sequences at a time
+    # the numbers of an item do not depend on the other items, not even by rounding
+    batch_invariant: bool = False
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+
+
+def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:
+    """Evaluate options.tasks; print a table, and write options.json. -> one Result per file
+
+    pretrained: the model to use, instead of loading options.model.
+    Raises UserError for invalid options, files or model folders, before anything is computed.
+    """
+    o = options
+    _check(o)
+    tasks = [prepared(read_task(Path(file), KINDS, o.limit), o) for file in o.tasks]
+    p = pretrained or load(o.model, o.device, o.precision)
+    results = evaluate_tasks(p, tasks, o)
+    shown = [*results, *_pooled(results)]
+    PrintableConsole(highlight=False, markup=False, soft_wrap=True).print(table(shown))
+    if o.json is not None:
+        settings: dict[str, Any] = asdict(o) | {
+            "folder": str(p.folder), "device": p.model.device, "precision": p.model.precision,
+        }  # fmt: skip
+        write_json(Path(o.json), settings, shown)
+    return results
+
+
+def evaluate_tasks(p: Pretrained, tasks: list[Task], o: Options) -> list[Result]:
+    """Tokenize and check all tasks, then compute one after the other. Raises UserError."""
+    supported = p.model.config.context
+    context = supported if o.context is None else o.context
+    if not 2 <= context <= supported:
+        raise UserError(
+            f"--context must be from 2 to {supported}, the longest sequence of the model, got {context}"
+        )
+    stride = max(1, context // 2) if o.stride is None else o.stride
+    if not 1 <= stride <= context:
+        raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
+    scorer = Scorer(p, context, o.max_batch, o.batch_invariant)
+    exams = [_exam(task, scorer, stride, o.max_new_tokens) for task in tasks]
+    scorer.engine(max(exam.longest for exam in exams))
+    results = []
+    for task, exam in zip(tasks, exams):
+        start = time.perf_counter()
+        results.append(exam.result(scorer))
+        say(f"{task.path}: {task.kind}, {time.perf_counter() - start:.1f} s")
+    return results
+
+
+def prepared(task: Task, o: Options) -> Task:
+    """The task with examples in front of its prompts, and with the options' stop strings. Raises UserError."""
+    if task.kind == "text":
+        return task
+    changes: dict[str, Any] = {"stop": tuple(o.stop)} if o.stop else {}
+    changes |= {} if o.extract is None else {"extract": o.extract}
+    shots = _examples(task, o) if o.shots else []
+    items = []
+    for item in task.items:
+        assert isinstance(item, Item)
+        about = [x for x in shots if x.description == item.description][: o.shots]
+        if len(about) < o.shots:
+            raise UserError(
+                f"{item.where} needs {o.shots} examples, the file of examples has {len(about)} for it: give fewer --shots"
+            )
+        item = item.with_examples(about)
+        items.append(replace(item, **changes) if isinstance(item, Question) else item)
+    return Task(task.path, task.kind, items)
+
+
+def _examples(task: Task, o: Options) -> list[Item]:
+    """All items of the file of examples."""
+    if o.examples is not None:
+        candidates = [Path(o.examples)]
+    else:
+        candidates = [p for p in KINDS[task.kind].examples(task.path) if p.is_file()]
+    if not candidates:
+        raise UserError(f"--shots {o.shots}: there are no examples for {task.path}: give --examples FILE")
+    if candidates[0].resolve() == task.path.resolve():
+        raise UserError(
+            f"{task.path} would be its own file of examples, which has the answers: give another one with --examples"
+        )
+    found = read_task(candidates[0], KINDS)
+    if found.kind != task.kind:
+        raise UserError(
+            f"{found.path} is a file of kind {found.kind}, {task.path} of kind {task.kind}: give --examples of the same kind"
+        )
+    return [item for item in found.items if isinstance(item, Item)]
+
+
+def _exam(task: Task, scorer: Scorer, stride: int, max_new_tokens: int) -> Exam:
+    items: list[Any] = task.items
+    if task.kind == "text":
+        return TextExam(task, items, scorer, stride)
+    if isinstance(items[0], Choice):
+        return ChoiceExam(task, items, scorer)
+    if isinstance(items[0], Cloze):
+        return ClozeExam(task, items, scorer)
+    return QuestionExam(task, items, scorer, max_new_tokens)
+
+
+def _pooled(results: list[Result]) -> list[Result]:
+    """One more result for the files of MMLU, if there are several."""
+    by_kind = defaultdict(list)
+    for result in results:
+        by_kind[result.kind].append(result)
+    return [together(by_kind["mmlu"])] if len(by_kind["mmlu"]) > 1 else []
+
+
+def _check(o: Options) -> None:
+    if not o.tasks:
+        raise UserError("there is nothing to evaluate: give --tasks FILE")
+    least = {"shots": 0, "max_new_tokens": 1, "max_batch": 1, "limit": 1}
+    for name, n in least.items():
+        value = getattr(o, name)
+        if value is not None and value < n:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {n}, got {value}")
+    if "" in o.stop:
+        raise UserError(
+            "a --stop text is empty: give at least one character, or leave the option out"
+        )
+    if o.extract is not None:
+        try:
+            re.compile(o.extract)
+        except re.error as error:
+            raise UserError(
+                f"--extract {o.extract!r} is not a regular expression: {error}"
+            ) from None
+    if o.json is not None and not Path(o.json).absolute().parent.is_dir():
+        raise UserError(f"--json {o.json}: its folder does not exist: create it first")

@@ -1,0 +1,154 @@
+"""A model and its tokenizer as an examiner sees them: text in, log-probabilities or text out, many at a time.
+
+Prompt and continuation are divided as in lm-eval (lm_eval/api/model.py): both together are tokenized, and the continuation's
+tokens are those after as many as the prompt alone has. Spaces at the end of the prompt belong to the continuation.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..serving.engine import Engine
+from ..serving.pretrained import Pretrained
+from ..serving.text_generation import text_chunks
+from ..serving.text_stream import TextStream
+
+AT_A_TIME = 256  # sequences given to the engine; it computes max_batch of them at a time
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sequence of which the last tokens are scored."""
+
+    context: list[int]
+    continuation: list[int]
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.continuation)
+
+
+@dataclass(frozen=True)
+class Score:
+    """total: the log-probability of all tokens of a continuation.  greedy: is each of them the most likely one in its place?"""
+
+    total: float
+    greedy: bool
+
+
+@dataclass
+class Scorer:
+    """Scores and generates with one engine.
+
+    context: tokens of a sequence, at most. The last one is only predicted, so a scored sequence may have one more.
+    """
+
+    pretrained: Pretrained
+    context: int
+    max_batch: int = 32
+    batch_invariant: bool = False
+    _engine: Engine | None = field(default=None, repr=False)
+
+    # ------------------------------------------------------------------------- text to tokens
+    def encode(self, text: str) -> list[int]:
+        """-> ids, with the tokens that the tokenizer puts around a text, unless it begins with the first of them"""
+        begin = self._begin_token
+        known = self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace") if begin is not None else ""
+        special = not (known and text.startswith(known))
+        return self.pretrained.tokenizer.encode(text, special=special)
+
+    @property
+    def _begin_token(self) -> int | None:
+        tokenizer = self.pretrained.tokenizer
+        return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+    @property
+    def begin_token(self) -> int:
+        """The token that a text without anything before it follows: begin of text, else end of text. Raises UserError."""
+        begin = self._begin_token
+        if begin is None:
+            raise UserError(
+                "the tokenizer has no token that begins or ends a text, so its first token cannot be scored: "
+                "set bos_token in tokenizer_config.json"
+            )
+        return begin
+
+    def encode_pair(self, prompt: str, continuation: str) -> Tokens:
+        """The tokens of a prompt and of what follows it; after an empty prompt, begin_token is the context."""
+        if not prompt:
+            ids = self.pretrained.tokenizer.encode(continuation)
+            if ids[:1] == [self.begin_token]:
+                return Tokens(ids[:1], ids[1:])
+            return Tokens([self.begin_token], ids)
+        spaces = len(prompt) - len(prompt.rstrip())
+        if spaces:
+            prompt, continuation = prompt[:-spaces], prompt[-spaces:] + continuation
+        whole, n = self.encode(prompt + continuation), len(self.encode(prompt))
+        return Tokens(whole[:n], whole[n:])
+
+    # ------------------------------------------------------------------------- with the model
+    def engine(self, longest: int) -> Engine:
+        """An engine for sequences of `longest` tokens; the last one if it can serve them."""
+        longest = min(max(longest, 2), self.context)
+        if self._engine is None or self._engine.max_seq_len < longest:
+            self._engine = None  # its cache is free before the next one is allocated
+            self._engine = Engine(
+                self.pretrained.model, self.max_batch, longest, self.batch_invariant
+            )
+        return self._engine
+
+    def score(self, sequences: Sequence[Tokens]) -> list[Score]:
+        """The log-probabilities of continuations. Raises UserError if one is not a number."""
+        scores = []
+        for part in _parts(sequences):
+            engine = self.engine(max(map(len, part)) - 1)
+            found = engine.logprobs(
+                [s.context for s in part], [s.continuation for s in part], top=1
+            )
+            for tokens, x in zip(part, found):
+                if np.isnan(x.logprobs).any():
+                    raise UserError(
+                        "the model computes log-probabilities that are not numbers (NaN): its weights are damaged, use others"
+                    )
+                greedy = [row[0][0] for row in x.top] == tokens.continuation
+                scores.append(Score(x.total, greedy))
+        return scores
+
+    def generate(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, stop: Iterable[str], **options: Any
+    ) -> list[str]:
+        """The texts after prompts, up to a stop string, an end token, max_new_tokens or the end of the context.
+
+        options: as Engine.stream has them; without any, the most likely token is taken each time.
+        Raises UserError if the logits are not numbers.
+        """
+        tokenizer, stop = self.pretrained.tokenizer, list(stop)
+        end = self.pretrained.stop | (
+            frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+        )
+        texts: list[str] = []
+        for part in _parts(prompts):
+            engine = self.engine(max(map(len, part)) + max_new_tokens)
+            stream = engine.stream(part, max_new_tokens, stop=end, **options)
+            for _ in text_chunks(stream, [TextStream(tokenizer, stop) for _ in part]):
+                pass  # it ends sequences at stop strings
+            for completion in stream.completions:
+                if completion.reason == "nan":
+                    raise UserError(
+                        "the model computes logits that are not numbers (NaN): its weights are damaged, use others"
+                    )
+                ids = [token for token in completion if token not in tokenizer.special_ids]
+                texts.append(_cut(tokenizer.decode(ids), stop))
+        return texts
+
+
+def _parts(sequences: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    return (sequences[i : i + AT_A_TIME] for i in range(0, len(sequences), AT_A_TIME))
+
+
+def _cut(text: str, stop: list[str]) -> str:
+    """text up to the first stop string"""
+    ends = [text.find(s) for s in stop if s and s in text]
+    return text[: min(ends)] if ends else text

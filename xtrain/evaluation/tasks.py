@@ -1,0 +1,294 @@
+"""Files of test items: one task per file, its kind decided by the fields of the first line.
+
+    .txt                                              a text: perplexity
+    .jsonl  {"prompt", "choices", "answer"}           multiple choice; answer: the index of the right choice
+            {"prompt", "continuation"}                cloze: is the continuation what the model would say?
+            {"prompt", "answer"}                      generation: is the answer what the model says?
+            and the published files of HellaSwag, ARC, MMLU (also .csv) and GSM8K (benchmarks.py)
+
+Prompt and continuation are joined by a space, unless a line has another "delimiter"; a "description" comes first, before the
+examples of k-shot evaluation. What is wrong with a file is a UserError that names it and the line.
+"""
+
+import csv
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..data.text_files import read_text
+from ..errors import UserError
+from ..json_files import listed, reading
+
+BETWEEN_EXAMPLES = "\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text whose every token is scored."""
+
+    where: str  # the file
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A prompt and what should follow it."""
+
+    where: str  # file and line, for messages
+    prompt: str
+    delimiter: str = " "  # between the prompt and what follows it
+    description: str = ""  # in front of all examples and the prompt
+
+    @property
+    def target(self) -> str:
+        """The right continuation, without the delimiter."""
+        raise NotImplementedError
+
+    def with_examples(self, examples: list["Item"]) -> "Item":
+        """This item with solved examples in front of its prompt."""
+        shots = (x.prompt + x.delimiter + x.target + BETWEEN_EXAMPLES for x in examples)
+        prompt = self.description + "".join(shots) + self.prompt
+        return dataclasses.replace(self, prompt=prompt, description="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Item):
+    """Multiple choice: which of the choices has the highest log-probability after the prompt?"""
+
+    choices: tuple[str, ...]
+    answer: int  # index of the right one
+
+    @property
+    def target(self) -> str:
+        return self.choices[self.answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cloze(Item):
+    """Is each token of the continuation the most likely one?"""
+
+    continuation: str
+
+    @property
+    def target(self) -> str:
+        return self.continuation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Item):
+    """Does the model generate the answer?
+
+    stop: texts that end the generated one.  extract: a regular expression that finds the answer in a text, or "".
+    ignore: regular expressions; what they match is removed from both answers, one after the other, before they are compared.
+    ignore_case: compare in lower case.
+    """
+
+    answer: str
+    stop: tuple[str, ...] = ()
+    extract: str = ""
+    ignore: tuple[str, ...] = ()
+    ignore_case: bool = False
+
+    @property
+    def target(self) -> str:
+        return self.answer
+
+
+@dataclass(frozen=True)
+class Task:
+    """The items of one file."""
+
+    path: Path
+    kind: str  # the format: "text", a key of KINDS
+    items: list[Text] | list[Item]
+
+
+# ----------------------------------------------------------------------------- lines of a file
+@dataclass(frozen=True)
+class Record:
+    """One line: its fields, read with checks. Each method raises UserError for a field that is missing or wrong."""
+
+    path: Path
+    line: int
+    fields: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.path} line {self.line}"
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string with something in it; with a default it may be missing, or empty."""
+        value = self.fields.get(name, default)
+        if value is None:
+            raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
+        return self.check_text(value, f'"{name}"', may_be_empty=default is not None)
+
+    def check_text(self, value: Any, name: str, may_be_empty: bool = False) -> str:
+        """value, if it is valid text. name: as the message says it."""
+        if not isinstance(value, str):
+            raise UserError(
+                f"{self.where}: {name} must be a string, not {type(value).__name__}: fix or remove the line"
+            )
+        if not (may_be_empty or value.strip()):
+            raise UserError(f"{self.where}: {name} is empty: fill it in, or remove the line")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{self.where}: {name} has half a surrogate pair, which is not valid text: fix or remove the line"
+            ) from None
+        return value
+
+    def texts(self, name: str, values: Any = None, least: int = 2) -> tuple[str, ...]:
+        """A list of at least two different strings."""
+        values = self.fields.get(name) if values is None else values
+        if not isinstance(values, list):
+            raise UserError(f'{self.where} needs a list of strings in "{name}": add it')
+        found = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))
+        if len(found) < least:
+            raise UserError(
+                f'{self.where} has {len(found)} in the list "{name}": give at least {least} to choose from'
+            )
+        return found
+
+    def index(self, name: str, n: int) -> int:
+        """A whole number from 0 to n - 1."""
+        value = self.fields.get(name)
+        if value is None:
+            raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
+        if isinstance(value, str) and value.isascii() and value.isdigit():
+            value = int(value)  # HellaSwag on the Hugging Face Hub
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(
+                f'{self.where}: "{name}" must be the index of a choice, 0 to {n - 1}, not {value!r}'
+            )
+        if not 0 <= value < n:
+            raise UserError(
+                f'{self.where}: "{name}" is {value}, but there are {n} choices: give 0 to {n - 1}'
+            )
+        return value
+
+
+def json_records(path: Path) -> Iterator[Record]:
+    """The lines of a .jsonl; empty ones are skipped."""
+    with reading(path), open(path, "rb") as file:
+        for number in itertools.count(1):
+            raw, where = file.readline(), f"{path} line {number}"
+            if not raw:
+                return
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{where} is not UTF-8 (byte {error.start}): convert it to UTF-8"
+                ) from None
+            if line:
+                yield Record(path, number, _parsed(line, where))
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise UserError(f"{where} is not a JSON object: a .jsonl has one per line")
+    return fields
+
+
+def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
+    """The rows of a .csv, which may begin with a header. The line is the last one of the row."""
+    with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            for row in rows:
+                if not row or row == columns:
+                    continue
+                if len(row) != len(columns):
+                    raise UserError(
+                        f"{path} line {rows.line_num} has {len(row)} columns: it needs {', '.join(columns)}"
+                    )
+                yield Record(path, rows.line_num, dict(zip(columns, row)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{path} line {rows.line_num + 1} is not valid CSV in UTF-8: {error}"
+            ) from None
+
+
+# ----------------------------------------------------------------------------- kinds
+@dataclass(frozen=True)
+class Kind:
+    """A format of lines.
+
+    fields: what a line must have at least, to be recognized.  read: a line's item.
+    examples: where the published data set keeps its examples for k-shot evaluation, seen from a file: candidates.
+    """
+
+    fields: frozenset[str]
+    read: Callable[[Record], Item]
+    examples: Callable[[Path], list[Path]] = lambda path: []
+
+
+def _common(r: Record) -> dict[str, str]:
+    return {
+        "where": r.where, "prompt": r.text("prompt"), "delimiter": r.text("delimiter", " "),
+        "description": r.text("description", ""),
+    }  # fmt: skip
+
+
+def read_choice(r: Record) -> Item:
+    choices = r.texts("choices")
+    return Choice(**_common(r), choices=choices, answer=r.index("answer", len(choices)))
+
+
+def read_cloze(r: Record) -> Item:
+    return Cloze(**_common(r), continuation=r.text("continuation"))
+
+
+def read_question(r: Record) -> Item:
+    return Question(**_common(r), answer=r.text("answer"))
+
+
+def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> Task:
+    """The items of a file, at most `limit`.  kinds: of .jsonl and .csv files; the first one whose fields a line has.
+
+    Raises UserError for a file that cannot be read, is empty, or has a line that is not valid.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"{path} {what}: give a file of test items")
+    if path.suffix not in (".jsonl", ".csv"):
+        text = "".join(read_text(path))
+        if not text.strip():
+            raise UserError(f"{path} has no text: give a file that is not empty")
+        return Task(path, "text", [Text(where=str(path), text=text)])
+    records, kind = json_records(path), None
+    if path.suffix == ".csv":
+        records, kind = csv_records(path, MMLU_COLUMNS), "mmlu"
+    items: list[Item] = []
+    for record in records:
+        kind = kind or _kind_of(record, kinds)
+        items.append(kinds[kind].read(record))
+        if len(items) == limit:
+            break
+    if kind is None or not items:
+        raise UserError(f"{path} has no items: give a file that is not empty")
+    return Task(path, kind, items)
+
+
+MMLU_COLUMNS = ["question", "A", "B", "C", "D", "answer"]
+
+
+def _kind_of(record: Record, kinds: dict[str, Kind]) -> str:
+    for name, kind in kinds.items():
+        if kind.fields <= record.fields.keys():
+            return name
+    known = "; ".join(f"{name}: {', '.join(sorted(kind.fields))}" for name, kind in kinds.items())
+    raise UserError(
+        f"{record.where} has the fields {listed(sorted(record.fields)) or '(none)'}, which belong to no known task ({known}): "
+        "rename or add fields"
+    )
