@@ -95,6 +95,7 @@ def test_bad_files(tmp_path, capsys):
     assert "x.csv has no items" in refused("x.csv", b"")
     assert "x.csv line 1 has 2 columns: it needs question, A, B" in refused("x.csv", b"a,b\n")
     assert "x.csv line 1 is not valid CSV" in refused("x.csv", b'"a\n')
+    assert "x.csv line 2 is not valid CSV" in refused("x.csv", b"q,a,b,c,d,A\nq,\xff,b,c,d,A\n")
     row = (json.dumps(CHOICE) + "\n").encode()
     assert "--shots must be at least 0, got -1" in refused("x.jsonl", row, "--shots", "-1")
     assert "--limit must be at least 1, got 0" in refused("x.jsonl", row, "--limit", "0")

@@ -187,6 +187,7 @@ def generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[st
 def register() -> type:
     """Make "xtrain" a model of lm-eval. -> its class. Raises UserError if lm-eval is not installed."""
     try:
+        import lm_eval.models  # noqa: F401  registers its own models, which it does later only if there are none
         from lm_eval.api.model import LM
         from lm_eval.api.registry import model_registry, register_model
     except ImportError as error:

@@ -181,7 +181,7 @@ def json_records(path: Path) -> Iterator[Record]:
             if not raw:
                 return
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                line = _decoded(raw).strip()
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"{where} is not UTF-8 (byte {error.start}): convert it to UTF-8"
@@ -201,22 +201,25 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
-    """The rows of a .csv, which may begin with a header. The line is the last one of the row."""
-    with reading(path), open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
+    """The rows of a .csv, which may begin with a header. A row may have several lines; its first one is named."""
+    with reading(path), open(path, "rb") as file:
+        rows, begin = csv.reader(map(_decoded, file), strict=True), 1
         try:
             for row in rows:
+                line, begin = begin, rows.line_num + 1
                 if not row or row == columns:
                     continue
                 if len(row) != len(columns):
                     raise UserError(
-                        f"{path} line {rows.line_num} has {len(row)} columns: it needs {', '.join(columns)}"
+                        f"{path} line {line} has {len(row)} columns: it needs {', '.join(columns)}"
                     )
-                yield Record(path, rows.line_num, dict(zip(columns, row)))
+                yield Record(path, line, dict(zip(columns, row)))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{path} line {rows.line_num + 1} is not valid CSV in UTF-8: {error}"
-            ) from None
+            raise UserError(f"{path} line {begin} is not valid CSV in UTF-8: {error}") from None
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode().removeprefix("\ufeff")
 
 
 # ----------------------------------------------------------------------------- kinds
