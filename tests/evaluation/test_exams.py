@@ -8,7 +8,9 @@ from evaluating import evaluate, lines, logprobs, results, theirs
 from serving import TOKENIZER, make_folder
 
 from xtrain.evaluation.exams import extracted, normalized
+from xtrain.evaluation.scorer import Scorer
 from xtrain.evaluation.tasks import Question
+from xtrain.serving.pretrained import load
 
 CHOICES = ["return x", "(x):", "größe + x", "  #"]
 PROMPTS = ["def f", "return ", "größe", "x +"]
@@ -24,7 +26,9 @@ def loglikelihood(model, tokenizer, prompt, continuation):
     n = len(prompt) - len(prompt.rstrip())
     if n:
         prompt, continuation = prompt[:-n], prompt[-n:] + continuation
-    ids, first = tokenizer(prompt + continuation).input_ids, len(tokenizer(prompt).input_ids)
+    context = tokenizer(prompt).input_ids
+    first = len(context)
+    ids = context + tokenizer(prompt + continuation).input_ids[first:]
     rows = logprobs(model, ids)[first - 1 :]
     assert len(rows)
     return float(rows[range(len(rows)), ids[first:]].sum()), (rows.argmax(1) == ids[first:]).all()
@@ -119,6 +123,17 @@ def test_extraction_and_comparison():
     assert extracted(plain, " Yes\n") == " Yes\n" and normalized(plain, " Yes\n") == "yes"
     whole = Question(where="", prompt="p", answer="a", extract="[0-9]+")
     assert extracted(whole, "a 12 b 13") == "12"
+
+
+def test_a_prompt_keeps_its_own_tokens(folder):
+    """Also if its last one would be another one together with the continuation."""
+    scorer, text, differ = Scorer(load(folder, precision="fp32"), 64), "def f(x):\n    return größe", 0
+    for cut in range(1, len(text)):
+        pair = scorer.encode_pair(text[:cut], text[cut:])
+        context, whole = TOKENIZER.encode(text[:cut].rstrip()), TOKENIZER.encode(text)
+        assert (pair.context, pair.continuation) == (context, whole[len(context) :])
+        differ += context != whole[: len(context)]
+    assert differ > 3
 
 
 def test_items_that_do_not_fit(folder, tmp_path, capsys):

@@ -1,7 +1,8 @@
 """A model and its tokenizer as an examiner sees them: text in, log-probabilities or text out, many at a time.
 
-Prompt and continuation are divided as in lm-eval (lm_eval/api/model.py): both together are tokenized, and the continuation's
-tokens are those after as many as the prompt alone has. Spaces at the end of the prompt belong to the continuation.
+Prompt and continuation are divided as in lm-eval (lm_eval/api/model.py): the continuation's tokens are those of both texts
+together after as many as the prompt alone has, and the prompt's are its own, also where the first ones of both together differ.
+Spaces at the end of the prompt belong to the continuation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -85,8 +86,8 @@ class Scorer:
         spaces = len(prompt) - len(prompt.rstrip())
         if spaces:
             prompt, continuation = prompt[:-spaces], prompt[-spaces:] + continuation
-        whole, n = self.encode(prompt + continuation), len(self.encode(prompt))
-        return Tokens(whole[:n], whole[n:])
+        context, whole = self.encode(prompt), self.encode(prompt + continuation)
+        return Tokens(context, whole[len(context) :])
 
     # ------------------------------------------------------------------------- with the model
     def engine(self, longest: int) -> Engine:
