@@ -1,7 +1,7 @@
 """Evaluate a model:   python -m xtrain.evaluate --model FOLDER --tasks FILE [FILE ...] [--json results.json] ...
 
-Perplexity and bits per byte of a text, accuracy on multiple choice and cloze, exact match of generated answers. Files of HellaSwag,
-ARC, MMLU and GSM8K are read as they are published. lessons/howto/evaluate.md has the formats.
+Perplexity and bits per byte of a text, accuracy on multiple choice and cloze, exact match of generated answers. Files of
+HellaSwag, ARC, MMLU and GSM8K are read as they are published. lessons/howto/evaluate.md has the formats.
 """
 
 import sys

@@ -18,7 +18,7 @@ PAGES = [*ROOT.glob("lessons/*.md"), *ROOT.glob("lessons/howto/*.md"), *ROOT.glo
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
 # `python -m xtrain.NAME` anywhere, `xtrain NAME` at the start of a command; then its arguments
 COMMAND = re.compile(
-    r"(?:python -m xtrain\.|(?:^ *|[&|;(] *)xtrain +)(\w+)((?:\\\n|[^`\n#&|;])*)", re.M
+    r"(?:python -m xtrain\.|(?:^ *|[&|;(] *)xtrain +)(\w+)(?![\w.])((?:\\\n|[^`\n#&|;])*)", re.M
 )
 
 
@@ -104,7 +104,18 @@ def test_names_on_the_page_exist(page):
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta"]
+    "module",
+    [
+        "train",
+        "ddp",
+        "generate",
+        "chat",
+        "evaluate",
+        "report",
+        "compare",
+        "profile",
+        "convert_meta",
+    ],
 )
 def test_every_option_says_what_it_is(module):
     """Each help text is different: tyro gives a field without a comment that of the field above it."""
@@ -185,7 +196,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "ddp", "generate", "chat", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
+    "train", "ddp", "generate", "chat", "evaluate", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool", "--version",

@@ -23,7 +23,12 @@ AI2 = {
 HUB_ARC = {
     "id": "M1", "question": "Which?", "choices": {"text": ["p", "q", "r"], "label": ["1", "2", "3"]}, "answerKey": "2",
 }  # fmt: skip
-HUB_MMLU = {"question": " Which? ", "subject": "college_biology", "choices": list("pqrs"), "answer": 2}
+HUB_MMLU = {
+    "question": " Which? ",
+    "subject": "college_biology",
+    "choices": list("pqrs"),
+    "answer": 2,
+}
 GSM8K = {"question": "How many?", "answer": "40 + 2 = <<40+2=42>>42\n#### 1,042"}
 MMLU_TEXT = "Which?\nA. p\nB. q\nC. r\nD. s\nAnswer:"
 ABOUT = "The following are multiple choice questions (with answers) about {}.\n\n"
@@ -92,7 +97,7 @@ def test_mmlu(tmp_path):
     assert read(hub).items[1].prompt == ABOUT.format("anatomy") + MMLU_TEXT
     # Examples are of the same subject.
     dev = lines(tmp_path / "dev.jsonl", HUB_MMLU | {"question": "Else?"})
-    with pytest.raises(UserError, match="hub.jsonl line 2 needs 1 examples"):
+    with pytest.raises(UserError, match=r"hub\.jsonl line 2 needs 1 examples"):
         read(hub, shots=1, examples=str(dev))
     mmlu(tmp_path / "header.csv", ["question", *"ABCD", "answer"], row)
     assert len(read(tmp_path / "header.csv").items) == 1

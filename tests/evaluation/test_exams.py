@@ -69,7 +69,13 @@ def test_choices(folder, tmp_path, capsys):
 def test_cloze(folder, tmp_path, capsys):
     model, tokenizer = theirs(folder)
     rows = [{"prompt": p, "continuation": c} for p, c in zip(PROMPTS, CHOICES)]
-    for prompt in "x", "y", "return", "größe", "日":  # what the model says greedily, if text can say it
+    for prompt in (
+        "x",
+        "y",
+        "return",
+        "größe",
+        "日",
+    ):  # what the model says greedily, if text can say it
         ids = tokenizer(prompt).input_ids
         ids.append(int(logprobs(model, [*ids, 0])[-1].argmax()))
         said = tokenizer.decode(ids)[len(prompt) :]
@@ -78,7 +84,10 @@ def test_cloze(folder, tmp_path, capsys):
     assert len(rows) > len(PROMPTS)
     file = tmp_path / "cloze.jsonl"
     (found,) = results(capsys, tmp_path, folder, lines(file, *rows))
-    want = [loglikelihood(model, tokenizer, r["prompt"], r.get("delimiter", " ") + r["continuation"]) for r in rows]
+    want = [
+        loglikelihood(model, tokenizer, r["prompt"], r.get("delimiter", " ") + r["continuation"])
+        for r in rows
+    ]
     np.testing.assert_allclose(
         [item["logprob"] for item in found["items"]], [x for x, _ in want], atol=2e-4
     )
@@ -127,7 +136,11 @@ def test_extraction_and_comparison():
 
 def test_a_prompt_keeps_its_own_tokens(folder):
     """Also if its last one would be another one together with the continuation."""
-    scorer, text, differ = Scorer(load(folder, precision="fp32"), 64), "def f(x):\n    return größe", 0
+    scorer, text, differ = (
+        Scorer(load(folder, precision="fp32"), 64),
+        "def f(x):\n    return größe",
+        0,
+    )
     for cut in range(1, len(text)):
         pair = scorer.encode_pair(text[:cut], text[cut:])
         context, whole = TOKENIZER.encode(text[:cut].rstrip()), TOKENIZER.encode(text)

@@ -6,10 +6,10 @@ import pytest
 from evaluating import lines
 
 from xtrain import UserError
+from xtrain.evaluate import main
 from xtrain.evaluation.benchmarks import KINDS
 from xtrain.evaluation.run import Options, evaluate, prepared
 from xtrain.evaluation.tasks import Choice, Cloze, Question, read_task
-from xtrain.evaluate import main
 
 CHOICE = {"prompt": "a", "choices": ["b", "c"], "answer": 1}
 CLOZE = {"prompt": "a", "continuation": "b"}
@@ -90,7 +90,9 @@ def test_bad_files(tmp_path, capsys):
 
     assert "x.jsonl has no items" in refused("x.jsonl", b"\n\n")
     assert "line 2 is not UTF-8 (byte 2)" in refused("x.jsonl", b'\n{"\xff')
-    assert "line 1 has the fields b, which belong to no known task" in refused("x.jsonl", b'{"b":1}')
+    assert "line 1 has the fields b, which belong to no known task" in refused(
+        "x.jsonl", b'{"b":1}'
+    )
     assert "line 1 is not a JSON object" in refused("x.jsonl", b"[" * 100000)
     assert "x.csv has no items" in refused("x.csv", b"")
     assert "x.csv line 1 has 2 columns: it needs question, A, B" in refused("x.csv", b"a,b\n")

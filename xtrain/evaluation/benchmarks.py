@@ -6,6 +6,8 @@
     MMLU         Hendrycks et al. 2021, anatomy_test.csv: question, four choices, a letter, without a header;
                  on the Hub: question, subject, choices, answer
     GSM8K        Cobbe et al. 2021, test.jsonl: question, answer, which ends in "#### 42"
+
+A line that is not valid is a UserError that names the line and the field.
 """
 
 import re
@@ -47,7 +49,7 @@ def read_arc(r: Record) -> Item:
     """The choices are the texts, not their labels."""
     question, choices = r.fields["question"], r.fields.get("choices")
     if isinstance(question, dict):  # as published by AI2
-        question, listed = question.get("stem"), question.get("choices")
+        listed, question = question.get("choices"), question.get("stem")
         rows = listed if isinstance(listed, list) else []
         if not all(isinstance(row, dict) for row in rows):
             raise UserError(f'{r.where}: each of "choices" must have a text and a label: fix it')

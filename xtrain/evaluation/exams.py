@@ -6,6 +6,8 @@
     Cloze       acc: each token of the continuation is the most likely one; perplexity: exp of -its mean log-probability
                 (as lm-eval's LAMBADA)
     Question    exact_match: the generated answer is the right one
+
+Each metric has a standard error (results.py).
 """
 
 import math
@@ -18,7 +20,7 @@ import numpy as np
 
 from ..errors import UserError
 from .perplexity import byte_windows
-from .results import Metric, Result, perplexity, ratio, transformed
+from .results import Metric, Result, perplexity, ratio
 from .scorer import Score, Scorer, Tokens
 from .tasks import Choice, Cloze, Item, Question, Task, Text
 
@@ -138,7 +140,7 @@ class QuestionExam(Exam):
             new = scorer.generate([self.prompts[i] for i in numbers], self.max_new_tokens, stop)
             for i, text in zip(numbers, new):
                 texts[i] = text
-        found = []
+        found: list[dict[str, Any]] = []
         for x, text in zip(self.items, texts):
             answer, right = extracted(x, text), extracted(x, x.answer)
             right = x.answer if right is None else right

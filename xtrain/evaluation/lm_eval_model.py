@@ -74,8 +74,8 @@ class XtrainModel:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """(text,) -> the log-probability of all its tokens after begin_token, in windows of max_length tokens; the last one has as
-        much context as fits."""
+        """(text,) -> the log-probability of all its tokens after begin_token, in windows of max_length tokens; the last
+        one has as much context as fits."""
         texts = [request.args[0] for request in requests]
         windows = [self._rolling(self.scorer.encode(text)) for text in texts]
         scores = iter(self.scorer.score([tokens for found in windows for tokens in found]))
@@ -121,7 +121,9 @@ class XtrainModel:
         if not chat_template:
             return ""
         if chat_template is not True:
-            raise UserError(f"there is no chat template named {chat_template!r}: leave the name out")
+            raise UserError(
+                f"there is no chat template named {chat_template!r}: leave the name out"
+            )
         return self._template().source
 
     def apply_chat_template(

@@ -48,9 +48,7 @@ def byte_windows(
     """
     lengths = tokenizer.token_lengths.copy()
     lengths[list(tokenizer.special_ids)] = 0
-    found = [
-        Window(t, int(lengths[t.continuation].sum())) for t in windows(ids, context, stride)
-    ]
+    found = [Window(t, int(lengths[t.continuation].sum())) for t in windows(ids, context, stride)]
     # A tokenizer may put a space in front of a text, which is not in it, and special tokens may stand in the text itself.
     more = len(text.encode()) - int(lengths[np.array(ids)].sum())
     found[0] = Window(found[0].tokens, found[0].n_bytes + more)

@@ -36,9 +36,7 @@ class Result:
     items: list[dict[str, Any]]
 
 
-def ratio(
-    numerators: Sequence[float], denominators: Sequence[float] | None = None
-) -> Metric:
+def ratio(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> Metric:
     """sum x / sum y, with the standard error of a ratio estimator (Cochran 1977, section 6.4), without the finite population:
 
         se = sqrt(n / (n - 1) sum_i (x_i - r y_i)^2) / sum y

@@ -118,7 +118,9 @@ def _examples(task: Task, o: Options) -> list[Item]:
     else:
         candidates = [p for p in KINDS[task.kind].examples(task.path) if p.is_file()]
     if not candidates:
-        raise UserError(f"--shots {o.shots}: there are no examples for {task.path}: give --examples FILE")
+        raise UserError(
+            f"--shots {o.shots}: there are no examples for {task.path}: give --examples FILE"
+        )
     if candidates[0].resolve() == task.path.resolve():
         raise UserError(
             f"{task.path} would be its own file of examples, which has the answers: give another one with --examples"

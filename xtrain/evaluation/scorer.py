@@ -56,7 +56,11 @@ class Scorer:
     def encode(self, text: str) -> list[int]:
         """-> ids, with the tokens that the tokenizer puts around a text, unless it begins with the first of them"""
         begin = self._begin_token
-        known = self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace") if begin is not None else ""
+        known = (
+            self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace")
+            if begin is not None
+            else ""
+        )
         special = not (known and text.startswith(known))
         return self.pretrained.tokenizer.encode(text, special=special)
 

@@ -236,7 +236,7 @@ class Kind:
     examples: Callable[[Path], list[Path]] = lambda path: []
 
 
-def _common(r: Record) -> dict[str, str]:
+def _common(r: Record) -> dict[str, Any]:
     return {
         "where": r.where, "prompt": r.text("prompt"), "delimiter": r.text("delimiter", " "),
         "description": r.text("description", ""),
