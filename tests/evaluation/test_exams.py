@@ -7,6 +7,8 @@ import pytest
 from evaluating import evaluate, lines, logprobs, results, theirs
 from serving import TOKENIZER, make_folder
 
+from xtrain import UserError
+from xtrain.evaluation import run
 from xtrain.evaluation.exams import extracted, normalized
 from xtrain.evaluation.scorer import Scorer
 from xtrain.evaluation.tasks import Question
@@ -164,3 +166,16 @@ def test_items_that_do_not_fit(folder, tmp_path, capsys):
         assert code == 2 and out == "" and f"x.jsonl line 2: {want}" in err
     code, _, err = evaluate(capsys, folder, lines(file, {"prompt": "a", "answer": "b"}))
     assert code == 2 and "line 1: the prompt has 1 tokens and the answer may have 256" in err
+
+
+def test_a_broken_model(folder, tmp_path):
+    """Numbers that are not numbers end the command; none of them is a right or wrong answer."""
+    broken = load(folder, precision="fp32")
+    dict(broken.model.named_parameters())["model.norm.weight"].data[:] = np.nan
+    for row, want in (
+        ({"prompt": "a", "continuation": "b"}, "log-probabilities that are not numbers"),
+        ({"prompt": "a", "answer": "b"}, "logits that are not numbers"),
+    ):
+        tasks = (str(lines(tmp_path / "x.jsonl", row)),)
+        with pytest.raises(UserError, match=want):
+            run.evaluate(run.Options(model="", tasks=tasks, max_new_tokens=4), broken)

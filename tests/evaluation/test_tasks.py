@@ -103,6 +103,9 @@ def test_bad_files(tmp_path, capsys):
     assert "--limit must be at least 1, got 0" in refused("x.jsonl", row, "--limit", "0")
     assert "is not a regular expression" in refused("x.jsonl", row, "--extract", "(")
     assert "--stop text is empty" in refused("x.jsonl", row, "--stop", "")
+    assert "--json" in (said := refused("x.jsonl", row, "--json", str(tmp_path)))
+    assert "is a folder" in said
+    assert "without --shots" in refused("x.jsonl", row, "--examples", "x")
     assert "its folder does not exist" in refused("x.jsonl", row, "--json", f"{tmp_path}/no/x.json")
     for name, want in (("missing.jsonl", "does not exist"), ("", "is a folder")):
         with pytest.raises(UserError, match=want):

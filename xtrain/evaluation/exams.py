@@ -28,11 +28,12 @@ from .tasks import Choice, Cloze, Item, Question, Task, Text
 class Exam(ABC):
     """The items of a task, tokenized.
 
-    longest: tokens of the longest sequence, of which the engine must hold all.
+    longest: tokens of the longest sequence, of which the engine must hold all.  n_sequences: to be computed.
     The constructors raise UserError, which names file and line, for an item that does not fit into the context.
     """
 
     longest: int
+    n_sequences: int
 
     @abstractmethod
     def result(self, scorer: Scorer) -> Result:
@@ -52,7 +53,7 @@ class TextExam(Exam):
         self.windows = byte_windows(
             text.text, ids, scorer.pretrained.tokenizer, scorer.context, stride
         )
-        self.longest = min(len(ids), scorer.context)
+        self.longest, self.n_sequences = min(len(ids), scorer.context), len(self.windows)
 
     def result(self, scorer: Scorer) -> Result:
         scores = scorer.score([w.tokens for w in self.windows])
@@ -65,7 +66,7 @@ class TextExam(Exam):
             metrics["bits_per_byte"] = ratio(in_bits, n_bytes)
         rows = zip(nlls, counts, n_bytes)
         items = [{"nll": nll, "tokens": n, "bytes": b} for nll, n, b in rows]
-        return Result(self.task.path.name, "text", sum(counts), metrics, items)
+        return Result(str(self.task.path), "text", sum(counts), metrics, items)
 
 
 class ChoiceExam(Exam):
@@ -78,12 +79,13 @@ class ChoiceExam(Exam):
             for x in items
         ]
         self.longest = max(len(t) for row in self.tokens for t in row) - 1
+        self.n_sequences = sum(map(len, self.tokens))
 
     def result(self, scorer: Scorer) -> Result:
         scores = iter(scorer.score([t for row in self.tokens for t in row]))
         found = [self._judged(x, [next(scores) for _ in x.choices]) for x in self.items]
         metrics = {name: ratio([row[name] for row in found]) for name in ("acc", "acc_norm")}
-        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
 
     @staticmethod
     def _judged(item: Choice, scores: list[Score]) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class ClozeExam(Exam):
     def __init__(self, task: Task, items: Sequence[Cloze], scorer: Scorer):
         self.task, self.items = task, items
         self.tokens = [fitting(scorer, x, x.continuation, "the continuation") for x in items]
-        self.longest = max(map(len, self.tokens)) - 1
+        self.longest, self.n_sequences = max(map(len, self.tokens)) - 1, len(items)
 
     def result(self, scorer: Scorer) -> Result:
         scores = scorer.score(self.tokens)
@@ -116,7 +118,7 @@ class ClozeExam(Exam):
             {"where": x.where, "logprob": score.total, "acc": float(score.greedy)}
             for x, score in zip(self.items, scores)
         ]
-        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
 
 
 class QuestionExam(Exam):
@@ -132,6 +134,7 @@ class QuestionExam(Exam):
                     f"{scorer.context}: give a smaller --max-new-tokens, fewer --shots, or remove the line"
                 )
         self.longest = max(map(len, self.prompts)) + max_new_tokens
+        self.n_sequences = len(items)
 
     def result(self, scorer: Scorer) -> Result:
         texts = [""] * len(self.items)
@@ -149,7 +152,7 @@ class QuestionExam(Exam):
                 {"where": x.where, "text": text, "found": answer, "exact_match": float(match)}
             )
         metrics = {"exact_match": ratio([row["exact_match"] for row in found])}
-        return Result(self.task.path.name, self.task.kind, len(found), metrics, found)
+        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
 
 
 def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:

@@ -1,6 +1,8 @@
 """Evaluate a model on files of test items: the command `xtrain evaluate`."""
 
+import os
 import re
+import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
@@ -60,7 +62,8 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     p = pretrained or load(o.model, o.device, o.precision)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
-    PrintableConsole(highlight=False, markup=False, soft_wrap=True).print(table(shown))
+    width = None if sys.stdout.isatty() else 160  # long names of files stay on one line
+    PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {
             "folder": str(p.folder), "device": p.model.device, "precision": p.model.precision,
@@ -82,6 +85,7 @@ def evaluate_tasks(p: Pretrained, tasks: list[Task], o: Options) -> list[Result]
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
     scorer = Scorer(p, context, o.max_batch, o.batch_invariant)
     exams = [_exam(task, scorer, stride, o.max_new_tokens) for task in tasks]
+    scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in exams))
     scorer.engine(max(exam.longest for exam in exams))
     results = []
     for task, exam in zip(tasks, exams):
@@ -171,5 +175,13 @@ def _check(o: Options) -> None:
             raise UserError(
                 f"--extract {o.extract!r} is not a regular expression: {error}"
             ) from None
-    if o.json is not None and not Path(o.json).absolute().parent.is_dir():
-        raise UserError(f"--json {o.json}: its folder does not exist: create it first")
+    if o.examples is not None and not o.shots:
+        raise UserError("--examples changes nothing without --shots: say how many to use")
+    if o.json is not None:
+        folder = Path(o.json).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UserError(
+                f"--json {o.json}: its folder does not exist or is not writable: give another one"
+            )
+        if Path(o.json).is_dir():
+            raise UserError(f"--json {o.json} is a folder: give the name of a file")
