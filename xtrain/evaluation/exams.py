@@ -138,7 +138,7 @@ class QuestionExam(Exam):
 
     def result(self, scorer: Scorer) -> Result:
         texts = [""] * len(self.items)
-        for stop in {x.stop for x in self.items}:
+        for stop in dict.fromkeys(x.stop for x in self.items):  # in order: the same bits each time
             numbers = [i for i, x in enumerate(self.items) if x.stop == stop]
             new = scorer.generate([self.prompts[i] for i in numbers], self.max_new_tokens, stop)
             for i, text in zip(numbers, new):
