@@ -17,6 +17,7 @@ COMMANDS = {  # the command's name -> its module
     "ddp": "xtrain.ddp",
     "generate": "xtrain.generate",
     "chat": "xtrain.chat",
+    "serve": "xtrain.serve",
     "report": "xtrain.report.__main__",
     "compare": "xtrain.compare",
     "profile": "xtrain.profile",
