@@ -48,7 +48,7 @@ class Metrics:
     def __init__(self, engine: Engine):
         self.registry = prometheus.CollectorRegistry()
         self.registry.register(EngineFigures(engine))
-        names = dict(registry=self.registry)
+        names: dict[str, Any] = dict(registry=self.registry)
         self.refused = prometheus.Counter(
             "xtrain_refused", "requests refused by a full queue", **names
         )
