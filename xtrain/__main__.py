@@ -18,6 +18,7 @@ COMMANDS = {  # the command's name -> its module
     "generate": "xtrain.generate",
     "chat": "xtrain.chat",
     "evaluate": "xtrain.evaluate",
+    "serve": "xtrain.serve",
     "report": "xtrain.report.__main__",
     "compare": "xtrain.compare",
     "profile": "xtrain.profile",

@@ -56,10 +56,7 @@ class Conversation:
 
     def __init__(self, pretrained: Pretrained, engine: Engine, system: str | None = None):
         self.pretrained, self.engine, self.system = pretrained, engine, system
-        stop = set(pretrained.stop)
-        if pretrained.template and pretrained.tokenizer.eos_token_id is not None:
-            stop.add(pretrained.tokenizer.eos_token_id)
-        self.stop = frozenset(stop)
+        self.stop = pretrained.chat_stop
         self.completion: Completion | None = None
         self.reset()
 

@@ -33,6 +33,12 @@ class Pretrained:
         """The chat template; None if the folder has none. Raises UserError if it cannot be read."""
         return ChatTemplate.load(self.folder)
 
+    @property
+    def chat_stop(self) -> frozenset[int]:
+        """Tokens that end an answer in a chat: also the tokenizer's, if there is a template."""
+        eos = self.tokenizer.eos_token_id
+        return self.stop | ({eos} if self.template and eos is not None else set())
+
 
 def load(
     folder: str | Path, device: str = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"

@@ -1,0 +1,265 @@
+"""xtrain serve: OpenAI's client, errors, limits, disconnects and SIGTERM against a tiny model on the CPU."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+
+from twins import random_model, small  # noqa: E402
+
+from xtrain import Engine  # noqa: E402
+from xtrain.data.tokenizer import Tokenizer  # noqa: E402
+from xtrain.server.app import Limits, create_app  # noqa: E402
+from xtrain.serving import pretrained  # noqa: E402
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+HI = [{"role": "user", "content": "def f"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
+    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
+    random_model(config, device="cpu").save_pretrained(folder, tokenizer)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+class Served:
+    """An application in a thread of this process."""
+
+    def __init__(self, folder, api_key=None, limits=None):
+        p = pretrained.load(folder, "cpu")
+        self.engine = Engine(p.model, 2, 256, batch_invariant=True)
+        app = create_app(self.engine, p, "tiny", api_key, limits or Limits())
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        until(lambda: self.server.started)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(
+            base_url=self.url + "/v1", api_key=api_key or "x", max_retries=0
+        )
+
+    def close(self):
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    @property
+    def idle(self):
+        return not self.engine.unfinished_requests and len(self.engine.free_slots) == 2
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    served = Served(folder)
+    yield served
+    served.close()
+
+
+def ask(served, **options):
+    return served.client.chat.completions.create(
+        **{"model": "tiny", "messages": HI, "max_tokens": 12, "seed": 3} | options
+    )
+
+
+def test_chat_is_seeded_and_streams_the_same_text(served):
+    whole, again = ask(served, n=2), ask(served, n=2)
+    texts = [choice.message.content for choice in whole.choices]
+    assert texts == [choice.message.content for choice in again.choices] and texts[0] != texts[1]
+    assert ask(served).choices[0].message.content == texts[0]
+    assert whole.usage.completion_tokens <= 24 and whole.usage.prompt_tokens > 0
+    streamed, last = ["", ""], None
+    for chunk in ask(served, n=2, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+        last = chunk
+    assert streamed == texts and last.usage == whole.usage and not last.choices
+
+
+def test_completions_logprobs_and_stop(served):
+    create = served.client.completions.create
+    options = dict(model="tiny", max_tokens=8, temperature=0, logprobs=2)
+    (one,) = create(prompt="def f", **options).choices
+    assert len(one.logprobs.tokens) == len(one.logprobs.top_logprobs) == 8
+    assert one.logprobs.token_logprobs[0] == max(one.logprobs.top_logprobs[0].values())
+    both = create(prompt=["def f", "x"], **options).choices
+    assert both[0].text == one.text and both[1].index == 1
+    stop = one.text[2:4]
+    (cut,) = create(prompt="def f", stop=[stop], **options).choices
+    assert cut.text == one.text[: one.text.index(stop)] and cut.finish_reason == "stop"
+    chat = ask(served, logprobs=True, top_logprobs=3).choices[0]
+    assert len(chat.logprobs.content) == 12 and len(chat.logprobs.content[0].top_logprobs) == 3
+    assert chat.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "leaves no room"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    ],
+)
+def test_a_bad_request_is_a_sentence(served, change, says):
+    body = {"messages": HI} | change
+    answer = httpx.post(served.url + "/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and says in error["message"], error
+    assert error["type"] == "invalid_request_error" and served.idle
+
+
+def test_other_errors(served):
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        ask(served, model="other")
+    for method, path, status in [("GET", "/nothing", 404), ("GET", "/v1/completions", 405)]:
+        answer = httpx.request(method, served.url + path)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    assert httpx.get(served.url + "/health").json() == {"status": "ok"}
+    assert [m.id for m in served.client.models.list()] == ["tiny"]
+    assert "xtrain_slots 2.0" in httpx.get(served.url + "/metrics").text
+
+
+def test_malformed_bodies_never_fail_the_server(served):
+    rng = random.Random(0)
+    valid = {
+        "messages": HI,
+        "prompt": "a",
+        "max_tokens": 1,
+        "stop": "x",
+        "n": 1,
+        "seed": 1,
+        "top_k": 2,
+    }
+    values = [None, -1, 0, 1e999, 2**70, "", "\ud800", [], {}, [[]], [None], True, 0.5, {"a": [1]}]
+    with httpx.Client(base_url=served.url) as client:
+        for _ in range(200):
+            body = dict(valid)
+            for name in rng.sample(sorted(valid), rng.randint(1, 3)):
+                body[name] = rng.choice(values)
+            data = json.dumps(body).encode()
+            if rng.random() < 0.2:
+                data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
+            path = rng.choice(["/v1/chat/completions", "/v1/completions"])
+            answer = client.post(path, content=data)
+            assert answer.status_code in (200, 400), (answer.text, data)
+            assert "Traceback" not in answer.text
+    assert served.idle
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_frees_the_slot(served, stream):
+    body = {"messages": HI, "max_tokens": 200, "stream": stream, "n": 2, "seed": 1}
+    request = httpx.Client().build_request("POST", served.url + "/v1/chat/completions", json=body)
+    host, port = request.url.host, request.url.port
+    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+    with socket.create_connection((host, port)) as connection:
+        line = "POST /v1/chat/completions HTTP/1.1\r\n"
+        connection.sendall((line + head + "\r\n").encode() + request.content)
+        until(lambda: served.engine.active_requests)
+        running = list(served.engine.active_requests)
+    until(lambda: served.idle)
+    assert {r.completion.reason for r in running} == {"cancelled"}
+    assert all(len(r.completion) < 200 for r in running)
+
+
+def test_limits_and_key(folder):
+    served = Served(folder, "secret", Limits(body_bytes=3000, queue=1, seconds=30))
+    try:
+        assert httpx.get(served.url + "/v1/models").status_code == 401
+        with pytest.raises(openai.AuthenticationError):
+            served.client.with_options(api_key="wrong").models.list()
+        with pytest.raises(openai.APIStatusError, match="longer than 3000 bytes"):
+            ask(served, messages=[{"role": "user", "content": "x" * 4000}])
+        with ask(served, n=3, max_tokens=200, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as refused:
+                ask(served)
+            assert refused.value.response.headers["retry-after"] == "1"
+        until(lambda: served.idle)
+        assert ask(served).choices[0].message.content
+    finally:
+        served.close()
+
+
+def test_many_streams_with_disconnects_equal_solitary_answers(served):
+    alone = {seed: ask(served, seed=seed).choices[0].message.content for seed in range(4)}
+    wrong = []
+
+    def one(number):
+        text, cut = "", number % 3 == 0
+        with ask(served, seed=number % 4, stream=True) as stream:
+            for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if cut and text:
+                    return
+        if text != alone[number % 4]:
+            wrong.append(number)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    until(lambda: served.idle)
+    assert served.engine.pool.available == served.engine.pool.size
+    until(lambda: served.server.config.app.state.server.waiting == 0)
+
+
+def test_sigterm_completes_answers_and_exits_0(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "xtrain.serve", "--model", str(folder), "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], env=os.environ, stderr=subprocess.PIPE
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def listening():
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listening, 60)
+        body = {"prompt": "def f", "max_tokens": 150, "stream": True, "seed": 1}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"' in rest[-2]
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,1 @@
+"""A served model over HTTP, with the interface of OpenAI's API."""

@@ -1,0 +1,455 @@
+"""The HTTP interface: OpenAI's routes over one engine.
+
+    app = create_app(engine, pretrained)        an ASGI application, for uvicorn or any other server
+
+Every refusal is OpenAI's error object with one sentence. A client that disconnects frees its slots in the next step.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..errors import UserError
+from ..serving.engine import Engine
+from ..serving.pretrained import Pretrained
+from ..serving.requests import make_requests
+from .api import ChatRequest, CompletionRequest, Error, Sampling, Usage
+from .engine_thread import EngineThread, Job, Piece
+from .metrics import Metrics
+
+FINISH = {"stop": "stop", "length": "length", "full": "length"}  # engine's reason -> OpenAI's
+COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, and all together, may cost."""
+
+    body_bytes: int = 4 << 20
+    queue: int = 256  # sequences that wait for a slot
+    seconds: float = 600.0  # per request, waiting included
+
+
+class ApiError(Exception):
+    """A refusal. status: of HTTP.  headers: of the answer."""
+
+    def __init__(
+        self, status: int, message: str, headers: dict[str, str] | None = None, **fields: Any
+    ):
+        self.status, self.error, self.headers = status, Error(message=message, **fields), headers
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        return {"error": self.error.model_dump()}
+
+
+class JobResponse(StreamingResponse):
+    """Server-sent events of a job, which is closed however the response ends."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self.close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
+
+
+class Server:
+    """The routes' functions and what they share. Arguments: see create_app."""
+
+    def __init__(
+        self, engine: Engine, p: Pretrained, name: str, api_key: str | None, limits: Limits
+    ):
+        self.engine, self.pretrained, self.name, self.limits = engine, p, name, limits
+        self.api_key, self.created, self.waiting = api_key, int(time.time()), 0
+        self.thread, self.metrics = EngineThread(engine), Metrics(engine)
+
+    # ------------------------------------------------------------------------- routes
+    async def chat(self, http: HttpRequest) -> Response:
+        """/v1/chat/completions"""
+        body = await self._read(http, ChatRequest)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        wanted = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
+        return await self._answer(http, body, self._chat_tokens, wanted, top, Chat(self))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """/v1/completions"""
+        body = await self._read(http, CompletionRequest)
+        wanted = body.max_tokens or COMPLETION_TOKENS
+        text = Text(self)
+        return await self._answer(http, body, self._prompt_tokens, wanted, body.logprobs, text)
+
+    async def models(self, http: HttpRequest) -> Response:
+        """/v1/models and /v1/models/NAME"""
+        self._check_key(http)
+        name = http.path_params.get("name", self.name)
+        self._check_model(name)
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
+        single = "name" in http.path_params
+        return JSONResponse(card if single else {"object": "list", "data": [card]})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """/health"""
+        alive = self.thread.alive
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def show_metrics(self, http: HttpRequest) -> Response:
+        """/metrics"""
+        self._check_key(http)
+        return Response(self.metrics.text(), media_type=self.metrics.media_type)
+
+    # ------------------------------------------------------------------------- requests
+    def _check_key(self, http: HttpRequest) -> None:
+        if self.api_key is not None:
+            given = http.headers.get("authorization", "").encode()
+            if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
+                raise ApiError(
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    {"WWW-Authenticate": "Bearer"}, type="authentication_error", code="invalid_api_key",
+                )  # fmt: skip
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise ApiError(
+                404, f"there is no model {name!r} here: use {self.name!r}", code="model_not_found", param="model"
+            )  # fmt: skip
+
+    async def _read(self, http: HttpRequest, kind: type[Any]) -> Any:
+        """-> the checked body"""
+        self._check_key(http)
+        data, most = b"", self.limits.body_bytes
+        async for chunk in http.stream():
+            data += chunk
+            if len(data) > most:
+                raise ApiError(413, f"the body is longer than {most} bytes: send a shorter one")
+        try:
+            body = kind.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or None
+            raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where) from None
+        self._check_model(body.model)
+        return body
+
+    def _chat_tokens(self, body: ChatRequest) -> list[list[int]]:
+        template = self.pretrained.template
+        if template is None:
+            raise UserError("this model has no chat template: use /v1/completions")
+        text = template.render([message.plain() for message in body.messages])
+        return [self.pretrained.tokenizer.encode(text)]
+
+    def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        encode = self.pretrained.tokenizer.encode
+        prompts = prompt if several else [prompt]
+        return [encode(x, special=True) if isinstance(x, str) else x for x in prompts]
+
+    async def _answer(
+        self, http: HttpRequest, body: Sampling, tokens_of: Callable[[Any], list[list[int]]], wanted: int,
+        top: int | None, form: "Form",
+    ) -> Response:  # fmt: skip
+        """Compute the answers to a body. tokens_of: makes its prompts.  top: log-probabilities.  form: of the answer"""
+        prompts = await run_in_threadpool(tokens_of, body)
+        n, most = body.n or 1, self.engine.max_batch + self.limits.queue
+        if len(prompts) * n > most:
+            raise ApiError(
+                400, f"a request may have {most} answers in all: give fewer prompts or a smaller n"
+            )
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        requests = make_requests(
+            prompts, self.engine.config, self.engine.max_seq_len, form.stop(), seed, n,
+            max_new_tokens=min(wanted, self.engine.max_seq_len), logprobs=top, **body.options(),
+        )  # fmt: skip
+        if self.waiting + len(requests) > most:
+            self.metrics.refused.inc()
+            raise ApiError(
+                429, "the queue is full: try again later", {"Retry-After": "1"}, type="rate_limit_error",
+                code="queue_full",
+            )  # fmt: skip
+        form.n_prompt = sum(map(len, prompts))
+        job = Job(requests, self.pretrained.tokenizer, body.stops)
+        self.waiting += len(requests)
+        pieces = self._pieces(job)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return JobResponse(
+                _events(pieces, form, len(requests), usage), lambda: self._close(job)
+            )
+        try:
+            return JSONResponse(
+                form.whole(await _unless_disconnected(http, _all(pieces)), len(requests))
+            )
+        finally:
+            self._close(job)
+
+    async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
+        """The pieces of a job, which is submitted now. Raises ApiError if it fails."""
+        self.thread.submit(job)
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for piece in job:
+                    if piece.reason is not None and piece.reason not in FINISH:
+                        why = (
+                            "the model's logits are NaN"
+                            if piece.reason == "nan"
+                            else "the engine failed"
+                        )
+                        raise ApiError(500, f"{why}: see the server's log", type="server_error")
+                    yield piece
+        except TimeoutError:
+            message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
+            raise ApiError(504, message, type="timeout_error", code="timeout") from None
+
+    def _close(self, job: Job) -> None:
+        """Free what a job occupies; called once."""
+        job.close()
+        self.waiting -= len(job.requests)
+        self.metrics.observe(job)
+
+
+# ----------------------------------------------------------------------------- the form of answers
+class Form:
+    """One of OpenAI's two forms of an answer. n_prompt: tokens of the prompts."""
+
+    prefix, whole_object, chunk_object, n_prompt = "", "", "", 0
+
+    def __init__(self, server: Server):
+        self.p, self.tokens = server.pretrained, 0
+        self.head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": server.name,
+        }  # fmt: skip
+
+    def stop(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        return self.p.stop
+
+    def logprobs(self, pieces: list[Piece]) -> Any:
+        """Log-probabilities of the tokens of a sequence's pieces; None if there are none."""
+        raise NotImplementedError
+
+    def content(self, text: str, whole: bool) -> dict[str, Any]:
+        """The part of a choice that has the text."""
+        raise NotImplementedError
+
+    def choice(self, pieces: list[Piece], whole: bool) -> dict[str, Any]:
+        """What the client sees of some successive pieces of a sequence."""
+        self.tokens += sum(len(piece.tokens) for piece in pieces)
+        reason = pieces[-1].reason
+        return {
+            "index": pieces[0].index, **self.content("".join(p.text for p in pieces), whole),
+            "logprobs": self.logprobs(pieces), "finish_reason": reason and FINISH[reason],
+        }  # fmt: skip
+
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens so far."""
+        total = self.n_prompt + self.tokens
+        counts = Usage(
+            prompt_tokens=self.n_prompt, completion_tokens=self.tokens, total_tokens=total
+        )
+        return counts.model_dump()
+
+    def whole(self, pieces: list[Piece], n: int) -> dict[str, Any]:
+        """An answer without streaming. n: sequences."""
+        sequences = [[piece for piece in pieces if piece.index == i] for i in range(n)]
+        choices = [self.choice(sequence, True) for sequence in sequences]
+        return {**self.head, "object": self.whole_object, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream."""
+        return {**self.head, "object": self.chunk_object, "choices": choices}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The choice that opens a sequence in a stream, if there is one."""
+        return None
+
+    def token_text(self, token: int) -> tuple[str, list[int]]:
+        """-> (text, bytes) of one token"""
+        known = token < self.p.tokenizer.vocab_size
+        data = self.p.tokenizer.token_bytes[token] if known else b""
+        return data.decode("utf-8", "replace"), list(data)
+
+
+class Chat(Form):
+    """/v1/chat/completions"""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def stop(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        return self.p.chat_stop
+
+    def content(self, text: str, whole: bool) -> dict[str, Any]:
+        """The part of a choice that has the text."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"message": message} if whole else {"delta": {"content": text} if text else {}}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The choice that opens a sequence in a stream."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def logprobs(self, pieces: list[Piece]) -> Any:
+        """{"content": [one entry per token]}"""
+        entries = [
+            self._entry(token, chosen) | {"top_logprobs": [self._entry(t, x) for t, x in top]}
+            for piece in pieces
+            for token, (chosen, top) in zip(piece.tokens, piece.logprobs)
+        ]
+        return {"content": entries, "refusal": None} if entries else None
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self.token_text(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
+
+
+class Text(Form):
+    """/v1/completions"""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, server: Server):
+        super().__init__(server)
+        self.offsets: dict[int, int] = {}  # characters of the tokens of each sequence so far
+
+    def content(self, text: str, whole: bool) -> dict[str, Any]:
+        """The part of a choice that has the text."""
+        return {"text": text}
+
+    def logprobs(self, pieces: list[Piece]) -> Any:
+        """Lists with one value per token."""
+        tokens, chosen, tops, offsets = [], [], [], []
+        index = pieces[0].index
+        for piece in pieces:
+            for token, (value, top) in zip(piece.tokens, piece.logprobs):
+                text = self.token_text(token)[0]
+                tokens.append(text)
+                chosen.append(max(value, -9999.0))
+                tops.append({self.token_text(t)[0]: max(x, -9999.0) for t, x in top})
+                offsets.append(self.offsets.get(index, 0))
+                self.offsets[index] = offsets[-1] + len(text)
+        if not tokens:
+            return None
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return dict(zip(names, (tokens, chosen, tops, offsets)))
+
+
+# ----------------------------------------------------------------------------- asyncio
+async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+        return [piece async for piece in pieces]
+
+
+async def _unless_disconnected(http: HttpRequest, answer: Any) -> Any:
+    """await answer, but cancel it if the client disconnects. Raises ClientDisconnect."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _events(
+    pieces: AsyncIterator[Piece], form: Form, n: int, usage: bool
+) -> AsyncIterator[str]:
+    """The server-sent events of a stream. An error after the first one is an event, too."""
+    try:
+        async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+            for i in range(n):
+                if (first := form.first(i)) is not None:
+                    yield _event(form.chunk([first]))
+            async for piece in pieces:
+                choice = form.choice([piece], False)
+                if piece.text or piece.reason or choice["logprobs"]:
+                    yield _event(form.chunk([choice]))
+        if usage:
+            yield _event({**form.chunk([]), "usage": form.usage()})
+    except ApiError as error:
+        yield _event(error.body())
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+async def _refuse(http: HttpRequest, error: Any) -> Response:
+    """OpenAI's error object for any exception; the client sees no traceback."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # no client reads it
+    if isinstance(error, UserError):
+        error = ApiError(400, str(error))
+    elif isinstance(error, HTTPException):
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, dict(error.headers or {}))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed: see its log", type="server_error")
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def create_app(
+    engine: Engine,
+    pretrained: Pretrained,
+    name: str | None = None,
+    api_key: str | None = None,
+    limits: Limits = Limits(),
+) -> Starlette:
+    """-> an ASGI application that serves `engine`
+
+    pretrained: tokenizer, stop tokens and chat template of the engine's model.  name: of the model for clients; None: the
+    folder's.  api_key: what clients must send; None: nothing.
+    The engine's thread runs between the application's startup and shutdown.
+    """
+    name = name or pretrained.folder.resolve().name
+    server = Server(engine, pretrained, name, api_key, limits)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.thread.start()
+        yield
+        await run_in_threadpool(server.thread.stop)
+
+    routes = [
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.models),
+        Route("/health", server.health),
+        Route("/metrics", server.show_metrics),
+    ]
+    kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
+    app = Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, _refuse)
+    )
+    app.state.server = server
+    return app
