@@ -121,7 +121,6 @@ class ShardedAdamW(AdamW):
 
     def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
         """The update of the owned shards, and the all-gather of the new weights."""
-        self._compare_state()
         first, n_decay = 0, self.arena.n_decay
         for (a, b), (start, end) in zip(self.slices, self.owned):
             self.update_trained(start, end, first, hyper_3, factor_1)
@@ -161,6 +160,7 @@ class ShardedAdamW(AdamW):
 
     def clip(self, max_norm: float) -> tuple[Array, Array]:
         """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the same bits on all."""
+        self._compare_state()  # before gather_1: after it, other ranks may already send new weights here
         grads: Array = self.arena.grads
         squares = [sum_of_squares(grads[start:end]) for start, end in self.owned]
         stats = norm_and_factor(
