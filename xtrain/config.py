@@ -47,6 +47,7 @@ FEATURES = (
     "qk_norm",
     "qkv_bias",
     "no_rope_layers",
+    "sliding_window",
 )  # of ModelConfig, in which families of models differ
 FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no_rope_layers"}
 # Options that determine the numbers: a resumed run must have the same values, unless --allow-change names them. The same holds
@@ -87,6 +88,10 @@ class ModelConfig:
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # the output head is the embedding table
     no_rope_layers: tuple[int, ...] = ()  # whose queries and keys are not rotated (SmolLM3)
+    sliding_window: int = (
+        0  # keys that a query sees, itself among them; 0: all (Mistral v0.1, Qwen2)
+    )
+    full_attention_layers: tuple[int, ...] = ()  # that have no sliding window
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
@@ -129,14 +134,21 @@ class ModelConfig:
                 isinstance(getattr(self, name), bool),
                 f"{name} must be true or false, got {getattr(self, name)!r}",
             )
-        layers = self.no_rope_layers
-        ok = isinstance(layers, (tuple, list)) and all(type(i) is int for i in layers)
-        _need(ok, f"no_rope_layers must be numbers of layers, got {layers!r}")
+        for name in ("no_rope_layers", "full_attention_layers"):
+            layers = getattr(self, name)
+            ok = isinstance(layers, (tuple, list)) and all(type(i) is int for i in layers)
+            _need(ok, f"{name} must be numbers of layers, got {layers!r}")
+            _need(
+                all(0 <= i < self.n_layers for i in layers),
+                f"{name} names a layer beyond the {self.n_layers}: {list(layers)}",
+            )
+            object.__setattr__(self, name, tuple(sorted(set(layers))))
+        if self.sliding_window != 0:
+            self._positive_int("sliding_window", self.sliding_window)
         _need(
-            all(0 <= i < self.n_layers for i in layers),
-            f"no_rope_layers names a layer beyond the {self.n_layers}: {list(layers)}",
+            self.sliding_window > 0 or not self.full_attention_layers,
+            "full_attention_layers are given, but no sliding_window that the other layers have",
         )
-        object.__setattr__(self, "no_rope_layers", tuple(sorted(set(layers))))
         self._check_rope_scaling()
 
     @staticmethod
@@ -175,8 +187,19 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """The models of transformers that have these features: a key of FAMILIES; "" if none has all of them."""
-        return next((name for name, has in FAMILIES.items() if has == self.features), "")
+        """The models of transformers that have these features: a key of FAMILIES; "" if none has all of them.
+
+        A window is Mistral's, in all layers; or, in some or all layers, that of the others.
+        """
+        features = self.features.removesuffix("sliding_window").removesuffix(" with ")
+        found = next((name for name, has in FAMILIES.items() if has == features), "")
+        if found == "Llama" and self.sliding_window:
+            return "" if self.full_attention_layers else "Mistral"
+        return found
+
+    def window(self, layer: int) -> int:
+        """The sliding window of a layer, 0 for none."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window
 
     @property
     def features(self) -> str:

@@ -135,7 +135,7 @@ def test_every_tensor_has_its_hugging_face_name_and_shape(config):
 UNSUPPORTED = [
     ({"attention_bias": True}, "attention_bias True"),
     ({"mlp_bias": True}, "mlp_bias True"),
-    ({"use_sliding_window": True, "sliding_window": 4096}, "a sliding window of 4096 tokens"),
+    ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window must be a positive"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer type 'sliding_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -121,8 +121,8 @@ CONFIGS = [
     ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
     ({"attention_bias": True}, "attention_bias True"),
     (
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-        "a sliding window of 5 tokens",
+        {"use_sliding_window": True, "sliding_window": -5, "max_window_layers": 0},
+        "sliding_window must be a positive whole number",
     ),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE type 'longrope'"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),

@@ -4,11 +4,12 @@
     Qwen3ForCausalLM    qk_norm
     Qwen2ForCausalLM    qkv_bias; also Qwen2.5 and R1-Distill-Qwen
     SmolLM3ForCausalLM  no_rope_layers
-    MistralForCausalLM  a Llama, if the context is not longer than sliding_window
-    Phi3ForCausalLM     a Llama whose file has q, k, v in one tensor, and gate and up; also Phi-4
+    MistralForCausalLM  sliding_window in all layers; without it, a Llama
+    Phi3ForCausalLM     a Llama (with a window, a Mistral) whose file has q, k, v in one tensor, and gate and up; also Phi-4
     GraniteForCausalLM  a Llama with four multipliers; they are multiplied into the weights, so its head is not tied
 
-The last three are read as a Llama and written as one, which computes the same.
+The last two are read as a Llama and written as one, which computes the same. Qwen and SmolLM3 may have a sliding_window in
+some layers. A window that is not shorter than the context is none.
 Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
 inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
 raises UserError, which names the feature.
@@ -63,7 +64,8 @@ class Architecture:
 
     fields: of ModelConfig, that all its models have.  defaults: of transformers, for keys that config.json lacks.
     written: keys of config.json that only this class has; None: its models are written as a Llama.
-    ignored: keys of ALLOWED that it does not read.  gated: sliding_window counts only if use_sliding_window is true.
+    ignored: keys of ALLOWED that it does not read.
+    window: "all": sliding_window is that of all layers; "some": of some, if use_sliding_window is true; "": it has none.
     packed: {name of a tensor in the file: those whose rows it holds}.  multipliers: keys of config.json.
     """
 
@@ -72,7 +74,7 @@ class Architecture:
     defaults: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] | None = None
     ignored: tuple[str, ...] = ()
-    gated: bool = True
+    window: str = ""
     packed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     multipliers: tuple[str, ...] = ()
 
@@ -94,9 +96,10 @@ ARCHITECTURES = {
         {"qk_norm": True},
         _QWEN | {"head_dim": 128},
         {"attention_bias": False} | _NO_WINDOW,
+        window="some",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", {"qkv_bias": True}, _QWEN, _NO_WINDOW, ignored=("attention_bias",)
+        "qwen2", {"qkv_bias": True}, _QWEN, _NO_WINDOW, ("attention_bias",), "some"
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
@@ -108,16 +111,18 @@ ARCHITECTURES = {
         },
         written={"attention_bias": False, "mlp_bias": False} | _NO_WINDOW,
         ignored=("pretraining_tp",),
+        window="some",
     ),
     "MistralForCausalLM": Architecture(
         "mistral",
         defaults=_MISTRAL,
-        gated=False,
+        written={},
+        window="all",
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        gated=False,
+        window="all",
         packed={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -150,6 +155,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         **_rope_flags(c),
+        **_window_flags(c),
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
@@ -165,6 +171,17 @@ def _rope_flags(c):
     """no_rope_layers as SmolLM3 has them, if there are any."""
     flags = [int(i not in c.no_rope_layers) for i in range(c.n_layers)]
     return {"no_rope_layers": flags} if c.no_rope_layers else {}
+
+
+def _window_flags(c):
+    """The window as Mistral has it, or as Qwen and SmolLM3, if there is one."""
+    if not c.sliding_window:
+        return {}
+    if c.family == "Mistral":
+        return {"sliding_window": c.sliding_window}
+    kinds = ["sliding_attention" if c.window(i) else "full_attention" for i in range(c.n_layers)]
+    flags = {"use_sliding_window": True, "sliding_window": c.sliding_window}
+    return flags | {"layer_types": kinds, "max_window_layers": 0}
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -201,7 +218,8 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         raise UserError(
             f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
         )
-    _check_window(values, architecture, made)
+    window, full_layers = _window(values, architecture, made)
+    made = replace(made, sliding_window=window, full_attention_layers=full_layers)
     for key in architecture.multipliers:
         value = config.get(key, 1.0)
         if not _is_positive(value):
@@ -233,25 +251,49 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     raise UserError(f"model_type {model_type!r} is not supported: xtrain supports {known}")
 
 
-def _check_window(config: dict[str, Any], architecture: Architecture, made: ModelConfig) -> None:
-    """Raises UserError if some layer would attend to fewer tokens than the context has."""
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types") or []
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if architecture.gated:
-        some = "sliding_attention" in kinds if kinds else _some_window(config, made.n_layers)
-        window = window if config.get("use_sliding_window") and some else None
+def _window(
+    config: dict[str, Any], architecture: Architecture, made: ModelConfig
+) -> tuple[int, tuple[int, ...]]:
+    """-> the sliding window, 0 for none, and the layers without it. Raises UserError for what transformers would not do."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    layers, gated = range(made.n_layers), architecture.window != "all"
+    if gated and not config.get("use_sliding_window"):
+        window = None
     if window is not None and not (type(window) is int and window > 0):
         raise UserError(f"sliding_window must be a positive whole number, got {window!r}")
-    if window is not None and window < made.context:
-        raise UserError(
-            f"it needs a sliding window of {window} tokens, which xtrain does not support: to use the model for texts "
-            f"of at most {window} tokens, set max_position_embeddings to {window}"
-        )
+    if not kinds:
+        kinds = [_layer_type(config, architecture, made, i) for i in layers]
+    kinds = kinds if isinstance(kinds, list) else [kinds]
     known = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     unknown = [kind for kind in kinds if kind not in known]
-    if unknown:
+    if unknown and not (window is None and architecture.window == "some"):
         raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
+    if unknown:
+        raise UserError(
+            f"it needs the layer type {unknown[0]!r}, but has no sliding_window: set use_sliding_window to true"
+        )
+    if window is None or window >= made.context or "sliding_attention" not in kinds:
+        return 0, ()
+    if len(kinds) != len(layers):
+        raise UserError(f"layer_types has {len(kinds)} entries for {len(layers)} layers")
+    if not architecture.window:
+        raise UserError(
+            f"it needs a sliding window of {window} tokens, which {architecture.model_type} has not"
+        )
+    full = tuple(i for i in layers if kinds[i] == "full_attention")
+    return window, full if gated else ()
+
+
+def _layer_type(config, architecture, made, i):
+    """Of layer i, if the config has no layer_types: as transformers chooses it."""
+    if architecture.model_type == "smollm3":
+        windowed = i in made.no_rope_layers
+    else:  # Qwen: from max_window_layers on
+        first = config.get("max_window_layers", 0)
+        windowed = not (type(first) is int and i < first) or architecture.window == "all"
+    if architecture.window != "all" and not config.get("use_sliding_window"):
+        windowed = False
+    return "sliding_attention" if windowed and config.get("sliding_window") else "full_attention"
 
 
 def _no_rope_layers(config, n_layers):
@@ -266,12 +308,6 @@ def _no_rope_layers(config, n_layers):
     if len(flags) != n_layers:
         raise UserError(f"no_rope_layers has {len(flags)} entries for {n_layers} layers")
     return tuple(i for i, flag in enumerate(flags) if not flag)
-
-
-def _some_window(config, n_layers):
-    """Does a layer have a window, if layer_types is missing? In Qwen's models those from max_window_layers on."""
-    first = config.get("max_window_layers", 0)
-    return not (type(first) is int and first >= n_layers)
 
 
 def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:

@@ -23,6 +23,7 @@ from ..kernels import softmax as _softmax
 from ..kernels import swiglu as _swiglu
 from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
+from ..kernels.attention.key_bounds import UNBOUNDED
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.primitives.flat import same_place
 from ..kernels.runtime.invariance import is_batch_invariant
@@ -241,27 +242,27 @@ class QKNormRope(Function):
 class Attention(Function):
     """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
 
-    bf16 uses FlashAttention, float32 matrix products around a softmax, in batch-invariant mode FlashAttention too. Both read v
-    from a packed array and write dv into one.
+    bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode, and with a sliding window or
+    documents (kernels/attention/key_bounds.py), FlashAttention too. Both read v a packed array and write dv into one.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal):
-        flash = q.dtype.name == "bfloat16" or is_batch_invariant()
+    def forward(ctx, q, k, v, scale, causal, bounds=UNBOUNDED):
+        flash = q.dtype.name == "bfloat16" or is_batch_invariant() or bounds is not UNBOUNDED
         if flash:
-            o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal)
+            o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal, bounds)
             saved = q, k, v, o, lse
         else:
             o, saved = _attention.attention_fwd(q, k, v, scale, causal)
-        ctx.save(flash, scale, causal, *saved)
+        ctx.save(flash, scale, causal, bounds, *saved)
         return o
 
     @staticmethod
     def backward(ctx, do):
         dv = gradient_view_for(ctx, 2)
-        flash, scale, causal, *saved = ctx.saved
+        flash, scale, causal, bounds, *saved = ctx.saved
         if flash:
-            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv)
+            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv, bounds)
         return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
 
 

@@ -71,17 +71,18 @@ class Attention(Module):
     """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output projection.
 
     rotary False: without RoPE, so the layer sees the order of tokens only through the mask.
+    window: keys that a query sees, itself among them; 0: all.
     `qkv` is the packed projection to q, k and v. The block computes it together with the norm before it, see add_norm_linear.
     """
 
-    def __init__(self, c: ModelConfig, rotary: bool = True):
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
         self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
         self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
-        self.config, self.rotary = c, rotary
+        self.config, self.rotary, self.window = c, rotary, window
 
     def __call__(self, x_NC: Tensor, sequences: Sequences) -> Tensor:
         """x (N, C), the rows of `sequences` -> (N, C)"""
@@ -98,6 +99,7 @@ class Attention(Module):
         c = self.config
         D, H, G, scale = c.head_dim, c.n_heads, c.n_kv_heads, c.head_dim**-0.5
         sequences = sequences if self.rotary else sequences.unrotated()
+        sequences = sequences.windowed(self.window) if self.window else sequences
         norms = (self.q_norm, self.k_norm) if c.qk_norm else ()
         if all(type(norm) is RMSNorm for norm in norms):
             q_w_D, k_w_D = [norm.weight for norm in norms] or (None, None)
@@ -137,8 +139,8 @@ class Block(Module):
     such a pair. Any module may be replaced: one that is not the library's own is called.
     """
 
-    def __init__(self, c: ModelConfig, rotary: bool = True):
-        self.self_attn, self.mlp = Attention(c, rotary), MLP(c)
+    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
+        self.self_attn, self.mlp = Attention(c, rotary, window), MLP(c)
         self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
@@ -192,7 +194,7 @@ class Decoder(Module):
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
-        self.layers = [Block(c, i not in c.no_rope_layers) for i in range(c.n_layers)]
+        self.layers = [Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
         self.norm = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
@@ -443,7 +445,15 @@ class Transformer(Module):
                 path in [f"model.layers.{i}.self_attn." for i in self.config.no_rope_layers]
             ):
                 found.append(f"{path}rotary")
+            elif isinstance(module, Attention) and module.window != self._window_at(path):
+                found.append(f"{path}window")
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+
+    def _window_at(self, path: str) -> int:
+        """The window that the config gives the attention at `path`."""
+        c = self.config
+        paths = {f"model.layers.{i}.self_attn.": c.window(i) for i in range(c.n_layers)}
+        return paths.get(path, 0)
 
     def load_weights(self, folder: str | Path) -> None:
         """Read the weights of a folder that `save_pretrained` or a run has written. The model may have a `variation`.

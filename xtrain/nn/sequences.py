@@ -6,11 +6,12 @@
 The model passes one such object to every block, and only attention uses it. So one forward serves both.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import ModelConfig
 from ..device import Array, is_gpu, to_device
+from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.rope import rope_tables
 from ..kernels.runtime.launch import zeros
 from . import functional as F
@@ -62,6 +63,7 @@ class Sequences:
 
     cos, sin (P, D/2): of every position. `dataclasses.replace` gives an attention other tables.
     dtype: of everything but the residual stream; None: the same.  recompute: what backward recomputes, see Transformer.
+    window: keys that a query sees, itself among them; 0: all.
     """
 
     B: int
@@ -70,6 +72,7 @@ class Sequences:
     sin_PR: Array
     dtype: Any
     recompute: str
+    window: int = field(default=0, kw_only=True)
 
     @property
     def positions_N(self) -> Array | None:
@@ -95,6 +98,10 @@ class Sequences:
         cos, sin = _unrotated_tables(self.cos_PR)
         return replace(self, cos_PR=cos, sin_PR=sin)
 
+    def windowed(self, window: int) -> "Sequences":
+        """The same sequences for a layer with a sliding window."""
+        return replace(self, window=window)
+
     def rope(self, x_NHD: Tensor) -> Tensor:
         """Rotate each row to its position."""
         return F.rope(x_NHD, self.cos_PR, self.sin_PR, self.positions_N, self.T)
@@ -105,7 +112,8 @@ class Sequences:
         q_BTHD, k_BTGD, v_BTGD = (
             x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
         )
-        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True)
+        bounds = KeyBounds(self.window) if 0 < self.window < self.T else UNBOUNDED
+        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True, bounds)
         return o_BTHD.reshape(q_NHD.shape[0], -1)
 
     def wanted_rows(self, x_NC: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ class CachedSequences(Sequences):
         return Tensor(
             decode_attention(
                 qkv_NP.data, k_RGSD, v_RGSD, self.history_A, self.tables_AM, self.cos_PR,
-                self.sin_PR, *norms, eps, scale, True,
+                self.sin_PR, *norms, eps, scale, True, self.window,
             )
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ class CachedSequences(Sequences):
         blocks_N, offsets_N, _ = self._placed()
         append_kv(k_RGSD, v_RGSD, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
         tables = self.edges_E, self.history_A, self.tables_AM
-        o_NHD = context_attention(q_NHD.data, k_RGSD, v_RGSD, *tables, self.T, scale)
+        o_NHD = context_attention(q_NHD.data, k_RGSD, v_RGSD, *tables, self.T, scale, self.window)
         return Tensor(o_NHD.reshape(len(o_NHD), -1))
 
     def wanted_rows(self, x_NC):

@@ -2,7 +2,7 @@
 
 MFU = floating-point operations that the model's mathematics needs per second / peak of the GPU in the precision in use.
 Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the backward; the embedding look-up needs none) and
-12 L H D T / 2 for causal attention.
+12 L H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T.
 """
 
 from ..device import cupy
@@ -31,7 +31,10 @@ def flops_per_token(model: Transformer, T: int) -> float:
         t.size for n, t in model.named_parameters() if t.ndim == 2 and "embed_tokens" not in n
     )
     head = c.vocab_size * c.dim if c.tie_embeddings else 0  # the table is used as a matrix too
-    return 6 * (matrices + head) + 6 * c.n_layers * c.n_heads * c.head_dim * T
+    keys = 0.0  # twice the mean number that a query sees, over all layers
+    for window in (c.window(i) for i in range(c.n_layers)):
+        keys += T if not 0 < window < T else 2 * window - window * window / T
+    return 6 * (matrices + head) + 6 * keys * c.n_heads * c.head_dim
 
 
 def peak_flops(precision: str) -> float | None:

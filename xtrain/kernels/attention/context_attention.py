@@ -4,6 +4,7 @@
 
     Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of its sequence:
                s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
+    With a window W > 0 it sees only the last W of them, itself included (key_bounds.py).
     Key p is in block tables[a, p // S] of the cache, at offset p % S (kernels/decoding/kv_cache.py).
 
 This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in
@@ -69,11 +70,13 @@ from .flash_attention_bf16 import (
     LOWEST,
     fwd_shared_bytes,
     make_finish,
+    make_hide_early,
     make_hide_keys,
     make_softmax,
 )
 from .flash_attention_hopper import paged_forward
 from .flash_attention_table import Tiles
+from .key_bounds import KeyBounds, make_first_key
 
 NAN = np.float32(np.nan)
 HOPPER_BLOCK = (
@@ -82,7 +85,7 @@ HOPPER_BLOCK = (
 
 
 # ----------------------------------------------------------------------------- reference
-def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale):
+def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale, window=0):
     """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
     o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
@@ -91,14 +94,17 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
         if past < 0:
             continue
         T, n = last - first, past + last - first
+        bounds = KeyBounds(window)
         k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
         if is_batch_invariant():
             q_THD = q_NHD[first:last].astype(wide)
-            o_NHD[first:last] = tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past)[0]
+            first_T = bounds.first_key(0, T, n) if window else None
+            o_NHD[first:last] = tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past, first_T)[0]
             continue
         q_GRTD = q_NHD[first:last].reshape(T, G, H // G, D).transpose(1, 2, 0, 3).astype(wide)
         s_GRTS = q_GRTD @ k_GSD[:, None].swapaxes(2, 3) * wide.type(scale)
-        s_GRTS = np.where(np.tri(T, n, past, dtype=bool), s_GRTS, wide.type(-np.inf))
+        seen_TS = np.tri(T, n, past, dtype=bool) & ~bounds.hidden(T, n)[0]
+        s_GRTS = np.where(seen_TS, s_GRTS, wide.type(-np.inf))
         p_GRTS = np.exp(s_GRTS - s_GRTS.max(-1, keepdims=True, initial=-np.inf))
         o_GRTD = p_GRTS @ v_GSD[:, None] / p_GRTS.sum(-1, keepdims=True)
         o_NHD[first:last] = o_GRTD.transpose(2, 0, 1, 3).reshape(T, H, D)
@@ -119,14 +125,15 @@ def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
 
 # ----------------------------------------------------------------------------- float32
 @functools.cache
-def make_fp32_kernel(D: int, S: int):
+def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     """-> the float32 kernel for heads of width D and blocks of S tokens. Launch with fp32.THREADS threads."""
     entry_of, start_of = make_block_table(S, D)
     sizes = fp32.tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
     dots, add_weighted, clear = fp32.make_products(D)
-    add_scores, row_sum = fp32.make_add_scores(D, True), fp32.row_sum
+    add_scores, row_sum = fp32.make_add_scores(D, True, WINDOW > 0), fp32.row_sum
+    first_key = make_first_key(WINDOW)
 
     @device
     def load_queries(tile, q, base, stride, first, end):
@@ -177,18 +184,20 @@ def make_fp32_kernel(D: int, S: int):
         p_s = cuda.shared.array((TILE, TILE1), float32)
         s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
         top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
             top[i], total[i] = fp32.LOWEST, float32(0.0)
+            lo[i] = first_key(edges_E, 0, t0 + y + ROWS * i, past)
         load_queries(q_s, q, head, stride, t0, T)
         end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
-        for n0 in range(0, end, TILE):
+        for n0 in range(first_key(edges_E, 0, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             used = load_keys(k_s, v_s, k, v, pages, n0, end)
             worst = used if used > worst else worst
             cuda.syncthreads()
             dots(s, q_s, k_s)
-            add_scores(p_s, s, acc, top, total, t0 + past, n0, end, scale)
+            add_scores(p_s, s, acc, top, total, lo, t0 + past, n0, end, scale)
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
             add_weighted(acc, p_s, v_s)
         if cuda.syncthreads_or(int32(worst >= cache_blocks)):  # o becomes NaN
@@ -246,7 +255,7 @@ def make_copy_keys(D, S, BN, THREADS):
 
 
 @functools.cache
-def make_bf16_kernel(D: int, S: int, tiles: Tiles):
+def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
     """-> the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
 
     S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains
@@ -260,6 +269,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
     copy_q, (entry_for, copy_keys) = make_copy(D, BM, THREADS), make_copy_keys(D, S, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
     hide_keys, add_scores = make_hide_keys(MT, NT, True), make_softmax(MT, NT, ND)
+    first_key, (first_keys, hide_early) = make_first_key(WINDOW), make_hide_early(MT, NT, WINDOW)
     add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
@@ -286,12 +296,14 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
         pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq = cuda.local.array((KS, MT, 4), uint32)
+        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
         end = int32(past + (q0 + BM if q0 + BM < T else T))  # end of the keys that the block sees
-        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
+        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
+        begin = first_key(edges_E, 0, q0, past)
+        most = first_keys(lo, edges_E, 0, w0, T, past)
         visible = int32(w0 + ROWS + past if w0 < T else 0)  # end of the keys that this warp sees
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
         entry = entry_for(pages, n0)
@@ -301,12 +313,12 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
-        while n0 >= 0:
+        while n0 + BN > begin:
             entry = entry_for(pages, n0 - BN if n0 > 0 else 0)  # arrives during the wait
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
-            if n0 > 0:
+            if n0 > begin:
                 next0 = int32(n0 - BN)
                 if copy_keys(smem, other, k, v, entry, pages, next0, BN):
                     invalid = True
@@ -317,6 +329,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles):
                     scores(s, smem, mine, now)
                 # opaque: otherwise its limits are computed, and spilled, before the loop
                 hide_keys(s, opaque(w0), n0, end, past)
+                hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0, now = int32(n0 - BN), other
@@ -338,12 +351,14 @@ def context_attention(
     tables_AM: Array,
     longest: int,
     scale: float,
+    window: int = 0,
 ) -> Array:
     """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv first: it adds the new keys.
 
     q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), tables (A, M): int32. Sequence
     a has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and the blocks tables[a]. longest: an upper bound
-    of the new lengths. scale: factor of the scores. Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
+    of the new lengths. scale: factor of the scores. window: keys that a query sees, 0 for all.
+    Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
     must be a multiple of 16.
 
     Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or tables raise ValueError on
@@ -360,6 +375,7 @@ def context_attention(
         check_int32(op, name, x, n)
     capacity = check_block_tables(op, tables_AM, A, S)
     check(H % G == 0, f"{op}: {H} query heads cannot share {G} key heads")
+    check(window >= 0, f"{op}: a window of {window} keys")
     where = edges_E, history_A, tables_AM
     if on_host(q_NHD, k_RGSD, v_RGSD, *where):
         check_lengths(op, edges_E, N, longest)
@@ -369,7 +385,7 @@ def context_attention(
             f"{op}: history and new tokens do not fit the tables of {capacity} tokens",
         )
         check_blocks(op, tables_AM, lengths_A, R, S)
-        return context_attention_ref(q_NHD, k_RGSD, v_RGSD, *where, scale)
+        return context_attention_ref(q_NHD, k_RGSD, v_RGSD, *where, scale, window)
     check_block_size(op, R, G, S, D)
     check(longest >= 0, f"{op}: longest is {longest}")
     longest = min(longest, N)  # more blocks would have no queries
@@ -381,16 +397,16 @@ def context_attention(
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
         grid = (-(-longest // fp32.tile_rows(D)), A * H)
-        launch(make_fp32_kernel(D, S), grid, fp32.THREADS, *arrays, *scalars)
+        launch(make_fp32_kernel(D, S, window), grid, fp32.THREADS, *arrays, *scalars)
     else:
         check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
         if use_hopper(q_NHD[None]) and S % HOPPER_BLOCK == 0 and not is_batch_invariant():
             arrays = q_NHD, k_RGSD, v_RGSD, *where
-            paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD))
+            paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD), window)
             return o_NHD
         tiles = choose("fwd", D, INVARIANT_T, True, shared_limit(q_NHD))
         grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
-        bf16_kernel = make_bf16_kernel(D, S, tiles)
+        bf16_kernel = make_bf16_kernel(D, S, tiles, window)
         launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)
     return o_NHD

@@ -7,6 +7,7 @@ Token b has position t = lengths[b]. Position p of its sequence is in block tabl
     q, k, v = heads of qkv[b];   q, k normed if there are weights, and rotated to position t   (qk_norm_rope.py)
     cache[tables[b, t // S], :, t % S] = k, v
     o = softmax(scale q K^T) V
+With a window W > 0, the token sees only the last W keys, itself among them (key_bounds.py).
 An entry with a length outside 0 .. M S - 1 is idle: nothing is appended, and o[b] = 0. If a block that it needs is not in
 0 .. R - 1, o[b] = NaN, and nothing is read or written out of bounds.
 
@@ -99,7 +100,7 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
 
 # ----------------------------------------------------------------------------- reference
 def decode_attention_ref(
-    qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale
+    qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale, window=0
 ):
     """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's dtype, at least in float32."""
     R, G, S, D = k_RGSD.shape
@@ -123,7 +124,8 @@ def decode_attention_ref(
             continue
         q_GXD = q_NHD[i].reshape(G, H // G, D)
         k_GSD, v_GSD = (
-            gather_sequence_ref(x, blocks, t + 1).astype(wide) for x in (k_RGSD, v_RGSD)
+            gather_sequence_ref(x, blocks, t + 1).astype(wide)[:, -window:]
+            for x in (k_RGSD, v_RGSD)
         )
         s_GXS = q_GXD @ k_GSD.swapaxes(1, 2) * wide.type(scale)
         p_GXS = np.exp(s_GXS - s_GXS.max(-1, keepdims=True))
@@ -138,10 +140,11 @@ def heads_of(half: bool, group: int) -> int:
 
 
 @functools.cache
-def make_schedule(config):
+def make_schedule(config, WINDOW):
     """-> key_range, count_items, row_of: which splits there are
 
-    key_range(split, n) -> (lo, hi, used): a split has keys lo .. hi - 1 of n; `used` splits have keys
+    key_range(split, t) -> (lo, hi, used): a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys. With a window, they
+    begin at the multiple of 16 before its first key
     count_items(first_s, t_s, lengths_B, B, limit): t_s[b]: the position of row b's token, -1 if it is not in 0 .. limit - 1;
     first_s[b]: the number of splits of all rows before b, first_s[B] of all. A row without a position counts as one split.
     Ends with a barrier.
@@ -151,14 +154,19 @@ def make_schedule(config):
     split_keys = parts.make_split_keys(config.keys, config.splits)
 
     @device
-    def key_range(split, n):
-        keys, used = split_keys(n)
-        lo = split * keys
-        return lo, lo + keys if split + 1 < used else n, used
+    def base_of(t):
+        return int64(t + 1 - WINDOW) // 16 * 16 if WINDOW and t + 1 > WINDOW else int64(0)
+
+    @device
+    def key_range(split, t):
+        base = base_of(t)
+        keys, used = split_keys(t + 1 - base)
+        lo = base + split * keys
+        return lo, lo + keys if split + 1 < used else t + 1, used
 
     @device
     def used_by(t):
-        return int32(split_keys(int64(t + 1))[1]) if t >= 0 else int32(1)
+        return int32(split_keys(int64(t + 1) - base_of(t))[1]) if t >= 0 else int32(1)
 
     @device
     def count_items(first_s, t_s, lengths_B, B, limit):
@@ -202,14 +210,14 @@ def make_schedule(config):
     return key_range, count_items, row_of
 
 
-def make_items(D, S, half, config):
+def make_items(D, S, half, config, WINDOW):
     """-> count_items, place_of, prefetch_tables, prefetch_keys
 
     place_of(item, first_s, t_s, B, G, M, R) -> (b, g, t, split, lo, hi, used, pages): a row and a key head, the position of the
     row's token, and a split of its keys; pages: where they are (decode_attention_loops.py)
     prefetch_tables(tables, count): the blocks share the work.  prefetch_keys(k, v, tables, pages, lo, hi): the first ones
     """
-    key_range, count_items, row_of = make_schedule(config)
+    key_range, count_items, row_of = make_schedule(config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
     THREADS, MOST = 32 * config.warps, config.prefetched
     LINE, ENTRIES = 64 if half else 32, 32  # numbers in 128 bytes
@@ -219,7 +227,7 @@ def make_items(D, S, half, config):
         number = quotient(item, int64(G))
         g, b = item - number * G, row_of(first_s, B, number)
         split, t = number - first_s[b], int64(t_s[b])
-        lo, hi, used = key_range(split, t + 1 if t >= 0 else int64(1))
+        lo, hi, used = key_range(split, t if t >= 0 else int64(0))
         first, head = uint32(uint32(b) * uint32(M)), uint32(uint32(g) * uint32(S * D))
         pages = first, uint32(R), uint32(uint32(G) * uint32(S * D)), head
         return int64(b), g, t, split, lo, hi, used, pages
@@ -275,7 +283,7 @@ def make_combine(D, HEADS, WARPS):
 
 
 @functools.cache
-def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
+def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0):
     """-> (kernel, heads of a partial result, passes over the keys of a group). Launch with 32 * config.warps threads.
 
     S: tokens of a block of the cache. GROUP: H / G. half: bf16. normalise: QK-norm. overlap: the kernel may start before the
@@ -288,8 +296,10 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
     QUERIES, SIZE, ROWS, WEIGHTS = HEADS * D, WARPS * LIVE * D, WARPS * LIVE, MAX_SPLITS * LIVE
     element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    attend = (make_attend_tensor if half else make_attend_plain)(D, S, HEADS, LIVE, WARPS)
-    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config)
+    attend = (make_attend_tensor if half else make_attend_plain)(
+        D, S, HEADS, LIVE, WARPS, WINDOW > 0
+    )
+    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
     combine = make_combine(D, LIVE, WARPS)
 
@@ -340,7 +350,9 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config):
                     q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
                 )  # fmt: skip
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
-                attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale * LOG2E)
+                attend(
+                    acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E
+                )
                 cuda.syncthreads()  # the results of all warps
                 combine(
                     o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
@@ -364,12 +376,14 @@ def decode_attention(
     eps: float,
     scale: float,
     cache_ready: bool = False,
+    window: int = 0,
 ) -> Array:
     """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and values to the cache.
 
     qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and tables (B, M): int32, in
     device memory; the host does not read their values. Sequences may share blocks, but not the one that they append to. cos,
     sin (P, D/2) with P >= M S and the norm weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
+    window: keys that a token sees, 0 for all.
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be read before it ends.
 
     An entry with a length outside 0 .. M S - 1 is idle: o[b] = 0. If a block that it needs is not in 0 .. R - 1, this raises
@@ -379,20 +393,24 @@ def decode_attention(
     op = "decode_attention"
     given = (qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D)
     weights = _check(op, *given)
+    check(window >= 0, f"{op}: a window of {window} keys")
     (R, G, S, D), (B, P), M = k_RGSD.shape, qkv_BP.shape, tables_BM.shape[1]
     H = P // D - 2 * G
     if on_host(*given[:7], *weights):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
-        return decode_attention_ref(*given, eps, scale)
+        return decode_attention_ref(*given, eps, scale, window)
     check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels support {WIDTHS}")
     check_block_size(op, R, G, S, D)
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
     check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
     config = choose(D, group, half, B * G)
-    overlap, splits = can_overlap(qkv_BP), parts.splits_of(M * S, config.keys, config.splits)
-    variant = D, S, group, half, bool(weights), overlap, cache_ready, config
+    overlap, splits = (
+        can_overlap(qkv_BP),
+        parts.splits_of(min(M * S, window + 15) if window else M * S, config.keys, config.splits),
+    )
+    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None

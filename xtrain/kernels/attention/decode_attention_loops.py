@@ -47,7 +47,7 @@ TILE = 16  # keys, on tensor cores
 
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
-def make_attend_plain(D, S, HEADS, LIVE, WARPS):
+def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
     """-> attend: as in make_attend_tensor, without tensor cores. q_s: float32
 
     A lane owns a key while scores are computed, then channels while values are summed. LIVE is HEADS.
@@ -57,7 +57,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS):
     SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale):
+    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         first, R, stride, head = pages
         p_s = cuda.shared.array(WEIGHTS, float32)
@@ -83,7 +83,8 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS):
                     for j in range(4):
                         s[h] += q_s[h * D + d + j] * k_4[j]
             for h in range(HEADS):
-                score = s[h] * scale if n0 + lane < hi else NEG_INF
+                seen = n0 + lane < hi and (not WINDOWED or n0 + lane >= begin)
+                score = s[h] * scale if seen else NEG_INF
                 new = warp_max(score)
                 new = new if new > top[h] else top[h]
                 shrink, weight = exp2(top[h] - new), exp2(score - new)
@@ -193,10 +194,11 @@ def make_load_operands(D, HEADS):
 
 
 @functools.cache
-def make_online_softmax(BLOCKS, TILES):
+def make_online_softmax(BLOCKS, TILES, WINDOWED):
     """-> hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
 
-    hide_keys(s, n0, end)                       scores of keys from `end` on become -inf; the tile begins at key n0
+    hide_keys(s, n0, begin, end)                scores of keys from `end` on become -inf, and if WINDOWED, of those before
+                                                `begin`; the tile begins at key n0
     add_scores(s, acc, top, total, scale)       s becomes p; where a maximum grows by more than SLACK, top is updated and acc and
                                                 total are rescaled
     s (BLOCKS, 4): the scores. acc (BLOCKS, TILES, 4). top, total (BLOCKS, 2): maxima of heads 2 t and 2 t + 1, and this lane's
@@ -204,12 +206,13 @@ def make_online_softmax(BLOCKS, TILES):
     """
 
     @device
-    def hide_keys(s, n0, end):
-        if n0 + TILE > end:
+    def hide_keys(s, n0, begin, end):
+        if n0 + TILE > end or (WINDOWED and n0 < begin):
             n = int32(n0 + ((cuda.threadIdx.x & 31) >> 2))
             for b in range(BLOCKS):
                 for i in range(4):
-                    if int32(n + 8 * (i // 2)) >= end:
+                    key = int32(n + 8 * (i // 2))
+                    if key >= end or (WINDOWED and key < begin):
                         s[b, i] = NEG_INF
 
     @device
@@ -245,10 +248,11 @@ def make_online_softmax(BLOCKS, TILES):
 
 
 @functools.cache
-def make_attend_tensor(D, S, HEADS, LIVE, WARPS):
-    """-> attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale): the loop over keys lo .. hi - 1
+def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
+    """-> attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale): the loop over keys lo .. hi - 1
 
-    S: tokens of a block. lo: a multiple of 16. HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
+    S: tokens of a block. lo: a multiple of 16. begin: if WINDOWED, the first key that the query sees.
+    HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
     D), m_s and l_s (WARPS, LIVE), flat: the results.
     """
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
@@ -256,7 +260,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS):
     STEPS, TILES, SIZE = D // 16, D // 16, LIVE * D
     VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
     load_q, load_k, load_v = make_load_operands(D, HEADS)
-    hide_keys, add_scores = make_online_softmax(BLOCKS, TILES)
+    hide_keys, add_scores = make_online_softmax(BLOCKS, TILES, WINDOWED)
 
     @device
     def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
@@ -276,7 +280,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS):
                         acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, scale):
+    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
         fq, fk = cuda.local.array((BLOCKS, STEPS, 2), uint32), cuda.local.array((STEPS, 4), uint32)
         fv, fp = cuda.local.array((TILES, 4), uint32), cuda.local.array(2, uint32)
         s, acc = (
@@ -307,7 +311,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS):
                     s[b, i] = float32(0.0)
                 for i in range(STEPS):
                     mma_bf16(s[b], fk[i], fq[b, i])
-            hide_keys(s, n0, end)
+            hide_keys(s, n0, begin, end)
             add_scores(s, acc, top, total, scale)
             for b in range(BLOCKS):
                 for r in range(2):

@@ -22,6 +22,7 @@ delta is a sum over a whole row of the softmax, but it equals the dot product of
 backward in tiles possible. Grouped-query attention: H / G query heads share a key head; its dk and dv are sums over them.
 
 With `causal`, query t sees the keys s <= t + (S - T): if S > T, the first S - T keys are a past that all queries see.
+key_bounds.py has what else may hide a key: a sliding window, or several documents in a row.
 Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 
     NumPy                      the references below
@@ -64,6 +65,7 @@ from . import flash_attention_hopper_bwd as hopper_bwd
 from .flash_attention_bf16_bwd_whole import WholeTiles
 from .flash_attention_hopper import Gpu
 from .flash_attention_table import TABLE, Tiles
+from .key_bounds import UNBOUNDED, KeyBounds, check_bounds
 
 FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
 # True: use the wgmma kernels on capability 9.0 and in the simulator. False: always mma.sync.
@@ -76,6 +78,7 @@ TILE_T, TILE_S = (
     64,
 )  # queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T
 MAX_GRID = 2**16 - 1  # blocks in y or z
+LOWEST = -1e30  # initial maximum on the CPU; with -inf, -inf - -inf would be NaN
 SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0
     "fwd": Tiles(BM=64, BN=64, warps=4, blocks=2),
     "dq": Tiles(BM=64, BN=32, warps=4, blocks=2),
@@ -96,26 +99,30 @@ def _by_head(x_BGRTD):
     return np.ascontiguousarray(x_BGRTD.transpose(0, 3, 1, 2, 4)).reshape(B, T, G * R, D)
 
 
-def _scores(q_BGRTD, k_BG1SD, scale, causal):
+def _scores(q_BGRTD, k_BG1SD, scale, causal, bounds):
     T, S = q_BGRTD.shape[3], k_BG1SD.shape[3]
     s = q_BGRTD @ k_BG1SD.swapaxes(3, 4) * q_BGRTD.dtype.type(scale)
-    return np.where(np.tri(T, S, S - T, dtype=bool), s, -np.inf).astype(s.dtype) if causal else s
+    if not causal:
+        return s
+    hidden_BTS = ~np.tri(T, S, S - T, dtype=bool) | bounds.hidden(T, S)
+    return np.where(hidden_BTS[:, None, None], -np.inf, s).astype(s.dtype)
 
 
-def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True):
+def flash_attention_ref(q_BTHD, k_BSGD, v_BSGD, scale, causal=True, bounds=UNBOUNDED):
     """The forward of this file's docstring in NumPy, in the dtype of the inputs -> o (B, T, H, D), lse (B, H, T)"""
     B, T, H, _ = q_BTHD.shape
     q, k, v = (_by_group(x, k_BSGD.shape[2]) for x in (q_BTHD, k_BSGD, v_BSGD))
-    s = _scores(q, k, scale, causal)
+    s = _scores(q, k, scale, causal, bounds)
     top = s.max(-1, keepdims=True, initial=-np.inf)
     p = np.exp(s - top)
     total = p.sum(-1, keepdims=True)
     return _by_head(p @ v / total), (top + np.log(total)).reshape(B, H, T)
 
 
-def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past):
+def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past, first_T=None):
     """Causal attention of one sequence in tiles, query t at position past + t -> o (T, H, D), lse (H, T)
 
+    first_T: the first key that each query sees; None: 0.
     Tiles begin at multiples of their size, and every product has the same shape. So all operations on a row are given by its
     position: its bits depend neither on T nor on `past`, nor on the keys after it.
     """
@@ -128,13 +135,17 @@ def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past):
     k_GBSD, v_GBSD = np.zeros((2, G, 1, 1, B, TILE_S, D), q_THD.dtype)
     for tiles, x_GSD in ((k_GBSD, k_GSD), (v_GBSD, v_GSD)):
         tiles.reshape(G, -1, D)[:, :end] = x_GSD[:, :end]
+    first_AX1 = np.zeros((A, TILE_T, 1), np.int64)
+    if first_T is not None:
+        first_AX1.reshape(-1)[rows] = first_T
     position_AX1 = np.arange(first * TILE_T, (first + A) * TILE_T).reshape(A, TILE_T, 1)
     acc = np.zeros_like(q_GRAXD)
-    top, total = np.full_like(acc[..., :1], -np.inf), np.zeros_like(acc[..., :1])
+    top, total = np.full_like(acc[..., :1], LOWEST), np.zeros_like(acc[..., :1])
     for b in range(B):
         a = max(b * TILE_S // TILE_T - first, 0)  # the queries before see none of these keys
         s = q_GRAXD[:, :, a:] @ k_GBSD[:, :, :, b].swapaxes(-1, -2) * q_THD.dtype.type(scale)
-        s[:, :, position_AX1[a:] < np.arange(b * TILE_S, (b + 1) * TILE_S)] = -np.inf
+        key_S = np.arange(b * TILE_S, (b + 1) * TILE_S)
+        s[:, :, (position_AX1[a:] < key_S) | (key_S < first_AX1[a:])] = -np.inf
         new = np.maximum(top[:, :, a:], s.max(-1, keepdims=True))
         shrink, p = np.exp(top[:, :, a:] - new), np.exp(s - new)
         top[:, :, a:] = new
@@ -144,11 +155,13 @@ def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past):
     return join(acc / total).swapaxes(0, 1), join(top + np.log(total))[..., 0]
 
 
-def flash_attention_bwd_ref(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale, causal=True):
+def flash_attention_bwd_ref(
+    do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale, causal=True, bounds=UNBOUNDED
+):
     """The backward of this file's docstring in NumPy -> dq (B, T, H, D), dk, dv (B, S, G, D)"""
     G = k_BSGD.shape[2]
     do, q, k, v, o = (_by_group(x, G) for x in (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
-    p = np.exp(_scores(q, k, scale, causal) - lse_BHT.reshape(q.shape[:-1])[..., None])
+    p = np.exp(_scores(q, k, scale, causal, bounds) - lse_BHT.reshape(q.shape[:-1])[..., None])
     delta = (do * o).sum(-1, keepdims=True)
     ds = p * (do @ v.swapaxes(3, 4) - delta) * q.dtype.type(scale)
     dk, dv = ds.swapaxes(3, 4) @ q, p.swapaxes(3, 4) @ do
@@ -157,38 +170,47 @@ def flash_attention_bwd_ref(do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, sc
 
 # ----------------------------------------------------------------------------- launchers
 def flash_attention_fwd(
-    q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
+    q_BTHD: Array,
+    k_BSGD: Array,
+    v_BSGD: Array,
+    scale: float,
+    causal: bool = True,
+    bounds: KeyBounds = UNBOUNDED,
 ) -> tuple[Array, Array]:
     """Attention of q (B, T, H, D) over k, v (B, S, G, D) -> o (B, T, H, D) like q, lse (B, H, T) float32.
 
     q, k, v: all float32 or all bf16. Each may be a slice of a packed array (B, T, P), so positions may be more than H D
-    elements apart. scale: factor of the scores, > 0. Raises ValueError or TypeError if shapes or dtypes do not match.
+    elements apart. scale: factor of the scores, > 0. bounds: a sliding window or documents; then `causal` must be True. Raises
+    ValueError or TypeError if shapes or dtypes do not match.
     """
-    _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal)
+    _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds)
+    (B, T, H, D), S = q_BTHD.shape, k_BSGD.shape[1]
     if on_host(q_BTHD, k_BSGD, v_BSGD):
         q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
         if not (causal and is_batch_invariant()):
-            o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal)
+            o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal, bounds)
             return o_BTHD.astype(q_BTHD.dtype), lse_BHT
         o_BTHD, lse_BHT = empty(q_BTHD, q_BTHD.shape), empty(q, (len(q), *q.shape[2:0:-1]))
         for b, (k_SGD, v_SGD) in enumerate(zip(k, v)):
             keys = k_SGD.swapaxes(0, 1), v_SGD.swapaxes(0, 1)
-            past = k.shape[1] - q.shape[1]
-            o_BTHD[b], lse_BHT[b] = tiled_attention_ref(q[b], *keys, scale, past)
+            first_T = None if bounds is UNBOUNDED else bounds.first_key(b, T, S)
+            o_BTHD[b], lse_BHT[b] = tiled_attention_ref(q[b], *keys, scale, S - T, first_T)
         return o_BTHD, lse_BHT
-    B, T, H, D = q_BTHD.shape
     o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
     factor = np.float32(scale)
     if q_BTHD.dtype == np.float32:
-        fwd_kernel, grid = fp32.make_fwd_kernel(D, causal), (-(-T // fp32.tile_rows(D)), B * H)
-        launch(fwd_kernel, grid, fp32.THREADS, o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, factor)
+        fwd_kernel = fp32.make_fwd_kernel(D, causal, bounds.kind)
+        grid = -(-T // fp32.tile_rows(D)), B * H
+        arrays = o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, bounds.first(lse_BHT)
+        launch(fwd_kernel, grid, fp32.THREADS, *arrays, factor)
     elif use_hopper(q_BTHD) and not is_batch_invariant():
         q, k, v = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
-        hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD))
+        hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD), bounds)
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-        outputs = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
-        _launch_bf16("fwd", causal, q_BTHD.shape, k_BSGD.shape, *outputs, q, k, v, *sizes, factor)
+        o, lse = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
+        args = o, lse, q, k, v, bounds.first(lse), *sizes, factor
+        _launch_bf16("fwd", causal, bounds.kind, q_BTHD.shape, k_BSGD.shape, *args)
     return o_BTHD, lse_BHT
 
 
@@ -202,15 +224,16 @@ def flash_attention_bwd(
     scale: float,
     causal: bool = True,
     dv_BSGD: Array | None = None,
+    bounds: KeyBounds = UNBOUNDED,
 ) -> tuple[Array, Array, Array]:
     """The gradients of flash_attention_fwd -> dq (B, T, H, D), dk, dv (B, S, G, D), in q's dtype.
 
-    do: the gradient of o. o, lse: what the forward returned. dv_BSGD: if given, dv is written there and it is returned; any
-    strides, so it may be a slice of a packed gradient (elements between its rows are left alone). If None, dv is a new
-    array, as dq and dk always are. Raises ValueError or TypeError if shapes or dtypes do not match.
+    do: the gradient of o. o, lse: what the forward returned. bounds: those of the forward. dv_BSGD: if given, dv is written
+    there and it is returned; any strides, so it may be a slice of a packed gradient (elements between its rows are left
+    alone). If None, dv is a new array, as dq and dk always are. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "flash_attention backward"
-    _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal)
+    _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds)
     B, T, H, D = q_BTHD.shape
     S, G = k_BSGD.shape[1:3]
     for name, x in (("do", do_BTHD), ("o", o_BTHD)):
@@ -221,7 +244,7 @@ def flash_attention_bwd(
         check_array(op, "dv", dv_BSGD, (B, S, G, D), (dtype_name(q_BTHD.dtype),), strided=True)
     if on_host(*inputs, o_BTHD, lse_BHT, *([] if dv_BSGD is None else [dv_BSGD])):
         do, q, k, v, o = map(wide, (*inputs, o_BTHD))
-        gradients = flash_attention_bwd_ref(do, q, k, v, o, lse_BHT, scale, causal)
+        gradients = flash_attention_bwd_ref(do, q, k, v, o, lse_BHT, scale, causal, bounds)
         dq, dk, dv = (x.astype(q_BTHD.dtype) for x in gradients)
         return dq, dk, _copy_into(dv_BSGD, dv)
     half = q_BTHD.dtype != np.float32
@@ -229,7 +252,7 @@ def flash_attention_bwd(
     dq, dk = empty(q_BTHD, (B, T, H, D)), empty(k_BSGD, (B, S, G, D))
     dv = dv_BSGD if direct else empty(k_BSGD, (B, S, G, D))
     compute = _bwd_hopper if use_hopper(q_BTHD) else _bwd_bf16 if half else _bwd_fp32
-    compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal)
+    compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal, bounds)
     return dq, dk, dv if direct else _copy_into(dv_BSGD, dv)
 
 
@@ -241,23 +264,26 @@ def _copy_into(out, x):
     return out
 
 
-def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
+def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     do, q, k, v = map(mappable, (do, q, k, v))
     o = _rows(o)[0].reshape(o.shape)
-    hopper_bwd.backward((dq, dk, dv), do, q, k, v, o, lse_BHT, scale, causal, gpu_of(q))
+    hopper_bwd.backward((dq, dk, dv), do, q, k, v, o, lse_BHT, scale, causal, gpu_of(q), bounds)
 
 
-def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
+def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
     delta, rows, block = empty(lse_BHT, (B, H, T)), fp32.tile_rows(D), fp32.THREADS
-    dq_kernel, dkdv_kernel = fp32.make_dq_kernel(D, causal), fp32.make_dkdv_kernel(D, causal)
+    variant = D, causal, bounds.kind
+    dq_kernel, dkdv_kernel = fp32.make_dq_kernel(*variant), fp32.make_dkdv_kernel(*variant)
+    first, last = bounds.first(lse_BHT), bounds.last(lse_BHT)
     grid_q, grid_k = (-(-T // rows), B * H), (-(-S // rows), B * G)
-    launch(dq_kernel, grid_q, block, dq, delta, do, q, k, v, o, lse_BHT, scale)
-    launch(dkdv_kernel, grid_k, block, dk, dv, do, q, k, v, lse_BHT, delta, scale)
+    launch(dq_kernel, grid_q, block, dq, delta, do, q, k, v, o, lse_BHT, first, scale)
+    launch(dkdv_kernel, grid_k, block, dk, dv, do, q, k, v, lse_BHT, delta, last, scale)
 
 
-def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
-    shapes, whole = (q.shape, k.shape), choose_whole(q.shape, k.shape, q)
+def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
+    shapes = q.shape, k.shape
+    whole = choose_whole(*shapes, q) if bounds is UNBOUNDED else None
     q, k, v, sizes = flat_inputs(q, k, v)
     (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
     if whole is not None:
@@ -267,16 +293,16 @@ def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal):
         launch(kernel, (G, B), whole.keys, *args, np.int32(dv_row), scale, shared=shared)
         return
     delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
-    args = dq.reshape(-1), delta, do, q, k, v, o, lse, *sizes, scale
-    _launch_bf16("dq", causal, *shapes, *args)
-    args = dk.reshape(-1), dv, do, q, k, v, lse, delta, *sizes, np.int32(dv_row), scale
-    _launch_bf16("dkdv", causal, *shapes, *args)
+    args = dq.reshape(-1), delta, do, q, k, v, o, lse, bounds.first(lse), *sizes, scale
+    _launch_bf16("dq", causal, bounds.kind, *shapes, *args)
+    args = dk.reshape(-1), dv, do, q, k, v, lse, delta, bounds.last(lse), *sizes
+    _launch_bf16("dkdv", causal, bounds.kind, *shapes, *args, np.int32(dv_row), scale)
 
 
-def _launch_bf16(kind, causal, q_shape, k_shape, *args):
+def _launch_bf16(kind, causal, key_bounds, q_shape, k_shape, *args):
     T = INVARIANT_T if kind == "fwd" and is_batch_invariant() else q_shape[1]
     tiles = choose(kind, q_shape[3], T, causal, shared_limit(args[0]))
-    kernel, shared = make_kernel(kind, q_shape[3], causal, tiles)
+    kernel, shared = make_kernel(kind, q_shape[3], causal, tiles, key_bounds)
     grid = make_grid(kind, tiles, causal, q_shape, k_shape, gpu_of(args[0]))
     launch(kernel, grid, 32 * tiles.warps, *args, shared=shared)
 
@@ -307,10 +333,13 @@ def make_grid(
 
 
 # ----------------------------------------------------------------------------- which kernel
-def make_kernel(kind: str, D: int, causal: bool, tiles: Tiles | WholeTiles) -> tuple:
-    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (Tiles) or "whole" (WholeTiles)"""
+def make_kernel(
+    kind: str, D: int, causal: bool, tiles: Tiles | WholeTiles, key_bounds: int = 0
+) -> tuple:
+    """-> (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (Tiles) or "whole" (WholeTiles, no bounds)"""
     make, shared_bytes = _factory(kind, D)
-    return make(D, causal, tiles), shared_bytes(D, tiles)
+    variant = (key_bounds,) if key_bounds else ()
+    return make(D, causal, tiles, *variant), shared_bytes(D, tiles)
 
 
 def _factory(kind: str, D: int) -> tuple[Callable, Callable]:
@@ -375,7 +404,7 @@ def l2_bytes(x: Array) -> int:
 
 
 # ----------------------------------------------------------------------------- checks and layouts of the inputs
-def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
+def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds):
     check_array(op, "q", q_BTHD, (None,) * 4, FLOATS, strided=True)
     B, T, H, D = q_BTHD.shape
     dtype = dtype_name(q_BTHD.dtype)
@@ -386,6 +415,7 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal):
     check(G > 0 and H % G == 0, f"{op}: {H} query heads cannot share {G} key heads: {shapes}")
     check(S >= T or not causal, f"{op}: {T} causal queries need at least {T} keys: {shapes}")
     check(S > 0 or T == 0, f"{op}: {T} queries without keys: {shapes}")
+    check_bounds(op, bounds, B, T, S, causal)
     check(scale > 0, f"{op}: scale must be positive, got {scale}")
     if not on_host(q_BTHD, k_BSGD, v_BSGD):
         half = dtype == "bfloat16"

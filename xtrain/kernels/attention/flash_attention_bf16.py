@@ -8,7 +8,8 @@ stages: while the warps compute on one tile, the next one is being copied. For e
     p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
     acc = acc + p V                     p already has the layout of a left operand (primitives/tiles.py)
 
-A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles that all its warps skip.
+A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles that all its warps skip,
+nor those before the first key that its first query sees (key_bounds.py).
 A warp whose queries all lie beyond T only helps to copy.
 
 With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile. Blocks start in the order of
@@ -40,6 +41,7 @@ from ..primitives.tiles import (
 )
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_table import Tiles
+from .key_bounds import make_first_key
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
@@ -77,6 +79,41 @@ def make_hide_keys(MT, NT, CAUSAL):
                                 s[m, n, 2 * r + c] = NEG_INF
 
     return hide_keys
+
+
+@functools.cache
+def make_hide_early(MT, NT, KIND):
+    """-> first_keys, hide_early: the lower bounds of a warp's 16 MT rows
+
+    first_keys(lo, first, i, t0, T, past) -> the largest      lo (MT, 2) = the first key that each row sees, from query t0 on
+    hide_early(s, lo, most, n0)         set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
+    """
+    first_key = make_first_key(KIND)
+
+    @device
+    def first_keys(lo, first, i, t0, T, past):
+        if KIND == 0:
+            return int32(0)
+        lane = cuda.threadIdx.x & 31
+        for m in range(MT):
+            for r in range(2):
+                row = int32(t0 + 16 * m + 8 * r + (lane >> 2))
+                lo[m, r] = first_key(first, i, min(row, int32(T - 1)), past)
+        return first_key(first, i, min(int32(t0 + 16 * MT - 1), int32(T - 1)), past)
+
+    @device
+    def hide_early(s, lo, most, n0):
+        if KIND != 0 and n0 < most:
+            lane = cuda.threadIdx.x & 31
+            for m in range(MT):
+                for r in range(2):
+                    here = int32(lo[m, r] - n0 - 2 * (lane & 3))
+                    for n in range(NT):
+                        for c in range(2):
+                            if int32(8 * n + c) < here:
+                                s[m, n, 2 * r + c] = NEG_INF
+
+    return first_keys, hide_early
 
 
 @functools.cache
@@ -145,8 +182,11 @@ def make_finish(MT, ND):
 
 
 @functools.cache
-def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
-    """-> the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles)."""
+def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
+    """-> the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+
+    KIND: of the bounds in key_bounds.py.
+    """
     BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
     THREADS, ROWS = 32 * WARPS, BM // WARPS
@@ -155,13 +195,16 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
     hide_keys, add_scores = make_hide_keys(MT, NT, CAUSAL), make_softmax(MT, NT, ND)
+    first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
     add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
-    def flash_attention_fwd_kernel(o, lse, q, k, v, T, S, H, group, q_row, k_row, v_row, scale):
+    def flash_attention_fwd_kernel(
+        o, lse, q, k, v, first, T, S, H, group, q_row, k_row, v_row, scale
+    ):
         """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row, v_row: elements between
-        positions of q, k, v. group: query heads per key head.
+        positions of q, k, v. group: query heads per key head. first: of key_bounds.py.
         """
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
@@ -174,12 +217,14 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         head = h // group * D
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
         top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq = cuda.local.array((KS, MT, 4), uint32)
+        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
-        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to key 0
+        n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
+        begin = first_key(first, b * T, q0, past)
+        most = first_keys(lo, first, b * T, w0, T, past)
         # end of the keys that this warp sees
         visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
@@ -190,11 +235,11 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
             cuda.syncthreads()
             load_rows(fq, smem, mine)
         now = int32(KV)
-        while n0 >= 0:
+        while n0 + BN > begin:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
-            if n0 > 0:
+            if n0 > begin:
                 # two ways to compute the same addresses: each variant uses the one that spills no register
                 if Q_REGISTERS:
                     n = b * S + int32(n0 - BN)
@@ -208,6 +253,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
                 else:
                     scores(s, smem, mine, now)
                 hide_keys(s, w0, n0, S, past)
+                hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0, now = int32(n0 - BN), other
@@ -217,6 +263,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     declare_cost(
         flash_attention_fwd_kernel,
         sized_like={"v": ("k",)},
-        flops=lambda o, lse, q, k, v, T, S, *_: attention_flops(2, o.size, T, S, CAUSAL),
+        flops=lambda o, lse, q, k, v, first, T, S, *_: attention_flops(
+            2, o.size, T, S, CAUSAL, KIND
+        ),
     )
     return flash_attention_fwd_kernel

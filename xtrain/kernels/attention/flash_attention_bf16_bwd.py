@@ -36,8 +36,9 @@ from ..primitives.tiles import (
     make_store,
 )
 from ..runtime.cost import attention_flops, declare_cost
-from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_keys
+from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_early, make_hide_keys
 from .flash_attention_table import Tiles
+from .key_bounds import make_first_key, make_last_query
 
 
 def dq_shared_bytes(D: int, tiles: Tiles) -> int:
@@ -111,7 +112,7 @@ def make_row_gradients(MT, NT):
 
 
 @functools.cache
-def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and dq_shared_bytes(D, tiles)."""
     BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, ROWS = 32 * WARPS, BM // WARPS
@@ -121,11 +122,12 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     statistics, scores = make_statistics(D, MT), make_scores(D, MT, NT)[2]
     hide_keys, row_gradients = make_hide_keys(MT, NT, CAUSAL), make_row_gradients(MT, NT)
     add_product, store_dq = make_add_product(D, MT, NT), make_store(D, MT)
+    first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
     clear, fill, scale_rows = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dq_kernel(
-        dq, delta_BHT, do, q, k, v, o, lse_BHT, T, S, H, group, q_row, k_row, v_row, scale
+        dq, delta_BHT, do, q, k, v, o, lse_BHT, first_BT, T, S, H, group, q_row, k_row, v_row, scale
     ):
         """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments: see make_fwd_kernel."""
         smem = cuda.shared.array(0, uint16)
@@ -139,18 +141,20 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
         shift, delta = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        acc = cuda.local.array((MT, ND, 4), float32)
+        acc, lo = cuda.local.array((MT, ND, 4), float32), cuda.local.array((MT, 2), int32)
         clear(acc)
+        n0 = int32(first_key(first_BT, b * T, q0, past) // BN * BN)
+        most = first_keys(lo, first_BT, b * T, w0, T, past)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         copy_q(smem, DO, do, first + q0 * row, row, T - q0)
         k0, v0 = b * S * k_row + head, b * S * v_row + head
-        copy_kv(smem, KV, k, k0, k_row, v, v0, v_row, S)
+        copy_kv(smem, KV, k, k0 + n0 * k_row, k_row, v, v0 + n0 * v_row, v_row, S - n0)
         i, valid = int64(bh) * T + w0, T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
         # end of the keys that this warp sees
         visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
-        n0, now, other = int32(0), int32(KV), int32(KV + STAGE)
+        now, other = int32(KV), int32(KV + STAGE)
         while n0 < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
@@ -160,6 +164,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
             if n0 < visible:
                 scores(s, smem, mine, now)
                 hide_keys(s, w0, n0, S, past)
+                hide_early(s, lo, most, n0)
                 scores(dp, smem, DO + mine, now + BN * D)
                 row_gradients(s, dp, shift, delta, scale * LOG2E)
                 add_product(acc, s, smem, now)
@@ -171,8 +176,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     declare_cost(
         flash_attention_dq_kernel,
         sized_like={"v": ("k",)},
-        flops=lambda dq, delta, do, q, k, v, o, lse, T, S, *_: attention_flops(
-            3, dq.size, T, S, CAUSAL
+        flops=lambda dq, delta, do, q, k, v, o, lse, first, T, S, *_: attention_flops(
+            3, dq.size, T, S, CAUSAL, KIND
         ),
     )
     return flash_attention_dq_kernel
@@ -222,6 +227,41 @@ def make_hide_past(MT, NT, CAUSAL):
 
 
 @functools.cache
+def make_hide_late(MT, NT, KIND):
+    """-> last_queries, hide_late: the upper bounds of a warp's 16 MT keys, on transposed tiles
+
+    last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees each key, from key s0 on
+    hide_late(s, hi, least, t0)         -inf where query t0 + column comes after it. least: the smallest of hi
+    """
+    last_query = make_last_query(KIND)
+
+    @device
+    def last_queries(hi, last, i, s0, T, S, past):
+        if KIND == 0:
+            return int32(T)
+        lane = cuda.threadIdx.x & 31
+        for m in range(MT):
+            for r in range(2):
+                key = int32(s0 + 16 * m + 8 * r + (lane >> 2))
+                hi[m, r] = last_query(last, i, min(key, int32(S - 1)), T, past)
+        return last_query(last, i, min(int32(s0), int32(S - 1)), T, past)
+
+    @device
+    def hide_late(s, hi, least, t0):
+        if KIND != 0 and t0 + 8 * NT - 1 > least:
+            lane = cuda.threadIdx.x & 31
+            for m in range(MT):
+                for r in range(2):
+                    here = int32(hi[m, r] - t0 - 2 * (lane & 3))
+                    for n in range(NT):
+                        for c in range(2):
+                            if int32(8 * n + c) > here:
+                                s[m, n, 2 * r + c] = NEG_INF
+
+    return last_queries, hide_late
+
+
+@functools.cache
 def make_column_gradients(MT, NT):
     """-> weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is the column's lse or delta.
 
@@ -261,7 +301,7 @@ def make_column_gradients(MT, NT):
 
 
 @functools.cache
-def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and dkdv_shared_bytes(D, tiles)."""
     BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, ROWS = 32 * WARPS, BN // WARPS
@@ -271,12 +311,13 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
     scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
+    last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
     add_product = make_add_product(D, MT, NT)
     store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_kernel(
-        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
+        dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query heads of its group in order."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
@@ -289,11 +330,14 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
         acc_k = cuda.local.array((MT, ND, 4), float32)
         acc_v = cuda.local.array((MT, ND, 4), float32)
-        factors = cuda.local.array((MT, 2), float32)
+        factors, hi = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), int32)
         clear(acc_k)
         clear(acc_v)
         # first tile that sees a key
         first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
+        # end of the queries that see a key
+        stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
+        least = last_queries(hi, last, b * S, w0, T, S, past)
         # first query tile that this warp needs
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, end = int32(g * group), first, int32((g + 1) * group)
@@ -304,12 +348,13 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         while h < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
-            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, other, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
             if t0 >= visible:
                 scores(s, smem, mine, now)
                 hide_past(s, w0, t0, past)
+                hide_late(s, hi, least, t0)
                 weights(s, stats, now // 2 + LSE, scale * LOG2E)
                 add_product(acc_v, s, smem, now + BM * D)
                 scores(dp, smem, V + mine, now + BM * D)
@@ -328,8 +373,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     declare_cost(
         flash_attention_dkdv_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
-        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
-            4, do.size, T, S, CAUSAL
+        flops=lambda dk, dv, do, q, k, v, lse, delta, last, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL, KIND
         ),
     )
     return flash_attention_dkdv_kernel

@@ -40,10 +40,12 @@ from .flash_attention_bf16 import LOG2E
 from .flash_attention_bf16_bwd import (
     make_column_gradients,
     make_copy_queries,
+    make_hide_late,
     make_hide_past,
     stage_elements,
 )
 from .flash_attention_table import Tiles
+from .key_bounds import make_last_query
 
 NEVER = -(2**31)  # a query position before all others
 
@@ -91,7 +93,7 @@ def make_add_weights(D, MT, NT):
 
 
 @functools.cache
-def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
+def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dK, dV kernel for wide heads. Launch with 32 * tiles.warps threads and dkdv_d128_shared_bytes(D, tiles)."""
     BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
     THREADS, PAIRS, ROWS = 32 * WARPS, WARPS // 2, 2 * BN // WARPS
@@ -100,13 +102,14 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     STAGE, LSE, DELTA = stage_elements(D, BM), BM * D, BM * D + BM
     copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
     scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
     weights, subtract, _ = make_column_gradients(MT, NT)
     add_weights, add_gradients = make_add_weights(D, MT, NT)
     store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_d128_kernel(
-        dk, dv, do, q, k, v, lse, delta, T, S, H, group, q_row, k_row, v_row, dv_row, scale
+        dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
         smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
@@ -117,10 +120,13 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         b, g, is_k, pair = int64(bg // G), bg % G, warp >= PAIRS, warp % PAIRS
         w0, own = int32(n0 + pair * ROWS), int32((V if is_k else 0) + pair * ROWS * D)
         s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        factors = cuda.local.array((MT, 2), float32)
+        factors, hi = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), int32)
         clear(acc)
         # first tile that sees a key
         first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
+        # end of the queries that see a key
+        stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
+        least = last_queries(hi, last, b * S, w0, T, S, past)
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
         old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
@@ -131,7 +137,7 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
         while True:
             wait_copies(0)
             cuda.syncthreads()  # this tile and P^T of the previous one have arrived; all left the oldest
-            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), first)
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, new, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
             if is_k and old_t >= visible:
@@ -141,6 +147,7 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
             if not is_k and h < end and t0 >= visible:
                 scores(s, smem, own, now)
                 hide_past(s, w0, t0, past)
+                hide_late(s, hi, least, t0)
                 weights(s, stats, now // 2 + LSE, scale * LOG2E)
                 add_weights(acc, s, smem, now + BM * D, written)
             if h == end:  # the last iteration is for the dK warps alone
@@ -155,8 +162,8 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles):
     declare_cost(
         flash_attention_dkdv_d128_kernel,
         sized_like={"dv": ("dk",), "v": ("dk",)},
-        flops=lambda dk, dv, do, q, k, v, lse, delta, T, S, *_: attention_flops(
-            4, do.size, T, S, CAUSAL
+        flops=lambda dk, dv, do, q, k, v, lse, delta, last, T, S, *_: attention_flops(
+            4, do.size, T, S, CAUSAL, KIND
         ),
     )
     return flash_attention_dkdv_d128_kernel

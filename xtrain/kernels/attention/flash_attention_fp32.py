@@ -13,10 +13,11 @@ import functools
 import math
 from dataclasses import dataclass
 
-from numba import cuda, float32, int64
+from numba import cuda, float32, int32, int64
 
 from ..primitives.ptx import device, kernel
 from ..primitives.reduce import FULL
+from .key_bounds import make_first_key, make_last_query
 
 ROWS, LANES = 8, 16  # threads: y, x
 THREADS = ROWS * LANES
@@ -133,23 +134,23 @@ def make_products(D):
 
 # ----------------------------------------------------------------------------- forward
 @functools.cache
-def make_add_scores(D, CAUSAL):
-    """-> add_scores(p, s, acc, top, total, first, n0, S, scale): one tile of the online softmax.
+def make_add_scores(D, CAUSAL, BOUNDED=False):
+    """-> add_scores(p, s, acc, top, total, lo, first, n0, S, scale): one tile of the online softmax.
 
     Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum. first: the last key that row 0
-    of the tile sees. n0: the tile's first key. S: number of keys.
+    of the tile sees. n0: the tile's first key. S: number of keys. lo (R,): the first key that each row sees, if BOUNDED.
     """
     sizes = tile_sizes(D)
     R, C, W = sizes.R, sizes.C, sizes.W
 
     @device
-    def add_scores(p, s, acc, top, total, first, n0, S, scale):
+    def add_scores(p, s, acc, top, total, lo, first, n0, S, scale):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         for i in range(R):
             row, new = y + ROWS * i, top[i]
             for j in range(C):
                 n = n0 + x + LANES * j
-                hidden = n >= S or (CAUSAL and n > first + row)
+                hidden = n >= S or (CAUSAL and n > first + row) or (BOUNDED and n < lo[i])
                 s[i, j] = NEG_INF if hidden else s[i, j] * scale
                 new = new if new > s[i, j] else s[i, j]
             new = row_max(new)
@@ -167,17 +168,17 @@ def make_add_scores(D, CAUSAL):
 
 
 @functools.cache
-def make_fwd_kernel(D: int, CAUSAL: bool):
-    """-> the forward kernel for heads of width D. Launch with THREADS threads."""
+def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
+    """-> the forward kernel for heads of width D. KIND: of key_bounds.py. Launch with THREADS threads."""
     sizes = tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
-    add_scores = make_add_scores(D, CAUSAL)
+    add_scores, first_key = make_add_scores(D, CAUSAL, KIND != 0), make_first_key(KIND)
 
     @kernel(THREADS)
-    def flash_attention_fp32_fwd_kernel(o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, scale):
+    def flash_attention_fp32_fwd_kernel(o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, first, scale):
         """Grid (ceil(T / TILE), B H)."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
@@ -189,19 +190,21 @@ def make_fwd_kernel(D: int, CAUSAL: bool):
         p = cuda.shared.array((TILE, TILE1), float32)
         s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
         top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
             top[i], total[i] = LOWEST, float32(0.0)
+            lo[i] = first_key(first, b * T, min(t0 + y + ROWS * i, T - 1), past)
         load_tile(q, q_BTHD, b, t0, h)
         # end of the keys that the block sees
         end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
-        for n0 in range(0, end, TILE):
+        for n0 in range(first_key(first, b * T, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             load_tile(k, k_BSGD, b, n0, g)
             load_tile(v, v_BSGD, b, n0, g)
             cuda.syncthreads()
             dots(s, q, k)
-            add_scores(p, s, acc, top, total, t0 + past, n0, S, scale)
+            add_scores(p, s, acc, top, total, lo, t0 + past, n0, S, scale)
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
             add_weighted(acc, p, v)
         for i in range(R):
@@ -215,17 +218,17 @@ def make_fwd_kernel(D: int, CAUSAL: bool):
 
 # ----------------------------------------------------------------------------- backward
 @functools.cache
-def make_dq_kernel(D: int, CAUSAL: bool):
+def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     """-> the dQ kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
-    dots, add_weighted, clear = make_products(D)
+    (dots, add_weighted, clear), first_key = make_products(D), make_first_key(KIND)
 
     @kernel(THREADS)
     def flash_attention_fp32_dq_kernel(
-        dq_BTHD, delta_BHT, do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, scale
+        dq_BTHD, delta_BHT, do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, lse_BHT, first, scale
     ):
         """Grid (ceil(T / TILE), B H). Also writes delta = rowsum(dO O)."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
@@ -252,7 +255,7 @@ def make_dq_kernel(D: int, CAUSAL: bool):
             if x == 0 and t0 + row < T:
                 delta_BHT[b, h, t0 + row] = delta[i]
         end = t0 + TILE + past if CAUSAL and t0 + TILE < T else S
-        for n0 in range(0, end, TILE):
+        for n0 in range(first_key(first, b * T, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()
             load_tile(k, k_BSGD, b, n0, g)
             load_tile(v, v_BSGD, b, n0, g)
@@ -261,9 +264,11 @@ def make_dq_kernel(D: int, CAUSAL: bool):
             dots(dp, do, v)
             for i in range(R):
                 row = y + ROWS * i
+                lo = first_key(first, b * T, min(t0 + row, T - 1), past)
                 for j in range(C):
                     n, weight = n0 + x + LANES * j, float32(0.0)
-                    if n < S and t0 + row < T and not (CAUSAL and n > t0 + row + past):
+                    seen = n >= lo and not (CAUSAL and n > t0 + row + past)
+                    if n < S and t0 + row < T and seen:
                         weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t0 + row])
                     ds[row, x + LANES * j] = weight * (dp[i, j] - delta[i])
             cuda.syncwarp()
@@ -275,17 +280,17 @@ def make_dq_kernel(D: int, CAUSAL: bool):
 
 
 @functools.cache
-def make_dkdv_kernel(D: int, CAUSAL: bool):
+def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     """-> the dK, dV kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
-    dots, add_weighted, clear = make_products(D)
+    (dots, add_weighted, clear), last_query = make_products(D), make_last_query(KIND)
 
     @kernel(THREADS)
     def flash_attention_fp32_dkdv_kernel(
-        dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, scale
+        dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, last, scale
     ):
         """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are transposed."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
@@ -306,8 +311,9 @@ def make_dkdv_kernel(D: int, CAUSAL: bool):
         load_tile(v, v_BSGD, b, n0, g)
         # the first tile of queries that sees a key of this block
         first = (n0 - past) // TILE * TILE if CAUSAL and n0 > past else 0
+        end = last_query(last, b * S, min(n0 + TILE, S) - 1, T, past) + 1
         for h in range(g * group, (g + 1) * group):
-            for t0 in range(first, T, TILE):
+            for t0 in range(first, end, TILE):
                 cuda.syncthreads()
                 load_tile(q, q_BTHD, b, t0, h)
                 load_tile(do, do_BTHD, b, t0, h)
@@ -316,9 +322,10 @@ def make_dkdv_kernel(D: int, CAUSAL: bool):
                 dots(dp, v, do)
                 for i in range(R):
                     row = y + ROWS * i
+                    latest = last_query(last, b * S, min(n0 + row, S - 1), T, past)
                     for j in range(C):
                         t, weight, gradient = t0 + x + LANES * j, float32(0.0), float32(0.0)
-                        if t < T and not (CAUSAL and n0 + row > t + past):
+                        if t <= latest and not (CAUSAL and n0 + row > t + past):
                             weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t])
                             gradient = weight * (dp[i, j] - delta_BHT[b, h, t])
                         p[row, x + LANES * j], ds[row, x + LANES * j] = weight, gradient

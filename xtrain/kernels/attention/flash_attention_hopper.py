@@ -63,6 +63,7 @@ from .flash_attention_hopper_parts import (
     split,
 )
 from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
+from .key_bounds import UNBOUNDED, KeyBounds
 
 WIDTHS = (64, 128)  # of heads. 32 would need panels of 64 bytes and their swizzle
 OUT = 3  # the map of O
@@ -131,11 +132,12 @@ def finish_rows(top, total, factor, scale, lse, i, row, T, write):
 
 
 @functools.cache
-def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
-    """-> consume(base, maps, written, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
+def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
+    """-> consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
 
-    where, PAGE: see make_sequences. T: queries of the longest sequence. written: lse; with PAGE, o itself: a sequence's last
-    rows are written by threads, because the copy engine would write 16, into the next sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
+    written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the copy engine would write 16,
+    into the next sequence.
     """
     BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
     RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
@@ -148,10 +150,11 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
     add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
-    key_blocks, (softmax, rescale) = make_keys(BM, BN, CAUSAL), make_softmax(D, BN)
+    key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
+    softmax, rescale = make_softmax(D, BN)
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
     elements, clear = make_elements(BN), make_elements(D).clear
-    pack, hide_after = elements.pack, elements.hide_after
+    pack, hide_after, hide_below = elements.pack, elements.hide_after, elements.hide_below
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
     sequences, PAGED, GROUPS = make_sequences(BN, PAGE), PAGE > 0, D // 8
     size, check, clear_tail = sequences.size, sequences.check, make_clear_tail(D, tiles, PAGE)
@@ -179,13 +182,13 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
                             store1(written, i + 8 * n + c, o[4 * n + 2 * r + c] * factor[r])
 
     @device
-    def consume(base, maps, written, where, longest, B, H, together, scale):
+    def consume(base, maps, written, bounds, where, longest, B, H, together, scale):
         warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
         blocks_m, column = (longest + BM - 1) // BM, 2 * (lane & 3)
         s, o = cuda.local.array(S_SIZE, float32), cuda.local.array(O_SIZE, float32)
         p = cuda.local.array(P_SIZE, uint32)
         top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        shrink = cuda.local.array(2, float32)
+        shrink, lo = cuda.local.array(2, float32), cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
         it, done = uint32(0), uint32(0)
@@ -205,9 +208,13 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
                 state = check(where, b, S if end > S else end, state)
                 if end > S:
                     clear_tail(base, it, end - BN, S)
-            it, blocks = skip(base, it, blocks, w0, T, S)
+            of_b = int64(b) * int64(T)  # where its queries begin in the bounds
+            begin_block = first_block(bounds, of_b, q0, T, S)
+            it, blocks = skip(base, it, blocks, begin_block, w0, T, S)
+            # in blocks that begin before `most`, a row may not see all keys
+            most = row_bounds(lo, bounds, of_b, row, w0, T, S)
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
-            n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to key 0
+            n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to the first key
             begin(o, top, total)
             stage, phase = it % STAGES, (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
@@ -215,10 +222,12 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
             wait_s(s)
             mbar_arrive(base + K_FREE + 8 * stage)
             hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
+            if KIND != 0 and n0 < most:
+                hide_below(s, lo, n0 + column)
             softmax(s, top, total, shrink, scale)
             pack(p, s)
             mbar_wait(base + V_FULL + 8 * stage, phase)
-            for _ in range(1, blocks):
+            for _ in range(begin_block + 1, blocks):
                 before = stage
                 it += uint32(1)
                 n0 = int32(n0 - BN)
@@ -230,6 +239,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
                 mbar_arrive(base + K_FREE + 8 * stage)
                 if CAUSAL and n0 + BN - 1 > w0 + past:
                     hide_after(s, row + past - n0 - column, ROW_STEP)
+                if KIND != 0 and n0 < most:
+                    hide_below(s, lo, n0 + column)
                 softmax(s, top, total, shrink, scale)
                 hold_s(s)
                 # this wait also keeps the compiler from moving wait_o before the exponentials
@@ -258,8 +269,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
 
 
 @functools.cache
-def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
-    """-> block(maps, written, counter, where, T, B, H, group, together, scale): the forward's work of a thread block"""
+def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
+    """-> block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the forward's work of a thread block"""
     WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 1)
     CONSUMERS = 128 * WGS
     FEW, MANY = registers(WGS, PER_SM)
@@ -267,12 +278,12 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
     FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
     FREES = tuple(at + 8 * i for at in (layout.k_free, layout.v_free) for i in stages)
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
-    produce = make_key_producer(D, CAUSAL, tiles, 1, PAGE)
-    consume = make_consumer(D, CAUSAL, tiles, PAGE)
+    produce = make_key_producer(D, CAUSAL, tiles, 1, PAGE, KIND)
+    consume = make_consumer(D, CAUSAL, tiles, PAGE, KIND)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @device
-    def block(maps, written, counter, where, T, B, H, group, together, scale):
+    def block(maps, written, counter, bounds, where, T, B, H, group, together, scale):
         base = shared_base()
         set_up(base)
         wait_for_previous()
@@ -280,34 +291,37 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int):
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, counter, where, T, B, H, group, together)
+                produce(base, maps, counter, bounds, where, T, B, H, group, together)
         else:
             more_registers()
-            consume(base, maps, written, where, T, B, H, together, scale * LOG2E)
+            consume(base, maps, written, bounds, where, T, B, H, together, scale * LOG2E)
 
     return block
 
 
 @functools.cache
-def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     """-> the forward kernel for heads of width D; launch_tiles starts it."""
-    block = make_block(D, CAUSAL, tiles, 0)
+    block = make_block(D, CAUSAL, tiles, 0, KIND)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
-    def flash_attention_hopper_fwd_kernel(maps, lse, counter, T, S, B, H, group, together, scale):
-        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); counter: two zeros, zeros again
-        at the end; together: see find_tile. The order in which blocks take tiles does not change the result.
+    def flash_attention_hopper_fwd_kernel(
+        maps, lse, first, counter, T, S, B, H, group, together, scale
+    ):
+        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); first: see key_bounds.py;
+        counter: two zeros, zeros again at the end; together: see find_tile. The order in which blocks take tiles does not
+        change the result.
         """
-        block(maps, lse, counter, (T, S), T, B, H, group, together, scale)
+        block(maps, lse, counter, first, (T, S), T, B, H, group, together, scale)
 
-    declare_mapped_cost(flash_attention_hopper_fwd_kernel, 2, CAUSAL)
+    declare_mapped_cost(flash_attention_hopper_fwd_kernel, 2, CAUSAL, KIND)
     return flash_attention_hopper_fwd_kernel
 
 
 @functools.cache
-def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles):
+def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles, WINDOW: int = 0):
     """-> the forward kernel for packed queries and the keys of a paged cache; launch_tiles starts it."""
-    block = make_block(D, True, tiles, PAGE)
+    block = make_block(D, True, tiles, PAGE, WINDOW)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
     def context_attention_hopper_kernel(
@@ -317,7 +331,7 @@ def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles):
         the longest sequence. S: keys that fit into a table.
         """
         where = edges, history, tables, N, R, M
-        block(maps, o, counter, where, T, A, H, group, together, scale)
+        block(maps, o, counter, edges, where, T, A, H, group, together, scale)
 
     declare_cost(
         context_attention_hopper_kernel,
@@ -393,21 +407,25 @@ def forward(
     scale: float,
     causal: bool,
     gpu: Gpu,
+    bounds: KeyBounds = UNBOUNDED,
 ) -> None:
     """Fill o and lse. q, k, v: arrays that a tensor map can describe (primitives.tensor_maps.mappable)."""
     plan = choose("fwd", q.shape[3], q.shape[1], causal)
-    fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan)
+    fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan, bounds)
 
 
-def fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan: HopperPlan) -> None:
+def fill_o(
+    o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan: HopperPlan, bounds=UNBOUNDED
+) -> None:
     """`forward` with a given plan."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     tiles = plan.tiles
     maps = tensor_maps((q, tiles.rows), (k, tiles.step), (v, tiles.step), (o_BTHD, 16))
-    kernel, shared = make_fwd_kernel(D, causal, tiles), fwd_shared_bytes(D, tiles)
+    kernel = make_fwd_kernel(D, causal, tiles, bounds.kind)
     work = Work(T, S, B, H, H // G, -(-T // tiles.rows), 4 * S * D)
-    arrays = (lse_BHT.reshape(-1),)
+    lse, shared = lse_BHT.reshape(-1), fwd_shared_bytes(D, tiles)
+    arrays = lse, bounds.first(lse)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, np.float32(scale))
 
 
@@ -422,6 +440,7 @@ def paged_forward(
     longest: int,
     scale: float,
     gpu: Gpu,
+    window: int = 0,
 ) -> None:
     """Fill o: context_attention.py's arrays in bf16, contiguous.
 
@@ -438,5 +457,5 @@ def paged_forward(
     work = Work(longest, M * S, A, H, H // G, -(-longest // tiles.rows), 4 * M * S * D)
     arrays = o_NHD.reshape(-1), edges_E, history_A, tables_AM.reshape(-1)
     scalars = *map(np.int32, (N, R, M)), np.float32(scale)
-    kernel, shared = make_paged_kernel(D, S, tiles), fwd_shared_bytes(D, tiles)
+    kernel, shared = make_paged_kernel(D, S, tiles, window), fwd_shared_bytes(D, tiles)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)

@@ -56,6 +56,7 @@ from .flash_attention_hopper_parts import (
     split,
 )
 from .flash_attention_hopper_table import HopperPlan, HopperTiles
+from .key_bounds import UNBOUNDED, KeyBounds
 
 PAD = 128  # the rows of a head's statistics are a multiple of this; no tile of queries is larger
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
@@ -144,8 +145,8 @@ def make_gradient_steps(N):
 
 
 @functools.cache
-def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
-    """-> consume(base, maps, stats, T, S, PADDED, B, H, together, scale): the dQ work of a consumer warpgroup"""
+def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
+    """-> consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale): the dQ work of a consumer warpgroup"""
     BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
     RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
     Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
@@ -157,10 +158,11 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
     add_ds_k = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
     wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
     wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
-    key_blocks, (weights, score_gradients) = make_keys(BM, BN, CAUSAL), make_gradient_steps(BN)
+    key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
+    weights, score_gradients = make_gradient_steps(BN)
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
     elements, clear = make_elements(BN), make_elements(D).clear
-    pack, hide_after = elements.pack, elements.hide_after
+    pack, hide_after, hide_below = elements.pack, elements.hide_after, elements.hide_below
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 2), make_store(D)
 
     @device
@@ -180,12 +182,13 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
         store_rows(dq, factor, at, Q_PANEL, maps, OUT, w0 + 16 * (warp & 3), h, b)
 
     @device
-    def consume(base, maps, stats, T, S, PADDED, B, H, together, scale):
+    def consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale):
         warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
         blocks_m, past, column = (T + BM - 1) // BM, S - T, 2 * (lane & 3)
         s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
         ds, dq = cuda.local.array(A_SIZE, uint32), cuda.local.array(OUT_SIZE, float32)
         shift, drop = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        lo = cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
         wait_for_previous()  # for the statistics. Q, K, V and dO are older
@@ -199,14 +202,17 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             q0 = int32((blocks_m - 1 - m) * BM)
             w0 = q0 + 64 * (warp >> 2)
             row = w0 + 16 * (warp & 3) + (lane >> 2)
-            it, blocks = skip(base, it, key_blocks(q0, T, S), w0, T, S)
+            of_b = int64(split(bh, H)[0]) * int64(T)  # where its queries begin in the bounds
+            begin = first_block(first, of_b, q0, T, S)
+            it, blocks = skip(base, it, key_blocks(q0, T, S), begin, w0, T, S)
+            most = row_bounds(lo, first, of_b, row, w0, T, S)
             q = descriptor(base + Q + 2 * QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             do = q + uint64(QUERIES >> 4)
             n0 = int32((blocks - 1) * BN)
             clear(dq)
             load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
             before = uint32(0)
-            for i in range(blocks):
+            for i in range(blocks - begin):
                 stage, phase = it % STAGES, (it // STAGES) & 1
                 mbar_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
@@ -217,6 +223,8 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
                     mbar_arrive(base + K_FREE + 8 * before)
                 if n0 + BN - 1 > (w0 + past if CAUSAL else S - 1):
                     hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
+                if KIND != 0 and n0 < most:
+                    hide_below(s, lo, n0 + column)
                 weights(s, shift, scale * LOG2E)
                 hold_s(s)
                 # already complete: it keeps the compiler from moving the wait before the exponentials
@@ -241,7 +249,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
 
 
 @functools.cache
-def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     """-> the dQ kernel for heads of width D; launch_tiles starts it."""
     WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 2)
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
@@ -250,12 +258,13 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
     FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
     FREES = tuple(at + 8 * i for at in (layout.k_free, layout.v_free) for i in stages)
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
-    produce, consume = make_key_producer(D, CAUSAL, tiles, 2), make_dq_consumer(D, CAUSAL, tiles)
+    produce = make_key_producer(D, CAUSAL, tiles, 2, KIND=KIND)
+    consume = make_dq_consumer(D, CAUSAL, tiles, KIND)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
     def flash_attention_hopper_dq_kernel(
-        maps, stats, counter, T, S, B, H, group, together, PADDED, scale
+        maps, stats, first, counter, T, S, B, H, group, together, PADDED, scale
     ):
         """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and make_statistics_kernel."""
         base = shared_base()
@@ -263,12 +272,12 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, counter, (T, S), T, B, H, group, together)
+                produce(base, maps, counter, first, (T, S), T, B, H, group, together)
         else:
             more_registers()
-            consume(base, maps, stats, T, S, PADDED, B, H, together, scale)
+            consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale)
 
-    declare_mapped_cost(flash_attention_hopper_dq_kernel, 3, CAUSAL)
+    declare_mapped_cost(flash_attention_hopper_dq_kernel, 3, CAUSAL, KIND)
     return flash_attention_hopper_dq_kernel
 
 
@@ -296,20 +305,35 @@ def compute_statistics(
     return Statistics(stats, padded)
 
 
-def fill_dq(dq, stats: Statistics, do, q, k, v, scale, causal, gpu: Gpu, plan: HopperPlan) -> None:
+def fill_dq(
+    dq, stats: Statistics, do, q, k, v, scale, causal, gpu: Gpu, plan: HopperPlan, bounds=UNBOUNDED
+) -> None:
     """Fill dq (B, T, H, D)."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     tiles, rows, step = plan.tiles, plan.tiles.rows, plan.tiles.step
     maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
-    kernel, shared = make_dq_kernel(D, causal, tiles), dq_shared_bytes(D, tiles)
+    kernel, shared = make_dq_kernel(D, causal, tiles, bounds.kind), dq_shared_bytes(D, tiles)
     work = Work(T, S, B, H, H // G, -(-T // rows), 4 * S * D)
-    arrays, scalars = (stats.array.reshape(-1),), (np.int32(stats.padded), np.float32(scale))
+    rows_of_stats = stats.array.reshape(-1)
+    arrays = rows_of_stats, bounds.first(rows_of_stats)
+    scalars = np.int32(stats.padded), np.float32(scale)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)
 
 
 def fill_dkdv(
-    dk, dv, stats: Statistics, do, q, k, v, scale, causal, gpu: Gpu, plan: HopperPlan
+    dk,
+    dv,
+    stats: Statistics,
+    do,
+    q,
+    k,
+    v,
+    scale,
+    causal,
+    gpu: Gpu,
+    plan: HopperPlan,
+    bounds=UNBOUNDED,
 ) -> None:
     """Fill dk and dv (B, S, G, D)."""
     B, T, H, D = q.shape
@@ -317,9 +341,9 @@ def fill_dkdv(
     tiles, rows, step, group = plan.tiles, plan.tiles.rows, plan.tiles.step, H // G
     inputs, outputs = ((q, step), (k, rows), (v, rows), (do, step)), ((dk, 16), (dv, 16))
     maps = tensor_maps(*inputs, *outputs, (stats.array, 2 * step))
-    kernel, shared = make_dkdv_kernel(D, causal, tiles), dkdv_shared_bytes(D, tiles)
+    kernel, shared = make_dkdv_kernel(D, causal, tiles, bounds.kind), dkdv_shared_bytes(D, tiles)
     work = Work(T, S, B, G, group, -(-S // rows), 4 * T * D * group)
-    launch_tiles(kernel, shared, plan, work, gpu, maps, (), np.float32(scale))
+    launch_tiles(kernel, shared, plan, work, gpu, maps, (bounds.last(maps),), np.float32(scale))
 
 
 def backward(
@@ -333,10 +357,12 @@ def backward(
     scale: float,
     causal: bool,
     gpu: Gpu,
+    bounds: KeyBounds = UNBOUNDED,
 ) -> None:
     """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see flash_attention_hopper.forward"""
     dq, dk, dv = gradients
     T, D = q.shape[1], q.shape[3]
     stats = compute_statistics(do, o, lse_BHT)
-    fill_dq(dq, stats, do, q, k, v, scale, causal, gpu, choose("dq", D, T, causal))
-    fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, choose("dkdv", D, T, causal))
+    fill_dq(dq, stats, do, q, k, v, scale, causal, gpu, choose("dq", D, T, causal), bounds)
+    plan = choose("dkdv", D, T, causal)
+    fill_dkdv(dk, dv, stats, do, q, k, v, scale, causal, gpu, plan, bounds)

@@ -10,7 +10,7 @@ buffers of K and V.
 import functools
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from ..primitives.hopper import (
     PANEL,
@@ -52,6 +52,7 @@ from .flash_attention_hopper_parts import (
     split,
 )
 from .flash_attention_hopper_table import HopperTiles
+from .key_bounds import make_last_query
 
 OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
 
@@ -88,8 +89,14 @@ def dkdv_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 
 @functools.cache
-def make_first(BM, CAUSAL):
-    """-> first_query(n0, past): the beginning of the first tile of BM queries that sees key n0"""
+def make_queries(BM, BN, CAUSAL, KIND):
+    """-> first_query, end_query, row_bounds: the queries that see the keys n0 ... n0 + BN - 1
+
+    first_query(n0, past)           the beginning of the first tile of BM queries that sees key n0
+    end_query(last, i, n0, T, S)    the end of those that see the last key
+    row_bounds(hi, last, i, row, w0, T, S) -> last query that sees key w0; hi[r]: that of the lane's keys `row`, row + 8
+    """
+    last_query = make_last_query(KIND)
 
     @device
     def first_query(n0, past):
@@ -98,19 +105,32 @@ def make_first(BM, CAUSAL):
             first = int32(uint32(n0 - past) // uint32(BM) * BM)
         return first
 
-    return first_query
+    @device
+    def end_query(last, i, n0, T, S):
+        return int32(last_query(last, i, min(n0 + BN, S) - 1, T, S - T) + 1)
+
+    @device
+    def row_bounds(hi, last, i, row, w0, T, S):
+        if KIND == 0:
+            return int32(T)
+        for r in range(2):
+            hi[r] = last_query(last, i, min(row + 8 * r, S - 1), T, S - T)
+        return last_query(last, i, min(w0, S - 1), T, S - T)
+
+    return first_query, end_query, row_bounds
 
 
 @functools.cache
-def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles):
-    """-> produce(base, maps, counter, T, S, B, G, group, together): the producer thread. Maps: see make_dkdv_kernel"""
+def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
+    """-> produce(base, maps, last, counter, T, S, B, G, group, together): the producer thread. Maps: see make_dkdv_kernel"""
     BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
     PANELS, layout = D // PANEL, query_layout(D, tiles)
     TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
     OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
     K, V, Q, DO, ROWS = layout.k, layout.v, layout.q, layout.do, layout.statistics
     STAGE_FULL, STAGE_FREE = layout.full, layout.free
-    first_query, offer_tile = make_first(BM, CAUSAL), make_own(OWN).offer
+    first_query, end_query, _ = make_queries(BM, BN, CAUSAL, KIND)
+    offer_tile = make_own(OWN).offer
 
     @device
     def load_own(to, full, maps, n0, g, b):
@@ -131,7 +151,7 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles):
             load_tile(do + p * RING_PANEL, maps, 3, full, PANEL * p, m0, h, b)
 
     @device
-    def produce(base, maps, counter, T, S, B, G, group, together):
+    def produce(base, maps, last, counter, T, S, B, G, group, together):
         blocks_n, planes = (S + BN - 1) // BN, B * G
         for i in range(4):
             acquire_map(maps, i)
@@ -141,6 +161,7 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles):
             n, bg = find_tile(tile, blocks_n, planes, together)
             n0, (b, g) = int32(n * BN), split(bg, G)
             first = first_query(n0, S - T)
+            stop = end_query(last, int64(b) * int64(S), n0, T, S)
             barriers = offer_tile(base, done, tile)
             to = base + 2 * TILE_BYTES * (done % OWN)
             load_own(to, barriers + TILE_FULL, maps, n0, g, b)
@@ -148,7 +169,7 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles):
             before = int32((bg - g) * group)  # planes of Q of the earlier sequences
             while h < end:
                 m0 = first
-                while opaque(m0) < T:
+                while opaque(m0) < stop:
                     stage = it % STAGES
                     mbar_wait(base + STAGE_FREE + 8 * stage, ((it // STAGES) & 1) ^ 1)
                     load_stage(base, stage, maps, m0, h, b, before + h)
@@ -192,8 +213,8 @@ def make_column_steps(BM):
 
 
 @functools.cache
-def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
-    """-> consume(base, maps, T, S, B, G, group, together, scale): the dK, dV work of a consumer warpgroup"""
+def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
+    """-> consume(base, maps, last, T, S, B, G, group, together, scale): the dK, dV work of a consumer warpgroup"""
     BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
     RING, STATS, OWN_BYTES = BM * D * 2, 8 * BM, 2 * BN * D * 2
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
@@ -206,10 +227,11 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
     scores = make_product(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
     add = make_product(D, None, down_rows(BM), b_rows=True, accumulate=True)
     wait_s, wait_out, hold_s = make_wait(BM, 1), make_wait(D, 0), make_hold(BM)
-    descriptor, first_query = make_descriptor(Q_PANEL), make_first(BM, CAUSAL)
+    descriptor = make_descriptor(Q_PANEL)
+    first_query, end_query, row_bounds = make_queries(BM, BN, CAUSAL, KIND)
     weights, score_gradients = make_column_steps(BM)
     elements, clear = make_elements(BM), make_elements(D).clear
-    pack, hide_before = elements.pack, elements.hide_before
+    pack, hide_before, hide_above = elements.pack, elements.hide_before, elements.hide_above
     store_rows, stores_done = make_store(D)
 
     @device
@@ -225,13 +247,13 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
         stores_done()
 
     @device
-    def consume(base, maps, T, S, B, G, group, together, scale):
+    def consume(base, maps, last, T, S, B, G, group, together, scale):
         warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
         blocks_n, past = (S + BN - 1) // BN, S - T
         s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
         a = cuda.local.array(A_SIZE, uint32)  # P^T, then dS^T
         dk, dv = cuda.local.array(OUT_SIZE, float32), cuda.local.array(OUT_SIZE, float32)
-        factor = cuda.local.array(2, float32)
+        factor, hi = cuda.local.array(2, float32), cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
             acquire_map(maps, OUT + 1)
@@ -244,6 +266,10 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
             w0 = int32(n * BN + 64 * (warp >> 2))  # this warpgroup's first key
             row = w0 + 16 * (warp & 3) + (lane >> 2)
             first = first_query(n * BN, past)
+            of_b = int64(split(bg, G)[0]) * int64(S)  # where its keys begin in the bounds
+            stop = end_query(last, of_b, int32(n * BN), T, S)
+            # in tiles that end after `least`, a key may not be seen by all queries
+            least = row_bounds(hi, last, of_b, row, w0, T, S)
             m0 = first
             k = descriptor(base + K + OWN_BYTES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             v = k + uint64((V - K) >> 4)
@@ -254,7 +280,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
                 uint32(0),
                 int32(0),
             )
-            for _ in range(group * ((T - first + BM - 1) // BM)):
+            for _ in range(group * ((stop - first + BM - 1) // BM)):
                 stage, phase = it % STAGES, (it // STAGES) & 1
                 q = descriptor(base + Q + stage * RING)
                 do = q + uint64((DO - Q) >> 4)
@@ -276,6 +302,8 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
                         mbar_arrive(base + STAGE_FREE + 8 * before)
                     if CAUSAL and m0 + past < w0 + 63:
                         hide_before(s, row - past - m0 - 2 * (lane & 3))
+                    if KIND != 0 and m0 + (BM - 1) > least:
+                        hide_above(s, hi, m0 + 2 * (lane & 3))
                     weights(s, rows, scale * LOG2E)
                     pack(a, s)
                     add(dv, a, do)
@@ -290,7 +318,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
                     before, pending = stage, int32(1)
                 it += uint32(1)
                 m0 = int32(m0 + BM)
-                if m0 >= T:
+                if m0 >= stop:
                     m0 = first
             wait_out(dk)
             cuda.syncwarp()
@@ -307,7 +335,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles):
 
 
 @functools.cache
-def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
+def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     """-> the dK, dV kernel for heads of width D; launch_tiles starts it."""
     WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, query_layout(D, tiles)
     CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
@@ -315,22 +343,22 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles):
     FULLS = tuple(layout.full + 8 * i for i in range(tiles.stages))
     FREES = tuple(layout.free + 8 * i for i in range(tiles.stages))
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
-    produce = make_query_producer(D, CAUSAL, tiles)
-    consume = make_dkdv_consumer(D, CAUSAL, tiles)
+    produce = make_query_producer(D, CAUSAL, tiles, KIND)
+    consume = make_dkdv_consumer(D, CAUSAL, tiles, KIND)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM)
-    def flash_attention_hopper_dkdv_kernel(maps, counter, T, S, B, G, group, together, scale):
-        """Maps of Q, K, V, dO, dK, dV, the statistics. The other arguments: see make_fwd_kernel."""
+    def flash_attention_hopper_dkdv_kernel(maps, last, counter, T, S, B, G, group, together, scale):
+        """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other arguments: see make_fwd_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:
             fewer_registers()
             if cuda.threadIdx.x == CONSUMERS:
-                produce(base, maps, counter, T, S, B, G, group, together)
+                produce(base, maps, last, counter, T, S, B, G, group, together)
         else:
             more_registers()
-            consume(base, maps, T, S, B, G, group, together, scale)
+            consume(base, maps, last, T, S, B, G, group, together, scale)
 
-    declare_mapped_cost(flash_attention_hopper_dkdv_kernel, 4, CAUSAL)
+    declare_mapped_cost(flash_attention_hopper_dkdv_kernel, 4, CAUSAL, KIND)
     return flash_attention_hopper_dkdv_kernel

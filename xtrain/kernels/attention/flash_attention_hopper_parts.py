@@ -44,6 +44,7 @@ from ..primitives.tensor_cores import opaque, pack_bf16
 from ..primitives.tensor_maps import tensors_of
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
 from .flash_attention_hopper_table import HopperTiles
+from .key_bounds import make_first_key
 
 LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
 NEG_INF = float32(-math.inf)
@@ -71,7 +72,7 @@ def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int
     return producer, min(consumer, 240)
 
 
-def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
+def declare_mapped_cost(kernel, products: int, causal: bool, window: int = 0) -> None:
     """Declare the cost of a kernel whose first argument is the tensor maps of Q, K, ....
 
     It moves every mapped tensor once and multiplies `products` matrices of T x S x D per head.
@@ -82,7 +83,7 @@ def declare_mapped_cost(kernel, products: int, causal: bool) -> None:
 
     def flops(maps, *_):
         (D, H, T, B), (_, _, S, _) = (dims for dims, _ in tensors_of(maps)[:2])
-        return attention_flops(products, B * T * H * D, T, S, causal)
+        return attention_flops(products, B * T * H * D, T, S, causal, window)
 
     declare_cost(kernel, nbytes=nbytes, flops=flops)
 
@@ -334,8 +335,13 @@ def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
 
 
 @functools.cache
-def make_keys(BM, BN, CAUSAL):
-    """-> key_blocks(q0, T, S): number of blocks of BN keys that the BM queries from q0 on see (the last query sees the most)"""
+def make_keys(BM, BN, CAUSAL, KIND=0):
+    """-> key_blocks, first_block, row_bounds: the BM queries from q0 on see the blocks first_block .. key_blocks - 1 of BN keys
+
+    key_blocks(q0, T, S), first_block(first, i, q0, T, S): the last query sees the latest key, the first one the earliest
+    row_bounds(lo, first, i, row, w0, T, S) -> first key that query w0 + 63 sees; lo[r]: that of the lane's rows `row`, row + 8
+    """
+    first_key = make_first_key(KIND)
 
     @device
     def key_blocks(q0, T, S):
@@ -344,26 +350,41 @@ def make_keys(BM, BN, CAUSAL):
             end = q0 + BM + S - T
         return int32(uint32(end + BN - 1) // uint32(BN))
 
-    return key_blocks
+    @device
+    def first_block(first, i, q0, T, S):
+        if KIND == 0:
+            return int32(0)
+        return int32(uint32(first_key(first, i, q0, S - T)) // uint32(BN))
+
+    @device
+    def row_bounds(lo, first, i, row, w0, T, S):
+        if KIND == 0:
+            return int32(0)
+        for r in range(2):
+            lo[r] = first_key(first, i, min(row + 8 * r, T - 1), S - T)
+        return first_key(first, i, min(w0 + 63, T - 1), S - T)
+
+    return key_blocks, first_block, row_bounds
 
 
 @functools.cache
 def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
-    """-> skip(base, it, blocks, w0, T, S) -> (it, blocks) without the last blocks of keys, which this warpgroup does not see.
+    """-> skip(base, it, blocks, begin, w0, T, S) -> (it, blocks) without the last blocks, which this warpgroup does not see.
 
-    The warpgroup owns the queries w0 ... w0 + 63. It frees the stages of the skipped blocks without reading them.
+    The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the stages of the skipped blocks
+    without reading them.
     """
     BN, STAGES, layout = tiles.step, tiles.stages, key_layout(D, tiles, QUERIES)
     K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
 
     @device
-    def skip(base, it, blocks, w0, T, S):
+    def skip(base, it, blocks, begin, w0, T, S):
         last = int32(S - 1)  # the last key that is visible
         if CAUSAL:
             last = int32(w0 + 63 + S - T)
         if w0 >= T:  # the warpgroup has no queries
             last = int32(0)
-        while (blocks - 1) * BN > last:
+        while (blocks - 1) * BN > last and blocks - 1 > begin:
             stage, phase = it % STAGES, (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
             mbar_wait(base + V_FULL + 8 * stage, phase)
@@ -378,10 +399,12 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
 
 
 @functools.cache
-def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PAGE: int = 0):
-    """-> produce(base, maps, counter, where, T, B, H, group, together): the producer thread of forward and dQ.
+def make_key_producer(
+    D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PAGE: int = 0, KIND: int = 0
+):
+    """-> produce(base, maps, counter, bounds, where, T, B, H, group, together): the producer thread of forward and dQ.
 
-    where, PAGE: see make_sequences. T: queries of the longest sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
 
     QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
     requested before its buffer is free.
@@ -393,7 +416,8 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
     layout = key_layout(D, tiles, QUERIES)
     Q, K, V = layout.q, layout.k, layout.v
     K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
-    key_blocks, offer_tile = make_keys(BM, BN, CAUSAL), make_own(OWN).offer
+    key_blocks, first_block, _ = make_keys(BM, BN, CAUSAL, KIND)
+    offer_tile = make_own(OWN).offer
     sequences = make_sequences(BN, PAGE)
     BOX, size, look_up, place = sequences.BOX, sequences.size, sequences.look_up, sequences.place
     BOXES = BN // BOX
@@ -419,7 +443,7 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
                 load_tile(at, maps, i, full, PANEL * p, row, head, batch)
 
     @device
-    def produce(base, maps, counter, where, T, B, H, group, together):
+    def produce(base, maps, counter, bounds, where, T, B, H, group, together):
         blocks_m, planes = (T + BM - 1) // BM, B * H
         for i in range(2 + QUERIES):
             acquire_map(maps, i)
@@ -436,6 +460,7 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
             mine, S, first, batch, state = size(where, b)
             if q0 < mine:
                 n0 = int32((key_blocks(q0, mine, S) - 1) * BN)
+                begin = int32(first_block(bounds, int64(b) * int64(T), q0, mine, S) * BN)
                 look_up(found, where, b, n0, S, state)
                 if EARLY:
                     load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
@@ -444,7 +469,7 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
                 load_own(to, barriers + TILE_FULL, maps, first + q0, h, batch)
                 if not EARLY:
                     load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
-                while opaque(n0) >= 0:
+                while opaque(n0) >= begin:
                     # arrives while V's stage is waited for
                     look_up(following, where, b, n0 - BN, S, state)
                     load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b, found, where)
@@ -452,7 +477,7 @@ def make_key_producer(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PA
                     n0 = int32(n0 - BN)
                     for i in range(BOXES):
                         found[i] = following[i]
-                    if n0 >= 0:
+                    if n0 >= begin:
                         load_keys(
                             k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where
                         )
@@ -474,6 +499,8 @@ class Elements:
     pack(a, acc)                        acc in bf16, as a left operand
     hide_after(s, last, row_step)       -inf in columns after `last`; in the lane's second row, after last + row_step
     hide_before(s, first)               -inf in columns before `first`; in the lane's second row, before first + 8
+    hide_below(s, lo, at)               -inf in columns before lo[r] - at; r: the lane's row
+    hide_above(s, hi, at)               -inf in columns after hi[r] - at
     Columns are counted from the lane's first one.
     """
 
@@ -481,6 +508,8 @@ class Elements:
     pack: Callable
     hide_after: Callable
     hide_before: Callable
+    hide_below: Callable
+    hide_above: Callable
 
 
 @functools.cache
@@ -514,7 +543,23 @@ def make_elements(COLUMNS: int) -> Elements:
                     i = 4 * n + 2 * r + c
                     s[i] = cuda.selp(int32(8 * n + c) < int32(first + 8 * r), NEG_INF, s[i])
 
-    return Elements(clear, pack, hide_after, hide_before)
+    @device
+    def hide_below(s, lo, at):
+        for n in range(GROUPS):
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * n + 2 * r + c
+                    s[i] = cuda.selp(int32(8 * n + c) < int32(lo[r] - at), NEG_INF, s[i])
+
+    @device
+    def hide_above(s, hi, at):
+        for n in range(GROUPS):
+            for r in range(2):
+                for c in range(2):
+                    i = 4 * n + 2 * r + c
+                    s[i] = cuda.selp(int32(8 * n + c) > int32(hi[r] - at), NEG_INF, s[i])
+
+    return Elements(clear, pack, hide_after, hide_before, hide_below, hide_above)
 
 
 @functools.cache

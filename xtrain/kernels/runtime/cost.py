@@ -90,9 +90,18 @@ def _distinct(args):
     return {a.data.ptr: a.nbytes for a in args if not isinstance(a, np.generic)}
 
 
-def attention_flops(products: int, elements: int, T: int, S: int, causal: bool) -> float:
-    """Operations of `products` matrix products of (T, D) by (D, S) for each head. elements: B T H D."""
-    return products * 2.0 * elements * int(S) * (0.5 if causal and T == S else 1.0)
+def attention_flops(
+    products: int, elements: int, T: int, S: int, causal: bool, window: int = 0
+) -> float:
+    """Operations of `products` matrix products of (T, D) by (D, S) for each head. elements: B T H D.
+
+    window: keys that a query sees at most, if above 0. With several documents in a row (below 0) these are upper bounds.
+    """
+    keys = int(S) * (0.5 if causal and T == S else 1.0)
+    if 0 < window < S:
+        hidden = S - window  # of the last query; of the first ones, none
+        keys -= hidden * (hidden / (2 * int(T)) if T == S else 1.0)
+    return products * 2.0 * elements * keys
 
 
 def product_cost(out: Array, a: Array, b: Array) -> Cost:
