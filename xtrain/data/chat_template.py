@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -23,9 +24,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ..data.tokenizer import token_text
 from ..errors import UserError
 from ..json_files import read_json, reading
+from .tokenizer import token_text
 
 TOKENS = (
     "bos_token",
@@ -67,14 +68,36 @@ class ChatTemplate:
         with self.lock:
             self._start()
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    @property
+    def marks_generation(self) -> bool:
+        """Does the template mark the model's text with {% generation %} blocks?"""
+        return re.search(r"\{%-?\s*generation\b", self.source) is not None
+
+    def render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None
+    ) -> str:
         """-> the text of the conversation
 
         messages: {"role": ..., "content": ...} each, of values that JSON has.  add_generation_prompt: end with the text
-        that starts the model's answer.
+        that starts the model's answer.  tools: descriptions of functions, as the template expects them.
         Raises UserError if the template rejects the messages, fails, or exceeds one of LIMITS.
         """
-        names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
+        return self._render(messages, add_generation_prompt, tools)["text"]
+
+    def render_spans(
+        self, messages: list[dict[str, Any]], tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """-> the text of the conversation, and [start, end) of its {% generation %} blocks. Errors as in render."""
+        reply = self._render(messages, False, tools)
+        if reply["spans"] is None:
+            raise UserError(
+                "the model's chat template has a generation block whose place in the text is unknown: "
+                "move it out of its macro"
+            )
+        return reply["text"], [(start, end) for start, end in reply["spans"]]
+
+    def _render(self, messages, add_generation_prompt, tools):
+        names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
         with self.lock:
             if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
                 self._start()
@@ -83,7 +106,7 @@ class ChatTemplate:
             raise UserError(
                 f"the model's chat template rejects this conversation: {reply['error']}"
             )
-        return reply["text"]
+        return reply
 
     def _start(self) -> None:
         """Start a worker and let it compile the template. Raises UserError."""
