@@ -14,6 +14,7 @@ from .version import VERSION
 
 COMMANDS = {  # the command's name -> its module
     "train": "xtrain.train",
+    "finetune": "xtrain.finetune",
     "ddp": "xtrain.ddp",
     "generate": "xtrain.generate",
     "chat": "xtrain.chat",
