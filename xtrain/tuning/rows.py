@@ -41,7 +41,8 @@ def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
     lengths: the inputs of each example, at most T.
     """
     order = np.random.default_rng([seed % 2**64, len(lengths)]).permutation(len(lengths))
-    room, rows = np.zeros(len(lengths), np.int64), []
+    room = np.zeros(len(lengths), np.int64)
+    rows: list[list[int]] = []
     for i in map(int, order):
         fits = room[: len(rows)] >= lengths[i]
         row = int(fits.argmax()) if fits.any() else len(rows)
