@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from ..cli import say
-from ..config import PRESETS, Preset, TrainConfig
+from ..config import Preset, TrainConfig
 from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
@@ -21,8 +21,6 @@ from ..training.run import Run
 from .examples import Example, digest, read_examples
 from .rows import RowLoader, rows_of
 
-# The preset of every fine-tuning: the name of its folder. The shape is that of the model in --init.
-PRESETS["finetune"] = Preset({}, {})
 UNIT = 64  # tokens: sequences are padded to a multiple
 SAMPLE_TOKENS = 200
 
@@ -48,6 +46,10 @@ class FinetuneConfig(TrainConfig):
     # the user's message of the generated samples; none: the first example that is held out
     sample_prompt: str = ""
     sample_tokens: int = SAMPLE_TOKENS  # at most, per sample
+
+    def presets(self) -> dict[str, Preset]:
+        """Only one, without a shape: --init has it."""
+        return {"finetune": Preset({}, {})}
 
     def validate(self) -> None:
         """Raises UserError on a value out of range."""
