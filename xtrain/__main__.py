@@ -24,6 +24,7 @@ COMMANDS = {  # the command's name -> its module
     "compare": "xtrain.compare",
     "profile": "xtrain.profile",
     "gradcheck": "xtrain.gradcheck",
+    "export": "xtrain.export",
     "convert_meta": "xtrain.convert_meta",
     "lesson": "xtrain.lesson",
     "doctor": "xtrain.doctor",

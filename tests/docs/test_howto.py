@@ -196,7 +196,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "finetune", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
+    "train", "finetune", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool", "--version",

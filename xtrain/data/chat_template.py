@@ -174,25 +174,30 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
         """The template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
-        file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
-        source = config.get("chat_template")
-        if file.is_file():
-            with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
-                source = opened.read(MAX_SOURCE + 1)
-            if len(source) > MAX_SOURCE:
-                raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
-        if isinstance(source, list):
-            named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
-            source = named[-1].get("template") if named else None
+        source, path = template_source(folder), folder / "tokenizer_config.json"
         if source is None:
             return None
-        if not isinstance(source, str):
-            raise UserError(
-                f"{path}: chat_template must be a text or a list with one named default"
-            )
+        config = read_json(path) if path.is_file() else {}
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
+
+
+def template_source(folder: Path) -> str | None:
+    """The Jinja template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
+    file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    source = config.get("chat_template")
+    if file.is_file():
+        with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
+            source = opened.read(MAX_SOURCE + 1)
+        if len(source) > MAX_SOURCE:
+            raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
+    if isinstance(source, list):
+        named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if source is not None and not isinstance(source, str):
+        raise UserError(f"{path}: chat_template must be a text or a list with one named default")
+    return source
 
 
 def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:
