@@ -236,7 +236,7 @@ def advance_kernel(lengths_B, step_B, slots_B):
 # speakers; the model's answer is the continuation. The template comes with the model:
 
 # %%
-from xtrain.serving.chat_template import ChatTemplate
+from xtrain.data.chat_template import ChatTemplate
 
 template = ChatTemplate(
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

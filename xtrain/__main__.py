@@ -14,6 +14,7 @@ from .version import VERSION
 
 COMMANDS = {  # the command's name -> its module
     "train": "xtrain.train",
+    "finetune": "xtrain.finetune",
     "ddp": "xtrain.ddp",
     "generate": "xtrain.generate",
     "chat": "xtrain.chat",
@@ -23,6 +24,7 @@ COMMANDS = {  # the command's name -> its module
     "compare": "xtrain.compare",
     "profile": "xtrain.profile",
     "gradcheck": "xtrain.gradcheck",
+    "export": "xtrain.export",
     "convert_meta": "xtrain.convert_meta",
     "lesson": "xtrain.lesson",
     "doctor": "xtrain.doctor",

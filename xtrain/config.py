@@ -348,6 +348,10 @@ class TrainConfig(ShapeOptions):
         self._check_numbers()
         self._check_words()
 
+    def presets(self) -> "dict[str, Preset]":
+        """The presets to choose from."""
+        return PRESETS
+
     def _check_counts(self):
         optional = (
             "steps batch micro_batch seq_len vocab_size eval_every sample_every save_every stop_at "
@@ -482,11 +486,11 @@ def resolve(
     combination with the preset's.
     """
     config.validate()
-    name = preset_name(config, gpu)
+    name, presets = preset_name(config, gpu), config.presets()
     _need(
-        name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {', '.join(PRESETS)}"
+        name in presets, f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}"
     )
-    preset = PRESETS[name]
+    preset = presets[name]
     filled = {key: value for key, value in preset.train.items() if getattr(config, key) is None}
     steps, warmup = (filled.get(key, getattr(config, key)) for key in ("steps", "warmup"))
     if warmup and warmup > steps - 2:

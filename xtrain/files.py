@@ -62,9 +62,16 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file atomically: a reader sees the old content or the new one. Raises OSError."""
+    with replaced(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """The name of a temporary file to write, which replaces `path` atomically at the end, if nothing was raised."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_bytes(content)
+        yield temporary
         sync(temporary)
         os.replace(temporary, path)
     finally:

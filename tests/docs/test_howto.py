@@ -145,7 +145,7 @@ def test_the_console_command(capsys):
     programs = importlib.import_module("xtrain.__main__")
     assert programs.main(["--version"]) == 0
     assert capsys.readouterr().out == f"xtrain {importlib.import_module('xtrain').__version__}\n"
-    assert programs.main(["doctr"]) == 2 and "choose one of train, ddp" in capsys.readouterr().err
+    assert programs.main(["doctr"]) == 2 and "choose one of train, finetune" in capsys.readouterr().err
     assert programs.main(["completion", "fish"]) == 2
     assert "choose bash or zsh" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -196,7 +196,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "convert_meta", "lesson", "doctor"
+    "train", "finetune", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool", "--version",

@@ -11,9 +11,9 @@ from twins import random_model, small
 
 from xtrain import Engine, UserError
 from xtrain.chat import main
+from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.serving import pretrained
-from xtrain.serving.chat_template import ChatTemplate
 from xtrain.serving.conversation import ContextFull, Conversation
 
 CHATML = (
@@ -101,6 +101,24 @@ def test_templates_render_as_in_transformers(folder, name, source_of):
             assert ours.render(messages, prompt) == expected
     ids = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
     assert Tokenizer.load(folder).encode(ours.render(TALK)) == ids
+
+
+def test_generation_blocks_are_where_transformers_finds_them(folder):
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    set_template(folder, source)
+    ours, theirs = ChatTemplate.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.marks_generation and not ChatTemplate(CHATML, {}).marks_generation
+    text, spans = ours.render_spans(TALK)
+    want = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
+    ids, places = Tokenizer.load(folder).encode_spans(text)
+    mask = [int(any(a < end and start < b for start, end in spans)) for a, b in places]
+    assert (ids, mask) == (want["input_ids"], want["assistant_masks"]) and 0 < sum(mask) < len(mask)
+    inside = "{% macro f() %}{% generation %}x{% endgeneration %}{% endmacro %}{{ 'ab' ~ f() }}"
+    with pytest.raises(UserError, match="move it out of its macro"):
+        ChatTemplate(inside, {}).render_spans(TALK)
 
 
 def test_templates_that_fail(folder):

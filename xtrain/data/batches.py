@@ -13,63 +13,43 @@ from .shards import read_shard
 MAX_EPOCHS_PER_BATCH = 1000
 
 
-class Loader:
-    """Endless shuffled batches for next-token prediction.
+class Shuffled:
+    """Which windows of a text the batches have: in every epoch all of them, in another order.
 
-    In an epoch each shard is a ring that starts at a random token and is cut into len // T windows,
-    so the windows differ from epoch to epoch and every token is used in some epoch. (A window may cross
-    the seam: the last document is followed by the first.) The order of the windows is a
-    permutation. Both follow from (seed, epoch) alone, so the state is one number, `position`: the
-    number of sequences that all ranks together have read.
+    The order follows from (seed, epoch) alone, so the state is one number, `position`: the number of sequences that all ranks
+    together have read. Rank r reads rows [r B/world, (r+1) B/world) of a batch: the batch is the same for every world.
 
-    Rank r reads rows [r B/world, (r+1) B/world) of a batch: the batch is the same for every world.
+    windows: in an epoch.  B: sequences in the batch of all ranks.  T: tokens of a sequence.
     """
 
-    def __init__(
-        self,
-        shards: list[Path],
-        B: int,
-        T: int,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        vocab_size: int | None = None,
-    ):
-        """shards: .bin files. B: sequences in the batch of all ranks. T: tokens of a sequence.
-        vocab_size: an id that is not below it raises UserError."""
+    def __init__(self, windows: int, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1):
         if B % world:
             raise UserError(
                 f"--batch {B} is not a multiple of the {world} ranks: choose one that is"
             )
-        self.B, self.T, self.seed, self.rank, self.world = B, T, seed, rank, world
-        self._shards = [read_shard(path, vocab_size) for path in shards]
-        # The target of the last token is one token further: a shard of T tokens has no window.
-        windows_S = [len(tokens) // T if len(tokens) > T else 0 for tokens in self._shards]
-        self._ends_S = np.cumsum(windows_S)
-        self.windows = int(self._ends_S[-1])  # in an epoch
-        if not self.windows:
-            raise _too_short("training", max(map(len, self._shards)), T)
-        if B / self.windows > MAX_EPOCHS_PER_BATCH:
-            raise UserError(
-                f"--batch {B} is {B // self.windows:,} times the text, which has "
-                f"{self.windows:,} windows of --seq-len {T}: choose a smaller one"
-            )
-        self.position = 0
+        self.windows, self.B, self.T, self.seed = windows, B, T, seed
+        self.rank, self.world, self.position = rank, world, 0
         # a batch reads at most two epochs, unless the text is very short
-        self._cached_epoch = lru_cache(2)(self._epoch)
+        self.order = lru_cache(2)(self._order)
 
     @property
     def epoch(self) -> float:
         """How many times the text has been read."""
         return self.position / self.windows
 
-    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> ids, targets: (B/world, T) int32, targets[:, t] is the token after ids[:, t]."""
+    def next_windows(self) -> list[tuple[int, int]]:
+        """-> (epoch, index in its order) of each row of this rank's next batch"""
         rows = self.B // self.world
         first = self.position + self.rank * rows
-        tokens = np.stack([self._window(i) for i in range(first, first + rows)])
         self.position += self.B
-        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        return [divmod(i, self.windows) for i in range(first, first + rows)]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """-> (W,), a permutation of the windows"""
+        return self._random(epoch).permutation(self.windows)
+
+    def _random(self, epoch: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed % 2**64, epoch))
 
     def state_dict(self) -> dict[str, int]:
         """The position in the text, as integers, for a checkpoint."""
@@ -99,15 +79,55 @@ class Loader:
             )
         self.position = position
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> order of the windows (W,), first token of each shard's ring (S,)."""
-        rng = np.random.default_rng((self.seed % 2**64, epoch))
-        return rng.permutation(self.windows), rng.integers([len(tokens) for tokens in self._shards])
 
-    def _window(self, i: int) -> np.ndarray:
-        """-> (T + 1,) int32: the i-th window since the start of training."""
-        order_W, start_S = self._cached_epoch(i // self.windows)
-        w = order_W[i % self.windows]
+class Loader(Shuffled):
+    """Endless shuffled batches for next-token prediction.
+
+    In an epoch each shard is a ring that starts at a random token and is cut into len // T windows,
+    so the windows differ from epoch to epoch and every token is used in some epoch. (A window may cross
+    the seam: the last document is followed by the first.) The first token, too, follows from (seed, epoch).
+    """
+
+    def __init__(
+        self,
+        shards: list[Path],
+        B: int,
+        T: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        vocab_size: int | None = None,
+    ):
+        """shards: .bin files. B: sequences in the batch of all ranks. T: tokens of a sequence.
+        vocab_size: an id that is not below it raises UserError."""
+        self._shards = [read_shard(path, vocab_size) for path in shards]
+        # The target of the last token is one token further: a shard of T tokens has no window.
+        windows_S = [len(tokens) // T if len(tokens) > T else 0 for tokens in self._shards]
+        self._ends_S = np.cumsum(windows_S)
+        super().__init__(int(self._ends_S[-1]), B, T, seed, rank, world)
+        if not self.windows:
+            raise _too_short("training", max(map(len, self._shards)), T)
+        if B / self.windows > MAX_EPOCHS_PER_BATCH:
+            raise UserError(
+                f"--batch {B} is {B // self.windows:,} times the text, which has "
+                f"{self.windows:,} windows of --seq-len {T}: choose a smaller one"
+            )
+        self.first = lru_cache(2)(self._first)
+
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """-> ids, targets: (B/world, T) int32, targets[:, t] is the token after ids[:, t]."""
+        tokens = np.stack([self._window(*which) for which in self.next_windows()])
+        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+    def _first(self, epoch: int) -> np.ndarray:
+        """-> (S,), the first token of each shard's ring"""
+        rng = self._random(epoch)
+        rng.permutation(self.windows)  # the order was drawn first
+        return rng.integers([len(tokens) for tokens in self._shards])
+
+    def _window(self, epoch: int, i: int) -> np.ndarray:
+        """-> (T + 1,) int32: the i-th window of an epoch."""
+        w, start_S = self.order(epoch)[i], self.first(epoch)
         s = np.searchsorted(self._ends_S, w, side="right")
         tokens = self._shards[s]
         before = self._ends_S[s - 1] if s else 0

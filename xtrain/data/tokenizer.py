@@ -162,6 +162,12 @@ class Tokenizer:
         with _library("encode this text"):
             return self._backend.encode(text, add_special_tokens=special).ids
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """-> ids, and the characters [start, end) of the text that each comes from; no tokens are put around the text."""
+        with _library("encode this text"):
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+
     def encode_more(self, text: str) -> list[int]:
         """The ids of a text that follows another one.
 

@@ -44,16 +44,22 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
     """
     folder = saved_runs.model_folder(Path(folder), _warn)
     identity = folder.stat().st_ino
-    config = read_config(folder)
-    stored = translate(read_json(folder / CONFIG), _find_tensors(folder))
-    _check_tensors(folder, config, stored)
-    verify_weights(folder)
+    config, stored = open_weights(folder)
     model = make(config)
     model.special_tokens = read_special_tokens(folder)
     _fill(model, stored)
     if not is_folder(folder) or folder.stat().st_ino != identity:
         raise UserError(f"{folder} was replaced while it was read: try again")
     return model
+
+
+def open_weights(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
+    """The config of a Hugging Face folder, and its tensors without their values. Raises UserError if they do not fit."""
+    config = read_config(folder)
+    stored = translate(read_json(folder / CONFIG), _find_tensors(folder))
+    _check_tensors(folder, config, stored)
+    verify_weights(folder)
+    return config, stored
 
 
 def _warn(sentence: str) -> None:

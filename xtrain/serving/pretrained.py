@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..cli import say
+from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..device import resolve_device
 from ..errors import UserError
@@ -16,7 +17,6 @@ from ..formats import huggingface
 from ..formats.saved_runs import model_folder
 from ..json_files import read_json
 from ..nn.model import Transformer, choose_precision
-from .chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,14 @@ def train(
     ranks: SingleProcess = SINGLE_PROCESS,
     make_run: Callable[..., Run] = Run,
     *,
+    corpus: Any = None,
     write_report: Callable[[Path, Run, Callable[[str], None]], Any],
 ) -> Path:
     """A whole run. -> its folder. Raises UserError on anything that the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
-    (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  write_report: called with folder, run and
+    (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  corpus: the data, if not the text of --data:
+    an object with what a Corpus offers (tuning.finetune.Conversations).  write_report: called with folder, run and
     warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
     """
     output = Output()
@@ -213,7 +215,8 @@ def train(
         if device == "cpu":
             resolved = _with_blas_threads(resolved, known, folder.saved, ranks)
             stack.enter_context(blas.use_threads(resolved.blas_threads))
-        corpus = _read_text(resolved, folder.tokenizer(resolved), ranks, console)
+        if corpus is None:
+            corpus = _read_text(resolved, folder.tokenizer(resolved), ranks, console)
         shape["vocab_size"] = corpus.vocab_size
         # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
         run = make_run(

@@ -16,7 +16,7 @@ from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
 from ..formats.saved_runs import Saved
-from ..kernels.cross_entropy import count_targets
+from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import sum_of_squares
 from ..kernels.runtime.launch import zeros
@@ -52,7 +52,10 @@ class Run:
 
     done: steps so far.  val_loss: (step, loss) of the last validation.  skipped: skipped steps, as far as the host has read
     the numbers.  beat(), rest(): tell a watchdog that the run makes progress, and that training is over.
+    program: the command that continues the run.
     """
+
+    program = "python -m xtrain.train"
 
     def __init__(
         self,
@@ -178,11 +181,12 @@ class Run:
             for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
                 self.beat()
                 ids, targets = all_ids[i : i + c.micro_batch], all_targets[i : i + c.micro_batch]
-                if not targets.size:  # the last batch may have fewer rows
+                counted = targets[targets != IGNORE]
+                if not counted.size:  # the last batch may have fewer rows
                     continue
-                nats += self.model.loss(ids, targets).item() * targets.size
-                tokens += targets.size
-                lengths += int(self.corpus.token_lengths[targets].sum())
+                nats += self.model.loss(ids, targets).item() * counted.size
+                tokens += counted.size
+                lengths += int(self.corpus.token_lengths[counted].sum())
         nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
         self.val_loss = self.done, nats / tokens
         return nats / tokens, nats / np.log(2) / max(lengths, 1)

@@ -153,11 +153,16 @@ def parse_options(
     return replace(config, allow_change=(*config.allow_change, *same))
 
 
+def to_resume(config: TrainConfig) -> Path:
+    """The folder of the run that --resume continues."""
+    gpu = resolve_device(config.device) == "gpu"
+    first = Path(config.out) / (config.name or preset_name(config, gpu))
+    return _last_path(first, config.name)
+
+
 def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
     """-> the options of the run that is to be resumed, none if they are unknown; the changes that were allowed before"""
-    gpu = resolve_device(given.device) == "gpu"
-    first = Path(given.out) / (given.name or preset_name(given, gpu))
-    path = _last_path(first, given.name)
+    path = to_resume(given)
     stored = _stored_options(path, type(given))
     if stored is None:
         if _contents(path):
@@ -243,7 +248,8 @@ def _stored_options(path: Path, kind: type[TrainConfig]) -> dict[str, Any] | Non
         options = read_json(path / "config.json").get("train")
         if isinstance(options, dict):
             hints = get_type_hints(kind)
-            return {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
+            found = {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
+            return {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
     return None
 
 

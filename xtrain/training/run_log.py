@@ -139,13 +139,15 @@ class RunLog:
         """Log the gradient norm of each layer."""
         self.record("layers.jsonl", {"step": step, **norms})
 
-    def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float) -> None:
-        """Log a validation. loss: nats per token.  bpb: bits per byte.  bigram_bpb: those of the byte-bigram model."""
+    def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float | None) -> None:
+        """Log a validation. loss: nats per token.  bpb: bits per byte.  bigram_bpb: those of the byte-bigram model, if known."""
         self.record("metrics.jsonl", {"step": step, "val_loss": loss, "val_bpb": bpb})
-        verdict = "beats" if bpb < bigram_bpb else "not yet below"
+        verdict = ""
+        if bigram_bpb is not None:
+            word = "beats" if bpb < bigram_bpb else "not yet below"
+            verdict = f" ({word} the byte-bigram model's {bigram_bpb:.3f})"
         self.console.print(
-            f"[bold]step {step}: validation loss {loss:.4f}, {bpb:.3f} bits per byte[/] "
-            f"({verdict} the byte-bigram model's {bigram_bpb:.3f})",
+            f"[bold]step {step}: validation loss {loss:.4f}, {bpb:.3f} bits per byte[/]{verdict}",
             highlight=False,
         )
 

@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -23,9 +24,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ..data.tokenizer import token_text
 from ..errors import UserError
 from ..json_files import read_json, reading
+from .tokenizer import token_text
 
 TOKENS = (
     "bos_token",
@@ -67,14 +68,36 @@ class ChatTemplate:
         with self.lock:
             self._start()
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    @property
+    def marks_generation(self) -> bool:
+        """Does the template mark the model's text with {% generation %} blocks?"""
+        return re.search(r"\{%-?\s*generation\b", self.source) is not None
+
+    def render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None
+    ) -> str:
         """-> the text of the conversation
 
         messages: {"role": ..., "content": ...} each, of values that JSON has.  add_generation_prompt: end with the text
-        that starts the model's answer.
+        that starts the model's answer.  tools: descriptions of functions, as the template expects them.
         Raises UserError if the template rejects the messages, fails, or exceeds one of LIMITS.
         """
-        names = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
+        return self._render(messages, add_generation_prompt, tools)["text"]
+
+    def render_spans(
+        self, messages: list[dict[str, Any]], tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """-> the text of the conversation, and [start, end) of its {% generation %} blocks. Errors as in render."""
+        reply = self._render(messages, False, tools)
+        if reply["spans"] is None:
+            raise UserError(
+                "the model's chat template has a generation block whose place in the text is unknown: "
+                "move it out of its macro"
+            )
+        return reply["text"], [(start, end) for start, end in reply["spans"]]
+
+    def _render(self, messages, add_generation_prompt, tools):
+        names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
         with self.lock:
             if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
                 self._start()
@@ -83,7 +106,7 @@ class ChatTemplate:
             raise UserError(
                 f"the model's chat template rejects this conversation: {reply['error']}"
             )
-        return reply["text"]
+        return reply
 
     def _start(self) -> None:
         """Start a worker and let it compile the template. Raises UserError."""
@@ -151,25 +174,30 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
         """The template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
-        file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
-        source = config.get("chat_template")
-        if file.is_file():
-            with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
-                source = opened.read(MAX_SOURCE + 1)
-            if len(source) > MAX_SOURCE:
-                raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
-        if isinstance(source, list):
-            named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
-            source = named[-1].get("template") if named else None
+        source, path = template_source(folder), folder / "tokenizer_config.json"
         if source is None:
             return None
-        if not isinstance(source, str):
-            raise UserError(
-                f"{path}: chat_template must be a text or a list with one named default"
-            )
+        config = read_json(path) if path.is_file() else {}
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
+
+
+def template_source(folder: Path) -> str | None:
+    """The Jinja template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
+    file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    source = config.get("chat_template")
+    if file.is_file():
+        with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
+            source = opened.read(MAX_SOURCE + 1)
+        if len(source) > MAX_SOURCE:
+            raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
+    if isinstance(source, list):
+        named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if source is not None and not isinstance(source, str):
+        raise UserError(f"{path}: chat_template must be a text or a list with one named default")
+    return source
 
 
 def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:

@@ -11,8 +11,10 @@ Requests and replies are JSON, one per line, on standard input and output. The f
 further one renders a conversation:
 
     {"source": ...}                                     {}
-    {"messages": ..., "add_generation_prompt": ...}     {"text": ...}
+    {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...]}
     any                                                 {"error": ...} or {"limit": "memory" or "text"}
+
+spans: the characters of the text inside {% generation %} blocks.
 
 A template is a program of the model's author, and even a constant such as 10**(10**9) may take forever while it is compiled.
 At the limit of time the kernel ends this process (SIGXCPU). This file imports nothing of xtrain, so it starts quickly.
@@ -36,13 +38,27 @@ class TextLimit(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks the model's text for training; here it renders its content."""
+    """{% generation %} ... {% endgeneration %} marks the model's text for training.
+
+    pieces: of the text so far.  marked: (characters before the block, its text) of each.
+    """
 
     tags = {"generation"}
 
+    def __init__(self, environment):
+        super().__init__(environment)
+        self.pieces, self.marked = [], []
+
     def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        call = self.call_method("mark")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def mark(self, caller):
+        text = caller()
+        self.marked.append((sum(map(len, self.pieces)), text))
+        return text
 
 
 def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
@@ -70,7 +86,10 @@ def compiled(source):
 
 
 def rendered(template, names, characters):
+    """-> the text, and [start, end) of every generation block in it"""
+    generation = template.environment.extensions[Generation.identifier]
     pieces, length = [], 0
+    generation.pieces, generation.marked = pieces, []
     for piece in template.generate(**names):
         length += len(piece)
         if length > characters:
@@ -78,7 +97,10 @@ def rendered(template, names, characters):
         pieces.append(piece)
     text = "".join(pieces)
     text.encode()  # ValueError for half a surrogate pair
-    return text
+    spans = [[start, start + len(block)] for start, block in generation.marked]
+    if any(text[a:b] != block for (a, b), (_, block) in zip(spans, generation.marked)):
+        spans = None  # a block inside a macro: where its text went is unknown
+    return {"text": text, "spans": spans}
 
 
 def one_line(error):
@@ -111,7 +133,7 @@ def main():
             if template is None:
                 template, reply = compiled(request["source"]), {}
             else:
-                reply = {"text": rendered(template, request, characters)}
+                reply = rendered(template, request, characters)
         except MemoryError:
             reply = {"limit": "memory"}
         except TextLimit:

@@ -1,0 +1,204 @@
+"""Fine-tuning: which tokens are trained, rows, refused data, loss and gradients against transformers, resuming."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import twins
+from runs import SILENT, assert_same_run, metrics
+
+from xtrain.data.chat_template import ChatTemplate
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.finetune import finetune, main
+from xtrain.tuning.examples import Example, read_examples
+from xtrain.tuning.finetune import FinetuneConfig
+from xtrain.tuning.rows import packed, rows_of
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+TALK = [
+    {"role": "user", "content": "add one"}, {"role": "assistant", "content": "x + 1"},
+    {"role": "user", "content": "more"}, {"role": "assistant", "content": "x + 2"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)._backend
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    return Tokenizer(backend)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A model with a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=96, qk_norm=False)
+    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(path)
+
+
+def examples(tmp_path, tokenizer, source, *records):
+    template = ChatTemplate(source, {}) if source else None
+    return list(read_examples([write(tmp_path / "x.jsonl", *records)], tokenizer, template))
+
+
+def trained(example, tokenizer):
+    return tokenizer.decode(example.ids[example.trained])
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "generation"])
+def test_only_the_assistant_and_its_end_of_turn_are_trained(tmp_path, tokenizer, source):
+    (x,) = examples(tmp_path, tokenizer, source, {"messages": TALK})
+    assert tokenizer.decode(x.ids) == ChatTemplate(CHATML, {}).render(TALK, False)
+    assert trained(x, tokenizer) == "x + 1<|im_end|>x + 2<|im_end|>"
+    assert (
+        tokenizer.decode(x.prompt) == "<|im_start|>user\nadd one<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_completions_and_text(tmp_path, tokenizer):
+    records = {"prompt": "def f", "completion": "(x)"}, {"text": "def f(x)"}
+    pair, text = examples(tmp_path, tokenizer, None, *records)
+    assert trained(pair, tokenizer) == "(x)<|endoftext|>"
+    assert tokenizer.decode(pair.prompt) == "def f"
+    assert text.trained.tolist() == [False] + [True] * (len(text.ids) - 1)
+    assert tokenizer.decode(text.ids) == "def f(x)<|endoftext|>"
+
+
+def test_bad_data_is_named(tmp_path, tokenizer):
+    user = TALK[0]
+    says = lambda role, content: {"messages": [user, {"role": role, "content": content}]}
+    changing = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    cases = [
+        (CHATML, says("robot", "x"), "message 2 has the role 'robot': choose one of system"),
+        (CHATML, says("assistant", " "), '"content" of message 2 .assistant. is empty'),
+        (CHATML, says("assistant", None), "must be a string, not NoneType"),
+        (CHATML, {"messages": [user, {"role": "assistant"}]}, 'message 2 has no "content"'),
+        (CHATML, {"messages": [user]}, "has no message of the assistant"),
+        (CHATML, {"messages": []}, "must be a list of messages"),
+        (CHATML, {"messages": ["x"]}, 'message 1 needs "role"'),
+        (CHATML, {"conversations": []}, 'has neither "messages" nor .*rename "conversations"'),
+        (None, {"messages": TALK}, "has no chat template"),
+        (None, {"prompt": "x"}, 'has no field "completion"'),
+        (None, {"text": ""}, '"text" is empty'),
+        (changing, {"messages": TALK}, "changes the text before message 2 when more"),
+        (refusing, {"messages": TALK}, "rejects this conversation: roles must alternate"),
+        ("{{ messages[0].content }}{% generation %}{% endgeneration %}", {"messages": TALK}, "renders nothing"),
+    ]  # fmt: skip
+    for source, record, words in cases:
+        with pytest.raises(UserError, match=rf"x\.jsonl line 2:? .*{words}") as caught:
+            examples(tmp_path, tokenizer, source, {"text": "fine"}, record)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_token_is_packed_once_in_a_reproducible_order():
+    rng = np.random.default_rng(0)
+    xs = [
+        Example(str(i), rng.integers(1, 50, n).astype(np.int32), rng.random(n) < 0.5)
+        for i, n in enumerate(rng.integers(2, 18, 40))
+    ]
+    lengths = [len(x.ids) - 1 for x in xs]
+    groups = packed(lengths, 17, seed=3)
+    assert groups == packed(lengths, 17, seed=3) != packed(lengths, 17, seed=4)
+    assert sorted(i for group in groups for i in group) == list(range(len(xs)))
+    assert len(groups) < len(xs) and len(groups) >= sum(lengths) / 17
+    ids, targets, starts = rows_of([[xs[i] for i in group] for group in groups], 17)
+    for row, group in enumerate(groups):
+        at = 0
+        for x in (xs[i] for i in group):
+            end = at + len(x.ids) - 1
+            assert (ids[row, at:end] == x.ids[:-1]).all() and (starts[row, at:end] == at).all()
+            assert (targets[row, at:end] == np.where(x.trained[1:], x.ids[1:], -100)).all()
+            at = end
+        assert (targets[row, at:] == -100).all() and (starts[row, at:] == at).all()
+
+
+def test_loss_and_gradients_are_those_of_transformers(tmp_path, tokenizer):
+    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=96, qk_norm=False)
+    model = twins.random_model(config, device="cpu")
+    xs = examples(
+        tmp_path, tokenizer, CHATML, {"messages": TALK}, {"messages": TALK[:2]}, {"text": "def"}
+    )
+    ids, targets, _ = rows_of([[x] for x in xs], 64)
+    loss = model.loss(ids, targets)
+    loss.backward()
+    theirs = twins.empty_twin(config)
+    ours = {name: torch.tensor(w) for name, w in twins.weights(model).items()}
+    theirs.load_state_dict(ours)
+    labels = np.concatenate([np.full((len(ids), 1), -100), targets], axis=1)  # they shift by one
+    longer = np.concatenate([ids, np.zeros((len(ids), 1), ids.dtype)], axis=1)
+    want = theirs(torch.tensor(longer).long(), labels=torch.tensor(labels).long()).loss
+    want.backward()
+    assert abs(loss.item() - want.item()) < 1e-5
+    found = twins.gradients(model)
+    for name, parameter in theirs.named_parameters():
+        np.testing.assert_allclose(found[name], parameter.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def config_of(folder, out, data, **more):
+    shape = dict(batch=3, steps=6, save_every=3, eval_every=3, lr=1e-3, sample_tokens=4)
+    return FinetuneConfig(
+        init=str(folder), data=(data,), out=str(out), name="run", device="cpu", **(shape | more)
+    )
+
+
+def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
+    records = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "def f", "completion": "(x)"}]
+    data = write(tmp_path / "d.jsonl", *records * 4, {"text": "x + 1" * 200})
+    whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
+    half = config_of(folder, tmp_path / "b", data)
+    stopped = finetune(FinetuneConfig(**{**vars(half), "stop_at": 3}), SILENT)
+    arguments = ["--init", str(tmp_path / "gone"), "--data", data, "--out", str(tmp_path / "b")]
+    assert main([*arguments, "--name", "run", "--resume"]) == 0
+    assert_same_run(whole, stopped)
+    losses = [m["val_loss"] for m in metrics(whole) if "val_loss" in m]
+    assert losses[-1] < losses[0]
+    last = whole / "checkpoints" / "step-000006"
+    assert (last / "chat_template.jinja").read_text() == CHATML and (
+        whole / "report.html"
+    ).is_file()
+    assert "<|im_start|>user\nadd one<|im_end|>" in (whole / "samples.txt").read_text()
+    stored = json.loads((whole / "config.json").read_text())
+    assert stored["train"]["seq_len"] == 64 and stored["data"]["skipped"] == 1
+
+
+def test_what_the_command_refuses(tmp_path, folder, capsys):
+    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
+    long = write(tmp_path / "long.jsonl", {"text": "x + 1" * 200})
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
+    base = ["--device", "cpu", "--out", str(tmp_path / "runs")]
+    model = ["--init", str(folder), *base]
+    for arguments, words in (
+        (["--data", data, *base], "give its folder with --init"),
+        (model, "give .jsonl files with --data"),
+        ([*model, "--data", str(tmp_path / "none.jsonl")], "none.jsonl does not exist"),
+        ([*model, "--data", str(tmp_path / "bad.jsonl")], "bad.jsonl line 2 is not a JSON object"),
+        ([*model, "--data", data, "--too-long", "error"], "d.jsonl line 1 has "),
+        ([*model, "--data", long], "no example is left, all 1 are longer than 96 tokens"),
+        ([*model, "--data", data, "--seq-len", "97"], "is longer than the model's max_seq_len 96"),
+        ([*model, "--data", data, "--val-share", "1"], "--val-share must be between"),
+    ):
+        capsys.readouterr()
+        assert main(arguments) == 2
+        said = capsys.readouterr().err.strip()
+        assert words in said and "\n" not in said, said
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,108 @@
+"""The lines of a .jsonl file as records with checked fields. What is wrong is a UserError that names file and line."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..json_files import reading
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line: its fields, read with checks. Each method raises UserError for a field that is missing or wrong."""
+
+    path: Path
+    line: int
+    fields: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.path} line {self.line}"
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string with something in it; with a default it may be missing, or empty."""
+        value = self.fields.get(name, default)
+        if value is None:
+            raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
+        return self.check_text(value, f'"{name}"', may_be_empty=default is not None)
+
+    def check_text(self, value: Any, name: str, may_be_empty: bool = False) -> str:
+        """value, if it is valid text. name: as the message says it."""
+        if not isinstance(value, str):
+            raise UserError(
+                f"{self.where}: {name} must be a string, not {type(value).__name__}: fix or remove the line"
+            )
+        if not (may_be_empty or value.strip()):
+            raise UserError(f"{self.where}: {name} is empty: fill it in, or remove the line")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{self.where}: {name} has half a surrogate pair, which is not valid text: fix or remove the line"
+            ) from None
+        return value
+
+    def texts(self, name: str, values: Any = None, least: int = 2) -> tuple[str, ...]:
+        """A list of at least two different strings."""
+        values = self.fields.get(name) if values is None else values
+        if not isinstance(values, list):
+            raise UserError(f'{self.where} needs a list of strings in "{name}": add it')
+        found = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))
+        if len(found) < least:
+            raise UserError(
+                f'{self.where} has {len(found)} in the list "{name}": give at least {least} to choose from'
+            )
+        return found
+
+    def index(self, name: str, n: int) -> int:
+        """A whole number from 0 to n - 1."""
+        value = self.fields.get(name)
+        if value is None:
+            raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
+        if isinstance(value, str) and value.isascii() and value.isdigit():
+            value = int(value)  # HellaSwag on the Hugging Face Hub
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(
+                f'{self.where}: "{name}" must be the index of a choice, 0 to {n - 1}, not {value!r}'
+            )
+        if not 0 <= value < n:
+            raise UserError(
+                f'{self.where}: "{name}" is {value}, but there are {n} choices: give 0 to {n - 1}'
+            )
+        return value
+
+
+def json_records(path: Path) -> Iterator[Record]:
+    """The lines of a .jsonl; empty ones are skipped."""
+    with reading(path), open(path, "rb") as file:
+        for number in itertools.count(1):
+            raw, where = file.readline(), f"{path} line {number}"
+            if not raw:
+                return
+            try:
+                line = decoded(raw).strip()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{where} is not UTF-8 (byte {error.start}): convert it to UTF-8"
+                ) from None
+            if line:
+                yield Record(path, number, _parsed(line, where))
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise UserError(f"{where} is not a JSON object: a .jsonl has one per line")
+    return fields
+
+
+def decoded(line: bytes) -> str:
+    """A line of UTF-8, without a byte order mark. Raises UnicodeDecodeError."""
+    return line.decode().removeprefix("\ufeff")

@@ -1,0 +1,324 @@
+"""Write a folder as one GGUF file, for llama.cpp and the programs that use it (Ollama, LM Studio).
+
+    Llama    llama     q and k with the rows of each head in the order of Meta's rotation: pairs instead of halves
+    Qwen2    qwen2     bias on q, k, v
+    Qwen3    qwen3     RMSNorm on q and k
+    SmolLM3  smollm3   as llama; llama.cpp leaves out RoPE in every fourth layer
+
+Names of tensors and keys are those of the package `gguf`, which belongs to llama.cpp. What llama.cpp would compute in another way
+(a pre-tokenizer or a RoPE scaling that it lacks) raises UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
+"""
+
+import importlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .. import files
+from ..config import ModelConfig
+from ..data.pieces import BOUNDARY
+from ..data.tokenizer import Tokenizer
+from ..errors import UserError
+from ..json_files import listed
+from .architectures import tensor_shapes
+from .huggingface import as_ids, open_weights, read_special_tokens
+from .tensor_file import Stored
+
+ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
+ROTATES_PAIRS = ("llama", "smollm3")  # the others rotate halves, as transformers does
+NO_ROPE_EVERY = 4  # SmolLM3: fixed in llama.cpp
+YARN_BETAS = (32, 1)  # beta_fast, beta_slow: fixed in llama.cpp for these architectures
+LARGEST_F16 = 65504.0
+ELSEWHERE = "convert the folder with llama.cpp's convert_hf_to_gguf.py instead"
+Kind = Literal["f32", "f16", "q8_0"]
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_QWEN2, _LLAMA3 = rf"{_WORDS}\p{{N}}|{_TAIL}", rf"{_WORDS}\p{{N}}{{1,3}}|{_TAIL}"
+_O200K = next(regex for regex in BOUNDARY if r"\p{Lu}" in regex)
+# the regular expressions that split a text one after the other, and ignore_merges -> llama.cpp's name of the pre-tokenizer
+PRE_TOKENIZERS = {
+    ((_GPT2,), False): "gpt-2",
+    ((r"\p{N}", _GPT2), False): "smollm",  # also StarCoder's and Granite's
+    ((_QWEN2,), False): "qwen2",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "dbrx",  # also Phi-4's
+    ((_O200K,), False): "gpt-4o",
+}
+
+
+# ----------------------------------------------------------------------------- the file
+def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None) -> None:
+    """Write the model in a Hugging Face folder as a GGUF file. An existing file is replaced when the new one is complete.
+
+    kind: of the matrices; biases and the weights of the norms are f32. A matrix whose rows are no multiple of 32 wide is f16
+    instead of q8_0, as in llama.cpp. One tensor at a time is in memory.
+    Raises UserError if llama.cpp could not compute the same, or if the file cannot be written.
+    """
+    gguf = _library()
+    if path.is_dir():
+        raise UserError(
+            f"{path} is a folder: give the name of a file, such as {path / 'model.gguf'}"
+        )
+    config, stored = open_weights(folder)
+    tokenizer = Tokenizer.load(folder)
+    architecture = _architecture(config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
+    vocabulary = _vocabulary(folder, config, tokenizer)
+    tensors = {
+        names.get_name(name, (".weight", ".bias")): _Tensor(gguf, stored[name], kind, _heads(name, config, architecture))
+        for name in tensor_shapes(config)
+    }  # fmt: skip
+    factors = _rope_factors(config)
+    try:
+        with files.replaced(path) as temporary:
+            writer = gguf.GGUFWriter(temporary, architecture)
+            try:
+                _add_config(gguf, writer, config, kind)
+                _add_vocabulary(writer, vocabulary, chat_template)
+                if factors is not None:
+                    writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)  # fmt: skip
+                for name, tensor in tensors.items():
+                    tensor.announce(writer, name)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                if factors is not None:
+                    writer.write_tensor_data(factors)
+                for tensor in tensors.values():
+                    writer.write_tensor_data(tensor.read())
+            finally:
+                writer.close()
+    except OSError as error:
+        raise files.cannot_write(path, error, "give another --gguf") from None
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise UserError(
+            "GGUF files need the package gguf: install it with `pip install -e '.[gguf]'`"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the file. heads: if its rows are permuted, how many heads they belong to, else 0."""
+
+    gguf: Any
+    stored: Stored
+    kind: Kind
+    heads: int
+
+    @property
+    def dtype(self) -> str:
+        """F32, F16 or Q8_0."""
+        if len(self.stored.shape) < 2 or self.kind == "f32":
+            return "F32"
+        return "Q8_0" if self.kind == "q8_0" and self.stored.shape[1] % 32 == 0 else "F16"
+
+    def announce(self, writer: Any, name: str) -> None:
+        """Add its name, shape and type to the header."""
+        dtype = self.gguf.GGMLQuantizationType[self.dtype]
+        block, size = self.gguf.GGML_QUANT_SIZES[dtype]
+        nbytes = math.prod(self.stored.shape) // block * size
+        writer.add_tensor_info(name, self.stored.shape, np.dtype("f4"), nbytes, raw_dtype=dtype)
+
+    def read(self) -> np.ndarray:
+        """Its values as they are in the file. Raises UserError if they are not finite, or too large for f16."""
+        values = self.stored.read_finite()
+        if self.heads:
+            values = pairs_from_halves(values, self.heads)
+        if self.dtype == "Q8_0":
+            return self.gguf.quants.quantize(values, self.gguf.GGMLQuantizationType.Q8_0)
+        if self.dtype == "F16" and np.abs(values).max() > LARGEST_F16:
+            raise UserError(
+                f"{listed([self.stored.name])} holds values above {LARGEST_F16:.0f}, the largest of f16: use --type f32"
+            )
+        return np.ascontiguousarray(values, np.float32 if self.dtype == "F32" else np.float16)
+
+
+def pairs_from_halves(w: np.ndarray, heads: int) -> np.ndarray:
+    """(H*D, C): rows i and i + D/2 of each head, which RoPE rotates together, become rows 2i and 2i + 1."""
+    halves = w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(w.shape))
+
+
+def _heads(name: str, config: ModelConfig, architecture: str) -> int:
+    if architecture not in ROTATES_PAIRS:
+        return 0
+    return {"q_proj": config.n_heads, "k_proj": config.n_kv_heads}.get(name.split(".")[-2], 0)
+
+
+# ----------------------------------------------------------------------------- the model
+def _architecture(config: ModelConfig) -> str:
+    """llama.cpp's name. Raises UserError if none computes the same."""
+    c, scaling = config, config.rope_scaling or {}
+    if not c.family:
+        raise UserError(f"llama.cpp has no model with {c.features}")
+    name = ARCHITECTURES[c.family]
+    if name == "smollm3" and c.no_rope_layers != tuple(range(NO_ROPE_EVERY - 1, c.n_layers, NO_ROPE_EVERY)):  # fmt: skip
+        raise UserError(
+            f"llama.cpp leaves out RoPE in every {NO_ROPE_EVERY}th layer, this model in the layers {list(c.no_rope_layers)}"
+        )
+    if name == "qwen2" and c.head_dim * c.n_heads != c.dim:
+        raise UserError(
+            f"llama.cpp needs heads of width {c.dim // c.n_heads} for a Qwen2 of width {c.dim}, this one has {c.head_dim}"
+        )
+    if c.rope_type == "llama3" and name != "llama":
+        raise UserError(f"llama.cpp has the RoPE scaling llama3 only for a Llama, not for {c.family}")  # fmt: skip
+    if c.rope_type == "yarn" and (scaling["beta_fast"], scaling["beta_slow"]) != YARN_BETAS:
+        raise UserError(
+            "llama.cpp has YaRN with beta_fast {} and beta_slow {}".format(*YARN_BETAS)
+            + f" only, this model has {scaling['beta_fast']} and {scaling['beta_slow']}"
+        )
+    return name
+
+
+def _add_config(gguf: Any, writer: Any, c: ModelConfig, kind: Kind) -> None:
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])  # fmt: skip
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_block_count(c.n_layers)
+    # dynamic scaling begins beyond max_seq_len, and llama.cpp has none
+    writer.add_context_length(c.max_seq_len if c.rope_type == "dynamic" else c.context)
+    writer.add_embedding_length(c.dim)
+    writer.add_feed_forward_length(c.hidden_dim)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    scaling = c.rope_scaling or {}
+    if c.rope_type in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[c.rope_type.upper()])
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if c.rope_type == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        # llama.cpp multiplies its own factor, 1 + 0.1 ln(factor), by this one
+        own = 1 + 0.1 * math.log(max(scaling["factor"], 1))
+        writer.add_rope_scaling_attn_factors(scaling["attention_factor"] / own)
+
+
+def _rope_factors(c: ModelConfig) -> np.ndarray | None:
+    """(D/2,) float32: by which the scaling of Llama 3 divides each frequency; None for other models."""
+    if c.rope_type != "llama3":
+        return None
+    s: Any = c.rope_scaling
+    frequency = c.rope_theta ** (-np.arange(0, c.head_dim, 2, dtype=np.float64) / c.head_dim)
+    turns = s["original_max_position_embeddings"] * frequency / (2 * np.pi)
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / s["factor"] + smooth)).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------- the tokenizer
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What llama.cpp needs of a tokenizer. ids: {bos, eos, eot, eom, pad: id}. adds: {bos, eos: is it put around a text?}"""
+
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    ids: dict[str, int]
+    adds: dict[str, bool]
+
+
+def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Vocabulary:
+    """Raises UserError if llama.cpp would tokenize in another way."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
+            "use the tokenizer that belongs to the model"
+        )
+    gguf = _library()
+    kinds = gguf.TokenType
+    tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
+    types = [kinds.UNUSED] * config.vocab_size
+    for token, i in content["model"]["vocab"].items():
+        tokens[i], types[i] = token, kinds.NORMAL
+    for added in content["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+    twice = len(tokens) - len(set(tokens))
+    if twice:
+        raise UserError(f"{folder}: {twice} tokens have the text of another, llama.cpp needs different ones")  # fmt: skip
+    merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+    pre = pre_tokenizer(folder, content)
+    ids, adds = _special(folder, tokenizer)
+    return _Vocabulary(pre, tokens, [int(t) for t in types], merges, ids, adds)
+
+
+def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
+    """llama.cpp's name of the pre-tokenizer in a tokenizer.json. Raises UserError if it has none that splits in the same way."""
+    model, normalizer = content["model"], content["normalizer"]
+    steps = _steps(content["pre_tokenizer"], "pretokenizers")
+    if model.get("byte_fallback") or not any(s["type"] == "ByteLevel" for s in steps):
+        raise UserError(f"{folder}: the tokenizer is SentencePiece's, xtrain writes only byte-level BPE to GGUF: {ELSEWHERE}")  # fmt: skip
+    plain = not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))  # fmt: skip
+    # llama.cpp does not normalize: for texts in NFC, nearly all are, the tokens are the same
+    plain &= all(s["type"] == "NFC" for s in _steps(normalizer, "normalizers"))
+    found = [_regex(step) for step in steps]
+    regexes = tuple(regex for regex in found if regex)
+    name = PRE_TOKENIZERS.get((regexes, bool(model.get("ignore_merges"))))
+    if not plain or None in found or steps[-1]["type"] != "ByteLevel" or name is None:
+        raise UserError(f"{folder}: its tokenizer splits a text in a way that xtrain knows no name of in llama.cpp: {ELSEWHERE}")  # fmt: skip
+    return name
+
+
+def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    return [] if part is None else part[inner] if part["type"] == "Sequence" else [part]
+
+
+def _regex(step: dict[str, Any]) -> str | None:
+    """By which a step of a pre-tokenizer splits; "": not at all; None: in another way."""
+    if step["type"] == "ByteLevel":
+        return None if step["add_prefix_space"] else _GPT2 if step.get("use_regex", True) else ""
+    if step["type"] == "Digits" and step["individual_digits"]:
+        return r"\p{N}"
+    whole = (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True))
+    return step["pattern"].get("Regex") if step["type"] == "Split" and whole else None
+
+
+def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, bool]]:
+    """The special tokens, and which are put around a text."""
+    known = read_special_tokens(folder)
+    single = lambda name: next(iter(as_ids(known.get(name))), None)
+    inside, around = tokenizer.encode("a"), tokenizer.encode("a", special=True)
+    at = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
+    before, after = around[:at], around[at + len(inside) :]
+    bos = before[0] if before else tokenizer.bos_token_id
+    ends = sorted(as_ids(known.get("eos_token_id")))
+    own = tokenizer.eos_token_id
+    if own is not None and (own in ends or not ends):  # the first, as in the tokenizer
+        ends = [own, *(i for i in ends if i != own)]
+    if len(before) > 1 or len(after) > 1 or (after and after != ends[:1]):
+        raise UserError(f"{folder}: the tokenizer puts {before} before and {after} behind a text, llama.cpp only one token for begin and end")  # fmt: skip
+    ids = {"bos": single("bos_token_id") if bos is None else bos, "pad": single("pad_token_id")}
+    ids |= dict(zip(("eos", "eot", "eom"), ends))
+    found = {name: i for name, i in ids.items() if i is not None}
+    return found, {"bos": bool(before), "eos": bool(after)}
+
+
+def _add_vocabulary(writer: Any, v: _Vocabulary, chat_template: str | None) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(v.pre)
+    writer.add_token_list(v.tokens)
+    writer.add_token_types(v.types)
+    writer.add_token_merges(v.merges)
+    for name, i in v.ids.items():
+        getattr(writer, f"add_{name}_token_id")(i)
+    for name, adds in v.adds.items():
+        getattr(writer, f"add_add_{name}_token")(adds)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)

@@ -1,0 +1,1 @@
+"""Fine-tuning: conversations as training data."""

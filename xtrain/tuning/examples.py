@@ -1,0 +1,179 @@
+"""Training examples from .jsonl files: which tokens a conversation has, and which of them are trained.
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}    the assistant's turns
+    {"prompt": ..., "completion": ...}                                                         the completion
+    {"text": ...}                                                                              everything
+
+A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is trained. A template without
+them is rendered message by message: what an assistant's message adds to the text of the messages before it and of the
+generation prompt is trained, with the token that ends the turn. That needs a template whose text only grows; this is checked.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.chat_template import ChatTemplate
+from ..data.records import Record, json_records
+from ..data.tokenizer import Tokenizer
+from ..errors import UserError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.  prompt: the tokens before it."""
+
+    where: str  # file and line
+    ids: np.ndarray
+    trained: np.ndarray
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.ids[: int(self.trained.argmax())]
+
+    def cut(self, T: int) -> "Example":
+        """Its first T inputs, and the target of the last one."""
+        return Example(self.where, self.ids[: T + 1], self.trained[: T + 1])
+
+
+def digest(examples: Iterable[Example]) -> str:
+    """sha256 of the tokens and of which of them are trained."""
+    found = hashlib.sha256()
+    for x in examples:
+        found.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
+    return found.hexdigest()
+
+
+def read_examples(
+    files: Iterable[str | Path], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Iterator[Example]:
+    """The examples of .jsonl files. Raises UserError, which names file and line."""
+    for file in files:
+        path, empty = Path(file), True
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise UserError(f"{path} {what}: give .jsonl files")
+        for record in json_records(path):
+            empty = False
+            try:
+                ids, trained = _tokens(record, tokenizer, template)
+            except UserError as error:
+                where = "" if str(error).startswith(record.where) else f"{record.where}: "
+                raise UserError(f"{where}{error}") from None
+            yield Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
+        if empty:
+            raise UserError(f"{path} has no records: give a file that is not empty")
+
+
+def _tokens(
+    record: Record, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> tuple[list[int], list[bool]]:
+    fields = record.fields
+    if "messages" in fields:
+        if template is None:
+            raise UserError(
+                "the model's folder has no chat template, which messages need: add chat_template.jinja to it, or give "
+                '"prompt" and "completion"'
+            )
+        return _conversation(record, tokenizer, template)
+    begin = _beginning(tokenizer)
+    if "prompt" in fields or "completion" in fields:
+        prompt = begin + tokenizer.encode(record.text("prompt"))
+        completion = tokenizer.encode_more(record.text("completion"))
+        completion.append(tokenizer.eot_id)
+        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    if "text" in fields:
+        ids = begin + tokenizer.encode(record.text("text")) + [tokenizer.eot_id]
+        return ids, [False] + [True] * (len(ids) - 1)
+    hint = ' (rename "conversations" and its fields)' if "conversations" in fields else ""
+    raise UserError(
+        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "text": add one of them{hint}'
+    )
+
+
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """The token that begins every text, if the tokenizer puts one there."""
+    around = tokenizer.encode("", special=True)
+    return [x for x in around[:1] if x == tokenizer.bos_token_id]
+
+
+# ----------------------------------------------------------------------------- conversations
+def _messages(record: Record) -> list[dict[str, Any]]:
+    """The checked messages of a record. Raises UserError."""
+    found = record.fields["messages"]
+    if not isinstance(found, list) or not found:
+        raise UserError(
+            f'{record.where}: "messages" must be a list of messages: fix or remove the line'
+        )
+    for i, message in enumerate(found, 1):
+        name = f"message {i}"
+        if not isinstance(message, dict) or "role" not in message:
+            raise UserError(f'{record.where}: {name} needs "role" and "content": add them')
+        role = message["role"]
+        if role not in ROLES:
+            raise UserError(
+                f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of {', '.join(ROLES)}"
+            )
+        if role == "assistant" and message.get("tool_calls") and not message.get("content"):
+            continue
+        if "content" not in message:
+            raise UserError(f'{record.where}: {name} has no "content": add it')
+        needs_text = role in ("assistant", "user")
+        record.check_text(message["content"], f'"content" of {name} ({role})', not needs_text)
+    if all(message["role"] != "assistant" for message in found):
+        raise UserError(
+            f"{record.where} has no message of the assistant, so nothing to train: add one, or remove the line"
+        )
+    return found
+
+
+def _conversation(
+    record: Record, tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool]]:
+    messages, tools = _messages(record), record.fields.get("tools")
+    if template.marks_generation:
+        text, spans = template.render_spans(messages, tools)
+    else:
+        text, spans = _growing(record, messages, tools, template)
+    ids, places = tokenizer.encode_spans(text)
+    trained = [False] * len(ids)
+    for start, end in spans:
+        inside = [i for i, (a, b) in enumerate(places) if a < end and start < b]
+        if (
+            not template.marks_generation
+        ):  # a line break after the token that ends the turn is not the model's
+            last = [n for n, i in enumerate(inside) if ids[i] in tokenizer.special_ids]
+            blank = bool(last) and not text[places[inside[last[-1]]][1] : end].strip()
+            inside = inside[: last[-1] + 1] if blank else inside
+        for i in inside:
+            trained[i] = True
+    if not any(trained[1:]):
+        raise UserError(
+            f"{record.where}: the chat template renders nothing of the assistant: remove the line, or use another template"
+        )
+    return ids, trained
+
+
+def _growing(
+    record: Record, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
+) -> tuple[str, list[Span]]:
+    """-> the text, and what each message of the assistant adds. Raises UserError if the text does not only grow."""
+    text, spans = template.render(messages, False, tools), []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = template.render(messages[:i], True, tools) if i else ""
+            after = template.render(messages[: i + 1], False, tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"{record.where}: the chat template changes the text before message {i + 1} when more messages follow, so "
+                    "what the model says is unknown: mark it in the template with {% generation %}, or give one answer per line"
+                )
+            spans.append((len(before), len(after)))
+    return text, spans
