@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from .cli import command, command_line, print_text, say
+from .data.chat_template import template_source
 from .formats.gguf_file import write
 from .formats.saved_runs import model_folder
 from .options import parse
-from .serving.chat_template import template_source
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,9 @@ def test_the_console_command(capsys):
     programs = importlib.import_module("xtrain.__main__")
     assert programs.main(["--version"]) == 0
     assert capsys.readouterr().out == f"xtrain {importlib.import_module('xtrain').__version__}\n"
-    assert programs.main(["doctr"]) == 2 and "choose one of train, finetune" in capsys.readouterr().err
+    assert (
+        programs.main(["doctr"]) == 2 and "choose one of train, finetune" in capsys.readouterr().err
+    )
     assert programs.main(["completion", "fish"]) == 2
     assert "choose bash or zsh" in capsys.readouterr().err
     with pytest.raises(SystemExit):
