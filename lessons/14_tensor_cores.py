@@ -545,7 +545,7 @@ lesson.source(_tiles.make_pack)
 # `other`. It is your [lesson 13](13_flash_attention.ipynb), tile by tile:
 
 # %%
-lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 >= 0")
+lesson.source(flash_attention_bf16.make_fwd_kernel, part="while n0 + BN > begin")
 
 # %% [markdown]
 # Each iteration has one `wait_copies(0)`, and the next copy starts right after the barrier. The

@@ -20,6 +20,8 @@ MODELS = {
     "qwen3 grouped tied": dict(QWEN3, tie_embeddings=True),
     "qwen2 grouped": dict(QWEN2),
     "qwen2 tied": dict(QWEN2, tie_embeddings=True, n_kv_heads=4, head_dim=8),
+    "mistral window": dict(LLAMA, sliding_window=9),
+    "qwen2 windows in some layers": dict(QWEN2, sliding_window=9, full_attention_layers=(1,)),
     "linear": dict(LLAMA, rope_scaling=dict(rope_type="linear", factor=2.5)),
     "llama3": dict(LLAMA, rope_scaling=LLAMA3),
     "qwen3 llama3": dict(QWEN3, rope_scaling=LLAMA3),

@@ -18,6 +18,8 @@ CONFIGS = {
     "qwen3": small(**WIDE),
     "qwen3, tied, one key head": small(**WIDE, tie_embeddings=True, n_kv_heads=1),
     "qwen2": small(**WIDE, qk_norm=False, qkv_bias=True),
+    "mistral": small(**WIDE, qk_norm=False, sliding_window=6),
+    "qwen3, windows in some layers": small(**WIDE, sliding_window=6, full_attention_layers=(0,)),
     "llama3 scaling": small(**WIDE, qk_norm=False, rope_scaling=LLAMA3, rope_theta=500000.0),
     "linear scaling": small(**WIDE, rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }

@@ -160,7 +160,7 @@ def _heads(name: str, config: ModelConfig, architecture: str) -> int:
 def _architecture(config: ModelConfig) -> str:
     """llama.cpp's name. Raises UserError if none computes the same."""
     c, scaling = config, config.rope_scaling or {}
-    if not c.family:
+    if not c.family or c.sliding_window:
         raise UserError(f"llama.cpp has no model with {c.features}")
     name = ARCHITECTURES[c.family]
     if name == "smollm3" and c.no_rope_layers != tuple(range(NO_ROPE_EVERY - 1, c.n_layers, NO_ROPE_EVERY)):  # fmt: skip

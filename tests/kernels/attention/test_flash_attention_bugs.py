@@ -12,6 +12,7 @@ from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
 from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import WholeTiles
 from xtrain.kernels.attention.flash_attention_table import Tiles
+from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
 
 pytestmark = pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
@@ -52,20 +53,21 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def errors(module, backward=True, all_keys=False, scale=0.3):
+def errors(module, backward=True, all_keys=False, scale=0.3, bounds=UNBOUNDED):
     """Run the kernels. -> {output: error relative to its largest value}"""
     B, T, S, H, G, D = SHAPE
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
     module.choose = lambda kind, *rest: CHOSEN[kind]
     module.choose_whole = lambda *_: WholeTiles(keys=64, blocks=1) if all_keys else None
-    o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), scale)
+    o, lse = module.flash_attention_fwd(*map(sim, (q, k, v)), scale, True, bounds)
     gradients = ()
     if backward:
-        gradients = module.flash_attention_bwd(*map(sim, (do, q, k, v)), o, lse, scale)
+        arrays = *map(sim, (do, q, k, v)), o, lse
+        gradients = module.flash_attention_bwd(*arrays, scale, True, None, bounds)
     q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
-    exact_o, exact_lse = flash_attention_ref(q, k, v, scale)
-    exact = exact_o, *flash_attention_bwd_ref(do, q, k, v, exact_o, exact_lse, scale)
+    exact_o, exact_lse = flash_attention_ref(q, k, v, scale, True, bounds)
+    exact = exact_o, *flash_attention_bwd_ref(do, q, k, v, exact_o, exact_lse, scale, True, bounds)
     found = {}
     for name, x, e in zip(("o", "dq", "dk", "dv"), (o, *gradients), exact):
         found[name] = float(np.abs(np.asarray(x).astype(np.float64) - e).max() / np.abs(e).max())
@@ -116,6 +118,23 @@ def test_bugs(planted, bug):
         with pytest.raises(expected) as caught:
             errors(planted(file, old, new))
         assert caught.value.sites, "the report names no line"
+
+
+WINDOW_BUGS = {  # of a window of 9 keys
+    "a tile of keys too few": (FWD, "while n0 + BN > begin:", "while n0 > begin:"),
+    "the window is a key shorter": (FWD, "here = int32(lo[m, r] - n0", "here = int32(lo[m, r] + 1 - n0"),
+    "dQ sees all earlier keys": (BWD, "                hide_early(s, lo, most, n0)\n", ""),
+    "dK, dV see all later queries": (BWD, "                hide_late(s, hi, least, t0)\n", ""),
+    "the last query is left out": (BWD, "if int32(8 * n + c) > here:", "if int32(8 * n + c) >= here:"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", WINDOW_BUGS)
+def test_bugs_of_a_window(planted, bug):
+    file, old, new = WINDOW_BUGS[bug]
+    found = errors(planted(file, old, new), backward=file != FWD, bounds=KeyBounds(9))
+    assert max(found.values()) > 3e-2 or np.isnan(list(found.values())).any(), found
 
 
 D128_BUGS = {
