@@ -507,7 +507,7 @@ from xtrain.kernels.attention import (
     flash_attention_hopper_parts as _flash_attention_hopper_parts,
 )
 
-lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(1, blocks)")
+lesson.source(flash_attention_hopper.make_consumer, part="for _ in range(begin_block + 1, blocks)")
 
 # %% [markdown]
 # The producer is one thread. It waits for a free stage, announces the bytes that will arrive, and

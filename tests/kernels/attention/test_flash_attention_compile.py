@@ -13,23 +13,25 @@ from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_fp32 as fp32
 from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import TILES, WIDTHS
 from xtrain.kernels.attention.flash_attention_table import TABLE
+from xtrain.kernels.attention.key_bounds import BY_ARRAY
 
 __all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")
 
 HALF, FULL = types.Array(types.uint16, 1, "C"), types.Array(types.float32, 1, "C")
 SCALARS = (*[types.int32] * 7, types.float32)
-SIGNATURES = {
-    "fwd": (HALF, FULL, HALF, HALF, HALF, *SCALARS),
-    "dq": (HALF, FULL, *[HALF] * 5, FULL, *SCALARS),
-    "dkdv": (*[HALF] * 6, FULL, FULL, types.int32, *SCALARS),
+BOUNDS = types.Array(types.int32, 1, "C")
+SIGNATURES = {  # the array before the scalars: of key_bounds.py; a kernel without bounds gets another one, which it does not read
+    "fwd": (HALF, FULL, HALF, HALF, HALF, FULL, *SCALARS),
+    "dq": (HALF, FULL, *[HALF] * 5, FULL, FULL, *SCALARS),
+    "dkdv": (*[HALF] * 6, FULL, FULL, FULL, types.int32, *SCALARS),
     "whole": (*[HALF] * 8, FULL, types.int32, *SCALARS),
 }
 BTHD, BHT = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 FP32 = {
-    "fwd": (BTHD, BHT, BTHD, BTHD, BTHD, types.float32),
-    "dq": (BTHD, BHT, *[BTHD] * 5, BHT, types.float32),
-    "dkdv": (*[BTHD] * 6, BHT, BHT, types.float32),
+    "fwd": (BTHD, BHT, BTHD, BTHD, BTHD, BHT, types.float32),
+    "dq": (BTHD, BHT, *[BTHD] * 5, BHT, BHT, types.float32),
+    "dkdv": (*[BTHD] * 6, BHT, BHT, BHT, types.float32),
 }
 CHOSEN: set[tuple] = {(*key, tiles) for key, rows in TABLE.items() for tiles in rows.values()}
 CHOSEN |= {("whole", D, causal, TILES) for D in WIDTHS for causal in (True, False)}
@@ -39,10 +41,14 @@ ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][None]) for kind, D in (
 )] + [("whole", 32, True, TILES)]  # fmt: skip
 
 
-def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
+def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),), key_bounds=0):
     kind, D, causal, tiles = choice
-    kernel, _ = fa.make_kernel(kind, D, causal, tiles)
-    for cc, ptx in compiled(monkeypatch, kernel, SIGNATURES[kind], cards).items():
+    kernel, _ = fa.make_kernel(kind, D, causal, tiles, key_bounds)
+    signature = SIGNATURES[kind]
+    if key_bounds == BY_ARRAY:
+        at = max(i for i, kind in enumerate(signature) if isinstance(kind, types.Array))
+        signature = (*signature[:at], BOUNDS, *signature[at + 1 :])
+    for cc, ptx in compiled(monkeypatch, kernel, signature, cards).items():
         assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async" in ptx and "ldmatrix" in ptx
         threads = tiles.keys if kind == "whole" else 32 * tiles.warps
         if cc == (9, 0):  # whose tiles are tuned
@@ -52,6 +58,13 @@ def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),)):
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
 def test_tensor_core_kernels_compile(monkeypatch, tmp_path, choice):
     check_bf16(monkeypatch, tmp_path, choice)
+
+
+@only_all
+@pytest.mark.parametrize("choice", [x for x in ONE_OF_EACH if x[0] != "whole"], ids=str)
+@pytest.mark.parametrize("key_bounds", [70, BY_ARRAY])
+def test_windows_and_documents_compile(monkeypatch, tmp_path, choice, key_bounds):
+    check_bf16(monkeypatch, tmp_path, choice, key_bounds=key_bounds)
 
 
 @only_all

@@ -25,11 +25,11 @@ I32, F32 = types.int32, types.float32
 MAPS, ROWS, COUNTER = (types.Array(t, 1, "C") for t in (types.uint64, F32, I32))
 HALF = types.Array(types.uint16, 1, "C")
 SIGNATURES = {
-    "fwd": (MAPS, ROWS, COUNTER, *[I32] * 6, F32),
+    "fwd": (MAPS, ROWS, ROWS, COUNTER, *[I32] * 6, F32),
     # S, tokens of a block of the cache, in place of causal
     "paged": (MAPS, HALF, *[COUNTER] * 4, *[I32] * 9, F32),
-    "dq": (MAPS, ROWS, COUNTER, *[I32] * 7, F32),
-    "dkdv": (MAPS, COUNTER, *[I32] * 6, F32),
+    "dq": (MAPS, ROWS, ROWS, COUNTER, *[I32] * 7, F32),
+    "dkdv": (MAPS, MAPS, COUNTER, *[I32] * 6, F32),
 }
 MAKERS = {
     "fwd": hopper.make_fwd_kernel,
@@ -63,11 +63,14 @@ def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
     return re.sub(r"\.target sm_90\b", ".target sm_90a", ptx)
 
 
-def check(monkeypatch, tmp_path, choice):
+def check(monkeypatch, tmp_path, choice, key_bounds=0):
     kind, D, causal, tiles = choice
     threads, per_sm = 128 * (tiles.warpgroups + 1), tiles.blocks
-    kernel = MAKERS[kind](D, causal, tiles)
-    ptx = compile_for_sm_90a(monkeypatch, kernel, SIGNATURES[kind], threads, per_sm)
+    kernel, signature = MAKERS[kind](D, causal, tiles, key_bounds), SIGNATURES[kind]
+    if key_bounds == BY_ARRAY:
+        at = signature.index(COUNTER)
+        signature = (*signature[: at - 1], COUNTER, *signature[at:])
+    ptx = compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm)
     name = kernel.py_func.__name__
     assert not re.search(r"\.f64\b", ptx), f"{name} computes in float64"
     assert ".local " not in ptx, f"{name} keeps an array in local memory"
