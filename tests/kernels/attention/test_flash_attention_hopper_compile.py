@@ -17,6 +17,7 @@ from offline import give_up, nvvm, only_all, ptxas
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
 from xtrain.kernels.attention.flash_attention_hopper_table import TABLE
+from xtrain.kernels.attention.key_bounds import BY_ARRAY
 
 __all__ = ["nvvm"]
 pytestmark = pytest.mark.usefixtures("nvvm")
@@ -94,6 +95,14 @@ def check(monkeypatch, tmp_path, choice, key_bounds=0):
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
 def test_kernels_compile(monkeypatch, tmp_path, choice):
     check(monkeypatch, tmp_path, choice)
+
+
+@only_all
+@pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("key_bounds", [70, BY_ARRAY])
+def test_windows_and_documents_compile(monkeypatch, tmp_path, choice, key_bounds):
+    if choice[0] != "paged" or key_bounds != BY_ARRAY:  # a cache holds one document
+        check(monkeypatch, tmp_path, choice, key_bounds)
 
 
 @only_all
