@@ -30,6 +30,7 @@ from ..serving.requests import make_requests
 from .api import ChatRequest, CompletionRequest, Error, Sampling, Usage
 from .engine_thread import EngineThread, Job, Piece
 from .metrics import Metrics
+from .page import route as page_route
 
 FINISH = {"stop": "stop", "length": "length", "full": "length"}  # engine's reason -> OpenAI's
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
@@ -154,7 +155,9 @@ class Server:
     def _chat_tokens(self, body: ChatRequest) -> list[list[int]]:
         template = self.pretrained.template
         if template is None:
-            raise UserError("this model has no chat template: use /v1/completions")
+            raise ApiError(
+                400, "this model has no chat template: use /v1/completions", code="no_chat_template"
+            )
         text = template.render([message.plain() for message in body.messages])
         return [self.pretrained.tokenizer.encode(text)]
 
@@ -446,6 +449,7 @@ def create_app(
         Route("/v1/models/{name:path}", server.models),
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
+        page_route(),
     ]
     kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
     app = Starlette(
