@@ -288,6 +288,8 @@ def test_a_conversation_by_keys(browser, scripted):
             assert browser.evaluate("document.documentElement.dataset.theme") != theme
     browser.evaluate("$('show-settings').click()")
     assert not browser.evaluate(WIDE)
+    covers = "(e => [e.left, e.right, e.top == $('scroll').getBoundingClientRect().top])($('side').getBoundingClientRect())"
+    assert browser.evaluate(covers) == [0, 390, True]
     shot(browser, "390_settings")
     browser.press("Escape")
     assert browser.evaluate("$('side').hidden && document.activeElement.id") == "show-settings"
@@ -342,6 +344,10 @@ def test_an_engine_a_key_and_a_model_without_a_template(browser, folder):
         )
         assert browser.evaluate("$('engine-error').hidden")
         shot(browser, "engine")
+        browser.size(390, 844)
+        browser.evaluate("$('show-settings').click()")
+        assert not browser.evaluate(WIDE)
+        shot(browser, "390_engine")
         assert all("401" in t or "400" in t for t in browser.complaints), browser.complaints
     finally:
         running.close()
