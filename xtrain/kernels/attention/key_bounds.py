@@ -59,8 +59,7 @@ class KeyBounds:
 
     def hidden(self, T: int, S: int) -> np.ndarray:
         """On the CPU -> (B, T, S) bool: the keys before first(t); B is 1 if all sequences have the same"""
-        B = 1 if self.first_BT is None else len(self.first_BT)
-        first_BT = np.stack([self.first_key(b, T, S) for b in range(B)]) if B else self.first_BT
+        first_BT = self.first_key(0, T, S)[None] if self.first_BT is None else self.first_BT
         return np.arange(S) < first_BT[..., None]
 
 
