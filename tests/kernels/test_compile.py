@@ -32,7 +32,7 @@ from xtrain.kernels import (
     swiglu,
 )
 from xtrain.kernels import skip_nonfinite as skip
-from xtrain.kernels.attention import flash_attention
+from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.simulator import sim
 
@@ -48,6 +48,7 @@ def launch_everything(dtype):
     """Call every launcher once for every kernel that it can choose, with activations and weights of this dtype."""
     new = lambda *shape: sim(np.ones(shape, dtype))
     ids, table = sim(np.zeros(2, np.int32)), f32(4, 4)
+    key_bounds.document_bounds(ids.reshape(1, 2))
     embedding.embedding_bwd(embedding.embedding_fwd(ids, new(3, 8)), ids, f32(3, 8))
     for C in (8, 37, 1032):
         x, w = new(2, C), new(C)
