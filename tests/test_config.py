@@ -120,7 +120,8 @@ def test_to_json_and_back():
 def test_from_dict_names_unknown_and_missing_fields():
     good = model().to_dict()
     with pytest.raises(
-        UserError, match=r"unknown model config depth, n_head: the fields are dim, head_dim"
+        UserError,
+        match=r"unknown model config depth, n_head: the fields are dim, full_attention_layers, head_dim",
     ):
         ModelConfig.from_dict(good | dict(n_head=3, depth=1))
     with pytest.raises(UserError, match=r"^the model config lacks dim, vocab_size$"):

@@ -25,6 +25,7 @@ from xtrain.kernels.adamw import adamw, adamw_hyper
 from xtrain.kernels.attention import flash_attention, flash_attention_bf16_bwd_whole
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
+from xtrain.kernels.attention.key_bounds import KeyBounds, document_bounds
 from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
@@ -248,7 +249,20 @@ def flash(dtype):
                 flash_attention.choose_whole = lambda *_: flash_attention_bf16_bwd_whole.TILES
                 flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
                 flash_attention.choose_whole = chosen
+    bounded(dtype, (16, 32, 64, 128))
     flash_attention.HOPPER = usual
+
+
+def bounded(dtype, widths):
+    """A sliding window, and several documents in a row"""
+    starts = np.zeros((2, 200), np.int32)
+    starts[0, 37:], starts[1, 199:] = 37, 199
+    documents = document_bounds(cp.asarray(starts))[0]
+    for D, bounds in itertools.product(widths, (KeyBounds(70), documents)):
+        q, do = (draw(2, 200, 2, D, dtype=dtype) for _ in range(2))
+        k, v = (draw(2, 200, 1, D, dtype=dtype) for _ in range(2))
+        o, lse = flash_attention.flash_attention_fwd(q, k, v, 0.2, True, bounds)
+        flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, True, None, bounds)
 
 
 def hopper(dtype):
@@ -265,6 +279,7 @@ def hopper(dtype):
         packed[..., a * 64 : b * 64].reshape(2, 130, -1, 64) for a, b in ((0, 2), (2, 3), (3, 4))
     )
     flash_attention.flash_attention_fwd(q, k, v, 0.2)
+    bounded(dtype, (64, 128))
 
 
 def never_launched() -> list[str]:

@@ -140,7 +140,7 @@ def test_bytes_of_a_launch():
     assert moved(lookup, a, array(10, 5), array(9999, 6), n) == 840
     wide, one = array(1000, 10), array(1, 11)  # packed: only the columns of v are read
     flash = flash_attention_bf16.make_fwd_kernel(64, True, Tiles(64, 64, 4, 1, True))
-    assert moved(flash, a, one, b, c, wide, n, n) == 1604
+    assert moved(flash, a, one, b, c, wide, one, n, n) == 1604
     rope = qk_norm_rope.make_bwd_kernel(2, 2, 32, 8, True, False, False).kernel
     assert moved(rope, wide, one, a, b, array(1000, 12), n) == 2404
     small, half = array(1, 8), array(100, 9, np.float16)
@@ -163,9 +163,12 @@ def test_operations_of_attention():
     flash = lambda causal: flash_attention_bf16.make_fwd_kernel(
         D, causal, Tiles(64, 64, 4, 1, True)
     )
-    args = (o, lse, o, o, o, *sizes)
+    args = (o, lse, o, o, o, lse, *sizes)
     assert kernel_cost(flash(True), args).flops == 4 * B * H * T * T * D / 2
     assert kernel_cost(flash(False), args).flops == 4 * B * H * T * T * D
+    window = flash_attention_bf16.make_fwd_kernel(D, True, Tiles(64, 64, 4, 1, True), 16)
+    pairs = 16 * T - 16 * 16 / 2  # half of the triangle, as half of the square without a window
+    assert kernel_cost(window, args).flops == 4 * B * H * pairs * D
     assert kernel_cost(elementwise.add_kernel, (o, o, o)).flops is None
 
 
@@ -178,9 +181,9 @@ def test_operations_of_attention_backward():
     dq, dkdv = flash_attention_bf16_bwd.make_dq_kernel, flash_attention_bf16_bwd.make_dkdv_kernel
     product = 2 * B * H * T * T * D / 2
     for kernel, arrays, products in (
-        (dq(D, True, Tiles(64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse), 3),
-        (dkdv(D, True, Tiles(64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse), 4),
-        (wide(128, True, Tiles(64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse), 4),
+        (dq(D, True, Tiles(64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse, lse), 3),
+        (dkdv(D, True, Tiles(64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse, lse), 4),
+        (wide(128, True, Tiles(64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse, lse), 4),
         (whole(D, True, WholeTiles(64, 1)), (q, k, k, q, q, k, k, q, lse), 5),
     ):
         assert kernel_cost(kernel, (*arrays, *sizes)).flops == products * product
