@@ -26,6 +26,7 @@ from ..json_files import listed
 from .tensor_file import Stored
 
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
+MAX_LAYERS = 1 << 16
 VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 FIELDS = {  # Hugging Face's name -> ModelConfig's
@@ -201,6 +202,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     positions = values["max_position_embeddings"]
     if isinstance(positions, int) and positions > MAX_POSITIONS:
         raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
+    layers = values["num_hidden_layers"]
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise UserError(f"num_hidden_layers {layers} is more than {MAX_LAYERS}")
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
     fields["rope_theta"], fields["rope_scaling"] = _rope(values, fields["max_seq_len"])
     for name in ("tie_embeddings", "norm_eps"):
@@ -302,7 +306,7 @@ def _no_rope_layers(config, n_layers):
     if type(every) is not int or every < 1:
         raise UserError(f"no_rope_layer_interval must be a positive whole number, got {every!r}")
     if flags is None and type(n_layers) is int:
-        flags = [int((i + 1) % every != 0) for i in range(min(n_layers, 1 << 16))]
+        flags = [int((i + 1) % every != 0) for i in range(n_layers)]
     if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
         raise UserError("no_rope_layers must be a list with 0 or 1 for every layer")
     if len(flags) != n_layers:
