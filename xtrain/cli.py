@@ -100,6 +100,7 @@ def command(
     interrupted: str = "interrupted",
     less_memory: str = "",
     one_process: bool = True,
+    on_ranks: str = "python -m xtrain.ddp",
 ) -> Callable:
     """Decorate a command's main(arguments=None) -> exit code.
 
@@ -108,6 +109,7 @@ def command(
     interrupted: what Ctrl-C prints, with exit code 130.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
     one_process: refuse to be started several times by mpirun, srun or torchrun.
+    on_ranks: the command that may be.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -118,7 +120,7 @@ def command(
                 refuse_once(
                     f"{name}: {launcher.name} started {launcher.world} processes ({launcher.variable}), but this command "
                     f"is one process: start it without a launcher, or train on several ranks with "
-                    f"`mpirun -n {launcher.world} python -m xtrain.ddp`"
+                    f"`mpirun -n {launcher.world} {on_ranks}`"
                 )
                 return 2
             try:

@@ -1,4 +1,4 @@
-"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [the options of xtrain.train] [--dp ...] [--zero ...]
+"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [finetune] [the options of xtrain.train or finetune] [--dp ...]
 
 Every rank holds the whole model and computes its share of every batch. Loss and gradient are sums over the tokens of the
 batch, so the gradients of the ranks add up to the gradient of the whole batch. (--batch counts the sequences of all ranks.)
@@ -7,6 +7,7 @@ each rank uses one GPU, and copy engines or NCCL communicate the gradients; on t
 
     a laptop             mpirun -n 2 python -m xtrain.ddp
     four GPUs            mpirun -n 4 python -m xtrain.ddp --batch 128
+    fine-tuning          mpirun -n 4 python -m xtrain.ddp finetune --init FOLDER --data chats.jsonl
     several machines     mpirun -n 16 --hostfile hosts python -m xtrain.ddp      or     srun --mpi=pmix -n 16 python -m xtrain.ddp
                          (the folders --out and the cache must be visible on all of them)
 
@@ -26,6 +27,7 @@ import functools
 import io
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .cli import command_line, refuse_once, say
@@ -38,28 +40,47 @@ from .parallel.watchdog import AbortOnError
 from .report import page
 from .training.run_folder import parse_options
 from .training.single_process import SINGLE_PROCESS, SingleProcess
+from .tuning.finetune import ParallelFinetuneConfig, finetune_parallel
+
+
+@dataclass(frozen=True)
+class Job:
+    """What several ranks can do together.  run(config, ranks, guard=, write_report=): does it."""
+
+    program: str
+    options: type[ParallelConfig]
+    run: Callable[..., Any]
+
+
+TRAINING = Job("python -m xtrain.ddp", ParallelConfig, train_parallel)
+JOBS = {"finetune": Job("python -m xtrain.ddp finetune", ParallelFinetuneConfig, finetune_parallel)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code: 0, or 2 if the user can fix the error (one sentence on stderr)."""
-    if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):  # without MPI
-        return _parse(arguments, SINGLE_PROCESS)[1] if first_on_machine() else 0
+    arguments = sys.argv[1:] if arguments is None else arguments
+    job = JOBS.get(arguments[0] if arguments else "", TRAINING)
+    arguments = arguments[job is not TRAINING :]
+    if {"-h", "--help"} & set(arguments):  # without MPI
+        return _parse(job, arguments, SINGLE_PROCESS)[1] if first_on_machine() else 0
     try:
         ranks = connect()
     except UserError as error:
         refuse_once(f"xtrain.ddp: {error}")
         return 2
     with AbortOnError(ranks, "xtrain.ddp") as guard:
-        config, code = _parse(arguments, ranks)
+        config, code = _parse(job, arguments, ranks)
         if config is None:
             return code
-        train_parallel(config, ranks, guard=guard, write_report=page.finish)
+        job.run(config, ranks, guard=guard, write_report=page.finish)
     return guard.code
 
 
-def _parse(arguments: list[str] | None, ranks: SingleProcess) -> tuple[ParallelConfig | None, int]:
+def _parse(
+    job: Job, arguments: list[str], ranks: SingleProcess
+) -> tuple[ParallelConfig | None, int]:
     """-> (config, 0), or (None, exit code) on every rank if any cannot parse its options. Rank 0 prints the first error."""
-    cli = functools.partial(parse, ParallelConfig, "python -m xtrain.ddp", __doc__, arguments)
+    cli = functools.partial(parse, job.options, job.program, __doc__, arguments)
     config, code = _on_all(lambda: cli(None), ranks)  # before ranks wait for each other
     if config is not None and config.resume:
         config, code = _on_all(lambda: parse_options(cli, ranks), ranks)

@@ -2,6 +2,8 @@
 
 Each line of the data has "messages" as OpenAI and Hugging Face write them, "prompt" and "completion", or "text". Trained are
 the assistant's turns, the completion, or everything. lessons/howto/finetune.md describes it.
+
+    several GPUs         mpirun -n 4 python -m xtrain.ddp finetune --init FOLDER --data chats.jsonl
 """
 
 import functools
@@ -23,7 +25,11 @@ def finetune(config: FinetuneConfig, console: Console | None = None) -> Path:
     return tuning.finetune(config, console, write_report=page.finish)
 
 
-@command("xtrain.finetune", interrupted="interrupted; the last checkpoint is intact")
+@command(
+    "xtrain.finetune",
+    interrupted="interrupted; the last checkpoint is intact",
+    on_ranks="python -m xtrain.ddp finetune",
+)
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
     cli = functools.partial(parse, FinetuneConfig, "python -m xtrain.finetune", __doc__, arguments)

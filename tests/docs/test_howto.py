@@ -23,11 +23,11 @@ COMMAND = re.compile(
 
 
 @functools.cache
-def help_of(name):
+def help_of(name, *job):
     out = io.StringIO()
     main = importlib.import_module(importlib.import_module("xtrain.__main__").COMMANDS[name]).main
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main(["--help"])
+        main([*job, "--help"])
     return out.getvalue()
 
 
@@ -72,7 +72,8 @@ def test_there_are_commands_to_check():
 
 @pytest.mark.parametrize("page, command", sorted({(p, c) for p, c, _ in commands()}))
 def test_options_exist(page, command):
-    text = help_of(command)
+    jobs = {words[0] for p, c, words in commands() if (p, c) == (page, command) and words}
+    text = help_of(command) + "".join(help_of(command, job) for job in sorted(jobs & {"finetune"}))
     assert "--help" in text, f"{command} prints no help"
     used = {w for p, c, words in commands() if (p, c) == (page, command) for w in words}
     for option in sorted(w.split("=")[0] for w in used if w.startswith("--")):

@@ -395,12 +395,12 @@ def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
     """At step 25 the batch is noise. A resumed run reports the same spike."""
     train_step = Run.train_step
 
-    def noisy(self, ids, targets, hyper):
+    def noisy(self, hyper, inv_count, ids, targets):
         if self.done == 24:
             noise = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
             targets = ids = to_device(noise, DEVICE)
             self.spiked = True
-        return train_step(self, ids, targets, hyper)
+        return train_step(self, hyper, inv_count, ids, targets)
 
     monkeypatch.setattr(Run, "train_step", noisy)
     kind = dict(steps=26, lr=3e-3, eval_every=99, sample_every=99, graph=False, spike_z=2.0)

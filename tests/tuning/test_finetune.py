@@ -181,6 +181,27 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     assert stored["train"]["seq_len"] == 64 and stored["data"]["skipped"] == 1
 
 
+def test_a_packed_run_is_the_run_that_is_not(tmp_path, folder):
+    """With all examples in every batch, the rows make no difference; stopped and resumed none to the last bit."""
+    records = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "def f", "completion": "(x)"}]
+    data = write(tmp_path / "d.jsonl", *records * 5, records[0])
+    val = write(tmp_path / "v.jsonl", *records)
+    made = lambda name, **more: config_of(
+        folder, tmp_path / name, data, val_data=(val,), seq_len=96, **more
+    )
+    rows = lambda run: json.loads((run / "config.json").read_text())["train"]["batch"]
+    alone = finetune(made("alone", batch=None), SILENT)
+    whole = finetune(made("whole", pack=True, batch=None), SILENT)
+    assert rows(whole) < rows(alone) == 16
+    losses = lambda run: [m[k] for m in metrics(run) for k in ("loss", "val_loss") if k in m]
+    assert losses(alone) == pytest.approx(losses(whole), rel=2e-5)
+    half = finetune(made("half", pack=True, batch=None, stop_at=3), SILENT)
+    finetune(made("half", pack=True, batch=None, resume=True), SILENT)
+    assert_same_run(whole, half)
+    with pytest.raises(UserError, match="pack was True"):
+        finetune(made("half", batch=None, resume=True), SILENT)
+
+
 def test_what_the_command_refuses(tmp_path, folder, capsys):
     data = write(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
     long = write(tmp_path / "long.jsonl", {"text": "x + 1" * 200})

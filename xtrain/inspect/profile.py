@@ -363,8 +363,10 @@ def _plan_of(run: Run) -> memory.Plan:
 
 
 def _eager(run: Run) -> None:
-    ids, targets = run.loader.next_batch()
-    run.train_step(*(to_device(x, "gpu") for x in (ids, targets, run.optimizer.advance())))
+    batch = run.loader.next_batch()
+    inv_count = run.parallel.inverse_target_count(batch[1])
+    inputs = run.optimizer.advance(), inv_count, *batch
+    run.train_step(*(to_device(x, "gpu") for x in inputs))
 
 
 def _kernels(o: Options, run: Run, console: Console) -> None:

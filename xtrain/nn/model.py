@@ -30,7 +30,7 @@ from .autograd import is_inference, no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
-from .sequences import RotaryTables, Sequences
+from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
 
 STD = 0.02  # of the initialisation
@@ -301,11 +301,19 @@ class Transformer(Module):
         logits_BTP = self.logits(self.hidden(ids)).reshape(B, T, -1)
         return F.narrow(logits_BTP, self.config.vocab_size)
 
-    def loss(self, ids: Array, targets: Array, inv_count: Array | None = None) -> Tensor:
+    def loss(
+        self,
+        ids: Array,
+        targets: Array,
+        inv_count: Array | None = None,
+        starts: Array | None = None,
+    ) -> Tensor:
         """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats; shape ().
 
         inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch, if this call gets only
-        a part of it. Raises UserError like calling the model. Without any target the loss is 0.
+        a part of it.  starts: (B, T) int32, if the rows hold several documents each: the column at which the document of each
+        token begins; it never decreases. Attention then stays in the document, and positions count from its start.
+        Raises UserError like calling the model. Without any target the loss is 0.
         The logits never exist as a whole, and this call already computes their gradient: use no_grad if no backward follows.
         """
         ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
@@ -316,7 +324,8 @@ class Transformer(Module):
         targets_N = self._to_device(targets.reshape(-1))
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        x_NC, vocab_size = self.hidden(ids), self.config.vocab_size
+        sequences = () if starts is None else (self.packed_sequences(starts, ids.shape),)
+        x_NC, vocab_size = self.hidden(ids, *sequences), self.config.vocab_size
         if type(self).logits is not Transformer.logits:  # overridden
             return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
@@ -329,10 +338,37 @@ class Transformer(Module):
         """
         if sequences is None:
             ids = self._check_ids(ids, "ids")
-            B, T = ids.shape
-            sequences = Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
+            sequences = self.sequences(*ids.shape)
         self.arena.refresh()
         return self.model(self._to_device(ids.reshape(-1)), sequences)
+
+    def sequences(self, B: int, T: int) -> Sequences:
+        """Rows that are B sequences of T tokens."""
+        return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
+
+    def packed_sequences(self, starts: Array, shape: tuple[int, int]) -> PackedSequences:
+        """Rows of `shape` (B, T) that hold several documents each; starts: see `loss`. Raises UserError."""
+        starts = starts if hasattr(starts, "strides") else np.asarray(starts)
+        if starts.shape != shape or starts.dtype.kind not in "iu":
+            raise UserError(
+                f"starts are {starts.dtype} of shape {starts.shape}, ids of shape {shape}: give whole numbers of that shape"
+            )
+        if not is_gpu(starts) and (
+            (starts < 0).any()
+            or (starts > np.arange(shape[1])).any()
+            or (starts[:, 1:] < starts[:, :-1]).any()
+        ):
+            raise UserError(
+                "starts of documents must not decrease along a row, and that of token t must lie in 0 .. t: give the column at "
+                "which its document begins"
+            )
+        if self.config.rope_type == "dynamic" and shape[1] > self.config.max_seq_len:
+            raise UserError(
+                f"rows of {shape[1]} tokens with several documents are longer than max_seq_len {self.config.max_seq_len}, where "
+                "dynamic RoPE depends on a sequence's length: give shorter rows"
+            )
+        starts_BT = self._to_device(starts.astype(np.int32, copy=False))
+        return PackedSequences(**vars(self.sequences(*shape)), starts_BT=starts_BT)
 
     @property
     def branch_dtype(self) -> Any:

@@ -1,6 +1,7 @@
 """How the rows of a forward pass divide into sequences, and what attention reads.
 
     training   B sequences of T tokens: row n is position n % T of sequence n // T, and attends to the rows of its sequence
+    packed     the same, but a sequence holds several documents: attention stays in the document, positions count from its start
     serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/kv_cache.py)
 
 The model passes one such object to every block, and only attention uses it. So one forward serves both.
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..device import Array, is_gpu, to_device
-from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
+from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds, document_bounds
 from ..kernels.rope import rope_tables
 from ..kernels.runtime.launch import zeros
 from . import functional as F
@@ -112,10 +113,39 @@ class Sequences:
         q_BTHD, k_BTGD, v_BTGD = (
             x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
         )
-        bounds = KeyBounds(self.window) if 0 < self.window < self.T else UNBOUNDED
-        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True, bounds)
+        o_BTHD = F.attention(q_BTHD, k_BTGD, v_BTGD, scale, True, self.key_bounds())
         return o_BTHD.reshape(q_NHD.shape[0], -1)
+
+    def key_bounds(self) -> KeyBounds:
+        """The keys that each query sees."""
+        return KeyBounds(self.window) if 0 < self.window < self.T else UNBOUNDED
 
     def wanted_rows(self, x_NC: Tensor) -> Tensor:
         """The rows whose logits are wanted: here all."""
         return x_NC
+
+
+@dataclass(frozen=True)
+class PackedSequences(Sequences):
+    """B rows of T tokens that hold several documents each.
+
+    starts (B, T) int32: the column at which the document of each token begins (document_bounds).
+    """
+
+    starts_BT: Array = field(kw_only=True)
+    # window -> bounds, positions: the layers share them
+    found: dict[int, tuple[KeyBounds, Array]] = field(default_factory=dict, kw_only=True)
+
+    def _bounds(self, window: int) -> tuple[KeyBounds, Array]:
+        if window not in self.found:
+            self.found[window] = document_bounds(self.starts_BT, window)
+        return self.found[window]
+
+    @property
+    def positions_N(self) -> Array:
+        """int32, the position of each row in its document"""
+        return self._bounds(0)[1]
+
+    def key_bounds(self) -> KeyBounds:
+        """The keys of the query's document, with a window the last of them."""
+        return self._bounds(self.window if self.window < self.T else 0)[0]

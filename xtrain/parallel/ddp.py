@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +19,6 @@ from ..data.dataset import Corpus
 from ..device import Array, resolve_device, synchronize, to_numpy
 from ..errors import UserError
 from ..formats import saved_runs
-from ..kernels.cross_entropy import IGNORE
 from ..kernels.elementwise import add_fwd
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
@@ -220,10 +219,6 @@ class DataParallel(SingleDevice):
         self.all_losses: Array = None  # of all ranks
 
     # ------------------------------------------------------------------------- in the step
-    def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
-        (count,) = self.ranks.sum([float(np.count_nonzero(targets != IGNORE))])
-        return [np.array([1 / count if count else 0], np.float32)]
-
     def backward(self, loss: Tensor, last: bool) -> None:
         self.losses.append(loss.data.reshape(1))
         if last:  # the losses are gathered while backward computes
@@ -318,12 +313,16 @@ class ParallelRun(Run):
 
     parallel: DataParallel
 
+    @property
+    def program(self) -> str:
+        return f"mpirun -n {self.ranks.world} python -m xtrain.ddp"
+
     def make_parallel(self) -> DataParallel:
         config, ranks = cast(ParallelConfig, self.config), cast(Ranks, self.ranks)
         return DataParallel(config, self.model, ranks)
 
 
-# ----------------------------------------------------------------------------- the command line
+# ----------------------------------------------------------------------------- a whole run
 def train_parallel(
     config: ParallelConfig,
     ranks: Ranks,
@@ -337,9 +336,31 @@ def train_parallel(
     guard: receives a function that returns the current step, for its error message.  write_report: see training.loop.train.
     """
     if ranks.world == 1:
-        config.validate()
-        plain = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
-        return train(TrainConfig(**plain), console, write_report=write_report)
+        return train(for_one_rank(config, TrainConfig), console, write_report=write_report)
+    with parallel_runs(config, ranks, guard) as make_run:
+        return train(config, console, ranks, make_run, write_report=write_report)
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def for_one_rank(config: ParallelConfig, kind: type[Config]) -> Config:
+    """The options that one rank alone has."""
+    config.validate()
+    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})
+
+
+@contextlib.contextmanager
+def parallel_runs(
+    config: ParallelConfig,
+    ranks: Ranks,
+    guard: AbortOnError | None = None,
+    kind: type[ParallelRun] = ParallelRun,
+) -> Iterator[Callable[..., Run]]:
+    """-> make_run of training.loop.train, for a run on several ranks with a watchdog. Raises UserError.
+
+    guard: see train_parallel.  kind: the class of the run.
+    """
     check_ranks_agree(config, ranks)
     if resolve_device(config.device) == "gpu":
         load_nccl()
@@ -354,7 +375,7 @@ def train_parallel(
             ranks.check_same(
                 hashes, "the same --data and the same tokenizer (these are their sha256)"
             )
-            run = ParallelRun(resolved, model, corpus, ranks)
+            run = kind(resolved, model, corpus, ranks)
             # the same seed and libraries must have given the same weights
             run.parallel.compare_weights(run.optimizer, 0)
             step_in_progress = lambda: run.done + 1
@@ -365,9 +386,8 @@ def train_parallel(
             runs.append(run)
             return run
 
-        folder = train(config, console, ranks, make_run, write_report=write_report)
+        yield make_run
     runs[0].close()  # not after an error: NCCL might wait for a rank that has ended
-    return folder
 
 
 def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:

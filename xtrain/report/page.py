@@ -63,7 +63,9 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
 def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
     """Write sentence.json and the page of a training run that has just ended. An error is only a warning: the run is saved."""
     try:
-        ((ids, _),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        ((ids, _, *starts),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        if starts:  # the first of several documents
+            ids = ids[:, starts[0][0] == 0]
         write_sentence(folder, look(run.model, run.corpus.tokenizer, ids[0].tolist(), run.done))
         write([folder])
     except (UserError, OSError, MemoryError) as error:

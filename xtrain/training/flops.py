@@ -24,8 +24,11 @@ BF16_OPS = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 819
 CAPABILITY_MAJOR, CAPABILITY_MINOR, CLOCK_KHZ, MULTIPROCESSORS = 75, 76, 13, 16
 
 
-def flops_per_token(model: Transformer, T: int) -> float:
-    """Floating-point operations of forward and backward per token, for sequences of T tokens."""
+def flops_per_token(model: Transformer, T: float) -> float:
+    """Floating-point operations of forward and backward per token, for sequences of T tokens.
+
+    Of rows that hold several documents, T is the mean over the tokens of the length of their document.
+    """
     c = model.config
     matrices = sum(
         t.size for n, t in model.named_parameters() if t.ndim == 2 and "embed_tokens" not in n

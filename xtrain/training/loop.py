@@ -65,7 +65,7 @@ class Loop:
         self.stopping = False  # stop early: no time for anything but the checkpoint
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
-        self.flops_per_token = flops_per_token(run.model, c.seq_len)
+        self.flops_per_token = flops_per_token(run.model, run.document_tokens)
         self.peak_flops = peak_flops(run.model.precision) if gpu else None
         self.read_every = GPU_READ_EVERY if gpu else 1
         self.layers_every = max(self.read_every, c.steps // LAYER_RECORDS)

@@ -458,8 +458,8 @@ def _run(config, batch, seq_len, precision, recompute, accumulate):
 
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
-    ids, targets = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
-    run.train_step(ids, targets, zeros(3, np.float32))
+    batch = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
+    run.train_step(zeros(3, np.float32), zeros(1, np.float32), *batch)
 
 
 def parameters(config: ModelConfig) -> int:

@@ -3,7 +3,7 @@
 import functools
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
 from ..formats.saved_runs import Saved
-from ..kernels.cross_entropy import IGNORE, count_targets
+from ..kernels.cross_entropy import IGNORE
 from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import sum_of_squares
 from ..kernels.runtime.launch import zeros
 from ..kernels.skip_nonfinite import skip_unless_finite
-from ..nn.autograd import no_grad
+from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
@@ -52,10 +52,7 @@ class Run:
 
     done: steps so far.  val_loss: (step, loss) of the last validation.  skipped: skipped steps, as far as the host has read
     the numbers.  beat(), rest(): tell a watchdog that the run makes progress, and that training is over.
-    program: the command that continues the run.
     """
-
-    program = "python -m xtrain.train"
 
     def __init__(
         self,
@@ -81,6 +78,11 @@ class Run:
         captured = c.graph and model.device != "cpu"
         self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
 
+    @property
+    def program(self) -> str:
+        """The command that continues the run, without its options."""
+        return "python -m xtrain.train"
+
     def make_optimizer(self) -> AdamW:
         """AdamW with the options of this run."""
         c = self.config
@@ -97,33 +99,29 @@ class Run:
         """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
         self.beat()
         self.phase_timer.begin("data")
-        ids, targets = self.next_batch()
-        inv_count = self.parallel.inverse_target_count(targets)
+        batch = self.next_batch()
+        inv_count = self.parallel.inverse_target_count(batch[1])
         self.phase_timer.begin("step")
         lr = self.optimizer.lr = self.learning_rate()
         hyper = self.optimizer.advance()
-        loss, norm = self.on_device(ids, targets, hyper, *inv_count)  # eager, or a CUDA graph
+        loss, norm = self.on_device(hyper, inv_count, *batch)  # eager, or a CUDA graph
         self.phase_timer.end()
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         return StepResult(self.done, loss, norm, lr)
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
-    def train_step(
-        self, ids: Array, targets: Array, hyper: Array, inv_count: Array | None = None
-    ) -> tuple[Array, Array]:
+    def train_step(self, hyper: Array, inv_count: Array, *batch: Array) -> tuple[Array, Array]:
         """The part of a step that runs on the device. It reads no value back, so a CUDA graph can capture it.
 
-        ids, targets: (batch / ranks, T).  hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).
+        hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).  batch: see `next_batch`.
         -> this rank's share of the loss, gradient norm of the whole model; (1,)
         """
-        if inv_count is None:
-            inv_count = count_targets(targets.reshape(-1))
         self.model.zero_grad()
         losses = []
-        for rows, last in self.micro_batches(ids.shape[0]):
+        for rows, last in self.micro_batches(batch[0].shape[0]):
             self.phase_timer.begin("forward")
-            loss = self.model.loss(ids[rows], targets[rows], inv_count)
+            loss = self.loss([x[rows] for x in batch], inv_count)
             self.phase_timer.begin("backward")
             self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
             losses.append(loss.data.reshape(1))
@@ -134,6 +132,17 @@ class Run:
         skip_unless_finite(factor, self.skips_in_a_row, *norms_and_losses, self.config.max_skips)
         self.optimizer.apply(hyper, factor)
         return total, norm
+
+    @property
+    def document_tokens(self) -> float:
+        """The mean over all tokens of the length of their document, for the FLOPs of attention."""
+        return self.config.seq_len
+
+    def loss(self, batch: Sequence[Array], *inv_count: Array) -> Tensor:
+        """The loss of a micro-batch. batch: some rows of `next_batch`.  inv_count: as in `train_step`; none: of these rows."""
+        ids, targets, *starts = batch
+        documents = {"starts": starts[0]} if starts else {}
+        return self.model.loss(ids, targets, *inv_count, **documents)
 
     def micro_batches(self, batch: int) -> Iterator[tuple[slice, bool]]:
         """-> (rows of a micro-batch, is it the last one?)"""
@@ -150,8 +159,11 @@ class Run:
         c = self.config
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
 
-    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> ids, targets (batch / ranks, T)"""
+    def next_batch(self) -> tuple[np.ndarray, ...]:
+        """-> ids, targets (batch / ranks, T), and if a row holds several documents, their starts (Transformer.loss).
+
+        A derived class may return more arrays of as many rows, if its `loss` reads them.
+        """
         return self.loader.next_batch()
 
     # ------------------------------------------------------------------------- measurements
@@ -177,14 +189,14 @@ class Run:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
         c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0.0, 0.0
         share = c.batch // ranks.world
-        for all_ids, all_targets in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
+        for batch in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
             for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
                 self.beat()
-                ids, targets = all_ids[i : i + c.micro_batch], all_targets[i : i + c.micro_batch]
-                counted = targets[targets != IGNORE]
+                rows = [x[i : i + c.micro_batch] for x in batch]
+                counted = rows[1][rows[1] != IGNORE]
                 if not counted.size:  # the last batch may have fewer rows
                     continue
-                nats += self.model.loss(ids, targets).item() * counted.size
+                nats += self.loss(rows).item() * counted.size
                 tokens += counted.size
                 lengths += int(self.corpus.token_lengths[counted].sum())
         nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
@@ -310,10 +322,10 @@ class Run:
         self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
         self.loader.position -= (self.done - step + 1) * self.config.batch
-        ids, targets = self.next_batch()
-        inv_count = self.parallel.inverse_target_count(targets)
-        batch = [to_device(x, self.model.device) for x in (ids, targets, *inv_count)]
-        found = self.ranks.gather(first_nonfinite(self.model, lambda: self._gradients(*batch)))
+        batch = self.next_batch()
+        inv_count = self.parallel.inverse_target_count(batch[1])
+        inputs = [to_device(x, self.model.device) for x in (inv_count, *batch)]
+        found = self.ranks.gather(first_nonfinite(self.model, lambda: self._gradients(*inputs)))
         for rank, where in enumerate(found):
             if where is not None:
                 return where if len(found) == 1 else f"rank {rank}: {where}"
@@ -324,13 +336,11 @@ class Run:
         )
 
     @np.errstate(all="ignore")
-    def _gradients(self, ids, targets, inv_count=None):
+    def _gradients(self, inv_count, *batch):
         """Forward and backward of `train_step`, without communication."""
-        if inv_count is None:
-            inv_count = count_targets(targets.reshape(-1))
         self.model.zero_grad()
-        for rows, _ in self.micro_batches(ids.shape[0]):
-            loss = self.model.loss(ids[rows], targets[rows], inv_count)
+        for rows, _ in self.micro_batches(batch[0].shape[0]):
+            loss = self.loss([x[rows] for x in batch], inv_count)
             self.parallel.backward(loss, last=False)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from ..config import TrainConfig
 from ..device import Array
 from ..formats.saved_runs import Saved
+from ..kernels.cross_entropy import IGNORE
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.optim import AdamW, clip
@@ -28,9 +29,10 @@ class SingleDevice:
         self.config, self.model, self.ranks = config, model, ranks
 
     # ------------------------------------------------------------------------- in the step
-    def inverse_target_count(self, targets: np.ndarray) -> list[np.ndarray]:
-        """-> [1 / number of targets in the batch of all ranks, (1,) float32], or [] if the device counts them."""
-        return []
+    def inverse_target_count(self, targets: np.ndarray) -> np.ndarray:
+        """-> 1 / number of targets in the batch of all ranks, (1,) float32; 0 without any"""
+        (count,) = self.ranks.sum([float((targets != IGNORE).sum())])
+        return np.array([1 / count if count else 0], np.float32)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Backward of one micro-batch. After the last one of a step the gradients are sums over all ranks."""

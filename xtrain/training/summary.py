@@ -50,13 +50,12 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
 
 
 def _how_to_continue(run: Run, folder: Path) -> str:
-    done, c, world = run.done, run.config, run.ranks.world
+    done, c = run.done, run.config
     if type(run).__module__.split(".")[0] != "xtrain":  # a class of the user
         return "the same program with resume=True"
-    program = run.program if world == 1 else f"mpirun -n {world} python -m xtrain.ddp"
     out = "" if c.out == "runs" else f" --out {quote(c.out)}"
     steps = f" --steps N --allow-change steps, N larger than {done}" if done > c.steps else ""
-    return f"{program}{out} --name {quote(folder.relative_to(c.out))} --resume{steps}"
+    return f"{run.program}{out} --name {quote(folder.relative_to(c.out))} --resume{steps}"
 
 
 def quote(text: str | Path) -> str:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -16,12 +16,18 @@ from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.huggingface import read_config
 from ..formats.saved_runs import folders, model_folder
+from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
+from ..parallel.ranks import Ranks
+from ..parallel.watchdog import AbortOnError
 from ..training import loop, run_folder
 from ..training.run import Run
+from ..training.single_process import SINGLE_PROCESS, SingleProcess
 from .examples import Example, digest, read_examples
-from .rows import RowLoader, rows_of
+from .rows import RowLoader, packed, rows_of
 
 UNIT = 64  # tokens: sequences are padded to a multiple
+PACKED_ROW = 2048  # tokens
+EXAMPLES = 16  # per optimizer step
 SAMPLE_TOKENS = 200
 
 
@@ -38,10 +44,14 @@ class FinetuneConfig(TrainConfig):
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
-    batch: int | None = 16  # examples per optimizer step
+    # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in the example
+    pack: bool = False
+    # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16 examples
+    batch: int | None = None
     lr: float | None = 1e-5  # peak learning rate
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
-    # tokens per example; none: the longest that the model accepts and the data have, rounded up
+    # tokens per row; none: the longest example that the model accepts and the data have, rounded up, with --pack 2048 if the
+    # model accepts it
     seq_len: int | None = None
     # the user's message of the generated samples; none: the first example that is held out
     sample_prompt: str = ""
@@ -64,20 +74,29 @@ class FinetuneConfig(TrainConfig):
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
 
 
+@dataclass(frozen=True)
+class ParallelFinetuneConfig(FinetuneConfig, ParallelConfig):
+    """One fine-tuning on several ranks."""
+
+
+Config = TypeVar("Config", bound=FinetuneConfig)
+
+
 class Conversations:
     """Examples with the interface of a data.dataset.Corpus.
 
     train, val: the examples.  skipped: those left out, because they are too long.  seq_len: T of the longest in use.
+    pack: several examples in a row.
     """
 
     split, bigram_bpb = "documents", None
 
     def __init__(
         self, name: str, files: int, train: list[Example], val: list[Example], skipped: int,
-        tokenizer: Tokenizer, template: ChatTemplate | None,
+        tokenizer: Tokenizer, template: ChatTemplate | None, pack: bool = False,
     ):  # fmt: skip
         self.name, self.files, self.skipped, self.tokenizer = name, files, skipped, tokenizer
-        self.train, self.val, self.template = train, val, template
+        self.train, self.val, self.template, self.pack = train, val, template, pack
         self.documents = len(train) + len(val)
         self.vocab_size, self.token_lengths = tokenizer.vocab_size, tokenizer.token_lengths
         self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
@@ -89,19 +108,27 @@ class Conversations:
     def seq_len(self) -> int:
         return max(len(x.ids) - 1 for x in (*self.train, *self.val))
 
-    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
-        """Endless shuffled batches of B examples, padded to T tokens. With several ranks, each reads its share of the rows."""
-        return RowLoader(self.train, B, T, seed, rank, world)
+    def rows(self, examples: list[Example], T: int, seed: int = 0) -> list[list[int]]:
+        """Which examples each row of T tokens holds."""
+        if self.pack:
+            return packed([len(x.ids) - 1 for x in examples], T, seed)
+        return [[i] for i in range(len(examples))]
 
-    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """At most n batches of examples that are held out, always the same: ids and targets (B, longest of the batch)."""
-        wanted = min(n * B, len(self.val))
-        chosen = [self.val[i * len(self.val) // wanted].cut(T) for i in range(wanted)]
-        groups = [chosen[i : i + B] for i in range(0, wanted, B)]
-        return [
-            rows_of([[x] for x in group], max(len(x.ids) - 1 for x in group))[:2]
-            for group in groups
-        ]
+    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
+        """Endless shuffled batches of B rows of T tokens. With several ranks, each reads its share of the rows."""
+        groups = self.rows(self.train, T, seed)
+        return RowLoader(self.train, groups, self.pack, B, T, seed, rank, world)
+
+    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, ...]]:
+        """At most n batches of examples that are held out, always the same, as `loader` has them; (B, longest of the batch)."""
+        examples = [x.cut(T) for x in self.val]
+        groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
+        wanted = min(n * B, len(groups))
+        chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
+        batches = [chosen[i : i + B] for i in range(0, wanted, B)]
+        longest = [max(sum(len(x.ids) - 1 for x in group) for group in batch) for batch in batches]
+        arrays = [rows_of(batch, T) for batch, T in zip(batches, longest)]
+        return [xs if self.pack else xs[:2] for xs in arrays]
 
     @cached_property
     def stop(self) -> frozenset[int]:
@@ -150,22 +177,22 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
         held = set(np.random.default_rng(0).permutation(len(examples))[:n].tolist())
         val = [x for i, x in enumerate(examples) if i in held]
         examples = [x for i, x in enumerate(examples) if i not in held]
-    if longer:
-        what = "cut or left out" if c.too_long == "cut" else "left out"
-        say(f"xtrain.finetune: {longer} examples are longer than {limit} tokens and were {what}")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
-    return Conversations(name, files, examples, val, longer, tokenizer, template)
+    return Conversations(name, files, examples, val, longer, tokenizer, template, c.pack)
 
 
-def filled(config: FinetuneConfig, corpus: Conversations, context: int) -> FinetuneConfig:
-    """The config with every option that the data decide."""
-    c = config
-    seq_len = c.seq_len or min(-(-corpus.seq_len // UNIT) * UNIT, context)
-    steps = c.steps or max(1, math.ceil(c.epochs * len(corpus.train) / (c.batch or 1)))
+def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
+    """The config with every option that the data decide. context: the model's."""
+    c, examples = config, len(corpus.train)
+    wanted = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
+    seq_len = c.seq_len or min(-(-wanted // UNIT) * UNIT, context)
+    rows = len(corpus.rows(corpus.train, seq_len, c.seed))
+    batch = c.batch or -(-max(1, round(EXAMPLES * rows / examples)) // world) * world
+    steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
     each = max(1, -(-steps // 10))
     return replace(
-        c, seq_len=seq_len, steps=steps, eval_every=c.eval_every or each,
+        c, seq_len=seq_len, batch=batch, steps=steps, eval_every=c.eval_every or each,
         warmup=min(steps // 30, max(0, steps - 2)) if c.warmup is None else c.warmup,
         sample_every=c.sample_every or steps, save_every=c.save_every or max(1, -(-steps // 3)),
     )  # fmt: skip
@@ -174,8 +201,22 @@ def filled(config: FinetuneConfig, corpus: Conversations, context: int) -> Finet
 class FinetuneRun(Run):
     """A Run on examples, which samples as a chat."""
 
-    program = "python -m xtrain.finetune"
     corpus: Any
+
+    @property
+    def program(self) -> str:
+        return "python -m xtrain.finetune"
+
+    @property
+    def document_tokens(self) -> float:
+        if not self.corpus.pack:
+            return super().document_tokens
+        squares = sum((len(x.ids) - 1) ** 2 for x in self.corpus.train)
+        return squares / (len(self.loader.groups) * self.config.seq_len)
+
+    def resume_options(self) -> dict[str, Any]:
+        """With --pack: the examples share rows."""
+        return super().resume_options() | ({"pack": True} if self.corpus.pack else {})
 
     def sample(self) -> str:
         """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
@@ -198,27 +239,69 @@ class FinetuneRun(Run):
             return f"(no sample: {error})"
 
 
+class ParallelFinetuneRun(FinetuneRun, ParallelRun):
+    """The same on several ranks."""
+
+    @property
+    def program(self) -> str:
+        return f"{ParallelRun.program.fget(self)} finetune"  # type: ignore[attr-defined]
+
+
 def finetune(config: FinetuneConfig, console: Console | None = None, *, write_report: Any) -> Path:
     """A whole fine-tuning, with checkpoints and its report. -> the run's folder. Raises UserError.
 
     write_report: see training.loop.train.
     """
+    config, corpus = prepare(config, SINGLE_PROCESS)
+    return loop.train(
+        config, console, make_run=FinetuneRun, corpus=corpus, write_report=write_report
+    )
+
+
+def finetune_parallel(
+    config: ParallelFinetuneConfig,
+    ranks: Ranks,
+    console: Console | None = None,
+    guard: AbortOnError | None = None,
+    *,
+    write_report: Any,
+) -> Path:
+    """The same on several ranks; every rank must call this. guard: see parallel.ddp.train_parallel."""
+    if ranks.world == 1:
+        alone = for_one_rank(config, FinetuneConfig)
+        return finetune(alone, console, write_report=write_report)
+    config, corpus = prepare(config, ranks)
+    with parallel_runs(config, ranks, guard, ParallelFinetuneRun) as make_run:
+        return loop.train(
+            config, console, ranks, make_run, corpus=corpus, write_report=write_report
+        )
+
+
+def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
+    """-> the config with every option that the data decide, and the data. Raises UserError, on every rank."""
     config.validate()
     for option in ("tokenizer", "vocab_size"):
         if getattr(config, option) is not None and not config.resume:
             raise UserError(
                 f"--{option.replace('_', '-')} does not apply: leave it out, the model in --init has a tokenizer"
             )
-    run = run_folder.to_resume(config)
-    resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
-    source = model_folder(run if resumes else Path(config.init or ""), say)
-    context = read_config(source).max_seq_len
+
+    def source() -> Path:
+        run = run_folder.to_resume(config)
+        resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
+        return model_folder(run if resumes else Path(config.init or ""), say)
+
+    folder = ranks.on_rank_0(source)
+    context = read_config(folder).max_seq_len
     if config.seq_len and config.seq_len > context:
         raise UserError(
             f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose a shorter one"
         )
-    corpus = read_conversations(config, source, context)
-    config = filled(config, corpus, context)
-    return loop.train(
-        config, console, make_run=FinetuneRun, corpus=corpus, write_report=write_report
-    )
+    corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
+    if corpus.skipped and ranks.rank == 0:
+        what = "cut or left out" if config.too_long == "cut" else "left out"
+        limit = min(config.seq_len or context, context)
+        say(
+            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were {what}"
+        )
+    return filled(config, corpus, context, ranks.world), corpus

@@ -55,21 +55,27 @@ def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
 
 
 class RowLoader(Shuffled):
-    """Endless shuffled batches of examples, one per row."""
+    """Endless shuffled batches of rows.
+
+    groups: which examples each row holds.  packed: batches have a third array, `starts`.
+    """
 
     def __init__(
         self,
         examples: Sequence[Example],
+        groups: Sequence[Sequence[int]],
+        packed: bool,
         B: int,
         T: int,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
     ):
-        super().__init__(len(examples), B, T, seed, rank, world)
-        self.examples = examples
+        super().__init__(len(groups), B, T, seed, rank, world)
+        self.examples, self.groups, self.packed = examples, groups, packed
 
-    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> ids, targets: (B / world, T) int32"""
-        chosen = [[self.examples[self.order(e)[w]]] for e, w in self.next_windows()]
-        return rows_of(chosen, self.T)[:2]
+    def next_batch(self) -> tuple[np.ndarray, ...]:
+        """-> ids, targets, and if packed starts: (B / world, T) int32"""
+        chosen = [self.groups[self.order(e)[w]] for e, w in self.next_windows()]
+        arrays = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
+        return arrays if self.packed else arrays[:2]

@@ -27,6 +27,7 @@ from xtrain.parallel.watchdog import Watchdog
 from xtrain.report import page as report
 from xtrain.train import train
 from xtrain.training import checkpoint
+from xtrain.tuning.finetune import ParallelFinetuneConfig, finetune_parallel
 
 SILENT = Console(quiet=True)
 NO_REPORT = dict(write_report=lambda *about: None)
@@ -200,9 +201,40 @@ def one_rank_is_asked_to_stop(folder):
     wait()
 
 
+def fine_tuning(folder):
+    """Packed rows on two ranks, stopped and continued on one: the losses of one rank alone."""
+    data = folder / "chats.jsonl"
+    if WORLD.rank == 0:
+        words = TEXT.read_text().split()
+        lines = [
+            {"prompt": f"{a} ", "completion": " ".join(words[i : i + i % 9 + 1])}
+            for i, a in enumerate(words[:60])
+        ]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wait()
+
+    def tuned(name, n, **more):
+        ranks = some_ranks(n)
+        shape = dict(steps=6, eval_every=3, save_every=3, sample_tokens=2, lr=1e-3, device="cpu")
+        config = ParallelFinetuneConfig(
+            init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
+            pack=True, batch=4, seq_len=16, **shape, **more,
+        )  # fmt: skip
+        run = finetune_parallel(config, ranks, SILENT, **NO_REPORT) if ranks else None
+        wait()
+        return run
+
+    alone = tuned("tuned", 1)
+    tuned("divided", 2, stop_at=3, zero=1)
+    divided = tuned("divided", 1, resume=True)
+    if WORLD.rank == 0:
+        np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
+
+
 if __name__ == "__main__":
     checks = [
         elastic,
+        fine_tuning,
         one_rank_has_nothing_to_send,
         all_ranks_wait_for_the_report,
         one_rank_is_asked_to_stop,
