@@ -212,7 +212,7 @@ class FinetuneRun(Run):
         if not self.corpus.pack:
             return super().document_tokens
         squares = sum((len(x.ids) - 1) ** 2 for x in self.corpus.train)
-        return squares / (len(self.loader.groups) * self.config.seq_len)
+        return squares / (self.loader.windows * self.config.seq_len)
 
     def resume_options(self) -> dict[str, Any]:
         """With --pack: the examples share rows."""
