@@ -58,9 +58,7 @@ JOBS = {"finetune": Job("python -m xtrain.ddp finetune", ParallelFinetuneConfig,
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code: 0, or 2 if the user can fix the error (one sentence on stderr)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    job = JOBS.get(arguments[0] if arguments else "", TRAINING)
-    arguments = arguments[job is not TRAINING :]
+    job, arguments = job_of(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):  # without MPI
         return _parse(job, arguments, SINGLE_PROCESS)[1] if first_on_machine() else 0
     try:
@@ -74,6 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
             return code
         job.run(config, ranks, guard=guard, write_report=page.finish)
     return guard.code
+
+
+def job_of(arguments: list[str]) -> tuple[Job, list[str]]:
+    """-> what the command line asks for, and its options"""
+    job = JOBS.get(arguments[0] if arguments else "")
+    return (TRAINING, arguments) if job is None else (job, arguments[1:])
 
 
 def _parse(

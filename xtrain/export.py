@@ -1,8 +1,12 @@
-"""Write a model as a GGUF file, for llama.cpp and Ollama:   python -m xtrain.export --model FOLDER --gguf FILE --type q8_0
+"""Write a model for other programs.
+
+    python -m xtrain.export --model FOLDER --gguf FILE --type q8_0      a GGUF file, for llama.cpp and Ollama
+    python -m xtrain.export --model ADAPTERS --merge FOLDER             LoRA adapters and their model as one model
 
 For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every checkpoint is one.
 """
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,27 +14,55 @@ from typing import Literal
 
 from .cli import command, command_line, print_text, say
 from .data.chat_template import template_source
+from .data.tokenizer import Tokenizer
+from .errors import UserError
+from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
+from .formats.huggingface import GENERATION
 from .formats.saved_runs import model_folder
+from .nn.model import Transformer
 from .options import parse
 
 
 @dataclass(frozen=True)
 class Options:
-    """Write a model as a GGUF file."""
+    """Write a model for other programs: give --gguf or --merge."""
 
-    model: str  # a Hugging Face folder, or the folder of an xtrain run
-    gguf: str  # the file to write; an existing one is replaced when the new one is complete
+    model: str  # a Hugging Face folder, a folder with LoRA adapters, or that of an xtrain run
+    gguf: str = ""  # the file to write; an existing one is replaced when the new one is complete
+    # the folder to write: the adapters in --model, added to the weights of the model that they belong to
+    merge: str = ""
     # of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
+
+
+def merge(folder: Path, out: Path) -> None:
+    """Write the adapters in `folder`, added to their model, as a whole model. Raises UserError."""
+    if not is_adapter(folder):
+        raise UserError(f"{folder} holds a whole model, no adapters: there is nothing to merge")
+    if out.resolve() in (folder.resolve(), base_folder(folder).resolve()):
+        raise UserError(f"{out} holds the adapters or their model: give another folder to --merge")
+    tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
+    Transformer.from_pretrained(folder, trainable=False).save_pretrained(out, tokenizer)
+    generation = source_of(folder, GENERATION) / GENERATION
+    if generation.is_file():
+        shutil.copy(generation, out / GENERATION)
 
 
 @command("xtrain.export")
 def main(arguments: list[str] | None = None) -> int:
     """The command line. -> exit code."""
     options = parse(Options, "python -m xtrain.export", None, arguments)
-    folder, path = model_folder(Path(options.model), say), Path(options.gguf)
-    write(folder, path, options.type, template_source(folder))
+    if bool(options.gguf) == bool(options.merge):
+        raise UserError("give either --gguf FILE or --merge FOLDER")
+    folder = model_folder(Path(options.model), say)
+    if options.merge:
+        merge(folder, Path(options.merge))
+        print_text(f"{options.merge}: {folder} and {base_folder(folder)}, merged")
+        return 0
+    path = Path(options.gguf)
+    texts = source_of(folder, "tokenizer.json")
+    write(folder, path, options.type, template_source(texts))
     print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {folder}")
     return 0
 

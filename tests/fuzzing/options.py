@@ -46,7 +46,7 @@ def only_options(config):
 
 
 def parsed_by_ddp(arguments):
-    config, code = ddp._parse(arguments, SINGLE_PROCESS)
+    config, code = ddp._parse(*ddp.job_of(arguments), SINGLE_PROCESS)
     if config is not None:
         with contextlib.suppress(UserError):
             config.validate()

@@ -24,6 +24,7 @@ from ..data.pieces import BOUNDARY
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..json_files import listed
+from .adapters import source_of
 from .architectures import tensor_shapes
 from .huggingface import as_ids, open_weights, read_special_tokens
 from .tensor_file import Stored
@@ -66,7 +67,7 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
             f"{path} is a folder: give the name of a file, such as {path / 'model.gguf'}"
         )
     config, stored = open_weights(folder)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
     architecture = _architecture(config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(folder, config, tokenizer)

@@ -18,6 +18,15 @@ from ..device import to_device
 from ..errors import UserError
 from ..json_files import is_folder, listed, read_json
 from . import saved_runs
+from .adapters import (
+    ADAPTER_CONFIG,
+    base_folder,
+    is_adapter,
+    merged,
+    read_adapters,
+    source_of,
+    write_adapters,
+)
 from .architectures import (
     SPECIAL,
     VARIATION,
@@ -55,10 +64,14 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
 
 def open_weights(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     """The config of a Hugging Face folder, and its tensors without their values. Raises UserError if they do not fit."""
-    config = read_config(folder)
-    stored = translate(read_json(folder / CONFIG), _find_tensors(folder))
-    _check_tensors(folder, config, stored)
-    verify_weights(folder)
+    base = base_folder(folder)
+    config, found = read_config(base), _find_tensors(base)
+    if base != folder:
+        found = merged(found, folder)
+        verify_weights(folder)
+    stored = translate(read_json(base / CONFIG), found)
+    _check_tensors(base, config, stored)
+    verify_weights(base)
     return config, stored
 
 
@@ -69,7 +82,8 @@ def _warn(sentence: str) -> None:
 def read_special_tokens(folder: Path) -> dict[str, Any]:
     """-> bos_token_id, eos_token_id, pad_token_id if given. generation_config.json overrides config.json."""
     found: dict[str, Any] = {}
-    for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
+    files = (source_of(folder, name) / name for name in (CONFIG, GENERATION))
+    for file in filter(Path.is_file, files):
         content = read_json(file)
         found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
     return found
@@ -87,8 +101,13 @@ def load_into(model: Any, folder: Path) -> None:
     Raises UserError if they do not fit; the model is then unchanged.
     """
     folder = saved_runs.model_folder(Path(folder), _warn)
-    content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    stored = translate(content, _find_tensors(folder))
+    if model.adapter is not None and is_adapter(folder):
+        stored = read_adapters(folder)
+    elif is_adapter(folder):
+        stored = open_weights(folder)[1]
+    else:
+        content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        stored = translate(content, _find_tensors(folder))
     expected = {name: tensor.shape for name, tensor in model.named_parameters()}
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:
@@ -104,7 +123,8 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder. Raises UserError."""
+    """The ModelConfig of a Hugging Face folder, or of the model of adapters. Raises UserError."""
+    folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
     content = read_json(folder / CONFIG)
@@ -220,6 +240,13 @@ def write_files(
     model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """As save, into an existing folder, which the caller removes on failure. Raises OSError."""
+    if tokenizer is not None:
+        write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
+        write(folder)
+    adapter = getattr(model, "adapter", None)
+    if adapter is not None:
+        write_adapters(folder, dict(model.named_parameters()), adapter)
+        return
     known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
     content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
     # the names of the tensors may match a Llama's, so other readers must reject the folder
@@ -231,9 +258,6 @@ def write_files(
         }
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
     write_weights(folder, tensors, max_shard_bytes, content)
-    if tokenizer is not None:
-        write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
-        write(folder)
 
 
 def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
@@ -282,5 +306,5 @@ def _dump(value: Any) -> bytes:
 
 def replacing(folder: str | Path) -> contextlib.AbstractContextManager[Path]:
     """files.replacing, for a folder of weights: those of an earlier export do not stay."""
-    is_stale = lambda name: name == MANIFEST or WEIGHT_FILES.fullmatch(name)
+    is_stale = lambda name: name in (MANIFEST, ADAPTER_CONFIG) or WEIGHT_FILES.fullmatch(name)
     return files.replacing(Path(folder).resolve(), is_stale)

@@ -30,7 +30,7 @@ from .tensor_file import read_header
 MANIFEST = "manifest.json"
 FORMAT = 1
 BLOCK = 1 << 24  # bytes read at once
-WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+WEIGHT_FILES = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Damaged(UserError):

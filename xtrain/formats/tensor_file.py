@@ -30,6 +30,23 @@ DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """factor b a, b (O, r) and a (r, I): what LoRA adapters add to a matrix (O, I)."""
+
+    a: "Stored"
+    b: "Stored"
+    factor: float
+
+    def rows(self, first: int, n: int) -> "LowRank":
+        """n rows of it from `first` on."""
+        return replace(self, b=self.b.rows(first, n, self.b.name))
+
+    def read(self) -> np.ndarray:
+        """-> the product in float32. Raises UserError as Stored.read_finite."""
+        return np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
+
+
+@dataclass(frozen=True)
 class Stored:
     """One tensor in a file, or some of its rows."""
 
@@ -39,6 +56,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # offset of its data in the file, in bytes
     scale: float = 1.0  # by which the values are multiplied on reading
+    update: LowRank | None = None  # added before that
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +66,9 @@ class Stored:
     def rows(self, first: int, n: int, name: str) -> "Stored":
         """n rows of it from `first` on, as a tensor of their own."""
         each = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return replace(self, name=name, shape=(n, *self.shape[1:]), start=self.start + first * each)
+        update = self.update and self.update.rows(first, n)
+        start, shape = self.start + first * each, (n, *self.shape[1:])
+        return replace(self, name=name, shape=shape, start=start, update=update)
 
     def read(self) -> np.ndarray:
         """-> the values in float32. Raises UserError if the file cannot be read."""
@@ -59,6 +79,8 @@ class Stored:
         if n != data.nbytes:
             raise UserError(f"{self.path} was shortened while it was read: try again")
         values = data.astype(np.float32, copy=False)
+        if self.update is not None:
+            values = values + self.update.read()
         return values if self.scale == 1 else values * np.float32(self.scale)
 
     def read_finite(self) -> np.ndarray:

@@ -119,6 +119,10 @@ class Draw:
     Q = property(lambda d: (d.H + 2 * d.G) * d.D)  # columns of packed q, k, v
     P = property(lambda d: d.V + d.pad)  # padded vocabulary
     FF = property(lambda d: 2 * d.F)  # gate and up
+    W = property(lambda d: d.O + d.pad + d.V)  # rows of a matrix with adapters of rank G
+    AA = property(lambda d: 2 * d.G)  # rows of both a
+    OV = property(lambda d: d.O + d.V)  # rows of both b
+    slices = property(lambda d: [(0, d.O), (d.O + d.pad, d.V)])
     tables = property(lambda d: rope_tables(d.D, d.T, 100.0))  # cos, sin
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
@@ -153,6 +157,7 @@ def _transformer(d, *weights):
 CASES: dict[str, tuple[str | None, Callable]] = {
     "embedding": ("w: V C", lambda d, w: F.embedding(d.ids(d.N, d.V), w)),
     "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
+    "lora_linear": ("x: N I, w: W I, a: AA I, b: OV G, bias: W", lambda d, x, w, a, b, bias: F.lora_linear(x, w, a, b, d.slices, -1.7, bias)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
     "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: F.add_norm_linear(x, r if d.given else None, w, v, EPS, False, b)),

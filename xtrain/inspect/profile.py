@@ -75,6 +75,8 @@ class Options(ShapeOptions):
     # on a CPU, threads of a matrix product; none: measured at the start
     blas_threads: int | None = None
     recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes
+    # --plan: rank of LoRA adapters on all matrices of a frozen model; 0: all weights are trained
+    lora: int = 0
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, separated by commas
     # --plan: memory of a GPU, 10^9 bytes; none: this machine's card, else 80
     gpu_gb: float | None = None
@@ -109,18 +111,20 @@ def show_plan(o: Options, console: Console) -> None:
     config, batch, T = model_config(o)
     gpus = _numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
-    plan = memory.plan(config, batch, T, o.precision, o.recompute)
+    plan = memory.plan(config, batch, T, o.precision, o.recompute, lora=o.lora)
     parameters = memory.parameters(config)
     _say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
     _say(
-        console, f"{o.precision}, recompute {o.recompute}, {batch} sequences of {T} tokens at once"
+        console,
+        f"{o.precision}, recompute {o.recompute}, {batch} sequences of {T} tokens at once"
+        + (f", LoRA of rank {o.lora} on frozen weights" if o.lora else ""),
     )
     console.print(_plan_table(plan))
     _say(
         console,
         f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take {memory.OUTSIDE / 1e9:.1f} GB.",
     )
-    console.print(_fit_table(config, batch, T, gpu_gb))
+    console.print(_fit_table(config, batch, T, gpu_gb, o.lora))
     console.print(_gpus_table(gpus, plan, gpu_gb))
     _say(
         console,
@@ -142,13 +146,13 @@ def _plan_table(plan: memory.Plan) -> Table:
     return table
 
 
-def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float) -> Table:
+def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float, lora: int) -> Table:
     table = _table(
         f"what fits on a GPU of {gpu_gb:.0f} GB", "precision", "recompute", f"GB at batch {batch}", "largest batch"
     )  # fmt: skip
     for precision in ("fp32", "bf16"):
         for recompute in ("none", "attention", "block"):
-            shape = config, T, precision, recompute
+            shape = config, T, precision, recompute, lora
             largest = memory.largest(functools.partial(_fits, shape, gpu_gb))
             row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
             table.add_row(*row)
@@ -160,10 +164,10 @@ def _fits(shape, gpu_gb, batch):
 
 
 def _gb(shape, batch):
-    """GB that a step needs, infinite if a launcher rejects its arrays as too large. shape: config, T, precision, recompute."""
-    config, T, precision, recompute = shape
+    """GB that a step needs, infinite if a launcher rejects its arrays as too large. shape: config, T and what follows them."""
+    config, T, precision, recompute, lora = shape
     try:
-        plan = memory.plan(config, batch, T, precision, recompute)
+        plan = memory.plan(config, batch, T, precision, recompute, lora=lora)
     except ValueError:  # a launcher rejects so large an array
         return math.inf
     return (plan.reserved + memory.OUTSIDE) / 1e9

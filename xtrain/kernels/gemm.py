@@ -213,29 +213,35 @@ def linear_fwd(x_NI: Array, w_OI: Array, dtype=None, b_O: Array | None = None) -
     return linear_into(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, b_O)
 
 
-def linear_into(y_NO: Array, x_NI: Array, w_OI: Array, b_O: Array | None = None) -> Array:
+def linear_into(
+    y_NO: Array, x_NI: Array, w_OI: Array, b_O: Array | None = None, alpha=1.0, accumulate=False
+) -> Array:
     """y (N, O) = x w^T + b, x (N, I), w (O, I), b (O,) float32 or None. Returns y. Errors as in matmul.
+
+    Without b: y = alpha x w^T, or y += ... with accumulate.
 
     In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend neither on N nor on its index.
     Rows that begin between multiples of ALIGNED bytes are copied, too: cuBLAS may choose its algorithm by the alignment.
     """
     if b_O is not None:
         fill_rows(y_NO, b_O)
-    add = b_O is not None
+    product = functools.partial(
+        matmul, trans_b=True, alpha=alpha, accumulate=accumulate or b_O is not None
+    )
     if not is_batch_invariant():
-        return matmul(y_NO, x_NI, w_OI, trans_b=True, accumulate=add)
+        return product(y_NO, x_NI, w_OI)
     host = isinstance(x_NI, np.ndarray)
     R = _fixed_rows_cpu(*w_OI.shape, dtype_name(x_NI.dtype)) if host else FIXED_ROWS_GPU
     for n in range(0, len(x_NI), R):
         x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
         if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
-            matmul(y_RO, x_RI, w_OI, trans_b=True, accumulate=add)
+            product(y_RO, x_RI, w_OI)
             continue
         padded_RI, whole_RO = zeros(x_NI, (R, x_NI.shape[1])), empty(y_NO, (R, y_NO.shape[1]))
         padded_RI[: len(x_RI)] = x_RI
-        if add:
-            fill_rows(whole_RO, b_O)
-        matmul(whole_RO, padded_RI, w_OI, trans_b=True, accumulate=add)
+        if accumulate or b_O is not None:
+            whole_RO[: len(y_RO)] = y_RO
+        product(whole_RO, padded_RI, w_OI)
         y_RO[...] = whole_RO[: len(y_RO)]
     return y_NO
 

@@ -66,6 +66,15 @@ def with_bias_gradient(
     return (*gradients, *[None] * (i - len(gradients)), db_O)
 
 
+def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, slice, slice]]:
+    """-> of each slice of w's rows: the columns of y, the columns of x a^T, the rows of b"""
+    parts, r, row = [], b_Br.shape[1], 0
+    for i, (first, n) in enumerate(slices):
+        parts.append((slice(first, first + n), slice(i * r, (i + 1) * r), slice(row, row + n)))
+        row += n
+    return parts
+
+
 class Embedding(Function):
     """ids (N,), w (V, C) -> the rows w[ids] (N, C), in float32 if w is bf16."""
 
@@ -111,6 +120,48 @@ class Linear(Function):
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
         return with_bias_gradient(ctx, (dx_NI, dw_OI), 3, b_O, dy_NO)
+
+
+class LoraLinear(Function):
+    """y = x w^T + bias, and in the columns of each slice (first, number), the i-th, y += factor (x a_i^T) b_i^T (lora.py).
+
+    a (n r, I): those of all slices, one below the other.  b (sum of the numbers, r): likewise.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O=None):
+        if few_rows(x_NI, w_OI):
+            y_NO = _gemv.gemv(x_NI, w_OI, x_NI.dtype, ctx.parameters[1], bias_O)
+        else:
+            y_NO = _gemm.linear_fwd(x_NI, w_OI, None, bias_O)
+        u_NA = empty(x_NI, (x_NI.shape[0], a_AI.shape[0]))
+        _gemm.linear_into(u_NA, x_NI, a_AI, alpha=factor)
+        parts = lora_parts(slices, b_Br)
+        for columns, ranks, rows in parts:
+            _gemm.linear_into(y_NO[:, columns], u_NA[:, ranks], b_Br[rows], accumulate=True)
+        ctx.save(x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor)
+        return y_NO
+
+    @staticmethod
+    def backward(ctx, dy_NO):
+        x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor = ctx.saved
+        dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
+        dw_OI, du_NA = None, empty(u_NA, u_NA.shape)
+        db_Br, add = ctx.grad_target(3, b_Br)
+        for columns, ranks, rows in parts:
+            dy_NP = dy_NO[:, columns]
+            _gemm.matmul(du_NA[:, ranks], dy_NP, b_Br[rows], alpha=factor)
+            _gemm.linear_bwd_w(dy_NP, u_NA[:, ranks], db_Br[rows], add)
+        da_AI, add = ctx.grad_target(2, a_AI)
+        _gemm.linear_bwd_w(du_NA, x_NI, da_AI, add)
+        dx_NI = None
+        if ctx.needs_grad[0]:
+            dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI)
+            _gemm.matmul(dx_NI, du_NA, a_AI, accumulate=True)
+        if ctx.needs_grad[1]:
+            dw_OI, add = ctx.grad_target(1, w_OI)
+            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
+        return with_bias_gradient(ctx, (dx_NI, dw_OI, da_AI, db_Br), 6, bias_O, dy_NO)
 
 
 class RMSNorm(Function):
@@ -473,7 +524,7 @@ class Narrow(Function):
         return dx
 
 
-embedding, linear = Embedding.apply, Linear.apply
+embedding, linear, lora_linear = Embedding.apply, Linear.apply, LoraLinear.apply
 rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
 add_norm_linear = AddNormLinear.apply
 rope, qk_norm_rope = Rope.apply, QKNormRope.apply

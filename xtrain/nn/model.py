@@ -485,6 +485,11 @@ class Transformer(Module):
                 found.append(f"{path}window")
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
 
+    @property
+    def adapter(self) -> dict[str, Any] | None:
+        """None: all weights are the model's own. nn/lora.py has models that are written as adapters."""
+        return None
+
     def _window_at(self, path: str) -> int:
         """The window that the config gives the attention at `path`."""
         c = self.config

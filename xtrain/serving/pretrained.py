@@ -14,9 +14,12 @@ from ..data.tokenizer import Tokenizer
 from ..device import resolve_device
 from ..errors import UserError
 from ..formats import huggingface
+from ..formats.adapters import source_of
 from ..formats.saved_runs import model_folder
 from ..json_files import read_json
 from ..nn.model import Transformer, choose_precision
+
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Pretrained:
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template; None if the folder has none. Raises UserError if it cannot be read."""
-        return ChatTemplate.load(self.folder)
+        return ChatTemplate.load(source_of(self.folder, TOKENIZER))
 
     @property
     def chat_stop(self) -> frozenset[int]:
@@ -56,12 +59,13 @@ def load(
     chosen, obstacle = choose_precision(precision, device, config.head_dim)
     if obstacle and device == "gpu":
         say(f"precision fp32: {obstacle}")
-    if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
+    texts = source_of(folder, TOKENIZER)
+    if not (texts / TOKENIZER).is_file() and (texts / "tokenizer.model").is_file():
         raise UserError(
-            f"{folder} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
+            f"{texts} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
             "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
         )
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(texts)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
@@ -79,11 +83,12 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     Raises UserError if one of the files enables beam search.
     """
     for name in (huggingface.GENERATION, huggingface.CONFIG):
-        content = read_json(folder / name) if (folder / name).is_file() else {}
+        path = source_of(folder, name) / name
+        content = read_json(path) if path.is_file() else {}
         beams = content.get("num_beams")
         if beams not in (None, 1):
             raise UserError(
-                f"{folder / name} sets num_beams {beams!r}, but xtrain has no beam search: set it to 1"
+                f"{path} sets num_beams {beams!r}, but xtrain has no beam search: set it to 1"
             )
         ids = huggingface.as_ids(content.get("eos_token_id"))
         if ids:

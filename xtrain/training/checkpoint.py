@@ -28,6 +28,7 @@ from ..device import HostCopies, is_gpu, to_device
 from ..errors import UserError
 from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
+from ..formats.adapters import PREFIX
 from ..formats.manifest import (
     Unreadable,
     tensor_checksum,
@@ -60,6 +61,7 @@ class Snapshot:
     tokenizer: Any
     wait: Callable[[], None]
     variation: str = ""  # Transformer.variation
+    adapter: dict[str, Any] | None = None  # Transformer.adapter
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +96,7 @@ def snapshot(
         tokenizer=tokenizer,
         wait=copies.event(),
         variation=model.variation,
+        adapter=model.adapter,
     )
 
 
@@ -129,7 +132,8 @@ def write(run: Path, snapshot: Snapshot) -> Path:
 
 
 def _write_files(folder, snapshot):
-    tensors = {**snapshot.tensors, **snapshot.moments}
+    prefix = PREFIX if snapshot.adapter else ""
+    tensors = {prefix + name: x for name, x in snapshot.tensors.items()} | snapshot.moments
     checksums = {name: tensor_checksum(values) for name, values in tensors.items()}
     huggingface.write_files(snapshot, folder, snapshot.tokenizer)
     write_safetensors(folder / OPTIMIZER, {n: Tensor(x) for n, x in snapshot.moments.items()})

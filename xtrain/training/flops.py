@@ -1,11 +1,13 @@
 """Model FLOP/s utilisation (MFU, Chowdhery et al. 2022): how much of the GPU's peak a training step uses.
 
 MFU = floating-point operations that the model's mathematics needs per second / peak of the GPU in the precision in use.
-Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the backward; the embedding look-up needs none) and
+Per token these are 6 per matrix parameter (2 in the forward pass, 4 in the backward; the embedding look-up needs none; 4 for
+a frozen matrix, which needs no gradient) and
 12 L H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T.
 """
 
 from ..device import cupy
+from ..nn.lora import frozen_parameters
 from ..nn.model import Transformer
 
 # Operations (a multiply-add counts as two) per multiprocessor and clock, by compute capability. From NVIDIA's architecture
@@ -30,14 +32,16 @@ def flops_per_token(model: Transformer, T: float) -> float:
     Of rows that hold several documents, T is the mean over the tokens of the length of their document.
     """
     c = model.config
-    matrices = sum(
-        t.size for n, t in model.named_parameters() if t.ndim == 2 and "embed_tokens" not in n
+    trained, frozen = (
+        sum(t.size for n, t in tensors if t.ndim == 2 and "embed_tokens" not in n)
+        for tensors in (model.named_parameters(), frozen_parameters(model))
     )
     head = c.vocab_size * c.dim if c.tie_embeddings else 0  # the table is used as a matrix too
+    matrices = 6 * trained + 4 * frozen + (4 if model.adapter else 6) * head
     keys = 0.0  # twice the mean number that a query sees, over all layers
     for window in (c.window(i) for i in range(c.n_layers)):
         keys += T if not 0 < window < T else 2 * window - window * window / T
-    return 6 * (matrices + head) + 6 * keys * c.n_heads * c.head_dim
+    return matrices + 6 * keys * c.n_heads * c.head_dim
 
 
 def peak_flops(precision: str) -> float | None:

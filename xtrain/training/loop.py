@@ -178,13 +178,15 @@ def train(
     make_run: Callable[..., Run] = Run,
     *,
     corpus: Any = None,
+    make_model: Callable[..., Transformer] | None = None,
     write_report: Callable[[Path, Run, Callable[[str], None]], Any],
 ) -> Path:
     """A whole run. -> its folder. Raises UserError on anything that the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
     (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  corpus: the data, if not the text of --data:
-    an object with what a Corpus offers (tuning.finetune.Conversations).  write_report: called with folder, run and
+    an object with what a Corpus offers (tuning.finetune.Conversations).  make_model: in place of the function of that name, with
+    its arguments.  write_report: called with folder, run and
     warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
     """
     output = Output()
@@ -221,7 +223,7 @@ def train(
         # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
         run = make_run(
             resolved,
-            _make_model(resolved, shape, corpus, folder.saved, device, ranks.world),
+            (make_model or _make_model)(resolved, shape, corpus, folder.saved, device, ranks.world),
             corpus,
             ranks,
         )
@@ -347,6 +349,12 @@ def _make_model(
         model.recompute = config.recompute
     else:
         model = Transformer(_saved_shape(saved), None, *options)
+    check_fit(model, config, corpus)
+    return model
+
+
+def check_fit(model: Transformer, config: ResolvedConfig, corpus: Corpus) -> None:
+    """Raises UserError if the model of --init does not fit the tokenizer or --seq-len."""
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "
@@ -356,4 +364,3 @@ def _make_model(
         raise UserError(
             f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}: choose a shorter one"
         )
-    return model

@@ -30,6 +30,7 @@ from ..config import ModelConfig, TrainConfig
 from ..kernels.gemm import WORKSPACE
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.autograd import Tensor
+from ..nn.lora import AdaptedTransformer, Lora
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 from .run import Run
@@ -44,6 +45,7 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
     "ResidualRMSNorm": "residual stream and norms",
     "AddNormLinear": "residual stream and projections",
     "Linear": "outputs of projections",
+    "LoraLinear": "outputs of projections",
     "QKNormRope": "queries, keys, values",
     "Attention": "attention",
     "SwiGLU": "SwiGLU",
@@ -399,16 +401,20 @@ def plan(
     precision: str = "fp32",
     recompute: str = "none",
     accumulate: int = 1,
+    lora: int = 0,
 ) -> Plan:
     """Plan the training step of a model.
 
     batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
-    precision, recompute: as in Transformer. Raises ValueError if a launcher rejects an array as too large.
+    precision, recompute: as in Transformer.  lora: rank of adapters on all matrices of a frozen model, 0 for none.
+    Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
-        run = _run(config, batch, seq_len, precision, recompute, accumulate)
+        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora)
         arena, optimizer = run.model.arena, run.optimizer
+        frozen: Any = getattr(run.model, "base_arena", SimpleNamespace(weights=None, half=None))
         for name, array in (
+            ("frozen weights", frozen.weights), ("frozen weights", frozen.half),
             ("weights", arena.weights), ("bf16 copy of the weights", arena.half), ("gradients", arena.grads),
             ("moments", optimizer.m), ("moments", optimizer.v),
         ):  # fmt: skip
@@ -432,12 +438,13 @@ def measure(
     precision: str = "fp32",
     recompute: str = "none",
     accumulate: int = 1,
+    lora: int = 0,
 ) -> int:
     """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
-        run = _run(config, batch, seq_len, precision, recompute, accumulate)
+        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora)
         most = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
@@ -446,12 +453,17 @@ def measure(
         return most + WORKSPACE
 
 
-def _run(config, batch, seq_len, precision, recompute, accumulate):
+def _run(config, batch, seq_len, precision, recompute, accumulate, lora):
     c = TrainConfig(
         batch=batch * accumulate, micro_batch=batch, seq_len=seq_len, steps=2, lr=1e-3, warmup=0,
         precision=precision, recompute=recompute, graph=False,
     )  # fmt: skip
-    model = Transformer(config, None, "gpu", precision, recompute)
+    if lora:
+        options = config, None, "gpu", precision, recompute
+        model: Transformer = (adapted := AdaptedTransformer(*options, trainable=False))
+        adapted.adapt(Lora(lora, 2.0 * lora), None)
+    else:
+        model = Transformer(config, None, "gpu", precision, recompute)
     corpus: Any = SimpleNamespace(loader=lambda *_: None)
     return Run(c, model, corpus)
 

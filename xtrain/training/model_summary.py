@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from ..config import ModelConfig
+from ..nn.lora import frozen_parameters
 from ..nn.model import Transformer
 
 
@@ -17,11 +18,12 @@ def describe(config: ModelConfig) -> str:
 
 def parameter_table(model: Transformer) -> Table:
     """Number of parameters by part. Embedding and head are apart from the core: a large vocabulary dominates small models."""
+    frozen = frozen_parameters(model)
     marks = {
         "norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP",
     }  # fmt: skip
     groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
-    for name, tensor in model.named_parameters():
+    for name, tensor in frozen or model.named_parameters():
         kind = next((group for mark, group in marks.items() if mark in name), "other")
         groups[kind] += tensor.size
     total = sum(groups.values())
@@ -36,4 +38,7 @@ def parameter_table(model: Transformer) -> Table:
     table.add_column("share", justify="right")
     for name, n in [*groups.items(), ("core (without embedding and head)", core), ("all", total)]:
         table.add_row(name, f"{n:,}", f"{100 * n / total:.1f} %")
+    if frozen:
+        trained = sum(tensor.size for _, tensor in model.named_parameters())
+        table.add_row("trained: LoRA adapters", f"{trained:,}", f"{100 * trained / total:.1f} %")
     return table

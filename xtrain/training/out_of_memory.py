@@ -97,9 +97,8 @@ def _less(c, model, device):
 
 def _plan(model, c):
     accumulate = max(1, c.batch // c.micro_batch)
-    return memory_plan.plan(
-        model, c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
-    )
+    shape = c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
+    return memory_plan.plan(model, *shape, getattr(c, "lora", 0))
 
 
 def _whole(plan, device):

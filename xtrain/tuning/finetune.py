@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
@@ -14,8 +14,10 @@ from ..config import Preset, TrainConfig
 from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
+from ..formats.adapters import base_folder, check_writable, is_adapter
 from ..formats.huggingface import read_config
-from ..formats.saved_runs import folders, model_folder
+from ..formats.saved_runs import Saved, folders, model_folder
+from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
 from ..parallel.ranks import Ranks
 from ..parallel.watchdog import AbortOnError
@@ -41,6 +43,11 @@ class FinetuneConfig(TrainConfig):
     # .jsonl files to validate on; none: a share of --data
     val_data: tuple[str, ...] = ()
     val_share: float = 0.05  # of the examples in --data, held out without --val-data
+    lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
+    # the adapters' product is multiplied by this / rank; none: twice the rank
+    lora_alpha: float | None = None
+    # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    lora_targets: tuple[str, ...] = ("all",)
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
@@ -48,7 +55,7 @@ class FinetuneConfig(TrainConfig):
     pack: bool = False
     # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16 examples
     batch: int | None = None
-    lr: float | None = 1e-5  # peak learning rate
+    lr: float | None = None  # peak learning rate; none: 1e-5, with --lora 2e-4
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
     # tokens per row; none: the longest example that the model accepts and the data have, rounded up, with --pack 2048 if the
     # model accepts it
@@ -68,10 +75,19 @@ class FinetuneConfig(TrainConfig):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
+        if self.lora < 0 or (not self.lora and (self.lora_alpha or self.lora_targets != ("all",))):
+            raise UserError(f"--lora must be a positive rank, got {self.lora}")
+        if self.lora:
+            self.adapters("")
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
+
+    def adapters(self, base: str) -> Lora:
+        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
+        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
+        return Lora(self.lora, self.lora_alpha or 2.0 * self.lora, targets, base)
 
 
 @dataclass(frozen=True)
@@ -192,7 +208,7 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
     each = max(1, -(-steps // 10))
     return replace(
-        c, seq_len=seq_len, batch=batch, steps=steps, eval_every=c.eval_every or each,
+        c, seq_len=seq_len, batch=batch, steps=steps, lr=c.lr or (2e-4 if c.lora else 1e-5), eval_every=c.eval_every or each,
         warmup=min(steps // 30, max(0, steps - 2)) if c.warmup is None else c.warmup,
         sample_every=c.sample_every or steps, save_every=c.save_every or max(1, -(-steps // 3)),
     )  # fmt: skip
@@ -215,8 +231,11 @@ class FinetuneRun(Run):
         return squares / (self.loader.windows * self.config.seq_len)
 
     def resume_options(self) -> dict[str, Any]:
-        """With --pack: the examples share rows."""
-        return super().resume_options() | ({"pack": True} if self.corpus.pack else {})
+        """With --pack: the examples share rows. With --lora: what is trained."""
+        more: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
+        adapter = dict(self.model.adapter or {})
+        adapter.pop("base_model_name_or_path", None)
+        return super().resume_options() | more | adapter
 
     def sample(self) -> str:
         """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
@@ -253,9 +272,8 @@ def finetune(config: FinetuneConfig, console: Console | None = None, *, write_re
     write_report: see training.loop.train.
     """
     config, corpus = prepare(config, SINGLE_PROCESS)
-    return loop.train(
-        config, console, make_run=FinetuneRun, corpus=corpus, write_report=write_report
-    )
+    more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
+    return loop.train(config, console, make_run=FinetuneRun, write_report=write_report, **more)
 
 
 def finetune_parallel(
@@ -272,9 +290,24 @@ def finetune_parallel(
         return finetune(alone, console, write_report=write_report)
     config, corpus = prepare(config, ranks)
     with parallel_runs(config, ranks, guard, ParallelFinetuneRun) as make_run:
-        return loop.train(
-            config, console, ranks, make_run, corpus=corpus, write_report=write_report
-        )
+        more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
+        return loop.train(config, console, ranks, make_run, write_report=write_report, **more)
+
+
+def adapted(
+    config: Any, shape: Any, corpus: Any, saved: Saved | None, device: str, world: int
+) -> AdaptedTransformer:
+    """The frozen model of --init with new adapters, which a checkpoint then fills. Raises UserError."""
+    folder = base_folder(saved.folder) if saved else Path(config.init)
+    check_writable(folder)
+    model = cast(
+        AdaptedTransformer,
+        AdaptedTransformer.from_pretrained(folder, device, config.precision, trainable=False),
+    )
+    model.recompute = config.recompute
+    loop.check_fit(model, config, corpus)
+    model.adapt(config.adapters(str(folder.resolve())), config.seed, world)
+    return model
 
 
 def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
@@ -290,6 +323,11 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
         run = run_folder.to_resume(config)
         resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
         return model_folder(run if resumes else Path(config.init or ""), say)
+
+    if config.lora and not config.resume and is_adapter(Path(config.init or "")):
+        raise UserError(
+            f"{config.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
+        )
 
     folder = ranks.on_rank_0(source)
     context = read_config(folder).max_seq_len

@@ -1,0 +1,225 @@
+"""LoRA: gradients against torch, PEFT's files both ways, a run stopped and resumed, the engine on a model with adapters."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import twins
+from checks import rng
+from runs import SILENT, assert_same_run, metrics
+
+from xtrain import Transformer, batch_invariant
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.export import main as export
+from xtrain.finetune import finetune, main
+from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
+from xtrain.serving.engine import Engine
+from xtrain.serving.pretrained import load as load_for_serving
+from xtrain.tuning.finetune import FinetuneConfig
+
+SHAPE = dict(vocab_size=300, max_seq_len=64, tie_embeddings=True)
+SOME = ("q_proj", "v_proj", "down_proj", "up_proj")
+
+
+def adapted(model_of, lora, seed=0):
+    """A model with adapters that are not zero, frozen with the weights of model_of."""
+    model = AdaptedTransformer(model_of.config, None, twins.DEVICE, trainable=False)
+    for (_, mine), (_, theirs) in zip(model.named_parameters(), model_of.named_parameters()):
+        mine.data = theirs.data
+    model.adapt(lora)
+    for i, (_, tensor) in enumerate(model.named_parameters()):
+        twins.set_weights(tensor, (0.2 * rng(seed, i).standard_normal(tensor.shape)).astype("f4"))
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("targets", [TARGETS, SOME], ids=["all", "some"])
+def test_loss_and_gradients_are_those_of_torch(targets, recompute):
+    """torch differentiates the model whose matrices are w + f b a."""
+    base = twins.random_model(twins.small(**SHAPE, qkv_bias=True, qk_norm=False))
+    model, f = adapted(base, Lora(4, 6.0, targets)), 1.5
+    model.recompute = recompute
+    ids, targets_BT = twins.batch(base.config, 2, 20)
+    loss = model.loss(ids, targets_BT)
+    loss.backward()
+    found = twins.gradients(model)
+    assert {name.split(".")[-3] for name in found} == set(targets) and len(found) == 4 * len(
+        targets
+    )
+    theirs = twins.twin(base).requires_grad_(False)
+    ours = {n: torch.tensor(w, requires_grad=True) for n, w in twins.weights(model).items()}
+    changed = {}
+    for name in (n for n in ours if ".lora_A." in n):
+        w = theirs.get_parameter(target := name.replace(".lora_A.", "."))
+        changed[target] = w + f * ours[name.replace("lora_A", "lora_B")] @ ours[name]
+    logits = torch.func.functional_call(theirs, changed, (torch.tensor(ids),)).logits
+    labels = torch.tensor(targets_BT).reshape(-1)
+    want = torch.nn.functional.cross_entropy(logits.reshape(len(labels), -1), labels)
+    want.backward()
+    assert abs(loss.item() - want.item()) < 1e-5
+    for name, gradient in found.items():
+        expected = ours[name].grad.numpy()
+        np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-5 * abs(expected).max())
+    assert model.frozen and all(tensor.grad is None for _, tensor in model.frozen)
+
+
+def test_new_adapters_change_nothing():
+    base = twins.random_model(twins.small(**SHAPE))
+    model = AdaptedTransformer(base.config, None, twins.DEVICE, trainable=False)
+    for (_, mine), (_, theirs) in zip(model.named_parameters(), base.named_parameters()):
+        mine.data = theirs.data
+    model.adapt(Lora(8, 16))
+    ids, _ = twins.batch(base.config, 2, 9)
+    np.testing.assert_allclose(model(ids).numpy(), base(ids).numpy(), atol=1e-5)
+    a = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.lora_A.weight"]
+    assert np.std(a.numpy()) == pytest.approx((3 * base.config.dim) ** -0.5, rel=0.2)
+
+
+def test_rows_do_not_depend_on_other_rows():
+    model = adapted(twins.random_model(twins.small(**SHAPE)), Lora(4, 8))
+    ids, _ = twins.batch(model.config, 5, 21)
+    with batch_invariant():
+        together = model(ids).numpy()
+        alone = np.concatenate([model(ids[i : i + 1]).numpy() for i in range(5)])
+    assert np.array_equal(together, alone)
+
+
+def test_the_engine_serves_a_model_with_adapters(tmp_path):
+    base = twins.random_model(twins.small(**SHAPE))
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, Lora(4, 8, SOME, str(tmp_path / "base")))
+    model.save_pretrained(tmp_path / "adapter")
+    merged = Transformer.from_pretrained(tmp_path / "adapter", twins.DEVICE)
+    prompts = [list(range(1, 9)), [5, 4, 3]]
+    answers = [Engine(m, 2).generate(prompts, 12) for m in (model, merged)]
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
+    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=64)
+    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
+    return path
+
+
+def test_adapters_of_peft_both_ways(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids, _ = twins.batch(Transformer.from_pretrained(folder).config, 2, 15)
+    logits = lambda model: model(torch.tensor(ids)).logits.detach().numpy()
+    model = adapted(
+        Transformer.from_pretrained(folder, twins.DEVICE), Lora(4, 6, TARGETS, str(folder))
+    )
+    model.save_pretrained(tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours").eval()
+    np.testing.assert_allclose(logits(loaded), model(ids).numpy(), atol=2e-5)
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    options = peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, target_modules=["k_proj", "o_proj", "gate_proj"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    other = peft.get_peft_model(theirs, options).eval()
+    other.save_pretrained(tmp_path / "theirs")
+    mine = Transformer.from_pretrained(tmp_path / "theirs")
+    np.testing.assert_allclose(mine(ids).numpy(), logits(other), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"peft_type": "IA3"}, "'IA3' is not supported"),
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 0}, "must be positive numbers"),
+        ({"base_model_name_or_path": None}, "names no model"),
+        ({"base_model_name_or_path": "gone/away"}, "gone/away does not exist"),
+    ],
+)
+def test_adapters_that_are_refused(folder, tmp_path, change, words):
+    model = adapted(Transformer.from_pretrained(folder, "cpu"), Lora(4, 6, TARGETS, str(folder)))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=words):
+        Transformer.from_pretrained(tmp_path)
+
+
+def test_adapters_of_another_model_are_refused(folder, tmp_path):
+    other = twins.random_model(twins.small(vocab_size=300, hidden_dim=48), device="cpu")
+    adapted(other, Lora(4, 6, TARGETS, str(folder))).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"do not fit the model: model\.layers\.0\.mlp"):
+        Transformer.from_pretrained(tmp_path)
+
+
+def config_of(folder, out, data, **more):
+    shape = dict(batch=3, steps=6, save_every=3, eval_every=3, lr=5e-3, sample_tokens=4, lora=4)
+    return FinetuneConfig(
+        init=str(folder),
+        data=(str(data),),
+        out=str(out),
+        name="run",
+        device="cpu",
+        **(shape | more),
+    )
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = [{"prompt": f"def f{i}", "completion": "(x): return x + 1"} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
+    whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
+    half = finetune(config_of(folder, tmp_path / "b", data, stop_at=3), SILENT)
+    arguments = ["--data", str(data), "--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main(arguments) == 0
+    assert_same_run(whole, half)
+    losses = [m["val_loss"] for m in metrics(whole) if "val_loss" in m]
+    assert losses[-1] < losses[0]
+    last = whole / "checkpoints" / "step-000006"
+    assert not (last / "model.safetensors").exists()
+    assert (last / "adapter_model.safetensors").stat().st_size < 100_000
+    written = json.loads((last / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(folder.resolve()) and written["r"] == 4
+    base, tuned = Transformer.from_pretrained(folder), Transformer.from_pretrained(whole)
+    assert all(
+        np.array_equal(a.data, b.data) != ("_proj" in name)
+        for (name, a), (_, b) in zip(base.named_parameters(), tuned.named_parameters())
+    )
+    merge = ["--model", str(whole), "--merge"]
+    assert export([*merge, str(tmp_path / "merged")]) == 0
+    merged = Transformer.from_pretrained(tmp_path / "merged")
+    for (_, a), (_, b) in zip(merged.named_parameters(), tuned.named_parameters(), strict=True):
+        assert np.array_equal(a.data, b.data)
+    assert "return" in load_for_serving(whole, "cpu").tokenizer.decode(
+        load_for_serving(tmp_path / "merged", "cpu").tokenizer.encode("return")
+    )
+    assert export([*merge, str(folder)]) == 2
+    capsys.readouterr()
+    assert main([*arguments, "--lora", "8", "--steps", "9", "--allow-change", "steps"]) == 2
+    assert "r was 4, is 8" in capsys.readouterr().err
+
+
+def test_what_the_command_refuses(tmp_path, folder, data, capsys):
+    model = ["--init", str(folder), "--device", "cpu", "--out", str(tmp_path), "--data", str(data)]
+    for arguments, words in (
+        (["--lora", "-1"], "--lora must be a positive rank"),
+        (["--lora-alpha", "4"], "--lora must be a positive rank"),
+        (
+            ["--lora", "4", "--lora-targets", "q_proj", "head"],
+            "LoRA targets ['head'] are not known",
+        ),
+    ):
+        assert main([*model, *arguments]) == 2
+        assert words in capsys.readouterr().err

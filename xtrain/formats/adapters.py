@@ -1,0 +1,138 @@
+"""LoRA adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      a (r, I)
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      b (O, r)        w of q_proj becomes w + factor b a
+
+The config names the folder of the model that they belong to. Whatever takes the folder of a model takes one with adapters, too:
+they are added to the weights while these are read.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..json_files import listed, read_json
+from .architectures import architecture_of
+from .saved_runs import CONFIG, model_folder
+from .tensor_file import LowRank, Stored, read_header, write_safetensors
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# keys of adapter_config.json that change the result -> the values that mean "not used"
+UNUSED: dict[str, tuple] = {
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "lora_bias": (False, None),
+    "exclude_modules": (None, []),
+}
+
+
+def is_adapter(folder: Path) -> bool:
+    """Does the folder hold adapters instead of a whole model?"""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model to which the adapters in `folder` belong; any other folder itself. Raises UserError."""
+    if not is_adapter(folder):
+        return folder
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG} names no model: set base_model_name_or_path to its folder"
+        )
+    try:
+        found = model_folder(Path(base))
+    except UserError as error:
+        raise UserError(
+            f"{folder} holds adapters of a model that cannot be read: {error}, or set base_model_name_or_path in its {ADAPTER_CONFIG}"
+        ) from None
+    if is_adapter(found):
+        raise UserError(f"{folder} holds adapters of adapters, in {found}: merge those first")
+    return found
+
+
+def source_of(folder: Path, *names: str) -> Path:
+    """`folder` if it has one of these files, else that of the model to which its adapters belong."""
+    return folder if any((folder / n).is_file() for n in names) else base_folder(folder)
+
+
+def read_factor(folder: Path) -> float:
+    """The factor of b a. Raises UserError for what xtrain does not support."""
+    path = folder / ADAPTER_CONFIG
+    content = read_json(path)
+    if content.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type {content.get('peft_type')!r} is not supported, LORA is")
+    for key, values in UNUSED.items():
+        if key in content and content[key] not in values:
+            raise UserError(f"{path}: {key} {content[key]!r} is not supported: merge it with peft")
+    r: Any = content.get("r")
+    alpha: Any = content.get("lora_alpha")
+    if not (type(r) is int and r > 0 and type(alpha) in (int, float) and 0 < alpha < 1e6):
+        raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
+    return alpha / (r**0.5 if content.get("use_rslora") else r)
+
+
+def read_adapters(folder: Path) -> dict[str, Stored]:
+    """{name without PREFIX: tensor}. Raises UserError."""
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
+
+
+def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
+    """The tensors of a model with the adapters in `folder` added to them on reading. Raises UserError if they do not fit."""
+    factor, adapters, found = read_factor(folder), read_adapters(folder), dict(stored)
+    unused = set(adapters)
+    for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
+        other = name.replace(".lora_A.", ".lora_B.")
+        target = name.replace(".lora_A.", ".")
+        w, a, b = stored.get(target), adapters[name], adapters.get(other)
+        if w is None or b is None:
+            continue
+        if len(w.shape) != 2 or a.shape[1:] != w.shape[1:] or b.shape != (w.shape[0], a.shape[0]):
+            shapes = f"{a.shape} and {b.shape}, {target} {w.shape}"
+            raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
+        found[target] = replace(w, update=LowRank(a, b, factor))
+        unused -= {name, other}
+    if unused:
+        raise UserError(
+            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}"
+        )
+    return found
+
+
+def check_writable(folder: Path) -> None:
+    """Raises UserError if adapters of this model would have other names in peft: its file packs or scales the matrices."""
+    architecture = architecture_of(read_json(folder / CONFIG))
+    if architecture.packed or architecture.multipliers:
+        raise UserError(
+            f"{folder}: the files of a {architecture.model_type} hold other matrices than peft's adapters would need: write it as a "
+            "Llama first, Transformer.from_pretrained(folder).save_pretrained(new folder, tokenizer)"
+        )
+
+
+def write_adapters(folder: Path, tensors: dict[str, Any], adapter: dict[str, Any]) -> None:
+    """Write both files into a folder. tensors: {name: tensor}.  adapter: keys of adapter_config.json. Raises OSError."""
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        **adapter,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    named = {PREFIX + name: tensors[name] for name in sorted(tensors)}
+    write_safetensors(folder / ADAPTER_WEIGHTS, named)

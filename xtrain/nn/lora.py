@@ -1,0 +1,131 @@
+"""LoRA (Hu et al. 2021): small trained matrices next to frozen ones.
+
+    y = x w^T + f (x a^T) b^T        w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r        b is 0 at first
+
+The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its arena is one for inference. The adapters
+have an arena of their own, which is that of the AdaptedTransformer. So optimizer, clipping, data parallelism and checkpoints
+see the adapters alone.
+
+q, k and v are one packed product, and so are gate and up. Each has its own a and b: the a's lie one below the other, x a^T is one
+product for all, and each adds to its own columns of y (functional.LoraLinear).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from . import functional as F
+from .model import Transformer
+from .modules import Linear, Parameter
+from .tensor import Tensor
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PACKED = {"self_attn": ("qkv", "o_proj"), "mlp": ("gate_up", "down_proj")}  # modules of a block
+
+
+@dataclass(frozen=True)
+class Lora:
+    """r: rank.  alpha: the adapters' product is multiplied by alpha / r.  targets: some of TARGETS.  base: the model's folder."""
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    base: str = ""
+
+    def __post_init__(self):
+        unknown = [name for name in self.targets if name not in TARGETS]
+        if unknown or not self.targets:
+            raise UserError(
+                f"LoRA targets {unknown or '()'} are not known: choose some of {', '.join(TARGETS)}"
+            )
+        if not 0 < self.r < 2**16 or not 0 < self.alpha < 1e6:
+            raise UserError(
+                f"LoRA needs a positive rank and alpha, got {self.r} and {self.alpha:g}"
+            )
+
+
+class LoraLinear(Linear):
+    """A Linear, frozen, with adapters on some of its parts. name: of the module, if it is not packed."""
+
+    def __init__(self, linear: Linear, name: str, lora: Lora):
+        self.linear, self.factor = linear, lora.alpha / lora.r
+        columns, first = linear.weight.shape[1], 0
+        self.slices: list[
+            tuple[int, int]
+        ] = []  # (first, number) of the rows of w that have adapters
+        a: dict[str, int] = {}
+        b: dict[str, int] = {}
+        for part, rows in linear.weight.parts.items():
+            prefix = part.removesuffix("weight")  # "q_proj." of a packed one, else ""
+            if (prefix.removesuffix(".") or name) in lora.targets:
+                self.slices.append((first, rows))
+                a[f"{prefix}lora_A.weight"], b[f"{prefix}lora_B.weight"] = lora.r, rows
+            first += rows
+        # the variance of PEFT's initialisation, uniform in +- I^-1/2
+        self.lora_a = Parameter((sum(a.values()), columns), (3 * columns) ** -0.5, a)
+        self.lora_b = Parameter((sum(b.values()), lora.r), 0.0, b)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        w, bias = self.linear.weight, self.linear.bias
+        return F.lora_linear(x_NI, w, self.lora_a, self.lora_b, self.slices, self.factor, bias)
+
+    def _storage(self, prefix):
+        packed = "weight" not in self.linear.weight.parts
+        path = prefix[: prefix[:-1].rfind(".") + 1] if packed else prefix
+        yield path, self.lora_a
+        yield path, self.lora_b
+
+
+class AdaptedTransformer(Transformer):
+    """A frozen Transformer with adapters, which are its parameters after `adapt`. Make it with trainable=False.
+
+    lora: what `adapt` was given, None before.  frozen: (name, tensor) of the model's own parameters.
+    """
+
+    lora: Lora | None = None
+    frozen: tuple[tuple[str, Tensor], ...] = ()
+
+    def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
+        """Add adapters, which change nothing yet. seed: of their initialisation; None: they are zero.  world: see nn.Arena."""
+        self.frozen, self.base_arena = tuple(self.named_parameters()), self.arena
+        for layer in self.model.layers:
+            for block, names in PACKED.items():
+                for name in names:
+                    module = getattr(layer, block)
+                    adapted = LoraLinear(getattr(module, name), name, lora)
+                    if adapted.slices:
+                        setattr(module, name, adapted)
+        self.lora = lora
+        device, bf16, *_ = self.arena.kind
+        self.arena = self.make_arena(device, seed, bf16, world)
+
+    def _storage(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        if self.lora is None:
+            yield from super()._storage(prefix)
+            return
+        for path, module in self.modules(prefix):
+            if isinstance(module, LoraLinear):
+                yield from module._storage(path)
+
+    @property
+    def variation(self) -> str:
+        """Adapters are written apart from the model, which stays what it is."""
+        return "" if self.lora else super().variation
+
+    @property
+    def adapter(self) -> dict[str, Any] | None:
+        """What adapter_config.json says of them."""
+        if self.lora is None:
+            return None
+        return {
+            "base_model_name_or_path": self.lora.base,
+            "r": self.lora.r,
+            "lora_alpha": self.lora.alpha,
+            "target_modules": list(self.lora.targets),
+        }
+
+
+def frozen_parameters(model: Transformer) -> tuple[tuple[str, Tensor], ...]:
+    """(name, tensor) of those that no optimizer sees."""
+    return model.frozen if isinstance(model, AdaptedTransformer) else ()
