@@ -29,6 +29,7 @@ from _timing import record
 import xtrain
 from xtrain.config import TrainConfig
 from xtrain.device import memory_peak_bytes
+from xtrain.formats.architectures import config_to_hf
 from xtrain.nn.lora import AdaptedTransformer, Lora
 from xtrain.training import memory_plan
 from xtrain.training.run import Run
@@ -91,6 +92,16 @@ def some_examples(n: int) -> list[Example]:
     return found
 
 
+def twin(config: xtrain.ModelConfig) -> Any:
+    """The model in transformers, with random float32 weights on the GPU."""
+    import torch
+    import transformers
+
+    with torch.device("cuda"):
+        theirs = transformers.AutoConfig.for_model(**config_to_hf(config))
+        return transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
+
+
 # ----------------------------------------------------------------------------- sft
 def sft(o: Options) -> None:
     """Examples alone and packed."""
@@ -134,8 +145,7 @@ def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
     from datasets import Dataset
 
     with tempfile.TemporaryDirectory() as folder:
-        xtrain.Transformer(QWEN, 0, "cpu").save_pretrained(folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = twin(QWEN)
         data = Dataset.from_list(
             [
                 {
@@ -176,8 +186,9 @@ def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
         inputs = sum(len(x.ids) - 1 for x in examples) / len(examples)
         median = float(np.median(ms))
         peak = torch.cuda.max_memory_reserved() / 1e9
-    # batches differ in length, so tokens per second follow from the mean
-    value = o.examples * inputs / float(np.mean(ms)) * 1e3
+    value = (
+        o.examples * inputs / median * 1e3
+    )  # the mean is longer: memory is allocated for new lengths
     return {
         "peer": f"TRL {trl.__version__}, padded", "peer_value": value, "peer_ms": [round(median, 3)],
         "peer_peak_gb": round(peak, 2),
@@ -234,14 +245,11 @@ def peft(o: Options, batch: int) -> dict[str, Any]:
     """PEFT's adapters on transformers' model, compiled. -> its fields of a record"""
     import peft
     import torch
-    import transformers
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    with tempfile.TemporaryDirectory() as folder:
-        xtrain.Transformer(TINYLLAMA, 0, "cpu").save_pretrained(folder)
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    base = twin(TINYLLAMA).bfloat16()
     options = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    model = peft.get_peft_model(base.cuda(), options)
+    model = peft.get_peft_model(base, options)
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.float()
