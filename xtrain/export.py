@@ -6,7 +6,6 @@
 For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every checkpoint is one.
 """
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from .data.tokenizer import Tokenizer
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
 from .formats.gguf_file import write
-from .formats.huggingface import GENERATION
 from .formats.saved_runs import model_folder
 from .nn.model import Transformer
 from .options import parse
@@ -44,9 +42,6 @@ def merge(folder: Path, out: Path) -> None:
         raise UserError(f"{out} holds the adapters or their model: give another folder to --merge")
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
     Transformer.from_pretrained(folder, trainable=False).save_pretrained(out, tokenizer)
-    generation = source_of(folder, GENERATION) / GENERATION
-    if generation.is_file():
-        shutil.copy(generation, out / GENERATION)
 
 
 @command("xtrain.export")

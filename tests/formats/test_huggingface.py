@@ -514,11 +514,23 @@ def test_special_tokens_of_a_folder_stay(tmp_path):
     assert config["bos_token_id"] is config["eos_token_id"] is None
     config |= {"bos_token_id": 1, "eos_token_id": 2}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    generation = {"eos_token_id": [5, 7], "pad_token_id": 0, "bos_token_id": "x"}
+    generation = {
+        "eos_token_id": [5, 7], "pad_token_id": 0, "bos_token_id": "x", "do_sample": True, "top_k": 20, "temperature": 0.6,
+    }  # fmt: skip
     (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
     Transformer.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
-    theirs = auto(tmp_path / "b").generation_config
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, [5, 7], 0)
+    tokenizer = Tokenizer.train(
+        ["def f(x): return x\n" * 9], 257
+    )  # which begins and ends texts with token 0
+    random_model(small(vocab_size=300)).save_pretrained(tmp_path / "c")
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / "a" / name).read_text()) | {"vocab_size": 300}
+        (tmp_path / "c" / name).write_text(json.dumps(content | {"eos_token_id": [0, 7]}))
+    Transformer.from_pretrained(tmp_path / "c").save_pretrained(tmp_path / "d", tokenizer)
+    for name, bos, eos in (("b", 1, [5, 7]), ("d", 0, [0, 7])):
+        theirs = auto(tmp_path / name).generation_config
+        assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (bos, eos, 0)
+        assert (theirs.do_sample, theirs.top_k, theirs.temperature) == (True, 20, 0.6)
 
 
 # ----------------------------------------------------------------------------- damage

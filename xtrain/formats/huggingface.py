@@ -55,7 +55,7 @@ def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
     identity = folder.stat().st_ino
     config, stored = open_weights(folder)
     model = make(config)
-    model.special_tokens = read_special_tokens(folder)
+    read_companions(model, folder)
     _fill(model, stored)
     if not is_folder(folder) or folder.stat().st_ino != identity:
         raise UserError(f"{folder} was replaced while it was read: try again")
@@ -77,6 +77,14 @@ def open_weights(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
 
 def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=4)
+
+
+def read_companions(model: Any, folder: Path) -> None:
+    """Set what a model keeps of its folder apart from the weights: special_tokens and generation. Raises UserError."""
+    path = source_of(folder, GENERATION) / GENERATION
+    model.special_tokens = read_special_tokens(folder)
+    content = read_json(path) if path.is_file() else None
+    model.generation = content and {k: x for k, x in content.items() if k not in SPECIAL}
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
@@ -226,8 +234,8 @@ def save(
 ) -> None:
     """Write model (fp32) and tokenizer as a Hugging Face folder. The same weights give the same bytes.
 
-    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder); None: keep the ids of
-    special tokens of the folder that the model was read from. Files of the same name are replaced,
+    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder). What the folder that the model was read from says of
+    special tokens and generation is written again, with the tokenizer's tokens. Files of the same name are replaced,
     weights of an earlier export are removed, other files are kept. All of it changes at once: after
     an error, a kill or a power cut the folder is the old one or the new one. Raises UserError if
     writing fails.
@@ -243,12 +251,16 @@ def write_files(
     if tokenizer is not None:
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
-    adapter = getattr(model, "adapter", None)
-    if adapter is not None:
-        write_adapters(folder, dict(model.named_parameters()), adapter)
+    known = model.special_tokens
+    for key, i in _special_tokens(tokenizer, model.config).items():
+        if i is not None and i not in as_ids(known.get(key)):
+            known = known | {key: i}
+    if model.generation is not None:
+        (folder / GENERATION).write_bytes(_dump(model.generation | known))
+    if model.adapter is not None:
+        write_adapters(folder, dict(model.named_parameters()), model.adapter)
         return
-    known = getattr(model, "special_tokens", {}) if tokenizer is None else {}
-    content = config_to_hf(model.config) | known | _special_tokens(tokenizer, model.config)
+    content = config_to_hf(model.config) | known
     # the names of the tensors may match a Llama's, so other readers must reject the folder
     if model.variation:
         content |= {

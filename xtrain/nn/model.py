@@ -247,7 +247,8 @@ class Transformer(Module):
     (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
     trainable False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
-    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from, for `save_pretrained`.
+    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from.  generation: what else
+    its generation_config.json says, or None. Both are written by `save_pretrained`.
     Raises UserError when precision or recompute is unknown or the device does not support it.
 
     To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call `renew_arena`, or derive a class
@@ -279,6 +280,7 @@ class Transformer(Module):
         self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
         self.rotary = RotaryTables(config, self.device)
         self.special_tokens: dict[str, Any] = {}
+        self.generation: dict[str, Any] | None = None
 
     def _check_precision(self) -> None:
         half = self.precision == "bf16"

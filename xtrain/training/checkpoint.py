@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Snapshot:
     wait: Callable[[], None]
     variation: str = ""  # Transformer.variation
     adapter: dict[str, Any] | None = None  # Transformer.adapter
+    special_tokens: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +99,8 @@ def snapshot(
         wait=copies.event(),
         variation=model.variation,
         adapter=model.adapter,
+        special_tokens=model.special_tokens,
+        generation=model.generation,
     )
 
 
@@ -273,6 +277,7 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
                     f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
                 )
     huggingface.load_into(model, saved.folder)
+    huggingface.read_companions(model, saved.folder)
     for letter, array in moments.items():
         values = np.zeros(array.shape, np.float32)
         for name, view in model.views(values):

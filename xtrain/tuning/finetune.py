@@ -15,7 +15,7 @@ from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter
-from ..formats.huggingface import read_config
+from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import Saved, folders, model_folder
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
@@ -148,10 +148,10 @@ class Conversations:
 
     @cached_property
     def stop(self) -> frozenset[int]:
-        """The special tokens that are trained: what ends an answer."""
+        """The special tokens at the end of what is trained: those that end an answer."""
         found: set[int] = set()
         for x in self.train[:100]:
-            found |= set(x.ids[x.trained].tolist())
+            found |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
         return frozenset(found & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
 
 
@@ -218,6 +218,14 @@ class FinetuneRun(Run):
     """A Run on examples, which samples as a chat."""
 
     corpus: Any
+
+    def __init__(self, config: Any, model: Any, corpus: Any, *ranks: Any):
+        super().__init__(config, model, corpus, *ranks)
+        known = as_ids(model.special_tokens.get("eos_token_id"))
+        if not corpus.stop <= known:  # of a base model, which does not know the end of a turn
+            stop = sorted(known | corpus.stop)
+            model.special_tokens = model.special_tokens | {"eos_token_id": stop}
+            model.generation = model.generation or {}
 
     @property
     def program(self) -> str:
