@@ -11,6 +11,7 @@ from checks import to_host
 
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, config
 from xtrain.nn import modules as nn
+from xtrain.nn.model import MLP
 from xtrain.nn.modules import ALIGN, Module, Parameter
 from xtrain.nn.optim import clip
 
@@ -332,3 +333,20 @@ def test_in_bf16_without_training_matrices_have_no_float32_memory():
     name, tensor = next(iter(served.named_parameters()))
     tensor.data = tensor.data * 0  # a change reaches the next forward pass
     assert not np.array_equal(to_host(served(ids).data).astype(np.float32), a), name
+
+
+def test_the_tree_of_a_model():
+    shape = dict(vocab_size=300, dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)
+    model = Transformer(ModelConfig(**shape))
+    model.model.layers[2].mlp = MLP(ModelConfig(**(shape | {"hidden_dim": 32})))
+    model.renew_arena()
+    parameters = sum(tensor.size for _, tensor in model.named_parameters())
+    lines = repr(model).splitlines()
+    assert lines[0] == f"Transformer: {parameters:,}, lm_head.weight (300, 64)"
+    assert lines[2] == "        embed_tokens: Embedding: 19,200, weight (300, 64)"
+    assert lines[3].startswith("        layers.0 to layers.1: 2 x Block: ")
+    qkv = "q_proj.weight (64, 64), k_proj.weight (32, 64), v_proj.weight (32, 64)"
+    assert f"                qkv: Linear: 8,192, {qkv}" in lines
+    assert [line.split(":")[0].strip() for line in lines if "Block" in line] == [
+        "layers.0 to layers.1", "layers.2", "layers.3",
+    ]  # fmt: skip

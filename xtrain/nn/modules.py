@@ -16,6 +16,7 @@ A Parameter may hold several tensors of the Hugging Face layout as blocks of its
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
 """
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -366,6 +367,10 @@ class Module:
         for parameter, values in kept:
             parameter.data = values
 
+    def __repr__(self) -> str:
+        """The tree of modules, each with the number of its parameters and the shapes of its own; equal neighbours once."""
+        return "\n".join(_tree(self))
+
     def zero_grad(self) -> None:
         """All gradients = 0. Call it before the first backward of each step: backward adds to them. Raises UserError if the model
         was made with trainable=False."""
@@ -379,6 +384,32 @@ def _items(name, value):
             yield from _items(f"{name}.{key}", item)
     else:
         yield name, value
+
+
+def _tree(module):
+    """-> lines: the module with its own tensors, then, indented, those of its modules"""
+    tensors, children = [], []
+    for attribute, value in vars(module).items():
+        for path, item in _items(attribute, value):
+            if isinstance(item, Parameter):
+                tensors += [
+                    f"{path if suffix == 'weight' else suffix} {(rows, *item.declared_shape[1:])}"
+                    for suffix, rows in item.parts.items()
+                ]
+            elif isinstance(item, Module):
+                children.append((path, _tree(item)))
+    total = sum(
+        sum(p.parts.values()) * math.prod(p.declared_shape[1:]) for _, p in module.storage()
+    )
+    lines = [", ".join([f"{type(module).__name__}: {total:,}", *tensors])]
+    for found, group in itertools.groupby(children, key=lambda child: child[1]):
+        paths = [path for path, _ in group]
+        numbered = len(paths) > 2 or paths[-1][-1].isdigit()
+        names = f"{paths[0]} to {paths[-1]}" if numbered and paths[1:] else ", ".join(paths)
+        times = f"{len(paths)} x " if paths[1:] else ""
+        lines.append(f"    {names}: {times}{found[0]}")
+        lines += [f"    {line}" for line in found[1:]]
+    return lines
 
 
 class Embedding(Module):
