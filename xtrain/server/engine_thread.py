@@ -1,7 +1,11 @@
-"""One thread owns the engine and turns tokens into text; asyncio code submits jobs and reads queues.
+"""One thread owns the engine and turns tokens into text; asyncio code submits jobs and reads their pieces.
 
-A job is one HTTP request: some sequences. After every step of the engine the thread puts what is new into the queues of the
-jobs. Closing a job, which any thread may do, frees its slots and blocks in the next step.
+A job is one HTTP request: some sequences. After every step of the engine the thread appends what is new to the jobs and wakes
+the event loop, which wakes the requests. Closing a job, which any thread may do, frees its slots and blocks in the next step.
+
+Both threads run Python, so a loop that sends an event for every token of 256 streams would slow the engine down. The loop
+therefore takes at most a part of the time, LOOP_SHARE: after a round it is not woken again before the engine had the rest. Pieces
+of a sequence that arrive until then become one. With few streams a round is so short that every token is an event of its own.
 """
 
 import asyncio
@@ -10,6 +14,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
@@ -18,8 +23,11 @@ from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 from ..serving.text_stream import TextStream
 
+LOOP_SHARE = 0.1  # of the time, for the event loop's rounds
+LONGEST_PAUSE = 0.1  # seconds between two rounds
 
-@dataclass(frozen=True)
+
+@dataclass
 class Piece:
     """The next part of one sequence."""
 
@@ -29,6 +37,13 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
     # of Completion, if the sequence is complete with this piece; "error": the step failed
     reason: str | None = None
+
+    def append(self, later: "Piece") -> None:
+        """Add the part that follows."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.reason = later.reason
 
 
 class Job:
@@ -43,13 +58,22 @@ class Job:
         self.sent, self.running = [0] * len(requests), set(range(len(requests)))
         self.start, self.first_token = time.perf_counter(), 0.0  # seconds of a clock; 0: none yet
         self.closed = False
-        self.loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue[list[Piece]]()
+        self.pieces, self.news = deque[Piece](), asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all sequences as they arrive, until all are complete."""
         left = len(self.requests)
         while left:
-            for piece in await self.pieces.get():
+            await self.news.wait()
+            self.news.clear()
+            found: dict[int, Piece] = {}
+            while self.pieces:
+                piece = self.pieces.popleft()
+                if piece.index in found:
+                    found[piece.index].append(piece)
+                else:
+                    found[piece.index] = piece
+            for piece in found.values():
                 left -= piece.reason is not None
                 yield piece
 
@@ -58,12 +82,6 @@ class Job:
         self.closed = True
         for request in self.requests:
             request.completion.end("cancelled")
-
-    def put(self, pieces: list[Piece]) -> None:
-        """In the engine's thread: hand pieces to the event loop."""
-        if pieces:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self.loop.call_soon_threadsafe(self.pieces.put_nowait, pieces)
 
     def collect(self) -> list[Piece]:
         """In the engine's thread: what is new since the last call."""
@@ -98,6 +116,9 @@ class EngineThread:
         self.engine = engine
         self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.jobs: list[Job] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.with_news = deque[Job]()  # jobs with pieces that their requests do not know of
+        self.waking = False  # the loop is in a round, or in the pause after it
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -115,8 +136,39 @@ class EngineThread:
         return self.thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Let the engine compute a job."""
+        """Let the engine compute a job. Called in the event loop."""
+        self.loop = asyncio.get_running_loop()
         self.inbox.put(job)
+
+    def put(self, job: Job, pieces: list[Piece]) -> None:
+        """In the engine's thread: append pieces to a job."""
+        if pieces:
+            job.pieces.extend(pieces)
+            self.with_news.append(job)
+
+    def hand_over(self) -> None:
+        """In the engine's thread, after a step: wake the event loop, unless it will look by itself."""
+        if self.with_news and not self.waking and self.loop is not None:
+            self.waking = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self._round)
+
+    def _round(self) -> None:
+        """In the event loop: wake the requests that have news, and measure how long they take."""
+        while self.with_news:
+            self.with_news.popleft().news.set()
+        asyncio.get_running_loop().call_soon(self._after_round, time.perf_counter())
+
+    def _after_round(self, start: float) -> None:
+        seconds = time.perf_counter() - start
+        pause = min(LONGEST_PAUSE, seconds * (1 / LOOP_SHARE - 1))
+        asyncio.get_running_loop().call_later(pause, self._after_pause)
+
+    def _after_pause(self) -> None:
+        self.waking = False
+        if self.with_news:  # else the engine's thread calls hand_over
+            self.waking = True
+            self._round()
 
     def _run(self) -> None:
         while True:
@@ -133,11 +185,12 @@ class EngineThread:
             except Exception:  # for instance out of memory: these jobs fail, the next may work
                 traceback.print_exc()
                 for job in self.jobs:
-                    job.put([Piece(i, reason="error") for i in job.running])
+                    self.put(job, [Piece(i, reason="error") for i in job.running])
                     job.close()
             for job in self.jobs:
                 if not job.closed:
-                    job.put(job.collect())
+                    self.put(job, job.collect())
+            self.hand_over()
             self.jobs = [job for job in self.jobs if job.running and not job.closed]
         for job in self.jobs:
             job.close()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from ..serving.engine import Engine
 from ..serving.pretrained import load
 
 MAX_SEQ_LEN = 8192  # tokens, if --max-seq-len is not given and the model supports more
+SWITCH_SECONDS = 5e-4  # after which a thread that runs Python lets another: the engine must not wait for the HTTP side
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, or --precision bf16"
 
@@ -68,6 +70,7 @@ def serve(options: Options) -> None:
     ready = f"; {engine.ready}" if engine.ready else ""
     say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
     app = create_app(engine, p, o.name, api_key, Limits(o.max_body, o.max_queue, o.timeout))
+    sys.setswitchinterval(SWITCH_SECONDS)
     # After its shutdown uvicorn raises the signal again: SIGTERM is then no reason to fail.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server = uvicorn.Server(
