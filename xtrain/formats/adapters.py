@@ -32,7 +32,14 @@ UNUSED: dict[str, tuple] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "lora_bias": (False, None),
-    "exclude_modules": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # pissa, olora, corda and others: peft changes the model's own weights before it adds such adapters
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -86,7 +93,9 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
     """{name without PREFIX: tensor}. Raises UserError."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise UserError(f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}")
+        raise UserError(
+            f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}: copy it there, or save the adapters as safetensors"
+        )
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
 
 
