@@ -403,8 +403,7 @@ class TrainConfig(ShapeOptions):
             not (given and self.init and not self.resume),
             f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
         )
-        shape = (f.name for f in fields(ModelConfig))
-        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
+        known = may_change()
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
@@ -421,6 +420,11 @@ class TrainConfig(ShapeOptions):
             self.name is None or _is_inside(self.name),
             f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
         )
+
+
+def may_change() -> set[str]:
+    """What --allow-change may name."""
+    return {*RESUME_KEYS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
 
 
 class ResolvedConfig(TrainConfig):

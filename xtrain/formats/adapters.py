@@ -73,8 +73,8 @@ def source_of(folder: Path, *names: str) -> Path:
     return folder if any((folder / n).is_file() for n in names) else base_folder(folder)
 
 
-def read_factor(folder: Path) -> float:
-    """The factor of b a. Raises UserError for what xtrain does not support."""
+def read_rank(folder: Path) -> tuple[int, float]:
+    """-> rank, factor of b a. Raises UserError for what xtrain does not support."""
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
     if content.get("peft_type") != "LORA":
@@ -86,7 +86,7 @@ def read_factor(folder: Path) -> float:
     alpha: Any = content.get("lora_alpha")
     if not (type(r) is int and r > 0 and type(alpha) in (int, float) and 0 < alpha < 1e6):
         raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
-    return alpha / (r**0.5 if content.get("use_rslora") else r)
+    return r, alpha / (r**0.5 if content.get("use_rslora") else r)
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
@@ -101,7 +101,7 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
 
 def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     """The tensors of a model with the adapters in `folder` added to them on reading. Raises UserError if they do not fit."""
-    factor, adapters, found = read_factor(folder), read_adapters(folder), dict(stored)
+    (rank, factor), adapters, found = read_rank(folder), read_adapters(folder), dict(stored)
     unused = set(adapters)
     for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
         other = name.replace(".lora_A.", ".lora_B.")
@@ -109,8 +109,9 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         w, a, b = stored.get(target), adapters[name], adapters.get(other)
         if w is None or b is None:
             continue
-        if len(w.shape) != 2 or a.shape[1:] != w.shape[1:] or b.shape != (w.shape[0], a.shape[0]):
-            shapes = f"{a.shape} and {b.shape}, {target} {w.shape}"
+        fits = len(w.shape) == 2 and a.shape == (rank, *w.shape[1:])
+        if not fits or b.shape != (w.shape[0], rank):
+            shapes = f"{a.shape} and {b.shape} with rank {rank}, {target} {w.shape}"
             raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
         found[target] = replace(w, update=LowRank(a, b, factor))
         unused -= {name, other}

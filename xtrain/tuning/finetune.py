@@ -244,9 +244,10 @@ class FinetuneRun(Run):
     def resume_options(self) -> dict[str, Any]:
         """With --pack: the examples share rows. With --lora: what is trained."""
         more: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
-        adapter = dict(self.model.adapter or {})
-        adapter.pop("base_model_name_or_path", None)
-        return super().resume_options() | more | adapter
+        if lora := getattr(self.model, "lora", None):
+            targets = sorted(lora.targets)
+            more |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+        return super().resume_options() | more
 
     def sample(self) -> str:
         """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
