@@ -308,6 +308,9 @@ class TrainConfig(ShapeOptions):
     verify_data: bool = False
     eval_every: int | None = None  # steps between validations; none: the preset's
     eval_batches: int = 8  # batches per validation, of --batch sequences each
+    eval_tasks: tuple[str, ...] = ()  # files of test items to evaluate on, as of `xtrain evaluate`
+    eval_tasks_every: int | None = None  # steps between these evaluations; none: at validations
+    eval_items: int | None = None  # only the first items of each of these files
     sample_every: int | None = None  # steps between generated samples; none: the preset's
     sample_prompt: str = "def "  # prompt of the generated samples
     sample_tokens: int = 100  # tokens generated per sample
@@ -354,8 +357,8 @@ class TrainConfig(ShapeOptions):
 
     def _check_counts(self):
         optional = (
-            "steps batch micro_batch seq_len vocab_size eval_every sample_every save_every stop_at "
-            "blas_threads"
+            "steps batch micro_batch seq_len vocab_size eval_every eval_tasks_every eval_items sample_every save_every "
+            "stop_at blas_threads"
         )
         counts = [name for name in optional.split() if getattr(self, name) is not None]
         sizes = [x for x in SHAPE_OPTIONS if x not in ("qk_norm", "tie_embeddings")]
@@ -400,8 +403,7 @@ class TrainConfig(ShapeOptions):
             not (given and self.init and not self.resume),
             f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
         )
-        shape = (f.name for f in fields(ModelConfig))
-        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
+        known = may_change()
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
@@ -418,6 +420,11 @@ class TrainConfig(ShapeOptions):
             self.name is None or _is_inside(self.name),
             f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
         )
+
+
+def may_change() -> set[str]:
+    """What --allow-change may name."""
+    return {*RESUME_KEYS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
 
 
 class ResolvedConfig(TrainConfig):

@@ -32,6 +32,7 @@ from typing import Any
 
 from .cli import command_line, refuse_once, say
 from .errors import UserError
+from .evaluation.during_training import evaluation
 from .machine import first_on_machine
 from .options import parse
 from .parallel.ddp import ParallelConfig, train_parallel
@@ -45,7 +46,7 @@ from .tuning.finetune import ParallelFinetuneConfig, finetune_parallel
 
 @dataclass(frozen=True)
 class Job:
-    """What several ranks can do together.  run(config, ranks, guard=, write_report=): does it."""
+    """What several ranks can do together.  run(config, ranks, guard=, evaluation=, write_report=): does it."""
 
     program: str
     options: type[ParallelConfig]
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         config, code = _parse(job, arguments, ranks)
         if config is None:
             return code
-        job.run(config, ranks, guard=guard, write_report=page.finish)
+        job.run(config, ranks, guard=guard, evaluation=evaluation, write_report=page.finish)
     return guard.code
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .cli import command, command_line
+from .evaluation.during_training import evaluation
 from .options import parse
 from .report import page
 from .training.run_folder import parse_options
@@ -22,7 +23,7 @@ from .tuning.finetune import FinetuneConfig
 
 def finetune(config: FinetuneConfig, console: Console | None = None) -> Path:
     """A whole run, with its report. -> its folder. Raises UserError on anything that the user can fix."""
-    return tuning.finetune(config, console, write_report=page.finish)
+    return tuning.finetune(config, console, evaluation=evaluation, write_report=page.finish)
 
 
 @command(

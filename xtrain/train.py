@@ -8,11 +8,13 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from .cli import command, command_line
 from .config import TrainConfig
+from .evaluation.during_training import evaluation
 from .options import parse
 from .report import page
 from .training import loop
@@ -28,7 +30,8 @@ def train(
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
     (lessons/howto/change_the_model.md).
     """
-    return loop.train(config, console, make_run=make_run, write_report=page.finish)
+    more: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
+    return loop.train(config, console, make_run=make_run, **more)
 
 
 @command("xtrain.train", interrupted="interrupted; the last checkpoint is intact")

@@ -10,6 +10,7 @@ from checks import rng, to_host
 from runs import SILENT, assert_same_run, metrics
 
 from xtrain import Transformer, batch_invariant
+from xtrain.config import ModelConfig
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.export import main as export
@@ -17,10 +18,13 @@ from xtrain.finetune import finetune, main
 from xtrain.nn.lora import TARGETS, AdaptedTransformer, Lora
 from xtrain.serving.engine import Engine
 from xtrain.serving.pretrained import load as load_for_serving
+from xtrain.training.memory_plan import OUTSIDE, plan
 from xtrain.tuning.finetune import FinetuneConfig
 
 SHAPE = dict(vocab_size=300, max_seq_len=64, tie_embeddings=True)
 SOME = ("q_proj", "v_proj", "down_proj", "up_proj")
+# (out, in) of q, k, v, o, gate, up and down of a Llama of 1.1 B parameters
+MATRICES = [(2048, 2048), (256, 2048), (256, 2048), (2048, 2048), *[(5632, 2048)] * 2, (2048, 5632)]
 
 
 def adapted(model_of, lora, seed=0):
@@ -97,6 +101,16 @@ def test_the_engine_serves_a_model_with_adapters(tmp_path):
     assert answers[0] == answers[1]
 
 
+def test_a_model_of_a_billion_parameters_fits_into_6_gb():
+    shape = dict(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632)
+    config = ModelConfig(vocab_size=32000, max_seq_len=2048, qk_norm=False, **shape)
+    for rows, recompute in (((1, 1024), "none"), ((2, 2048), "block")):
+        found = plan(config, *rows, "bf16", recompute, lora=16)
+        assert found.reserved + OUTSIDE < 6e9
+        trained = 16 * sum(22 * (o + i) for o, i in MATRICES) * 4  # bytes in float32
+        assert found.kinds["gradients"] < 1.01 * trained and found.kinds["moments"] < 2.02 * trained
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with a tokenizer."""
@@ -137,8 +151,10 @@ def test_adapters_of_peft_both_ways(folder, tmp_path):
     [
         ({"peft_type": "IA3"}, "'IA3' is not supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 0}, "must be positive numbers"),
+        ({"r": 8}, "do not fit the model: .* with rank 8"),
         ({"base_model_name_or_path": None}, "names no model"),
         ({"base_model_name_or_path": "gone/away"}, "gone/away does not exist"),
     ],
@@ -208,14 +224,19 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
     assert export([*merge, str(folder)]) == 2
     capsys.readouterr()
     assert main([*arguments, "--lora", "8", "--steps", "9", "--allow-change", "steps"]) == 2
-    assert "r was 4, is 8" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "lora was 4, is 8" in error and "--allow-change" not in error
+    again = ["--init", str(whole), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "4"]
+    assert main(again) == 2
+    assert "holds adapters: merge them" in capsys.readouterr().err
 
 
 def test_what_the_command_refuses(tmp_path, folder, data, capsys):
     model = ["--init", str(folder), "--device", "cpu", "--out", str(tmp_path), "--data", str(data)]
     for arguments, words in (
         (["--lora", "-1"], "--lora must be a positive rank"),
-        (["--lora-alpha", "4"], "--lora must be a positive rank"),
+        (["--lora-alpha", "4"], "--lora-alpha and --lora-targets need --lora"),
+        (["--lora", "4", "--lora-alpha", "0"], "LoRA needs a positive rank and alpha"),
         (
             ["--lora", "4", "--lora-targets", "q_proj", "head"],
             "LoRA targets ['head'] are not known",

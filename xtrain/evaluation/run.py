@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,7 +59,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     """
     o = options
     _check(o)
-    tasks = [prepared(read_task(Path(file), KINDS, o.limit), o) for file in o.tasks]
+    tasks = read_tasks(o)
     p = pretrained or load(o.model, o.device, o.precision)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
@@ -74,25 +75,44 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
 
 def evaluate_tasks(p: Pretrained, tasks: list[Task], o: Options) -> list[Result]:
     """Tokenize and check all tasks, then compute one after the other. Raises UserError."""
-    supported = p.model.config.context
-    context = supported if o.context is None else o.context
-    if not 2 <= context <= supported:
-        raise UserError(
-            f"--context must be from 2 to {supported}, the longest sequence of the model, got {context}"
-        )
-    stride = max(1, context // 2) if o.stride is None else o.stride
-    if not 1 <= stride <= context:
-        raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
-    scorer = Scorer(p, context, o.max_batch, o.batch_invariant)
-    exams = [_exam(task, scorer, stride, o.max_new_tokens) for task in tasks]
-    scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in exams))
-    scorer.engine(max(exam.longest for exam in exams))
-    results = []
-    for task, exam in zip(tasks, exams):
-        start = time.perf_counter()
-        results.append(exam.result(scorer))
-        say(f"{task.path}: {task.kind}, {time.perf_counter() - start:.1f} s")
+    results, start = [], time.perf_counter()
+    for task, result in zip(tasks, TaskExams(p, tasks, o).results()):
+        results.append(result)
+        seconds, start = time.perf_counter() - start, time.perf_counter()
+        say(f"{task.path}: {task.kind}, {seconds:.1f} s")
     return results
+
+
+class TaskExams:
+    """Tasks, tokenized and checked for one model. Raises UserError for options or items that do not fit it."""
+
+    def __init__(self, p: Pretrained, tasks: list[Task], o: Options):
+        supported = p.model.config.context
+        context = supported if o.context is None else o.context
+        if not 2 <= context <= supported:
+            raise UserError(
+                f"--context must be from 2 to {supported}, the longest sequence of the model, got {context}"
+            )
+        stride = max(1, context // 2) if o.stride is None else o.stride
+        if not 1 <= stride <= context:
+            raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
+        self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant)
+        self.exams = [_exam(task, self.scorer, stride, o.max_new_tokens) for task in tasks]
+        self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))
+
+    def results(self) -> Iterator[Result]:
+        """Compute one task after the other with the weights that the model has now. Raises UserError, see Scorer."""
+        self.scorer.engine(max(exam.longest for exam in self.exams))
+        try:
+            for exam in self.exams:
+                yield exam.result(self.scorer)
+        finally:
+            self.scorer.close()
+
+
+def read_tasks(o: Options) -> list[Task]:
+    """The items of o.tasks, with examples in front of them. Raises UserError."""
+    return [prepared(read_task(Path(file), KINDS, o.limit), o) for file in o.tasks]
 
 
 def prepared(task: Task, o: Options) -> Task:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..device import free_cached
 from ..errors import UserError
 from ..serving.engine import Engine
 from ..serving.pretrained import Pretrained
@@ -103,6 +104,11 @@ class Scorer:
                 self.pretrained.model, self.max_batch, longest, self.batch_invariant
             )
         return self._engine
+
+    def close(self) -> None:
+        """Free the engine's memory. The next sequences get another one, with the weights that the model then has."""
+        self._engine = None
+        free_cached(self.pretrained.model.device)
 
     def score(self, sequences: Sequence[Tokens]) -> list[Score]:
         """The log-probabilities of continuations. Raises UserError if one is not a number."""

@@ -32,7 +32,14 @@ UNUSED: dict[str, tuple] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     "lora_bias": (False, None),
-    "exclude_modules": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # pissa, olora, corda and others: peft changes the model's own weights before it adds such adapters
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -66,8 +73,8 @@ def source_of(folder: Path, *names: str) -> Path:
     return folder if any((folder / n).is_file() for n in names) else base_folder(folder)
 
 
-def read_factor(folder: Path) -> float:
-    """The factor of b a. Raises UserError for what xtrain does not support."""
+def read_rank(folder: Path) -> tuple[int, float]:
+    """-> rank, factor of b a. Raises UserError for what xtrain does not support."""
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
     if content.get("peft_type") != "LORA":
@@ -79,20 +86,22 @@ def read_factor(folder: Path) -> float:
     alpha: Any = content.get("lora_alpha")
     if not (type(r) is int and r > 0 and type(alpha) in (int, float) and 0 < alpha < 1e6):
         raise UserError(f"{path}: r {r!r} and lora_alpha {alpha!r} must be positive numbers")
-    return alpha / (r**0.5 if content.get("use_rslora") else r)
+    return r, alpha / (r**0.5 if content.get("use_rslora") else r)
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
     """{name without PREFIX: tensor}. Raises UserError."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise UserError(f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}")
+        raise UserError(
+            f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}: copy it there, or save the adapters as safetensors"
+        )
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
 
 
 def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
     """The tensors of a model with the adapters in `folder` added to them on reading. Raises UserError if they do not fit."""
-    factor, adapters, found = read_factor(folder), read_adapters(folder), dict(stored)
+    (rank, factor), adapters, found = read_rank(folder), read_adapters(folder), dict(stored)
     unused = set(adapters)
     for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
         other = name.replace(".lora_A.", ".lora_B.")
@@ -100,8 +109,9 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         w, a, b = stored.get(target), adapters[name], adapters.get(other)
         if w is None or b is None:
             continue
-        if len(w.shape) != 2 or a.shape[1:] != w.shape[1:] or b.shape != (w.shape[0], a.shape[0]):
-            shapes = f"{a.shape} and {b.shape}, {target} {w.shape}"
+        fits = len(w.shape) == 2 and a.shape == (rank, *w.shape[1:])
+        if not fits or b.shape != (w.shape[0], rank):
+            shapes = f"{a.shape} and {b.shape} with rank {rank}, {target} {w.shape}"
             raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
         found[target] = replace(w, update=LowRank(a, b, factor))
         unused -= {name, other}

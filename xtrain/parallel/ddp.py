@@ -328,17 +328,17 @@ def train_parallel(
     ranks: Ranks,
     console: Console | None = None,
     guard: AbortOnError | None = None,
-    *,
-    write_report: Callable[..., Any],
+    **more: Any,
 ) -> Path:
     """A whole run; every rank must call this. -> the run's folder. Raises UserError.
 
-    guard: receives a function that returns the current step, for its error message.  write_report: see training.loop.train.
+    guard: receives a function that returns the current step, for its error message.  more: write_report and evaluation of
+    training.loop.train.
     """
     if ranks.world == 1:
-        return train(for_one_rank(config, TrainConfig), console, write_report=write_report)
+        return train(for_one_rank(config, TrainConfig), console, **more)
     with parallel_runs(config, ranks, guard) as make_run:
-        return train(config, console, ranks, make_run, write_report=write_report)
+        return train(config, console, ranks, make_run, **more)
 
 
 Config = TypeVar("Config", bound=TrainConfig)

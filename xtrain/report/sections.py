@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .chart import Curve, by_depth, chart, palette, running_mean
+from .chart import Curve, by_depth, chart, colors, palette, running_mean
 from .pictures import image
 from .record import Record
 from .style import table, tiles
@@ -64,10 +64,32 @@ def curves(run: Record) -> str:
             ],
             log=True,
         ),
+        *tasks(run),
         layer_norms(run),
         *timing(run),
     ]
     return f'<h2>Curves over steps</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def tasks(run: Record) -> list[str]:
+    """A chart for each metric of the files of --eval-tasks."""
+    keys = [k for k in dict.fromkeys(k for line in run.metrics for k in line) if "/" in k]
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        file, _, metric = key.rpartition("/")
+        names.setdefault(metric, []).append(file)
+    return [
+        chart(
+            f"Tasks: {metric}",
+            "",
+            [
+                Curve(file, run.points(f"{file}/{metric}"), color, style)
+                for file, color in zip(files, colors(len(files)))
+                for style in ("faint", "dots")
+            ],
+        )
+        for metric, files in names.items()
+    ]
 
 
 def layer_norms(run: Record) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -39,6 +39,7 @@ from .summary import print_summary
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
 CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32
+Evaluation = Callable[[], Iterator[dict[str, float]]]  # of all tasks -> the metrics of each
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,30 @@ class Due:
 
     layers: bool
     validation: bool
+    tasks: bool
     sample: bool
     checkpoint: bool
 
     def __bool__(self) -> bool:
-        return self.layers or self.validation or self.sample or self.checkpoint
+        return self.layers or self.validation or self.tasks or self.sample or self.checkpoint
 
 
 class Loop:
-    """Train until the last step, or until `stop` requests it; log, validate, sample and save in between."""
+    """Train until the last step, or until `stop` requests it; log, validate, evaluate, sample and save in between.
+
+    evaluation: of --eval-tasks, on rank 0.
+    """
 
     def __init__(
-        self, run: Run, log: RunLog | NullRunLog, stop: StopRequest, writer: CheckpointWriter
+        self,
+        run: Run,
+        log: RunLog | NullRunLog,
+        stop: StopRequest,
+        writer: CheckpointWriter,
+        evaluation: Evaluation | None = None,
     ):
         self.run, self.log, self.stop, self.writer = run, log, stop, writer
+        self.evaluation = evaluation
         c, gpu = run.config, run.model.device == "gpu"
         self.stopping = False  # stop early: no time for anything but the checkpoint
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
@@ -106,6 +117,7 @@ class Loop:
         return Due(
             layers=end or done % self.layers_every == 0,
             validation=end or done % c.eval_every == 0,
+            tasks=bool(c.eval_tasks) and (end or done % (c.eval_tasks_every or c.eval_every) == 0),
             sample=end or done % c.sample_every == 0,
             checkpoint=end or done % c.save_every == 0 or done == last or self.stopping,
         )
@@ -118,6 +130,8 @@ class Loop:
         if due.validation:
             loss, bpb = run.validate()
             log.validation(run.done, loss, bpb, run.corpus.bigram_bpb)
+        if due.tasks:
+            self.evaluate_tasks()
         if due.sample:
             run.beat()
             log.sample(run.done, run.sample() if run.ranks.rank == 0 else "")
@@ -126,6 +140,17 @@ class Loop:
             run.ranks.on_rank_0(self.writer.check)
             afterwards = (lambda: None) if self.stopping else log.picture
             self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
+
+    def evaluate_tasks(self) -> None:
+        """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no watchdog reports a hang."""
+        tasks = self.evaluation() if self.evaluation else iter(())
+        found: dict[str, float] = {}
+        self.run.beat()
+        while self.run.ranks.any(bool(metrics := next(tasks, {}))):
+            found |= metrics
+            self.run.beat()
+        if found:
+            self.log.tasks(self.run.done, found)
 
     def wait_for_writer(self) -> None:
         """Wait until no checkpoint is being written. All ranks wait together, so that no watchdog reports a hang."""
@@ -179,6 +204,7 @@ def train(
     *,
     corpus: Any = None,
     make_model: Callable[..., Transformer] | None = None,
+    evaluation: Callable[[Run], Evaluation] | None = None,
     write_report: Callable[[Path, Run, Callable[[str], None]], Any],
 ) -> Path:
     """A whole run. -> its folder. Raises UserError on anything that the user can fix.
@@ -186,8 +212,8 @@ def train(
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
     (lessons/howto/change_the_model.md).  ranks: parallel.ddp.train_parallel.  corpus: the data, if not the text of --data:
     an object with what a Corpus offers (tuning.finetune.Conversations).  make_model: in place of the function of that name, with
-    its arguments.  write_report: called with folder, run and
-    warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes report.page.finish.
+    its arguments.  evaluation: called with the run on rank 0 -> its evaluation on --eval-tasks.  write_report: called with
+    folder, run and warn at the end on rank 0, unless the run was asked to stop early. xtrain.train.train passes both.
     """
     output = Output()
     console = console or PrintableConsole(file=cast(IO[str], output), quiet=ranks.rank > 0)
@@ -229,6 +255,12 @@ def train(
         )
         # raises if there is too little text
         corpus.val_batches(1, resolved.micro_batch, resolved.seq_len)
+        evaluations: list[Evaluation] = []  # one on rank 0, if there are tasks
+        if resolved.eval_tasks:
+            if evaluation is None:
+                raise UserError("this program cannot evaluate: omit --eval-tasks")
+            prepare_evaluation = evaluation
+            ranks.on_rank_0(lambda: evaluations.append(prepare_evaluation(run)))
         folder = ranks.on_rank_0(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, run_folder.check_seen(folder, ranks).saved
         _introduce(console, path, run, device, obstacle)
@@ -245,7 +277,7 @@ def train(
             log = RunLog(path, resolved, saved.state if saved else {}, console)
             _warn_of_little_room(run, path, warn)
         with log, CheckpointWriter(path, resolved.keep, warn) as writer:
-            Loop(run, log, stop, writer)()
+            Loop(run, log, stop, writer, *evaluations)()
         run.rest()
         # All ranks wait for the report: a signal would end a rank that has already left, and with it the job
         ranks.on_rank_0(lambda: stop.reason or write_report(path, run, warn))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import blas
-from ..config import RESUME_KEYS, SHAPES, ModelConfig, ResolvedConfig
+from ..config import RESUME_KEYS, SHAPES, ModelConfig, ResolvedConfig, may_change
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
@@ -307,9 +307,8 @@ class Run:
             advice.append(
                 "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
             )
-        if may and not changed.keys() & set(
-            SHAPES
-        ):  # no option can make the weights fit another shape
+        # no option can make the weights fit another shape, or adapters of another rank
+        if may and not changed.keys() & set(SHAPES) and may_change().issuperset(changed):
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 

@@ -1,9 +1,9 @@
 """What a run prints on the terminal and writes into its folder, runs/NAME.
 
 config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
-metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validations val_loss, val_bpb. A value that is
-                not finite is null; "skipped" says why a step changed nothing, "spike" by how many standard deviations
-                a loss exceeds the ones before it
+metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validations val_loss, val_bpb; of the files of
+                --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped" says why a step
+                changed nothing, "spike" by how many standard deviations a loss exceeds the ones before it
 layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
 timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory;
                 different in every run
@@ -151,6 +151,14 @@ class RunLog:
             highlight=False,
         )
 
+    def tasks(self, step: int, metrics: dict[str, float]) -> None:
+        """Log an evaluation on --eval-tasks. metrics: {"FILE/METRIC": value}."""
+        self.record("metrics.jsonl", {"step": step, **metrics})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.console.print(
+            f"[bold]step {step}:[/] {escape(shown)}", highlight=False, soft_wrap=True
+        )
+
     def sample(self, step: int, text: str) -> None:
         """Log generated text."""
         self.append("samples.txt", f"--- step {step}\n{text}\n")
@@ -211,7 +219,7 @@ class NullRunLog:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    __exit__ = step = layers = validation = sample = picture = _nothing
+    __exit__ = step = layers = validation = tasks = sample = picture = _nothing
 
     def flush(self) -> bool:
         """-> True: nothing is pending."""

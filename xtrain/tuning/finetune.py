@@ -75,8 +75,10 @@ class FinetuneConfig(TrainConfig):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
-        if self.lora < 0 or (not self.lora and (self.lora_alpha or self.lora_targets != ("all",))):
-            raise UserError(f"--lora must be a positive rank, got {self.lora}")
+        if self.lora < 0:
+            raise UserError(f"--lora must be a positive rank, or 0 for none, got {self.lora}")
+        if not self.lora and (self.lora_alpha is not None or self.lora_targets != ("all",)):
+            raise UserError("--lora-alpha and --lora-targets need --lora: give its rank")
         if self.lora:
             self.adapters("")
         if not 0 < self.val_share < 1:
@@ -87,7 +89,8 @@ class FinetuneConfig(TrainConfig):
     def adapters(self, base: str) -> Lora:
         """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
         targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
-        return Lora(self.lora, self.lora_alpha or 2.0 * self.lora, targets, base)
+        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return Lora(self.lora, alpha, targets, base)
 
 
 @dataclass(frozen=True)
@@ -241,9 +244,10 @@ class FinetuneRun(Run):
     def resume_options(self) -> dict[str, Any]:
         """With --pack: the examples share rows. With --lora: what is trained."""
         more: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
-        adapter = dict(self.model.adapter or {})
-        adapter.pop("base_model_name_or_path", None)
-        return super().resume_options() | more | adapter
+        if lora := getattr(self.model, "lora", None):
+            targets = sorted(lora.targets)
+            more |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+        return super().resume_options() | more
 
     def sample(self) -> str:
         """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
@@ -274,14 +278,14 @@ class ParallelFinetuneRun(FinetuneRun, ParallelRun):
         return f"{ParallelRun.program.fget(self)} finetune"  # type: ignore[attr-defined]
 
 
-def finetune(config: FinetuneConfig, console: Console | None = None, *, write_report: Any) -> Path:
+def finetune(config: FinetuneConfig, console: Console | None = None, **more: Any) -> Path:
     """A whole fine-tuning, with checkpoints and its report. -> the run's folder. Raises UserError.
 
-    write_report: see training.loop.train.
+    more: write_report and evaluation of training.loop.train.
     """
     config, corpus = prepare(config, SINGLE_PROCESS)
-    more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
-    return loop.train(config, console, make_run=FinetuneRun, write_report=write_report, **more)
+    more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
+    return loop.train(config, console, make_run=FinetuneRun, **more)
 
 
 def finetune_parallel(
@@ -289,17 +293,15 @@ def finetune_parallel(
     ranks: Ranks,
     console: Console | None = None,
     guard: AbortOnError | None = None,
-    *,
-    write_report: Any,
+    **more: Any,
 ) -> Path:
-    """The same on several ranks; every rank must call this. guard: see parallel.ddp.train_parallel."""
+    """The same on several ranks; every rank must call this. guard, more: see parallel.ddp.train_parallel."""
     if ranks.world == 1:
-        alone = for_one_rank(config, FinetuneConfig)
-        return finetune(alone, console, write_report=write_report)
+        return finetune(for_one_rank(config, FinetuneConfig), console, **more)
     config, corpus = prepare(config, ranks)
     with parallel_runs(config, ranks, guard, ParallelFinetuneRun) as make_run:
-        more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
-        return loop.train(config, console, ranks, make_run, write_report=write_report, **more)
+        more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
+        return loop.train(config, console, ranks, make_run, **more)
 
 
 def adapted(
@@ -330,12 +332,12 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
     def source() -> Path:
         run = run_folder.to_resume(config)
         resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
-        return model_folder(run if resumes else Path(config.init or ""), say)
-
-    if config.lora and not config.resume and is_adapter(Path(config.init or "")):
-        raise UserError(
-            f"{config.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
-        )
+        found = model_folder(run if resumes else Path(config.init or ""), say)
+        if config.lora and not resumes and is_adapter(found):
+            raise UserError(
+                f"{config.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
+            )
+        return found
 
     folder = ranks.on_rank_0(source)
     context = read_config(folder).max_seq_len

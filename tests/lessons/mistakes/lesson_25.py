@@ -1,0 +1,27 @@
+"""Typical mistakes, planted in the solutions of lesson 25: (exercise, old, new, words of the answer)."""
+
+MISTAKES = [
+    ("25.1", "return ids[:-1]", "return ids", "nothing follows it"),
+    ("25.1", "return ids[:-1]", "return ids[1:]", "the token BEFORE its target"),
+    ("25.1", "np.where(trained[1:], ids[1:], IGNORE)", "np.where(trained[1:], ids[:-1], IGNORE)", "the token AFTER it"),
+    ("25.1", "np.where(trained[1:]", "np.where(trained[:-1]", "whether the TARGET is trained"),
+    ("25.1", "np.where(trained[1:]", "np.where(~trained[1:]", "wrong way round"),
+    ("25.1", "np.where(trained[1:], ids[1:], IGNORE)", "ids[1:]", "Every token is trained"),
+    ("25.1", "IGNORE)", "0)", "0 is a token"),
+    ("25.2", " & (keys >= starts[:, None])", "", "the conversations before its own"),
+    ("25.2", "(keys <= queries) & (keys >= starts[:, None])", "starts[None] == starts[:, None]", "keys after itself"),
+    ("25.2", "keys <= queries", "keys < queries", "must see itself"),
+    ("25.2", "keys >= starts", "keys > starts", "begin AT starts[t]"),
+    ("25.2", "(keys <= queries) & (keys >= starts[:, None])", "((keys <= queries) & (keys >= starts[:, None])).T", "rows are queries"),
+    ("25.2", "columns - starts", "columns", "not of the row"),
+    ("25.2", "columns - starts", "columns - starts + 1", "begin at 0"),
+    ("25.2", "columns - starts", "starts", "subtract them"),
+    ("25.3", " + du @ a", "", "also goes through a and b"),
+    ("25.3", "dy @ w + du @ a", "du @ a", "dx goes through it"),
+    ("25.3", "du = x @ a.T, f * dy @ b", "du = x @ a.T, dy @ b", "f is missing in the adapters' part"),
+    ("25.3", "du.T @ x", "(dy @ b).T @ x", "f is missing in da"),
+    ("25.3", "f * dy.T @ u", "dy.T @ u", "f is missing in db"),
+    ("25.3", "f * dy.T @ u", "f * f * dy.T @ u", "f is in db twice"),
+    ("25.3", "f * dy.T @ u", "f * u @ dy", "do not fit"),
+    ("25.3", "return dy @ w + du @ a, du.T @ x, f * dy.T @ u", "return du.T @ x, f * dy.T @ u", "2 things are returned"),
+]  # fmt: skip

@@ -1,0 +1,45 @@
+"""A run's model evaluated on files of test items while it trains: --eval-tasks.
+
+The numbers are those of `xtrain evaluate` on the checkpoint of that step, in the same precision. Each evaluation makes an engine:
+the KV cache of an earlier one belongs to the weights of then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ..cli import say
+from ..errors import UserError
+from ..formats.huggingface import as_ids
+from ..serving.pretrained import Pretrained
+from ..training.run import Run
+from .run import Options, TaskExams, read_tasks
+
+
+def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
+    """Read and check the files of --eval-tasks. -> a function that evaluates the model as it is then, one task after the other:
+    {"FILE/METRIC": value} of each
+
+    A generated answer has at most 256 tokens, and at most half of the model's context. Raises UserError.
+    """
+    c, tokenizer, config = run.config, run.corpus.tokenizer, run.model.config
+    new = min(Options.max_new_tokens, max(1, config.context // 2))
+    o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)
+    known = as_ids(run.model.special_tokens.get("eos_token_id"))
+    end = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+    pretrained = Pretrained(Path(), run.model, tokenizer, known or end)
+    exams, names = TaskExams(pretrained, read_tasks(o), o), names_of(c.eval_tasks)
+
+    def evaluate() -> Iterator[dict[str, float]]:
+        try:
+            for name, result in zip(names, exams.results()):
+                yield {f"{name}/{metric}": x.value for metric, x in result.metrics.items()}
+        except UserError as error:  # training continues
+            say(f"the evaluation on {', '.join(c.eval_tasks)} failed: {error}")
+
+    return evaluate
+
+
+def names_of(files: Sequence[str]) -> list[str]:
+    """Short names of files: without folder and ending, if no two are then the same."""
+    short = [Path(file).stem for file in files]
+    return short if len({*short}) == len(short) else list(files)
