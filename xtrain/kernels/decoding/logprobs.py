@@ -58,7 +58,9 @@ def token_logprobs_ref(logits_BV, tokens_B, top):
         w_BV = np.exp(x_BV - m_B[:, None]) * np.float32(ONE) + np.float32(0.5)
     sum_B = np.where(fine_B[:, None], w_BV, 0).astype(np.int64).sum(1)
     log_total_B = np.log1p((np.maximum(sum_B - ONE, 0)).astype(np.float32) * np.float32(1 / ONE))
-    order_BV = np.argsort(-x_BV, axis=1, kind="stable")[:, :top]  # of equal ones the lower id first
+    order_BV = np.zeros((B, 0), np.int64)
+    if top:  # of equal ones the lower id first
+        order_BV = np.argsort(-x_BV, axis=1, kind="stable")[:, :top]
     top_BT = np.full((B, top), -1, np.int32)
     top_BT[fine_B, :V] = order_BV[fine_B]
 
