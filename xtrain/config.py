@@ -348,6 +348,10 @@ class TrainConfig(ShapeOptions):
         self._check_numbers()
         self._check_words()
 
+    def resume_keys(self) -> tuple[str, ...]:
+        """The options that determine the numbers, see RESUME_KEYS."""
+        return RESUME_KEYS
+
     def presets(self) -> "dict[str, Preset]":
         """The presets to choose from."""
         return PRESETS
@@ -401,7 +405,7 @@ class TrainConfig(ShapeOptions):
             f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
         )
         shape = (f.name for f in fields(ModelConfig))
-        known = {*RESUME_KEYS, "data", "tokenizer", "variation", *shape}
+        known = {*self.resume_keys(), "data", "tokenizer", "variation", *shape}
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
