@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 def reward(record: dict, completions: list[str]) -> list[float]:
-    """1 for the right answer, else 0."""
-    return [float(text.split() == record["answer"].split()) for text in completions]
+    """The share of digits that are in the right place; a completion of another length gets nothing."""
+    right = record["answer"].split()
+    found = [text.split() for text in completions]
+    hits = [sum(a == b for a, b in zip(right, x)) if len(x) == len(right) else 0 for x in found]
+    return [n / len(right) for n in hits]
 
 
 def problem(rng: random.Random, longest: int) -> dict:

@@ -1,7 +1,7 @@
 """The prompts of reinforcement learning, and the function that rewards completions.
 
-    {"prompt": ..., and anything that the function reads}
-    {"messages": [{"role": "user", "content": ...}], ...}      rendered by the model's chat template, up to where the answer begins
+{"prompt": ..., and anything that the function reads}
+{"messages": [{"role": "user", "content": ...}], ...}      rendered by the model's chat template, up to where the answer begins
 """
 
 import hashlib

@@ -64,7 +64,9 @@ class ReinforceConfig(TrainConfig):
     lr: float | None = 1e-6  # peak learning rate
     warmup: int | None = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
-    clip_ratio: float = 0.2  # a token's ratio may leave 1 by this, in the direction of its advantage
+    clip_ratio: float = (
+        0.2  # a token's ratio may leave 1 by this, in the direction of its advantage
+    )
     kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
     reference: str | None = None  # folder of the reference; none: --init
     scale_rewards: bool = True  # divide advantages by the standard deviation of their group
@@ -108,7 +110,9 @@ class ReinforceConfig(TrainConfig):
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if self.graph:
-            raise UserError("--graph does not apply: leave it out, the loss is computed on the host")
+            raise UserError(
+                "--graph does not apply: leave it out, the loss is computed on the host"
+            )
 
 
 class ReinforceRun(Run):
@@ -192,7 +196,12 @@ class ReinforceRun(Run):
             start = len(prompt.ids) - 1
             drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
             advantages[row] = scaled[row]
-        sums = [rewards.sum(), sum(map(len, completions)), (rewards.std(1) == 0).sum(), rewards.size]
+        sums = [
+            rewards.sum(),
+            sum(map(len, completions)),
+            (rewards.std(1) == 0).sum(),
+            rewards.size,
+        ]
         total, tokens, same, n = self.ranks.sum([float(x) for x in sums])
         self.tokens = ids.size * self.ranks.world
         self.rollout_numbers = {
@@ -336,7 +345,9 @@ def prepare(config: ReinforceConfig) -> tuple[ReinforceConfig, Prompts]:
     train, val = read(c.data), read(c.val_data) if c.val_data else []
     if not val:  # the same prompts for every seed
         if len(train) < 2:
-            raise UserError("one prompt cannot be trained on and held out: give more, or --val-data")
+            raise UserError(
+                "one prompt cannot be trained on and held out: give more, or --val-data"
+            )
         n = min(max(1, round(c.val_share * len(train))), len(train) - 1)
         held = set(np.random.default_rng(0).permutation(len(train))[:n].tolist())
         val = [x for i, x in enumerate(train) if i in held]
