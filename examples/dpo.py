@@ -1,4 +1,4 @@
-"""DPO (Rafailov et al. 2023): train on pairs of answers, of which people preferred one. Checkpoints, metrics, report: as in training.
+"""DPO (Rafailov et al. 2023): train on pairs of answers, one of them preferred. Checkpoints, metrics, report: as in training.
 
 python examples/dpo.py MODEL_FOLDER PAIRS.jsonl [STEPS]      lines of "prompt", "chosen", "rejected"; the run is runs/dpo
 

@@ -19,8 +19,8 @@ def reward(record: dict, completions: list[str]) -> list[float]:
     return [n / len(right) for n in hits]
 
 
-def problem(rng: random.Random, longest: int) -> dict:
-    digits = [rng.choice("0123456789") for _ in range(rng.randint(3, longest))]
+def problem(rng: random.Random) -> dict:
+    digits = rng.choices("0123456789", k=rng.randint(3, 5))
     return {"prompt": f"sort {' '.join(digits)} =", "answer": " ".join(sorted(digits))}
 
 
@@ -29,11 +29,11 @@ def main(folder: str, seed: int = 0) -> None:
     out.mkdir(parents=True, exist_ok=True)
     texts = [" ".join(sorted(rng.choices("0123456789", k=rng.randint(3, 8)))) for _ in range(40000)]
     (out / "text.txt").write_text("\n".join(texts) + "\n")
-    test = [problem(rng, 6) for _ in range(200)]
-    seen = {x["prompt"] for x in test}
-    rest = [x for x in (problem(rng, 6) for _ in range(6000)) if x["prompt"] not in seen]
-    chats = [{"prompt": x["prompt"], "completion": " " + x["answer"]} for x in rest[:2000]]
-    for name, lines in (("chats", chats), ("prompts", rest[2000:]), ("test", test)):
+    problems = [problem(rng) for _ in range(9000)]
+    once = list({x["prompt"]: x for x in problems}.values())
+    test, rest = once[:200], once[200:]
+    chats = [{"prompt": x["prompt"], "completion": " " + x["answer"]} for x in rest[:1500]]
+    for name, lines in (("chats", chats), ("prompts", rest[1500:]), ("test", test)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / f"{name}.jsonl").write_text(text)
 

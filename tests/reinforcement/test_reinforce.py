@@ -102,6 +102,17 @@ def test_rollouts_do_not_depend_on_what_is_generated_with_them(whole, folder, tm
     assert metrics(alone) == metrics(whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_on_a_gpu(folder, tmp_path, precision):
+    """With cuBLAS and captured decoding steps, every step a new set of weights."""
+    config = twins.small(vocab_size=290, head_dim=64, dim=128, hidden_dim=256, max_seq_len=128, qk_norm=False)  # fmt: skip
+    twins.random_model(config, device="cpu").save_pretrained(tmp_path / "model", Tokenizer.load(folder))  # fmt: skip
+    given = dict(init=str(tmp_path / "model"), device="gpu", precision=precision, batch=64, max_new_tokens=60)  # fmt: skip
+    run = reinforce(config_of(folder, tmp_path, **given, updates=2), SILENT)
+    assert [m["ratio_error"] + m["rollout_kl"] for m in steps_of(run)] == [0.0] * 4
+
+
 def test_without_exact_the_drift_is_measured(folder, tmp_path):
     run = reinforce(config_of(folder, tmp_path, exact=False, steps=2), SILENT)
     drift = [m["ratio_error"] for m in steps_of(run)]
@@ -112,7 +123,7 @@ def test_without_exact_the_drift_is_measured(folder, tmp_path):
 def test_a_difference_of_bits_ends_an_exact_run(folder, tmp_path, monkeypatch):
     """The engine computes in batch-invariant mode, training does not."""
     monkeypatch.setattr(module, "batch_invariant", lambda on: contextlib.nullcontext())
-    with pytest.raises(UserError, match="step 1: training computes other log-prob.*--no-exact"):
+    with pytest.raises(UserError, match=r"step 1: training computes other log-prob.*--no-exact"):
         reinforce(config_of(folder, tmp_path), SILENT)
 
 

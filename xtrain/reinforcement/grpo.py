@@ -7,9 +7,9 @@
                  KL = exp(d) - d - 1,   d = log pi_ref(token) - log pi(token)            (Schulman's k3: never negative)
     derivative   dL / dlog pi = 1/N (-A r [not clipped] + beta (1 - exp(d)))
 
-"Clipped" is a token whose r has left [1 - eps, 1 + eps] in the direction of its advantage: the min takes the constant. As long as the
-weights are those that drew the tokens, r = 1 and the gradient is that of REINFORCE with the group's mean as baseline. This is only
-true if both computations of log pi give the same bits (kernels/runtime/invariance.py).
+"Clipped" is a token whose r has left [1 - eps, 1 + eps] in the direction of its advantage: the min takes the constant. As long
+as the weights are those that drew the tokens, r = 1 and the gradient is that of REINFORCE with the group's mean as baseline. This
+holds exactly only if both computations of log pi give the same bits (kernels/runtime/invariance.py).
 
 Arrays are (B, T), one row per completion, computed in float64 on the host: a few numbers per token.
 """
@@ -58,8 +58,8 @@ def surrogate(
 ) -> Surrogate:
     """logprobs, rollout, reference (B, T): of each token by the weights now, when it was drawn, and by the reference.
 
-    advantages (B, T).  counted (B, T) bool: which tokens belong to completions; values elsewhere are ignored.  inv_count: 1 / number of
-    these in the whole batch.  kl: beta.
+    advantages (B, T).  counted (B, T) bool: which tokens belong to completions; values elsewhere are ignored.
+    inv_count: 1 / number of these in the whole batch.  kl: beta.
     """
     now, then, A = (x[counted].astype(np.float64) for x in (logprobs, rollout, advantages))
     ratio = np.exp(now - then)

@@ -3,9 +3,9 @@
 A step has three parts. The engine (serving/engine.py) draws completions with the model that is trained: the same object, the same
 memory, in the same process. The task rewards them. Then come --updates optimizer steps over them (grpo.py).
 
-With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the log-probability of a token. So
-the ratio of the first update is exactly 1 and the KL between the two exactly 0. Every step checks this. Without it, metrics.jsonl
-shows how far the two drift apart: ratio_error, rollout_kl.
+With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the log-probability of a token.
+So the ratio of the first update is exactly 1 and the KL between the two exactly 0. Every step checks this. Without it,
+metrics.jsonl shows how far the two drift apart: ratio_error, rollout_kl.
 
 Random numbers of a completion follow from the seed, the number of its prompt in the run and its number in the group. So a resumed
 run draws the same completions.
@@ -300,7 +300,7 @@ class ReinforceRun(Run):
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the rollouts of the prompt that is the `number`-th of the run; Engine.generate gives each of a group its stream."""
+    """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
 
 
