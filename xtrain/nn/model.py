@@ -327,7 +327,7 @@ class Transformer(Module):
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
     def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
-        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32, NaN where it is -100.
+        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32; NaN at -100.
 
         For a loss of any form: `functional.with_gradient` takes its value and its derivative by each, zeros where they are NaN
         (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
