@@ -31,6 +31,7 @@ def main(folder: str, seed: int = 0) -> None:
     (out / "text.txt").write_text("\n".join(texts) + "\n")
     problems = [problem(rng) for _ in range(9000)]
     once = list({x["prompt"]: x for x in problems}.values())
+    rng.shuffle(once)
     test, rest = once[:200], once[200:]
     chats = [{"prompt": x["prompt"], "completion": " " + x["answer"]} for x in rest[:1500]]
     for name, lines in (("chats", chats), ("prompts", rest[1500:]), ("test", test)):

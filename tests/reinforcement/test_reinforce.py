@@ -102,6 +102,14 @@ def test_rollouts_do_not_depend_on_what_is_generated_with_them(whole, folder, tm
     assert metrics(alone) == metrics(whole)
 
 
+def test_adapters_on_a_frozen_model(folder, tmp_path):
+    run = reinforce(config_of(folder, tmp_path, lora=4, lr=1e-2, kl=0.01, steps=3), SILENT)
+    lines = steps_of(run)
+    assert [m["ratio_error"] + m["rollout_kl"] for m in lines] == [0.0] * 3
+    assert lines[0]["reference_kl"] == 0.0 < lines[-1]["reference_kl"]
+    assert (run / "checkpoints" / "step-000003" / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_bits_on_a_gpu(folder, tmp_path, precision):

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from ..cli import say
-from ..config import RESUME_KEYS, Preset, TrainConfig
+from ..config import RESUME_KEYS, Preset
 from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..device import Array, to_device, to_numpy
@@ -37,6 +37,7 @@ from ..serving.requests import Completion
 from ..training import loop, run_folder
 from ..training.run import Run, StepResult
 from ..tuning.examples import Example
+from ..tuning.finetune import AdapterConfig, adapted
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
 from .prompts import Prompt, Prompts, Task, read_prompts
@@ -45,7 +46,7 @@ KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact
 
 
 @dataclass(frozen=True)
-class ReinforceConfig(TrainConfig):
+class ReinforceConfig(AdapterConfig):
     """One run of reinforcement learning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
 
     preset: str = "reinforce"  # the name of the run's folder, if no --name is given
@@ -148,7 +149,9 @@ class ReinforceRun(Run):
         return self.tokens
 
     def resume_options(self) -> dict[str, Any]:
-        return super().resume_options() | {"stop": sorted(self.stop)}
+        adapter = dict(self.model.adapter or {})
+        adapter.pop("base_model_name_or_path", None)
+        return super().resume_options() | {"stop": sorted(self.stop)} | adapter
 
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
@@ -374,6 +377,5 @@ def reinforce(
     write_report: see training.loop.train.
     """
     config, corpus = prepare(config)
-    return loop.train(
-        config, console, make_run=ReinforceRun, corpus=corpus, write_report=write_report
-    )
+    more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
+    return loop.train(config, console, make_run=ReinforceRun, write_report=write_report, **more)

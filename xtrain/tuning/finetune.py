@@ -34,7 +34,35 @@ SAMPLE_TOKENS = 200
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(TrainConfig):
+class AdapterConfig(TrainConfig):
+    """A training of all weights, or of adapters."""
+
+    lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
+    # the adapters' product is multiplied by this / rank; none: twice the rank
+    lora_alpha: float | None = None
+    # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    lora_targets: tuple[str, ...] = ("all",)
+
+    def validate(self) -> None:
+        """Raises UserError on a value out of range."""
+        super().validate()
+        if self.lora < 0 or (not self.lora and (self.lora_alpha or self.lora_targets != ("all",))):
+            raise UserError(f"--lora must be a positive rank, got {self.lora}")
+        if self.lora:
+            self.adapters("")
+        if self.lora and not self.resume and is_adapter(Path(self.init or "")):
+            raise UserError(
+                f"{self.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
+            )
+
+    def adapters(self, base: str) -> Lora:
+        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
+        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
+        return Lora(self.lora, self.lora_alpha or 2.0 * self.lora, targets, base)
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(AdapterConfig):
     """One fine-tuning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
 
     preset: str = "finetune"  # the name of the run's folder, if no --name is given
@@ -43,11 +71,6 @@ class FinetuneConfig(TrainConfig):
     # .jsonl files to validate on; none: a share of --data
     val_data: tuple[str, ...] = ()
     val_share: float = 0.05  # of the examples in --data, held out without --val-data
-    lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
-    # the adapters' product is multiplied by this / rank; none: twice the rank
-    lora_alpha: float | None = None
-    # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
-    lora_targets: tuple[str, ...] = ("all",)
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
@@ -75,19 +98,10 @@ class FinetuneConfig(TrainConfig):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
-        if self.lora < 0 or (not self.lora and (self.lora_alpha or self.lora_targets != ("all",))):
-            raise UserError(f"--lora must be a positive rank, got {self.lora}")
-        if self.lora:
-            self.adapters("")
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
-
-    def adapters(self, base: str) -> Lora:
-        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
-        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
-        return Lora(self.lora, self.lora_alpha or 2.0 * self.lora, targets, base)
 
 
 @dataclass(frozen=True)
@@ -331,11 +345,6 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
         run = run_folder.to_resume(config)
         resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
         return model_folder(run if resumes else Path(config.init or ""), say)
-
-    if config.lora and not config.resume and is_adapter(Path(config.init or "")):
-        raise UserError(
-            f"{config.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
-        )
 
     folder = ranks.on_rank_0(source)
     context = read_config(folder).max_seq_len
