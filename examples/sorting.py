@@ -1,8 +1,9 @@
-"""A task for reinforcement learning whose answers a program can check: sort digits.
+"""A task for reinforcement learning whose answers a program can check: sort digits, the smallest first.
 
 python examples/sorting.py FOLDER      writes text.txt, chats.jsonl, prompts.jsonl and test.jsonl
 
-The path from here to a model that sorts, each step one command: lessons/howto/after_pretraining.md.
+The texts sort in both directions: a model that has learned from them can do the task, but no prompt says which answer is wanted.
+The reward does. The whole path, each step one command: lessons/howto/after_pretraining.md.
 """
 
 import json
@@ -12,29 +13,28 @@ from pathlib import Path
 
 
 def reward(record: dict, completions: list[str]) -> list[float]:
-    """The share of digits that are in the right place; a completion of another length gets nothing."""
+    """1 for the right answer, else 0."""
     right = record["answer"].split()
-    found = [text.split() for text in completions]
-    hits = [sum(a == b for a, b in zip(right, x)) if len(x) == len(right) else 0 for x in found]
-    return [n / len(right) for n in hits]
-
-
-def problem(rng: random.Random) -> dict:
-    digits = rng.choices("0123456789", k=rng.randint(3, 5))
-    return {"prompt": f"sort {' '.join(digits)} =", "answer": " ".join(sorted(digits))}
+    return [float(text.split() == right) for text in completions]
 
 
 def main(folder: str, seed: int = 0) -> None:
     rng, out = random.Random(seed), Path(folder)
+    lists = {tuple(rng.choices("0123456789", k=rng.randint(3, 5))) for _ in range(60000)}
+    problems = [
+        {"prompt": f"sort {' '.join(digits)} =", "answer": " ".join(sorted(digits))}
+        for digits in sorted(lists)
+    ]
+    rng.shuffle(problems)
+
+    def either(x: dict) -> str:
+        return " " + (x["answer"] if rng.random() < 0.5 else x["answer"][::-1])
+
+    test, prompts, rest = problems[:200], problems[200:4200], problems[4200:]
+    chats = [{"prompt": x["prompt"], "completion": either(x)} for x in rest[:1000]]
     out.mkdir(parents=True, exist_ok=True)
-    texts = [" ".join(sorted(rng.choices("0123456789", k=rng.randint(3, 8)))) for _ in range(40000)]
-    (out / "text.txt").write_text("\n".join(texts) + "\n")
-    problems = [problem(rng) for _ in range(9000)]
-    once = list({x["prompt"]: x for x in problems}.values())
-    rng.shuffle(once)
-    test, rest = once[:200], once[200:]
-    chats = [{"prompt": x["prompt"], "completion": " " + x["answer"]} for x in rest[:1500]]
-    for name, lines in (("chats", chats), ("prompts", rest[1500:]), ("test", test)):
+    (out / "text.txt").write_text("".join(f"{x['prompt']}{either(x)}\n" for x in rest[1000:]))
+    for name, lines in (("chats", chats), ("prompts", prompts), ("test", test)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / f"{name}.jsonl").write_text(text)
 

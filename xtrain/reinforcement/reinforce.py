@@ -13,7 +13,7 @@ run draws the same completions.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -31,17 +31,22 @@ from ..kernels.runtime.invariance import batch_invariant
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
+from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
+from ..parallel.ranks import Ranks
+from ..parallel.watchdog import AbortOnError
 from ..serving.engine import Engine
 from ..serving.pretrained import stop_tokens
 from ..serving.requests import Completion
 from ..training import loop, run_folder
 from ..training.run import Run, StepResult
+from ..training.single_process import SINGLE_PROCESS, SingleProcess
 from ..tuning.examples import Example
 from ..tuning.finetune import AdapterConfig, adapted
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
 from .prompts import Prompt, Prompts, Task, read_prompts
 
+Config = TypeVar("Config", bound="ReinforceConfig")
 KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
 
 
@@ -100,10 +105,6 @@ class ReinforceConfig(AdapterConfig):
                 raise UserError(
                     f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
                 )
-        if self.batch is not None and self.batch % self.group:
-            raise UserError(
-                f"--batch {self.batch} is not a multiple of --group {self.group}: choose one that is"
-            )
         if not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
         if not 0 <= self.kl < float("inf"):
@@ -156,6 +157,7 @@ class ReinforceRun(Run):
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
         """Completions of each prompt, one prompt after the other. Raises UserError if logits are NaN."""
+        self.beat()
         ids, most = [x.ids for x in prompts], self.config.max_new_tokens
         found = self.engine.generate(ids, most, stop=self.stop, **options)
         if any(x.reason == "nan" for x in found):
@@ -286,7 +288,6 @@ class ReinforceRun(Run):
         c, r = self.config, self.ranks
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
-        self.beat()
         completions = self.generate(mine) if mine else []
         total = float(self.rewards(mine, completions, 1).sum()) if mine else 0.0
         reward = r.sum([total])[0] / len(prompts)
@@ -302,6 +303,19 @@ class ReinforceRun(Run):
         return f"{self.corpus.tokenizer.decode([*prompt.ids, *completion])}\nreward {reward:g}"
 
 
+@dataclass(frozen=True)
+class ParallelReinforceConfig(ReinforceConfig, ParallelConfig):
+    """Reinforcement learning on several ranks. --batch counts the completions of all."""
+
+
+class ParallelReinforceRun(ReinforceRun, ParallelRun):
+    """The same on several ranks: each draws, rewards and trains its share of the prompts."""
+
+    @property
+    def program(self) -> str:
+        return f"{ParallelRun.program.fget(self)} reinforce"  # type: ignore[attr-defined]
+
+
 def seed_of(seed: int, number: int) -> int:
     """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
@@ -314,8 +328,8 @@ def example(prompt: Prompt, completion: list[int]) -> Example:
 
 
 # ----------------------------------------------------------------------------- a whole run
-def prepare(config: ReinforceConfig) -> tuple[ReinforceConfig, Prompts]:
-    """-> the config with every option that the prompts decide, and the prompts with the task. Raises UserError."""
+def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
+    """-> the config with every option that the prompts decide, and the prompts with the task. Raises UserError, on every rank."""
     c = config
     c.validate()
     for option in ("tokenizer", "vocab_size", "seq_len"):
@@ -324,9 +338,18 @@ def prepare(config: ReinforceConfig) -> tuple[ReinforceConfig, Prompts]:
                 f"--{option.replace('_', '-')} does not apply: leave it out, model and prompts decide it"
             )
     task = Task(c.task)
-    run = run_folder.to_resume(c)
-    resumes = c.resume and bool(folders(run))  # then the model may be gone from --init
-    folder = model_folder(run if resumes else Path(c.init or ""), say)
+    if c.batch and c.batch % (c.group * ranks.world):
+        each = (
+            f"--group {c.group}" if ranks.world == 1 else f"--group {c.group} x {ranks.world} ranks"
+        )
+        raise UserError(f"--batch {c.batch} is not a multiple of {each}: choose one that is")
+
+    def source() -> Path:
+        run = run_folder.to_resume(c)
+        resumes = c.resume and bool(folders(run))  # then the model may be gone from --init
+        return model_folder(run if resumes else Path(c.init or ""), say)
+
+    folder = ranks.on_rank_0(source)
     context, tokenizer = read_config(folder).max_seq_len, Tokenizer.load(folder)
     template, stop = ChatTemplate.load(folder), stop_tokens(folder, tokenizer)
     if tokenizer.eos_token_id is not None:
@@ -355,7 +378,7 @@ def prepare(config: ReinforceConfig) -> tuple[ReinforceConfig, Prompts]:
         held = set(np.random.default_rng(0).permutation(len(train))[:n].tolist())
         val = [x for i, x in enumerate(train) if i in held]
         train = [x for i, x in enumerate(train) if i not in held]
-    if skipped:
+    if skipped and ranks.rank == 0:
         say(f"xtrain.reinforce: {skipped} prompts are longer than {room} tokens and were left out")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
@@ -376,6 +399,24 @@ def reinforce(
 
     write_report: see training.loop.train.
     """
-    config, corpus = prepare(config)
+    config, corpus = prepare(config, SINGLE_PROCESS)
     more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
     return loop.train(config, console, make_run=ReinforceRun, write_report=write_report, **more)
+
+
+def reinforce_parallel(
+    config: ParallelReinforceConfig,
+    ranks: Ranks,
+    console: Console | None = None,
+    guard: AbortOnError | None = None,
+    *,
+    write_report: Any,
+) -> Path:
+    """The same on several ranks; every rank must call this. guard: see parallel.ddp.train_parallel."""
+    if ranks.world == 1:
+        alone = for_one_rank(config, ReinforceConfig)
+        return reinforce(alone, console, write_report=write_report)
+    config, corpus = prepare(config, ranks)
+    with parallel_runs(config, ranks, guard, ParallelReinforceRun) as make_run:
+        more: dict[str, Any] = {"corpus": corpus, "make_model": adapted if config.lora else None}
+        return loop.train(config, console, ranks, make_run, write_report=write_report, **more)
