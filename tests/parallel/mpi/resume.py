@@ -9,9 +9,9 @@ import json
 import os
 import signal
 import sys
-import types
 import threading
 import time
+import types
 
 import numpy as np
 from common import TEXT, WORLD, options, run_checks, some_ranks, wait
