@@ -376,7 +376,7 @@ def cross_entropy(
     if inv_count_1 is None:
         check(not with_gradient, "cross_entropy: the gradient needs inv_count")
         inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel argument cannot be None
-    each = inv_count_1.shape == (N,)
+    each = getattr(inv_count_1, "shape", None) == (N,)
     check_array("cross_entropy", "inv_count", inv_count_1, (N,) if each else (1,))
     if out_N is not None:
         check_array("cross_entropy", "loss", out_N, (N,))

@@ -80,7 +80,7 @@ def linear_cross_entropy(
         linear_into(d_RP, x_RC, w_PC)
         gradient = want_dx or want_dw
         factors = inv_count_1
-        if inv_count_1 is not None and inv_count_1.shape == (N,):  # one per row
+        if inv_count_1 is not None and getattr(inv_count_1, "shape", None) == (N,):  # one per row
             factors = inv_count_1[part]
         cross_entropy(d_RP, targets_N[part], vocab_size, factors, gradient, out_N=loss_N[part])
         if dx_NC is not None:

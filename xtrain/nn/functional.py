@@ -443,11 +443,11 @@ class LinearLogprobs(Function):
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
         ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
-        N = x_NC.shape[0]
-        step, logprobs_N = _linear_cross_entropy.chunk_rows(N, rows), empty(x_NC, N, np.float32)
+        N, wide = x_NC.shape[0], np.float64 if x_NC.dtype == np.float64 else np.float32
+        step, logprobs_N = _linear_cross_entropy.chunk_rows(N, rows), empty(x_NC, N, wide)
         for first in range(0, N, max(step, 1)):
             part = slice(first, min(first + step, N))
-            logits = _gemm.linear_fwd(x_NC[part], w_PC, np.float32)
+            logits = _gemm.linear_fwd(x_NC[part], w_PC, wide)
             found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
             logprobs_N[part] = found[0]
         return logprobs_N
@@ -469,7 +469,7 @@ class WithGradient(Function):
     @staticmethod
     def forward(ctx, x, value, dx):
         ctx.save(dx)
-        loss = empty(x, 1, np.float32)
+        loss = empty(x, 1, np.float64 if x.dtype == np.float64 else np.float32)
         loss.fill(value)
         return loss.reshape(())
 
