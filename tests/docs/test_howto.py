@@ -80,7 +80,10 @@ def test_options_exist(page, command):
         assert re.search(rf"{option}\b", text), f"{page}: {command} has no {option}"
 
 
-FILES = {"my_lessons/01_threads.py", "sorting/chats.jsonl", "sorting/prompts.jsonl", "sorting/test.jsonl"}  # written by a command
+# written by a command
+FILES = {
+    "my_lessons/01_threads.py", "sorting/chats.jsonl", "sorting/prompts.jsonl", "sorting/test.jsonl",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)

@@ -339,10 +339,10 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
             )
     task = Task(c.task)
     if c.batch and c.batch % (c.group * ranks.world):
-        each = (
+        factors = (
             f"--group {c.group}" if ranks.world == 1 else f"--group {c.group} x {ranks.world} ranks"
         )
-        raise UserError(f"--batch {c.batch} is not a multiple of {each}: choose one that is")
+        raise UserError(f"--batch {c.batch} is not a multiple of {factors}: choose one that is")
 
     def source() -> Path:
         run = run_folder.to_resume(c)
