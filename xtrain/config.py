@@ -351,6 +351,15 @@ class TrainConfig(ShapeOptions):
         self._check_numbers()
         self._check_words()
 
+    def resume_keys(self) -> tuple[str, ...]:
+        """The options that determine the numbers, see RESUME_KEYS."""
+        return RESUME_KEYS
+
+    def may_change(self) -> set[str]:
+        """What --allow-change may name."""
+        shape = (f.name for f in fields(ModelConfig))
+        return {*self.resume_keys(), "data", "tokenizer", "variation", *shape}
+
     def presets(self) -> "dict[str, Preset]":
         """The presets to choose from."""
         return PRESETS
@@ -403,7 +412,7 @@ class TrainConfig(ShapeOptions):
             not (given and self.init and not self.resume),
             f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
         )
-        known = may_change()
+        known = self.may_change()
         for name in self.allow_change:
             _need(
                 name.replace("-", "_") in known,
@@ -420,11 +429,6 @@ class TrainConfig(ShapeOptions):
             self.name is None or _is_inside(self.name),
             f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
         )
-
-
-def may_change() -> set[str]:
-    """What --allow-change may name."""
-    return {*RESUME_KEYS, "data", "tokenizer", "variation", *(f.name for f in fields(ModelConfig))}
 
 
 class ResolvedConfig(TrainConfig):

@@ -1,4 +1,4 @@
-"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [finetune] [the options of xtrain.train or finetune] [--dp ...]
+"""Train on several ranks:   mpirun -n 4 python -m xtrain.ddp [finetune | reinforce] [the options of that command] [--dp ...]
 
 Every rank holds the whole model and computes its share of every batch. Loss and gradient are sums over the tokens of the
 batch, so the gradients of the ranks add up to the gradient of the whole batch. (--batch counts the sequences of all ranks.)
@@ -38,6 +38,7 @@ from .options import parse
 from .parallel.ddp import ParallelConfig, train_parallel
 from .parallel.ranks import connect
 from .parallel.watchdog import AbortOnError
+from .reinforcement.reinforce import ParallelReinforceConfig, reinforce_parallel
 from .report import page
 from .training.run_folder import parse_options
 from .training.single_process import SINGLE_PROCESS, SingleProcess
@@ -54,7 +55,10 @@ class Job:
 
 
 TRAINING = Job("python -m xtrain.ddp", ParallelConfig, train_parallel)
-JOBS = {"finetune": Job("python -m xtrain.ddp finetune", ParallelFinetuneConfig, finetune_parallel)}
+JOBS = {
+    "finetune": Job("python -m xtrain.ddp finetune", ParallelFinetuneConfig, finetune_parallel),
+    "reinforce": Job("python -m xtrain.ddp reinforce", ParallelReinforceConfig, reinforce_parallel),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

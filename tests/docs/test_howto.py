@@ -80,7 +80,10 @@ def test_options_exist(page, command):
         assert re.search(rf"{option}\b", text), f"{page}: {command} has no {option}"
 
 
-FILES = {"my_lessons/01_threads.py"}  # written by a command
+# written by a command
+FILES = {
+    "my_lessons/01_threads.py", "sorting/chats.jsonl", "sorting/prompts.jsonl", "sorting/test.jsonl",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -199,7 +202,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "finetune", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
+    "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--check", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--strict", "--tool", "--version",

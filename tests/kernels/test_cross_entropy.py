@@ -61,8 +61,26 @@ def test_kernel(shape, scale, dtype):
     check_kernel(*shape, scale, dtype)
 
 
-def check_kernel(N, V, P, scale, dtype):
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_one_factor_per_row(dtype):
+    """The gradient of sum(factor loss): factors of both signs, zeros, and one that is NaN in an ignored row."""
+    factors = np.array([0.5, -2.0, np.nan, 0.0, 1.5], np.float32)
+    check_kernel(5, 37, 40, 1.0, dtype, factors)
+    logits, targets, _ = case(5, 37, 40)
+    tx = torch.tensor(logits[:, :37], requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(tx, torch.tensor(targets), reduction="none")
+    (loss[targets != IGNORE] * torch.tensor(factors[targets != IGNORE])).sum().backward()
+    naive, out = to_kernel(logits), empty(to_kernel(logits), 5)
+    args = out, naive, to_kernel(targets), to_kernel(factors), 37, True
+    launch(cross_entropy_naive_kernel, 5, BLOCK, *args)
+    gradients = cross_entropy(logits.copy(), targets, 37, factors)[1], to_host(naive)
+    for gradient in gradients:
+        np.testing.assert_allclose(gradient[:, :37], tx.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def check_kernel(N, V, P, scale, dtype, factors=None):
     logits, targets, inv = case(N, V, P, scale, dtype)
+    inv = inv if factors is None else factors
     given = to_kernel(logits)
     loss, dlogits = cross_entropy(given, to_kernel(targets), V, to_kernel(inv))
     assert dlogits is given  # in place

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from checks import GPU, assert_as_good, normal, rng, to_host, to_kernel
 
 from xtrain import ModelConfig, Transformer
@@ -10,6 +11,7 @@ from xtrain.device import to_device
 from xtrain.kernels import gemm
 from xtrain.kernels import linear_cross_entropy as module
 from xtrain.kernels.cross_entropy import IGNORE, count_targets, mean_loss
+from xtrain.kernels.decoding.logprobs import token_logprobs
 from xtrain.kernels.linear_cross_entropy import (
     ROWS,
     UNIT,
@@ -57,6 +59,28 @@ def test_chunks_against_all_rows_at_once(size, rows):
             assert to_host(g).dtype == np.float32
             assert_as_good(g, e, o, floor=1e-6, what=f"{what}, {rows} rows")
         assert not to_host(got[2])[V:].any()  # padding
+
+
+def test_log_probabilities_and_their_gradients():
+    """In chunks and at once, with the bits of the engine; sum(factor logprob) against PyTorch. Every third is ignored."""
+    x, w, targets, _ = case(70, 8, 37, 40)
+    factors = normal(4, 70)
+    tx, tw = (torch.tensor(a, requires_grad=True) for a in (x, w))
+    counted = targets != IGNORE
+    theirs = torch.log_softmax(tx @ tw[:37].T, 1)[np.flatnonzero(counted), targets[counted]]
+    (theirs * torch.tensor(factors[counted])).sum().backward()
+    for rows in (64, None):
+        ox, ow = (Tensor(to_device(a, DEVICE), requires_grad=True) for a in (x, w))
+        logprobs = F.linear_logprobs(ox, ow, to_device(targets, DEVICE), 37, rows)
+        found = to_host(logprobs.data)
+        assert np.array_equal(np.isnan(found), ~counted)
+        np.testing.assert_allclose(found[counted], theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+        logprobs.backward(to_device(factors, DEVICE))
+        for ours, other in ((ox, tx), (ow, tw)):
+            np.testing.assert_allclose(to_host(ours.grad), other.grad.numpy(), rtol=1e-4, atol=1e-5)
+    logits = gemm.linear_fwd(to_device(x, DEVICE), to_device(w, DEVICE))
+    engine = token_logprobs(logits, to_device(targets, DEVICE), 2, 37)[0]
+    assert np.array_equal(found[counted], to_host(engine)[counted])
 
 
 @pytest.mark.gpu

@@ -170,6 +170,8 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
     "linear_cross_entropy": ("x: N C, w: P C", lambda d, x, w: F.linear_cross_entropy(x, w, (t := d.targets(d.N, d.V)), d.V, count_targets(t), 2)),
+    "linear_logprobs": ("x: N C, w: P C", lambda d, x, w: F.linear_logprobs(x, w, d.ids(d.N, d.V), d.V, 2)),
+    "with_gradient": ("x: N C", lambda d, x: F.with_gradient(x, (x.data**3).sum(), 3 * x.data**2)),
     "add": ("a: N C, b: N C", lambda d, a, b: F.add(a, b)),
     "scale": ("x: N C", lambda d, x: F.scale(x, -1.7)),
     "cast": ("x: N C", lambda d, x: F.cast(x, np.float32)),

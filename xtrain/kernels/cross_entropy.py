@@ -6,7 +6,8 @@
                dL/dx_v = inv_count (p_v - [v == target])
 
 inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its micro-batches simply
-add up. A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
+add up. It may also be one number per row: dL/d(loss_n) of a loss that is no mean (reinforcement learning).
+A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
 part of the softmax, and their gradient is exactly 0.
 
 Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits, float32 or bf16. m and the
@@ -93,8 +94,8 @@ def cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradie
     loss_N[wrong_N] = np.nan
     if not with_gradient:
         return loss_N, None
-    x_NV *= (inv_count_1[0] / sum_N)[:, None]
-    x_NV[n, target_N] -= inv_count_1[0]
+    x_NV *= (inv_count_1 / sum_N)[:, None]
+    x_NV[n, target_N] -= inv_count_1  # one for all rows, or one per row
     x_NV[ignored_N] = 0
     x_NV[wrong_N] = np.nan
     logits_NP[:, vocab_size:] = 0
@@ -127,7 +128,7 @@ def cross_entropy_naive_kernel(
     if tid == 0:
         loss_N[n] = math.log(total) + (top - at_target) if used > 0 else float32(0.0)
     if with_gradient:
-        inv_count = inv_count_1[0]
+        inv_count = inv_count_1[min(n, inv_count_1.size - 1)]
         factor = inv_count / total if target >= 0 and target < used else float32(math.nan)
         for v in range(tid, used, BLOCK):
             d = math.exp(logits_NP[n, v] - top) * factor
@@ -295,7 +296,7 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
         if tid == 0:
             loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
-            used, inv_count = vocab_size, inv_count_1[0]
+            used, inv_count = vocab_size, inv_count_1[min(n, inv_count_1.size - 1)]
             if not counted:
                 used = full_end = reg_begin = smem_end = 0  # zeros everywhere
             factor = inv_count / total if in_vocabulary else float32(math.nan)
@@ -362,7 +363,8 @@ def cross_entropy(
 ) -> tuple[Array, Array | None]:
     """-> loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which **overwrites the logits**.
 
-    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets.
+    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets; or (N,), one
+    factor per row, for the gradient of sum(inv_count loss).
     with_gradient=False leaves the logits unchanged and returns None for the gradient; then inv_count may be None.
     A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU, where the check would have
     to synchronize, loss and gradient of that row are NaN. Raises ValueError or TypeError for other shapes or dtypes.
@@ -374,7 +376,8 @@ def cross_entropy(
     if inv_count_1 is None:
         check(not with_gradient, "cross_entropy: the gradient needs inv_count")
         inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel argument cannot be None
-    check_array("cross_entropy", "inv_count", inv_count_1, (1,))
+    each = getattr(inv_count_1, "shape", None) == (N,)
+    check_array("cross_entropy", "inv_count", inv_count_1, (N,) if each else (1,))
     if out_N is not None:
         check_array("cross_entropy", "loss", out_N, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):

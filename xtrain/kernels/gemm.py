@@ -237,7 +237,9 @@ def linear_into(
         if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
             product(y_RO, x_RI, w_OI)
             continue
-        padded_RI, whole_RO = zeros(x_NI, (R, x_NI.shape[1])), empty(y_NO, (R, y_NO.shape[1]))
+        padded_RI = zeros(x_NI, (R, x_NI.shape[1]))
+        make = zeros if accumulate or b_O is not None else empty  # what is added to must be numbers
+        whole_RO = make(y_NO, (R, y_NO.shape[1]))
         padded_RI[: len(x_RI)] = x_RI
         if accumulate or b_O is not None:
             whole_RO[: len(y_RO)] = y_RO

@@ -53,7 +53,8 @@ def linear_cross_entropy(
     """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
 
     -> loss (N,) float32, and the gradients of inv_count sum(loss): dx like x, and dw (P, C) float32; None for those that
-    are not wanted (if neither is, inv_count may be None). rows: the largest chunk. Errors as in cross_entropy.
+    are not wanted (if neither is, inv_count may be None). inv_count (1,), or (N,): one factor per row. rows: the largest chunk.
+    Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -78,7 +79,10 @@ def linear_cross_entropy(
         x_RC, d_RP = x_NC[part], logits_RP[: part.stop - first]
         linear_into(d_RP, x_RC, w_PC)
         gradient = want_dx or want_dw
-        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
+        factors = inv_count_1
+        if inv_count_1 is not None and getattr(inv_count_1, "shape", None) == (N,):  # one per row
+            factors = inv_count_1[part]
+        cross_entropy(d_RP, targets_N[part], vocab_size, factors, gradient, out_N=loss_N[part])
         if dx_NC is not None:
             matmul(dx_NC[part], d_RP, w_PC)
         if dw_PC is not None:

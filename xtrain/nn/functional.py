@@ -25,6 +25,7 @@ from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
 from ..kernels.attention.key_bounds import UNBOUNDED
 from ..kernels.decoding import gemv as _gemv
+from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.primitives.flat import same_place
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
@@ -416,15 +417,68 @@ class LinearCrossEntropy(Function):
             for gradient in (dx_NC, dw_PC):
                 if gradient is not None:
                     _elementwise.scale_into(gradient, dloss.reshape(1))
-        if dw_PC is None:
-            return dx_NC, None
-        target_PC, add = ctx.grad_target(1, w_PC)
-        dw_PC = _cast.cast_fwd(dw_PC, target_PC.dtype)
-        if add:
-            _elementwise.add_into(target_PC, dw_PC)
-        else:
-            target_PC[...] = dw_PC
-        return dx_NC, target_PC
+        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | None:
+    """Write or add dw, float32 or None, where the gradient of argument 1 goes. -> that memory"""
+    if dw_PC is None:
+        return None
+    target_PC, add = ctx.grad_target(1, w_PC)
+    dw_PC = _cast.cast_fwd(dw_PC, target_PC.dtype)
+    if add:
+        _elementwise.add_into(target_PC, dw_PC)
+    else:
+        target_PC[...] = dw_PC
+    return target_PC
+
+
+class LinearLogprobs(Function):
+    """log_softmax(x w^T) at the targets, (N,) float32, for a loss of any form; NaN where the target is -100.
+
+    The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are (kernels/runtime/invariance.py). The logits
+    exist for a few rows at a time. Backward computes them again: -logprob is the cross-entropy, with one factor per row.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
+        ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
+        N, wide = x_NC.shape[0], np.float64 if x_NC.dtype == np.float64 else np.float32
+        step, logprobs_N = _linear_cross_entropy.chunk_rows(N, rows), empty(x_NC, N, wide)
+        for first in range(0, N, max(step, 1)):
+            part = slice(first, min(first + step, N))
+            logits = _gemm.linear_fwd(x_NC[part], w_PC, wide)
+            found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
+            logprobs_N[part] = found[0]
+        return logprobs_N
+
+    @staticmethod
+    def backward(ctx, dlogprobs_N):
+        x_NC, w_PC, targets_N, vocab_size, rows = ctx.saved
+        factors_N = _elementwise.scale_fwd(dlogprobs_N, -1.0)
+        _, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, factors_N, *ctx.needs_grad[:2], rows
+        )
+        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+class WithGradient(Function):
+    """A loss, shape (), whose value (a float) and derivative by x (an array like x) are known already: for losses over few
+    numbers, such as log-probabilities, that are written in NumPy."""
+
+    @staticmethod
+    def forward(ctx, x, value, dx):
+        ctx.save(dx)
+        loss = empty(x, 1, np.float64 if x.dtype == np.float64 else np.float32)
+        loss.fill(value)
+        return loss.reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (dx,) = ctx.saved
+        if not is_unit(dloss):
+            _elementwise.scale_into(dx, dloss.reshape(1))
+        return dx
 
 
 class Add(Function):
@@ -531,6 +585,7 @@ rope, qk_norm_rope = Rope.apply, QKNormRope.apply
 attention, causal_softmax = Attention.apply, CausalSoftmax.apply
 swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
 swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply
+linear_logprobs, with_gradient = LinearLogprobs.apply, WithGradient.apply
 add, scale, cast, cast_gradient = Add.apply, Scale.apply, Cast.apply, CastGradient.apply
 swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
 

@@ -318,19 +318,38 @@ class Transformer(Module):
         Raises UserError like calling the model. Without any target the loss is 0.
         The logits never exist as a whole, and this call already computes their gradient: use no_grad if no backward follows.
         """
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        vocab_size = self.config.vocab_size
+        if inv_count is None:
+            inv_count = count_targets(targets_N)
+        if type(self).logits is not Transformer.logits:  # overridden
+            return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
+        return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
+
+    def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
+        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32; NaN at -100.
+
+        For a loss of any form: `functional.with_gradient` takes its value and its derivative by each, zeros where they are NaN
+        (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
+        Raises UserError like calling the model, and if a derived class overrides `logits`.
+        """
+        if type(self).logits is not Transformer.logits:
+            raise UserError(
+                f"{type(self).__name__} overrides `logits`, of which logprobs knows nothing: override it too"
+            )
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        logprobs_N = F.linear_logprobs(x_NC, self._head(), targets_N, self.config.vocab_size)
+        return logprobs_N.reshape(*ids.shape)
+
+    def _hidden_and_targets(self, ids, targets, starts):
+        """Check all three. -> hidden (N, C), targets (N,) on the device"""
         ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
         if targets.shape != ids.shape:
             raise UserError(
                 f"targets have shape {targets.shape}, ids {ids.shape}: they must be the same"
             )
-        targets_N = self._to_device(targets.reshape(-1))
-        if inv_count is None:
-            inv_count = count_targets(targets_N)
         sequences = () if starts is None else (self.packed_sequences(starts, ids.shape),)
-        x_NC, vocab_size = self.hidden(ids, *sequences), self.config.vocab_size
-        if type(self).logits is not Transformer.logits:  # overridden
-            return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
-        return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
+        return self.hidden(ids, *sequences), self._to_device(targets.reshape(-1))
 
     def hidden(self, ids: Array, sequences: Sequences | None = None) -> Tensor:
         """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model.

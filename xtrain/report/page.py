@@ -36,7 +36,7 @@ def page(runs: list[Record]) -> str:
     body = [
         section(run)
         for section in (
-            sections.curves, sections.events, sections.sentence, sections.samples, sections.profile,
+            sections.rewards, sections.curves, sections.events, sections.sentence, sections.samples, sections.profile,
             sections.configuration,
         )
     ]  # fmt: skip

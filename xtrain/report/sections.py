@@ -24,6 +24,7 @@ def head(run: Record) -> str:
         ("steps", f"{run.steps:,}" + (f" of {goal:,}" if isinstance(goal, int) else "")),
         ("training loss", _shown(_last_mean(run), "{:.4f}")),
         ("validation loss", _shown(val, "{:.4f}")),
+        ("validation reward", _shown(run.last("val_reward"), "{:.4f}")),
         ("bits per byte", _shown(bpb, "{:.3f}")),
         ("bits per byte, bigrams", _shown(_float(bigram), "{:.3f}")),
         ("tokens per second", _shown(speed, "{:,.0f}")),
@@ -90,6 +91,54 @@ def tasks(run: Record) -> list[str]:
         )
         for metric, files in names.items()
     ]
+
+
+def rewards(run: Record) -> str:
+    """The charts of reinforcement learning, and what the log-probabilities of rollouts and training have in common."""
+    reward, error, kl = (run.points(name) for name in ("reward", "ratio_error", "rollout_kl"))
+    if not reward:
+        return ""
+    measured = [y for _, y in (*error, *kl) if y is not None]
+    if len(measured) == 2 * len(reward) and not any(measured):
+        text = f"In all {len(reward):,} steps the ratio of the first update was exactly 1, and the KL exactly 0: rollouts and training "
+        text += "computed the same bits."
+    else:
+        text = f"Log-probabilities of rollouts and training differ: the ratio of a first update was off by up to {max(measured, default=0):.2g}."
+    charts = [
+        chart(
+            "Reward",
+            "mean of a step",
+            [
+                Curve("rollouts", reward, palette(0), "faint"),
+                Curve("rollouts, running mean", running_mean(reward), palette(0)),
+                Curve("validation", run.points("val_reward"), palette(1), "dots"),
+            ],
+        ),
+        chart(
+            "Rollouts against training",
+            "first update",
+            [Curve("|ratio - 1|, largest", error, palette(4)), Curve("KL", kl, palette(5))],
+        ),
+        chart(
+            "Completions",
+            "tokens",
+            [Curve("mean length", run.points("completion_tokens"), palette(2))],
+        ),
+        chart(
+            "Shares",
+            "of tokens, of groups",
+            [
+                Curve("clipped tokens", run.points("clipped"), palette(3)),
+                Curve("groups of equal rewards", run.points("equal_groups"), palette(1)),
+            ],
+        ),
+        chart(
+            "KL to the reference",
+            "nats per token",
+            [Curve("KL", run.points("reference_kl"), palette(5))],
+        ),
+    ]
+    return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(charts)}</div>'
 
 
 def layer_norms(run: Record) -> str:

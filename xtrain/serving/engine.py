@@ -111,8 +111,8 @@ class Engine:
     bits of `with xtrain.batch_invariant(): model(ids)`, also where blocks are shared and after a preemption. It costs speed:
     products have a fixed number of rows, and decoding uses the attention of prefill.
     reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
-    of them has ended (earlier turns of a chat). New weights are detected if they are assigned as `parameter.data = x`, not if
-    they are written in place.
+    of them has ended (earlier turns of a chat). New weights are detected if AdamW has written them or if they are assigned as
+    `parameter.data = x`; if they are written in place, call `forget_prefixes`.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
@@ -399,6 +399,11 @@ class Engine:
         """End the request: the next step frees its slot. Never waits, so it is safe at any time, also during garbage
         collection. A step that is running in another thread may append one more token."""
         request.completion.end("cancelled")
+
+    def forget_prefixes(self) -> None:
+        """Reuse nothing that has been computed so far. For weights that were written in place, as `weights[...] = x`: AdamW and
+        `parameter.data = x` are detected. Unfinished sequences keep their earlier keys and values."""
+        self.model.arena.version.count += 1
 
     def _remove_cancelled(self) -> None:
         for request in [r for r in self.unfinished_requests.values() if r.completion.reason]:

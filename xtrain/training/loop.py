@@ -128,8 +128,7 @@ class Loop:
         if due.layers:
             log.layers(run.done, run.layer_norms())
         if due.validation:
-            loss, bpb = run.validate()
-            log.validation(run.done, loss, bpb, run.corpus.bigram_bpb)
+            run.report_validation(log)
         if due.tasks:
             self.evaluate_tasks()
         if due.sample:
@@ -171,7 +170,8 @@ class Loop:
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.skips_in_a_row_read = run.skips_in_a_row_read + 1 if skipped else 0
             run.skipped += skipped is not None
-            self.log.step(StepNumbers(step.step, loss, norm, step.lr, skipped), timing)
+            numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, step.extra)
+            self.log.step(numbers, timing)
             if run.skips_in_a_row_read == c.max_skips:
                 raise UserError(
                     f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step {step.step}: {skipped}. First "
@@ -182,8 +182,8 @@ class Loop:
 
     def timing(self, seconds: float, phases_ms: dict[str, float]) -> dict[str, Any]:
         """A line of timing.jsonl. seconds, phases_ms: of one step."""
-        run, c = self.run, self.run.config
-        speed = c.batch * c.seq_len / seconds
+        run = self.run
+        speed = run.step_tokens / seconds
         flops = speed / run.ranks.world * self.flops_per_token
         return {
             "tokens_per_s": speed,

@@ -4,14 +4,14 @@ import functools
 import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import blas
-from ..config import RESUME_KEYS, SHAPES, ModelConfig, ResolvedConfig, may_change
+from ..config import SHAPES, ModelConfig, ResolvedConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, to_device, to_numpy
 from ..errors import UserError
@@ -42,6 +42,7 @@ class StepResult:
     loss: Array
     grad_norm: Array
     lr: float
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
 
 
 class Run:
@@ -99,16 +100,19 @@ class Run:
         """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
         self.beat()
         self.phase_timer.begin("data")
-        batch = self.next_batch()
-        inv_count = self.parallel.inverse_target_count(batch[1])
-        self.phase_timer.begin("step")
-        lr = self.optimizer.lr = self.learning_rate()
-        hyper = self.optimizer.advance()
-        loss, norm = self.on_device(hyper, inv_count, *batch)  # eager, or a CUDA graph
+        loss, norm = self.update(self.next_batch())
         self.phase_timer.end()
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
-        return StepResult(self.done, loss, norm, lr)
+        return StepResult(self.done, loss, norm, self.optimizer.lr)
+
+    def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
+        """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
+        inv_count = self.parallel.inverse_target_count(batch[1])
+        self.phase_timer.begin("step")
+        self.optimizer.lr = self.learning_rate()
+        hyper = self.optimizer.advance()
+        return self.on_device(hyper, inv_count, *batch)  # eager, or a CUDA graph
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
     def train_step(self, hyper: Array, inv_count: Array, *batch: Array) -> tuple[Array, Array]:
@@ -137,6 +141,11 @@ class Run:
     def document_tokens(self) -> float:
         """The mean over all tokens of the length of their document, for the FLOPs of attention."""
         return self.config.seq_len
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, of all ranks."""
+        return self.config.batch * self.config.seq_len
 
     def loss(self, batch: Sequence[Array], *inv_count: Array) -> Tensor:
         """The loss of a micro-batch. batch: some rows of `next_batch`.  inv_count: as in `train_step`; none: of these rows."""
@@ -203,6 +212,11 @@ class Run:
         self.val_loss = self.done, nats / tokens
         return nats / tokens, nats / np.log(2) / max(lengths, 1)
 
+    def report_validation(self, log: Any) -> None:
+        """Validate, and log the result. log: RunLog or NullRunLog."""
+        loss, bpb = self.validate()
+        log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
+
     def sample(self) -> str:
         """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training continues."""
         c, tokenizer = self.config, self.corpus.tokenizer
@@ -219,7 +233,7 @@ class Run:
     def resume_options(self) -> dict[str, Any]:
         """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
         # only a ParallelConfig has grad_comm
-        options = {name: getattr(self.config, name, "fp32") for name in RESUME_KEYS}
+        options = {name: getattr(self.config, name, "fp32") for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
         variation = {"variation": self.model.variation} if self.model.variation else {}
@@ -308,7 +322,11 @@ class Run:
                 "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
             )
         # no option can make the weights fit another shape, or adapters of another rank
-        if may and not changed.keys() & set(SHAPES) and may_change().issuperset(changed):
+        if (
+            may
+            and not changed.keys() & set(SHAPES)
+            and self.config.may_change().issuperset(changed)
+        ):
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
@@ -320,7 +338,7 @@ class Run:
         """
         self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
-        self.loader.position -= (self.done - step + 1) * self.config.batch
+        self.loader.position -= (self.done - step + 1) * self.loader.B
         batch = self.next_batch()
         inv_count = self.parallel.inverse_target_count(batch[1])
         inputs = [to_device(x, self.model.device) for x in (inv_count, *batch)]

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,17 @@ LINES_WITHOUT_TERMINAL = 20  # lines over a run, about, that replace the progres
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one step, read back from the device. skipped: why it changed nothing, None if it did not."""
+    """The numbers of one step, read back from the device. skipped: why it changed nothing, None if it did not.
+
+    extra: further numbers, which are logged and shown.
+    """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     skipped: str | None = None
+    extra: dict[str, float] = field(default_factory=dict)
 
 
 class RunLog:
@@ -107,7 +111,7 @@ class RunLog:
         """Log one step. timing: the fields of its line in timing.jsonl."""
         n = numbers
         metrics: dict[str, Any] = {"step": n.step, "loss": n.loss}
-        metrics |= {"grad_norm": n.grad_norm, "lr": n.lr}
+        metrics |= {"grad_norm": n.grad_norm, "lr": n.lr, **n.extra}
         if n.skipped:
             metrics["skipped"] = n.skipped
             self.warn(f"step {n.step} is skipped: {n.skipped}")
@@ -125,8 +129,9 @@ class RunLog:
 
     def _show(self, n, timing):
         mfu = f"  MFU {100 * timing['mfu']:4.1f} %" if timing.get("mfu") else ""
+        extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in n.extra.items())
         text = (
-            f"step {n.step}/{self.steps}  loss {n.loss:.4f}  grad norm {n.grad_norm:.3f}  "
+            f"step {n.step}/{self.steps}  loss {n.loss:.4f}  {extra}grad norm {n.grad_norm:.3f}  "
             f"lr {n.lr:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"
         )
         self.progress.update(self.task, completed=n.step, description=text)
@@ -158,6 +163,11 @@ class RunLog:
         self.console.print(
             f"[bold]step {step}:[/] {escape(shown)}", highlight=False, soft_wrap=True
         )
+
+    def measured(self, step: int, numbers: dict[str, float], sentence: str) -> None:
+        """Log numbers of a validation that is not a loss. sentence: the same for the terminal."""
+        self.record("metrics.jsonl", {"step": step, **numbers})
+        self.console.print(f"[bold]step {step}: {sentence}[/]", highlight=False)
 
     def sample(self, step: int, text: str) -> None:
         """Log generated text."""
@@ -219,7 +229,7 @@ class NullRunLog:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    __exit__ = step = layers = validation = tasks = sample = picture = _nothing
+    __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
 
     def flush(self) -> bool:
         """-> True: nothing is pending."""

@@ -83,7 +83,7 @@ def _tokens(
                 '"prompt" and "completion"'
             )
         return _conversation(record, tokenizer, template)
-    begin = _beginning(tokenizer)
+    begin = beginning(tokenizer)
     if "prompt" in fields or "completion" in fields:
         prompt = begin + tokenizer.encode(record.text("prompt"))
         completion = tokenizer.encode_more(record.text("completion"))
@@ -98,7 +98,7 @@ def _tokens(
     )
 
 
-def _beginning(tokenizer: Tokenizer) -> list[int]:
+def beginning(tokenizer: Tokenizer) -> list[int]:
     """The token that begins every text, if the tokenizer puts one there."""
     around = tokenizer.encode("", special=True)
     return [x for x in around[:1] if x == tokenizer.bos_token_id]

@@ -34,20 +34,42 @@ SAMPLE_TOKENS = 200
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(TrainConfig):
-    """One fine-tuning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
+class AdapterConfig(TrainConfig):
+    """A training of all weights, or of adapters."""
 
-    preset: str = "finetune"  # the name of the run's folder, if no --name is given
-    # .jsonl files, with "messages", "prompt" and "completion", or "text" in every line
-    data: tuple[str, ...] = ()  # type: ignore[assignment]
-    # .jsonl files to validate on; none: a share of --data
-    val_data: tuple[str, ...] = ()
-    val_share: float = 0.05  # of the examples in --data, held out without --val-data
     lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
     # the adapters' product is multiplied by this / rank; none: twice the rank
     lora_alpha: float | None = None
     # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_targets: tuple[str, ...] = ("all",)
+
+    def validate(self) -> None:
+        """Raises UserError on a value out of range."""
+        super().validate()
+        if self.lora < 0:
+            raise UserError(f"--lora must be a positive rank, or 0 for none, got {self.lora}")
+        if not self.lora and (self.lora_alpha is not None or self.lora_targets != ("all",)):
+            raise UserError("--lora-alpha and --lora-targets need --lora: give its rank")
+        if self.lora:
+            self.adapters("")
+
+    def adapters(self, base: str) -> Lora:
+        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
+        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
+        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return Lora(self.lora, alpha, targets, base)
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(AdapterConfig):
+    """One fine-tuning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
+
+    preset: str = "finetune"  # the name of the run's folder, if no --name is given
+    data: tuple[str, ...] = ()  # type: ignore[assignment]
+    """.jsonl files, with "messages", "prompt" and "completion", or "text" in every line"""
+    # .jsonl files to validate on; none: a share of --data
+    val_data: tuple[str, ...] = ()
+    val_share: float = 0.05  # of the examples in --data, held out without --val-data
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
@@ -75,22 +97,10 @@ class FinetuneConfig(TrainConfig):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
-        if self.lora < 0:
-            raise UserError(f"--lora must be a positive rank, or 0 for none, got {self.lora}")
-        if not self.lora and (self.lora_alpha is not None or self.lora_targets != ("all",)):
-            raise UserError("--lora-alpha and --lora-targets need --lora: give its rank")
-        if self.lora:
-            self.adapters("")
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
-
-    def adapters(self, base: str) -> Lora:
-        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
-        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
-        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
-        return Lora(self.lora, alpha, targets, base)
 
 
 @dataclass(frozen=True)
@@ -309,6 +319,10 @@ def adapted(
 ) -> AdaptedTransformer:
     """The frozen model of --init with new adapters, which a checkpoint then fills. Raises UserError."""
     folder = base_folder(saved.folder) if saved else Path(config.init)
+    if is_adapter(folder):
+        raise UserError(
+            f"{folder} holds adapters: merge them with `xtrain export --merge`, then train new ones"
+        )
     check_writable(folder)
     model = cast(
         AdaptedTransformer,
@@ -332,12 +346,7 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
     def source() -> Path:
         run = run_folder.to_resume(config)
         resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
-        found = model_folder(run if resumes else Path(config.init or ""), say)
-        if config.lora and not resumes and is_adapter(found):
-            raise UserError(
-                f"{config.init} holds adapters: merge them with `xtrain export --merge`, then train new ones"
-            )
-        return found
+        return model_folder(run if resumes else Path(config.init or ""), say)
 
     folder = ranks.on_rank_0(source)
     context = read_config(folder).max_seq_len

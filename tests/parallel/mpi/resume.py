@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 from common import TEXT, WORLD, options, run_checks, some_ranks, wait
@@ -24,6 +25,7 @@ from xtrain.nn import functional as F
 from xtrain.nn.model import Transformer
 from xtrain.parallel.ddp import ParallelRun, train_parallel
 from xtrain.parallel.watchdog import Watchdog
+from xtrain.reinforcement.reinforce import ParallelReinforceConfig, reinforce_parallel
 from xtrain.report import page as report
 from xtrain.train import train
 from xtrain.training import checkpoint
@@ -231,10 +233,45 @@ def fine_tuning(folder):
         np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
 
 
+def reinforcement(folder):
+    """Two ranks draw the completions of one; log-probabilities are the same bits; ranks that stopped continue on one."""
+    reward = lambda record, texts: [float(sum(map(ord, text)) % 7) for text in texts]
+    sys.modules["a_task"] = types.SimpleNamespace(reward=reward)
+    data = folder / "prompts.jsonl"
+    if WORLD.rank == 0:
+        lines = [{"prompt": f"{a} "} for a in sorted(set(TEXT.read_text().split()))[:12]]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wait()
+
+    def reinforced(name, n, **more):
+        ranks = some_ranks(n)
+        shape = dict(steps=4, eval_every=2, save_every=2, group=2, batch=8, max_new_tokens=4)
+        config = ParallelReinforceConfig(
+            init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
+            task="a_task:reward", lr=1e-5, device="cpu", **shape, **more,
+        )  # fmt: skip
+        run = reinforce_parallel(config, ranks, SILENT, **NO_REPORT) if ranks else None
+        wait()
+        return run
+
+    alone = reinforced("rewarded", 1)
+    reinforced("shared", 2, stop_at=2, zero=1)
+    shared = reinforced("shared", 1, resume=True)
+    if WORLD.rank == 0:
+        runs = [(run / "metrics.jsonl").read_text().splitlines() for run in (alone, shared)]
+        numbers = [[json.loads(line) for line in lines] for lines in runs]
+        for a, b in zip(*numbers, strict=True):
+            for name in ("reward", "completion_tokens", "val_reward", "ratio_error", "rollout_kl"):
+                assert a.get(name) == b.get(name), (name, a, b)
+            assert not a.get("ratio_error") and not a.get("rollout_kl")
+        np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-4, atol=1e-6)
+
+
 if __name__ == "__main__":
     checks = [
         elastic,
         fine_tuning,
+        reinforcement,
         one_rank_has_nothing_to_send,
         all_ranks_wait_for_the_report,
         one_rank_is_asked_to_stop,

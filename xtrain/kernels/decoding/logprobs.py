@@ -49,16 +49,19 @@ NAN = float32(math.nan)
 
 # ----------------------------------------------------------------------------- reference
 def token_logprobs_ref(logits_BV, tokens_B, top):
-    """token_logprobs in NumPy, with the same roundings"""
-    x_BV = wide(logits_BV).astype(np.float32)
+    """token_logprobs in NumPy, with the same roundings; in float64 if the logits are"""
+    x_BV = wide(logits_BV)
+    real = x_BV.dtype.type
     (B, V), rows_B = x_BV.shape, np.arange(len(x_BV))
     m_B = x_BV.max(1)
     fine_B = np.isfinite(m_B)
     with np.errstate(invalid="ignore"):
-        w_BV = np.exp(x_BV - m_B[:, None]) * np.float32(ONE) + np.float32(0.5)
+        w_BV = np.exp(x_BV - m_B[:, None]) * real(ONE) + real(0.5)
     sum_B = np.where(fine_B[:, None], w_BV, 0).astype(np.int64).sum(1)
-    log_total_B = np.log1p((np.maximum(sum_B - ONE, 0)).astype(np.float32) * np.float32(1 / ONE))
-    order_BV = np.argsort(-x_BV, axis=1, kind="stable")[:, :top]  # of equal ones the lower id first
+    log_total_B = np.log1p((np.maximum(sum_B - ONE, 0)).astype(real) * real(1 / ONE))
+    order_BV = np.zeros((B, 0), np.int64)
+    if top:  # of equal ones the lower id first
+        order_BV = np.argsort(-x_BV, axis=1, kind="stable")[:, :top]
     top_BT = np.full((B, top), -1, np.int32)
     top_BT[fine_B, :V] = order_BV[fine_B]
 
@@ -66,9 +69,9 @@ def token_logprobs_ref(logits_BV, tokens_B, top):
         valid_B = fine_B & (ids_B >= 0) & (ids_B < V)
         with np.errstate(invalid="ignore"):
             out_B = (x_BV[rows_B, np.where(valid_B, ids_B, 0)] - m_B) - log_total_B
-        return np.where(valid_B, out_B, np.float32(np.nan))
+        return np.where(valid_B, out_B, real(np.nan))
 
-    values_BT = np.empty((B, top), np.float32)
+    values_BT = np.empty((B, top), real)
     for i in range(top):
         values_BT[:, i] = logprobs(top_BT[:, i])
     return logprobs(tokens_B), top_BT, values_BT

@@ -1,0 +1,241 @@
+"""Reinforcement learning: the same bits in rollouts and training, learning, resuming, refused input, prefixes of old weights."""
+
+import contextlib
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import twins
+from runs import SILENT, assert_same_run, metrics
+
+from xtrain import AdamW, Engine
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.errors import UserError
+from xtrain.reinforce import main, reinforce
+from xtrain.reinforcement import reinforce as module
+from xtrain.reinforcement.prompts import Prompt, Task
+from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
+
+
+def letters(record, completions):
+    """The share of characters that are letters of the alphabet."""
+    assert record["prompt"].startswith("def")
+    return [sum(x.isascii() and x.isalpha() for x in text) / max(len(text), 1) for text in completions]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and prompts.jsonl in its folder."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
+    config = twins.small(vocab_size=tokenizer.vocab_size, max_seq_len=48, qk_norm=False)
+    twins.random_model(config, device="cpu").save_pretrained(path, tokenizer)
+    lines = [{"prompt": f"def {'f(x' * n}", "n": n} for n in range(1, 9)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_task", types.SimpleNamespace(reward=letters))
+
+
+def config_of(folder, out, **more):
+    options = dict(
+        init=str(folder), data=(str(folder / "prompts.jsonl"),), out=str(out), name="run", device="cpu", task="a_task:reward",
+        group=4, batch=8, max_new_tokens=6, steps=4, lr=1e-3, save_every=1, eval_every=2, blas_threads=1,
+    )  # fmt: skip
+    return ReinforceConfig(**(options | more))
+
+
+def steps_of(run):
+    return [m for m in metrics(run) if "loss" in m]
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """An uninterrupted run, with a reference and two updates a step."""
+    sys.modules["a_task"] = types.SimpleNamespace(reward=letters)
+    return reinforce(config_of(folder, tmp_path_factory.mktemp("whole"), kl=0.05, updates=2), SILENT)  # fmt: skip
+
+
+def test_the_first_ratio_is_one_and_the_kl_zero_in_every_step(whole):
+    lines = steps_of(whole)
+    assert len(lines) == 4
+    for m in lines:
+        assert m["ratio_error"] == 0.0 and m["rollout_kl"] == 0.0
+        assert 0 <= m["reward"] <= 1 and m["completion_tokens"] <= 6 and "skipped" not in m
+    assert lines[0]["reference_kl"] == 0.0 < lines[-1]["reference_kl"]
+    assert [m["step"] for m in metrics(whole) if "val_reward" in m] == [2, 4]
+    page = (whole / "report.html").read_text()
+    assert "In all 4 steps the ratio of the first update was exactly 1" in page
+    assert "KL to the reference" in page and "validation reward" in page
+
+
+def test_a_kill_in_a_step_loses_that_step_and_no_bit(whole, folder, tmp_path):
+    calls = []
+
+    def killed(record, completions):
+        calls.append(record["n"])
+        if len(calls) == 7:  # 2 prompts a step and a validation of 1: in the third step
+            raise KeyboardInterrupt
+        return letters(record, completions)
+
+    sys.modules["a_task"].reward = killed
+    config = config_of(folder, tmp_path, kl=0.05, updates=2)
+    with pytest.raises(KeyboardInterrupt):
+        reinforce(config, SILENT)
+    stopped = tmp_path / "run"
+    assert len(steps_of(stopped)) == 2
+    sys.modules["a_task"].reward = letters
+    arguments = ["--data", *config.data, "--task", "a_task:reward", "--out", str(tmp_path)]
+    assert main([*arguments, "--init", str(folder), "--name", "run", "--resume"]) == 0
+    assert_same_run(whole, stopped)
+
+
+def test_rollouts_do_not_depend_on_what_is_generated_with_them(whole, folder, tmp_path):
+    """The number of sequences at a time changes no bit of any step."""
+    alone = reinforce(config_of(folder, tmp_path, kl=0.05, updates=2, rollout_batch=3), SILENT)
+    assert metrics(alone) == metrics(whole)
+
+
+def test_adapters_on_a_frozen_model(folder, tmp_path):
+    run = reinforce(config_of(folder, tmp_path, lora=4, lr=1e-2, kl=0.01, steps=3), SILENT)
+    lines = steps_of(run)
+    assert [m["ratio_error"] + m["rollout_kl"] for m in lines] == [0.0] * 3
+    assert lines[0]["reference_kl"] == 0.0 < lines[-1]["reference_kl"]
+    assert (run / "checkpoints" / "step-000003" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_on_a_gpu(folder, tmp_path, precision):
+    """With cuBLAS and captured decoding steps, every step a new set of weights."""
+    config = twins.small(vocab_size=290, head_dim=64, dim=128, hidden_dim=256, max_seq_len=128, qk_norm=False)  # fmt: skip
+    twins.random_model(config, device="cpu").save_pretrained(tmp_path / "model", Tokenizer.load(folder))  # fmt: skip
+    given = dict(init=str(tmp_path / "model"), device="gpu", precision=precision, batch=64, max_new_tokens=60)  # fmt: skip
+    run = reinforce(config_of(folder, tmp_path, **given, updates=2), SILENT)
+    assert [m["ratio_error"] + m["rollout_kl"] for m in steps_of(run)] == [0.0] * 4
+
+
+def test_without_exact_the_drift_is_measured(folder, tmp_path):
+    run = reinforce(config_of(folder, tmp_path, exact=False, steps=2), SILENT)
+    drift = [m["ratio_error"] for m in steps_of(run)]
+    assert 0 < max(drift) < 1e-3
+    assert "the ratio of a first update was off by up to" in (run / "report.html").read_text()
+
+
+def test_a_difference_of_bits_ends_an_exact_run(folder, tmp_path, monkeypatch):
+    """The engine computes in batch-invariant mode, training does not."""
+    monkeypatch.setattr(module, "batch_invariant", lambda on: contextlib.nullcontext())
+    with pytest.raises(UserError, match=r"step 1: training computes other log-prob.*--no-exact"):
+        reinforce(config_of(folder, tmp_path), SILENT)
+
+
+def test_it_learns(folder, tmp_path):
+    run = reinforce(
+        config_of(folder, tmp_path, steps=20, batch=32, lr=1e-2, save_every=20, eval_every=20),
+        SILENT,
+    )
+    rewards = [m["reward"] for m in steps_of(run)]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
+
+
+def test_a_step_that_is_not_finite_changes_nothing(folder, tmp_path, monkeypatch):
+    found, real = [], module.surrogate
+
+    def broken(*arguments):
+        found.append(real(*arguments))
+        bad = len(found) == 2
+        return types.SimpleNamespace(**{**vars(found[-1]), "loss": math.nan}) if bad else found[-1]
+
+    monkeypatch.setattr(module, "surrogate", broken)
+    run = reinforce(config_of(folder, tmp_path, steps=3), SILENT)
+    assert ["skipped" in m for m in steps_of(run)] == [False, True, False]
+    weights = [(run / "checkpoints" / f"step-00000{i}" / "model.safetensors").read_bytes() for i in (1, 2, 3)]  # fmt: skip
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_seeds_differ():
+    assert len({seed_of(s, n) for s in range(3) for n in range(20)}) == 60
+
+
+# ----------------------------------------------------------------------------- what is refused
+BAD_TASKS = {
+    "returned 3 rewards for 2 completions": lambda record, texts: [0.0] * 3,
+    "returned the reward nan": lambda record, texts: [0.0, math.nan],
+    "returned the reward inf": lambda record, texts: [math.inf, 0.0],
+    "raised KeyError .'answer'.": lambda record, texts: record["answer"],
+    "returned None, not a list": lambda record, texts: None,
+    "returned .'good', 'bad'., not a list": lambda record, texts: ["good", "bad"],
+}
+
+
+@pytest.mark.parametrize("words", BAD_TASKS)
+def test_a_bad_task_is_one_sentence(words):
+    sys.modules["a_task"].reward = BAD_TASKS[words]
+    prompt = Prompt("x.jsonl line 3", [1], {"prompt": "a"})
+    with pytest.raises(UserError, match=f"the task a_task:reward {words}.* line 3: fix the func") as caught:  # fmt: skip
+        Task("a_task:reward").rewards(prompt, ["a", "b"])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_task.py").write_text("1 / 0\n")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "none.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    base = ["--device", "cpu", "--out", str(tmp_path)]
+    model = ["--init", str(folder), *base]
+    data = ["--data", str(folder / "prompts.jsonl")]
+    given = [*model, *data, "--task", "a_task:reward"]
+    for arguments, words in (
+        (["--task", "a_task:reward", *data, *base], "give its folder with --init"),
+        ([*model, "--task", "a_task:reward"], "give .jsonl files with --data"),
+        ([*model, *data], "--task '' must be MODULE:FUNCTION"),
+        ([*model, *data, "--task", "no_such_task:f"], "there is no such module here"),
+        ([*model, *data, "--task", "broken_task:f"], "ZeroDivisionError: division by zero"),
+        ([*model, *data, "--task", "a_task:other"], "a_task has no function 'other'"),
+        ([*given, "--group", "1"], "--group must be at least 2"),
+        ([*given, "--batch", "12"], "--batch 12 is not a multiple of --group 8"),
+        ([*given, "--max-new-tokens", "47"], "no prompt leaves room for --max-new-tokens 47"),
+        ([*given, "--graph"], "--graph does not apply"),
+        ([*given, "--seq-len", "9"], "--seq-len does not apply"),
+        ([*given, "--clip-ratio", "1"], "--clip-ratio must be between"),
+        ([*model, "--task", "a_task:reward", "--data", "gone.jsonl"], "gone.jsonl does not exist"),
+        ([*model, "--task", "a_task:reward", "--data", "none.jsonl"], 'line 1 has no field "prompt"'),
+        ([*model, "--task", "a_task:reward", "--data", "chat.jsonl"], "has no chat template"),
+        ([*model, "--task", "a_task:reward", "--max-new-tokens", "5", "--data", "one.jsonl"], "one prompt cannot be trained"),
+    ):  # fmt: skip
+        assert main(arguments) == 2, arguments
+        said = capsys.readouterr().err.strip()
+        assert words in said and len(said.splitlines()) == 1, said
+
+
+# ----------------------------------------------------------------------------- the engine on changing weights
+@pytest.mark.parametrize("way", ["AdamW", "in place"])
+def test_keys_and_values_of_old_weights_are_not_reused(way):
+    model = twins.random_model(twins.small(max_seq_len=48), device="cpu")
+    engine = Engine(model, 4, 48, batch_invariant=True, block_tokens=16)
+    prompt = [[*range(1, 40)]]
+    before = engine.generate(prompt, 4, logprobs=0)
+    assert engine.generate(prompt, 4, logprobs=0) == before and engine.reused_tokens > 0
+    if way == "AdamW":
+        model.zero_grad()
+        model.loss(np.array(prompt)[:, :-1], np.array(prompt)[:, 1:]).backward()
+        AdamW(model, lr=0.05).step()
+    else:
+        model.arena.weights[...] *= 1.5
+        stale = engine.generate(prompt, 4, logprobs=0)
+        engine.forget_prefixes()
+    reused = engine.reused_tokens
+    after = engine.generate(prompt, 4, logprobs=0)
+    assert engine.reused_tokens == reused
+    fresh = Engine(model, 4, 48, batch_invariant=True).generate(prompt, 4, logprobs=0)
+    assert after[0].logprobs == fresh[0].logprobs != before[0].logprobs
+    if way == "in place":
+        assert stale[0].logprobs != fresh[0].logprobs  # so this test can fail

@@ -1,0 +1,1 @@
+"""Reinforcement learning: a model learns from rewards for what it generates."""

@@ -1,0 +1,168 @@
+"""The prompts of reinforcement learning, and the function that rewards completions.
+
+{"prompt": ..., and anything that the function reads}
+{"messages": [{"role": "user", "content": ...}], ...}      rendered by the model's chat template, up to where the answer begins
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.batches import Shuffled
+from ..data.chat_template import ChatTemplate
+from ..data.records import Record, json_records
+from ..data.tokenizer import Tokenizer
+from ..errors import UserError
+from ..tuning.examples import Example, beginning
+from ..tuning.rows import rows_of
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the data. ids: its tokens.  fields: the whole line, for the reward."""
+
+    where: str  # file and line
+    ids: list[int]
+    fields: dict[str, Any]
+
+
+def read_prompts(
+    files: Iterable[str], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Prompt]:
+    """The prompts of .jsonl files. Raises UserError, which names file and line."""
+    found: list[Prompt] = []
+    for file in map(Path, files):
+        if not file.is_file():
+            what = "is a folder" if file.is_dir() else "does not exist"
+            raise UserError(f"{file} {what}: give .jsonl files of prompts")
+        before = len(found)
+        for record in json_records(file):
+            ids = tokenizer.encode(_text(record, template))
+            if "messages" not in record.fields:
+                ids = beginning(tokenizer) + ids
+            found.append(Prompt(record.where, ids, record.fields))
+        if len(found) == before:
+            raise UserError(f"{file} has no prompts: give a file that is not empty")
+    return found
+
+
+def _text(record: Record, template: ChatTemplate | None) -> str:
+    messages = record.fields.get("messages")
+    if messages is None:
+        return record.text("prompt")
+    if template is None:
+        raise UserError(
+            f'{record.where} has "messages", but the model\'s folder has no chat template: give "prompt", or add chat_template.jinja'
+        )
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f'{record.where}: "messages" must be a list of messages: fix the line')
+    try:
+        return template.render(messages)
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from None
+
+
+class Prompts:
+    """Prompts with the interface of a data.dataset.Corpus. A batch of B completions has B / group prompts.
+
+    train, val: the prompts.  skipped: those left out, because they are too long.  group: completions per prompt.
+    stop: the tokens that end a completion.
+    """
+
+    split, bigram_bpb = "documents", None
+
+    def __init__(
+        self, name: str, files: int, train: list[Prompt], val: list[Prompt], skipped: int, tokenizer: Tokenizer, group: int,
+        task: "Task", stop: frozenset[int],
+    ):  # fmt: skip
+        self.name, self.files, self.skipped, self.tokenizer = name, files, skipped, tokenizer
+        self.train, self.val, self.group, self.task, self.stop = train, val, group, task, stop
+        self.documents = len(train) + len(val)
+        self.vocab_size, self.token_lengths = tokenizer.vocab_size, tokenizer.token_lengths
+        self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
+        self.bytes = int(sum(self.token_lengths[x.ids].sum() for x in (*train, *val)))
+        lines = ([x.ids, x.fields] for x in (*train, *val))
+        text = "\n".join(json.dumps(line, sort_keys=True) for line in lines)
+        self.sha256 = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(x.ids) for x in (*self.train, *self.val))
+
+    def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Shuffled:
+        """Which prompts each step has: in every epoch all of them, in another order."""
+        return Shuffled(len(self.train), B // self.group, T, seed, rank, world)
+
+    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, ...]]:
+        """The prompts that are held out, as rows of ids and targets (B, longest of the batch); at most n batches of B."""
+        found = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
+        rows = [Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in found]  # fmt: skip
+        groups = [rows[i : i + B] for i in range(0, len(rows), B)]
+        return [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1)[:2] for g in groups]
+
+
+# ----------------------------------------------------------------------------- rewards
+class Task:
+    """The function MODULE:FUNCTION. It is called with the line of a prompt and the texts of its completions, and returns one
+    number for each:
+
+        def reward(record: dict, completions: list[str]) -> list[float]
+
+    Modules in the current folder are found too. Raises UserError if there is no such function.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        module, _, function = name.partition(":")
+        if not module or not function:
+            raise UserError(f"--task {name!r} must be MODULE:FUNCTION, such as my_task:reward")
+        sys.path.insert(0, "")
+        try:
+            found = importlib.import_module(module)
+        except Exception as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
+            what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"--task {name}: {module} cannot be imported ({_line(what)}): fix it, or start where it is"
+            ) from None
+        finally:
+            sys.path.remove("")
+        self.function: Callable[..., Any] = getattr(found, function, None)  # type: ignore[assignment]
+        if not callable(self.function):
+            raise UserError(f"--task {name}: {module} has no function {function!r}: name another")
+
+    def rewards(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
+        """One reward for each completion. Raises UserError if the function fails or returns something else."""
+        say = f"the task {self.name} {{}} for {prompt.where}: fix the function"
+        try:
+            found = self.function(dict(prompt.fields), list(completions))
+        except Exception as error:
+            raise UserError(
+                say.format(f"raised {type(error).__name__} ({_line(str(error))})")
+            ) from error
+        try:
+            rewards = [float(x) for x in found]
+        except (TypeError, ValueError):
+            what = f"returned {_line(repr(found))}, not a list of numbers,"
+            raise UserError(say.format(what)) from None
+        if len(rewards) != len(completions):
+            what = f"returned {len(rewards)} rewards for {len(completions)} completions"
+            raise UserError(say.format(what))
+        if not all(map(math.isfinite, rewards)):
+            bad = next(x for x in rewards if not math.isfinite(x))
+            raise UserError(say.format(f"returned the reward {bad}"))
+        return rewards
+
+
+def _line(text: str) -> str:
+    """The beginning of a text, on one line."""
+    return " ".join(text.split())[:120]
