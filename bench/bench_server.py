@@ -168,7 +168,9 @@ def serve(engine: xtrain.Engine, model: xtrain.Transformer) -> tuple[uvicorn.Ser
 def main(o: Options) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)  # as xtrain serve does
     model = make_model(o)
-    engine = xtrain.Engine(model, o.streams, o.prompt + o.tokens + 1, reuse_prefix=False)
+    engine = xtrain.Engine(
+        model, o.streams, o.prompt + o.tokens + 1, reuse_prefix=False, warm_up=True
+    )
     texts = prompts(o, model.config.vocab_size)
     bodies = [
         json.dumps(
@@ -178,7 +180,7 @@ def main(o: Options) -> None:
     ]  # fmt: skip
     peer = alone(o, engine, texts)
     server, port = serve(engine, model)
-    load(o, port, bodies[: o.streams // 4])  # what the first requests import
+    load(o, port, bodies)  # captures the graphs of all numbers of sequences
     seconds, found = load(o, port, bodies)
     show(o, "closed", found, seconds, peer)
     rate = o.load * o.requests / seconds

@@ -173,7 +173,8 @@ class Server:
         top: int | None, form: "Form",
     ) -> Response:  # fmt: skip
         """Compute the answers to a body. tokens_of: makes its prompts.  top: log-probabilities.  form: of the answer"""
-        prompts = await run_in_threadpool(tokens_of, body)
+        with self.thread.arrival():
+            prompts = await run_in_threadpool(tokens_of, body)
         n, most = body.n or 1, self.engine.max_batch + self.limits.queue
         if len(prompts) * n > most:
             raise ApiError(

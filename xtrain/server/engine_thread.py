@@ -6,6 +6,9 @@ the event loop, which wakes the requests. Closing a job, which any thread may do
 Both threads run Python, so a loop that sends an event for every token of 256 streams would slow the engine down. The loop
 therefore takes at most a part of the time, LOOP_SHARE: after a round it is not woken again before the engine had the rest. Pieces
 of a sequence that arrive until then become one. With few streams a round is so short that every token is an event of its own.
+
+A step with a prefill takes the host as long for one request as for many. So while requests are being read and tokenized, a step
+waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..data.tokenizer import Tokenizer
@@ -25,6 +28,7 @@ from ..serving.text_stream import TextStream
 
 LOOP_SHARE = 0.1  # of the time, for the event loop's rounds
 LONGEST_PAUSE = 0.1  # seconds between two rounds
+ADMISSION_SECONDS = 0.01
 
 
 @dataclass
@@ -119,6 +123,7 @@ class EngineThread:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.with_news = deque[Job]()  # jobs with pieces that their requests do not know of
         self.waking = False  # the loop is in a round, or in the pause after it
+        self.arriving = 0  # requests that are tokenized and checked; changed in the event loop
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -170,16 +175,32 @@ class EngineThread:
             self.waking = True
             self._round()
 
-    def _run(self) -> None:
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """In the event loop, around what precedes `submit`: a step waits a little for this request."""
+        self.arriving += 1
+        try:
+            yield
+        finally:
+            self.arriving -= 1
+
+    def _admit(self) -> bool:
+        """Submit the jobs in the inbox; wait for one if there is nothing to compute. -> False: stop"""
+        until = time.perf_counter() + ADMISSION_SECONDS
         while True:
             busy = self.engine.unfinished_requests or self.engine.steps_in_flight
-            with contextlib.suppress(queue.Empty):
-                job = self.inbox.get(block=not busy)
-                if job is None:
-                    break
-                self.jobs.append(job)
-                self.engine.submit(*job.requests)
-                continue  # until the inbox is empty
+            left = until - time.perf_counter() if self.arriving else 0.0
+            try:
+                job = self.inbox.get(not busy or left > 0, left if busy and left > 0 else None)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            self.jobs.append(job)
+            self.engine.submit(*job.requests)
+
+    def _run(self) -> None:
+        while self._admit():
             try:
                 self.engine.step()
             except Exception:  # for instance out of memory: these jobs fail, the next may work
