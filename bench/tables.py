@@ -236,6 +236,38 @@ def serve() -> str:
     return table(["serving, bf16", "work", "xtrain", "share", "compared with"], rows, records)
 
 
+def finetune() -> str:
+    """bench_finetune: examples alone and packed, adapters."""
+    rows, records = [], latest("bench_finetune", per_peer=False)
+    for r in records:
+        peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
+        form = ",.1f" if r["unit"] == "GB" else ",.0f"
+        planned = f", planned {r['plan_gb']:.1f}" if "plan_gb" in r else ""
+        memory = number(r["peak_gb"], ".1f")
+        value = f"{r['value']:{form}} {r['unit']}{planned}"
+        rows.append([r["name"], r["shape"], value, number(r["ms"], ".1f"), memory, peer])
+    header = ["fine-tuning, bf16", "work", "xtrain", "ms/step", "peak GB", "compared with"]
+    return table(header, rows, records)
+
+
+def server() -> str:
+    """bench_server: the engine behind HTTP."""
+    rows, records = [], latest("bench_server", per_peer=False)
+    for r in records:
+        peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
+        first, last = (" / ".join(f"{x:,.0f}" for x in r[k]) for k in ("first_ms", "last_ms"))
+        rows.append([r["name"], r["shape"], f"{r['value']:,.0f}", first, last, peer])
+    header = [
+        "clients",
+        "work",
+        "tokens/s",
+        "first text, ms (median / 99 %)",
+        "whole answer, ms",
+        "compared with",
+    ]
+    return table(header, rows, records)
+
+
 def engine_kernels() -> str:
     """bench_engine: the kernels of a decoding step, one by one."""
     rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
@@ -277,6 +309,8 @@ TABLES = {
     "lessons": lessons,
     "decode": decode,
     "serve": serve,
+    "server": server,
+    "finetune": finetune,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
 }
