@@ -1,8 +1,10 @@
 """xtrain serve: OpenAI's client, errors, limits, disconnects and SIGTERM against a tiny model on the CPU."""
 
+import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -190,6 +193,82 @@ def test_a_disconnect_frees_the_slot(served, stream):
     until(lambda: served.idle)
     assert {r.completion.reason for r in running} == {"cancelled"}
     assert all(len(r.completion) < 200 for r in running)
+
+
+def fail(*_):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_step_that_raises_fails_its_requests_alone(served, stream, monkeypatch):
+    """The client gets OpenAI's error object without a traceback, and the next request works."""
+    right = ask(served).choices[0].message.content
+    monkeypatch.setattr(served.engine, "step", fail)
+    with pytest.raises(openai.APIError, match="the engine failed") as caught:
+        answer = ask(served, stream=stream)
+        list(answer)
+    assert "planted" not in str(caught.value) and "Traceback" not in str(caught.value)
+    monkeypatch.undo()
+    until(lambda: served.idle)
+    assert ask(served).choices[0].message.content == right
+    assert httpx.get(served.url + "/health").status_code == 200
+
+
+def test_logits_that_are_nan_are_an_error_of_the_server(served):
+    right = ask(served).choices[0].message.content
+    weight = served.engine.model.model.norm.weight
+    values = weight.numpy().copy()
+    weight.data = values * np.nan
+    with pytest.raises(openai.InternalServerError, match="logits are NaN"):
+        ask(served)
+    weight.data = values
+    until(lambda: served.idle)
+    assert ask(served).choices[0].message.content == right
+
+
+def test_a_request_over_its_time_is_504(folder):
+    served = Served(folder, limits=Limits(seconds=0.05))
+    step = served.engine.step
+    served.engine.step = lambda: (time.sleep(0.03), step())[1]
+    try:
+        with pytest.raises(openai.APIStatusError, match=r"took longer than 0\.05 s") as caught:
+            ask(served, max_tokens=200)
+        assert caught.value.status_code == 504
+        until(lambda: served.idle)
+        with pytest.raises(openai.APIError, match="took longer than"):
+            list(ask(served, max_tokens=200, stream=True))
+        until(lambda: served.idle)
+    finally:
+        served.close()
+
+
+def test_the_asynchronous_client_and_curl(served):
+    want = ask(served).choices[0].message.content
+
+    async def several():
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="x") as client:
+            chat = client.chat.completions.create
+            options = dict(model="tiny", messages=HI, max_tokens=12, seed=3)
+            whole = [chat(**options) for _ in range(3)]
+            found = [x.choices[0].message.content for x in await asyncio.gather(*whole)]
+            stream = await chat(**options, stream=True)
+            return [*found, "".join([x.choices[0].delta.content or "" async for x in stream])]
+
+    assert asyncio.run(several()) == [want] * 4
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    body = json.dumps(
+        {"model": "tiny", "messages": HI, "max_tokens": 12, "seed": 3, "stream": True}
+    )
+    url = served.url + "/v1/chat/completions"
+    out = subprocess.run(
+        ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", body],
+        capture_output=True, text=True, timeout=30,
+    ).stdout  # fmt: skip
+    events = [line.removeprefix("data: ") for line in out.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == want
 
 
 def test_limits_and_key(folder):
