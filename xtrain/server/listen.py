@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..cli import say
@@ -69,7 +70,8 @@ def serve(options: Options) -> None:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     ready = f"; {engine.ready}" if engine.ready else ""
     say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
-    app = create_app(engine, p, o.name, api_key, Limits(o.max_body, o.max_queue, o.timeout))
+    name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
+    app = create_app(engine, p, name, api_key, Limits(o.max_body, o.max_queue, o.timeout))
     sys.setswitchinterval(SWITCH_SECONDS)
     # After its shutdown uvicorn raises the signal again: SIGTERM is then no reason to fail.
     signal.signal(signal.SIGTERM, lambda *_: None)
