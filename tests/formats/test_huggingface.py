@@ -569,6 +569,22 @@ def test_not_a_model(tmp_path, folder):
     refused(folder, "larger than 16 MB")
 
 
+def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    refused("owner/model", "hf download owner/model")
+    snapshot = tmp_path / "hub" / "models--owner--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    found, want = (Transformer.from_pretrained(x) for x in ("owner/model", folder))
+    assert np.array_equal(found.arena.weights, want.arena.weights)
+    refused("owner/other", "hf download owner/other")
+
+
 def test_a_run_without_a_checkpoint_that_can_be_used(tmp_path):
     (tmp_path / "config.json").write_text('{"train": {}, "model": {}}')
     refused(tmp_path, "is a run without a checkpoint: train it first")

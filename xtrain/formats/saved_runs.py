@@ -108,12 +108,16 @@ def open_checkpoint(folder: Path) -> Saved:
 def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
     """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
 
+    The name of a model of the Hub, OWNER/NAME, is its folder in the cache of huggingface_hub, if it was downloaded there before.
     Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
     """
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix())
+    if hub_name and not folder.exists() and (cached := _in_hub_cache(hub_name[0])):
+        return cached
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):  # perhaps a name of the Hub
+        if hub_name:
             hint = f" (from the Hub: `hf download {folder} --local-dir {folder.name}`)"
         raise UserError(
             f"{folder} {what}: give a local Hugging Face folder, nothing is downloaded{hint}, or the folder of a run"
@@ -124,3 +128,15 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     if config.is_file() and {"train", "model"} <= read_json(config).keys():
         raise UserError(f"{folder} is a run without a checkpoint: train it first")
     return folder
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The newest revision that huggingface_hub has downloaded. Nothing is downloaded here."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # it is not there, or no name of the Hub
+        return None
