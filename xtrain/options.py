@@ -85,7 +85,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "report-to": "a run writes metrics.jsonl and report.html; --tensorboard logs for TensorBoard, too",
     "dropout": "there is no dropout: leave it out",
     "stream-output": "use --stream",
-    "lora": "see lessons/howto/change_the_model.md",
+    "lora": "use xtrain finetune --lora, see lessons/howto/finetune.md",
 }  # fmt: skip
 
 
