@@ -334,7 +334,7 @@ for name, n, width in (("one per row", len(lengths), max(lengths)), ("packed", l
 # %% [markdown]
 # ## The library's kernel
 #
-# LoRA needs no kernel of its own, only matrix products. q, k and v are one packed product in the library, so
+# LoRA needs no new kernel, only matrix products. q, k and v are one packed product in the library, so
 # their adapters are packed too: one product for all $u$, and each adapter adds to its own columns of y.
 # The backward is your 25.3, with `accumulate` for the two terms of dx.
 

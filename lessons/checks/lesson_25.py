@@ -20,7 +20,8 @@ def inputs_and_targets(e):
         got = e.call(ids.copy(), trained.copy(), case=f"ids {ids.tolist()}, trained {flags}")
         inputs, targets = e.several(got, "inputs", "targets")
         e.need(
-            np.shape(inputs) != ids.shape, "The last token is no input, because nothing follows it."
+            np.shape(inputs) != ids.shape,
+            "The last token is not an input, because nothing follows it.",
         )
         e.same("inputs", inputs, ids[:-1], {
             "These are the targets' tokens: an input is the token BEFORE its target.": ids[1:],

@@ -6,7 +6,7 @@
                dL/dx_v = inv_count (p_v - [v == target])
 
 inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its micro-batches simply
-add up. It may also be one number per row: dL/d(loss_n) of a loss that is no mean (reinforcement learning).
+add up. It may also be one number per row: dL/d(loss_n) of a loss that is not a mean (reinforcement learning).
 A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
 part of the softmax, and their gradient is exactly 0.
 

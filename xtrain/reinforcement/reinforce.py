@@ -37,11 +37,11 @@ from ..parallel.watchdog import AbortOnError
 from ..serving.engine import Engine
 from ..serving.pretrained import stop_tokens
 from ..serving.requests import Completion
-from ..training import loop, run_folder
+from ..training import run_folder
 from ..training.run import Run, StepResult
 from ..training.single_process import SINGLE_PROCESS, SingleProcess
 from ..tuning.examples import Example
-from ..tuning.finetune import AdapterConfig, adapted
+from ..tuning.finetune import AdapterConfig, hold_out, train_from
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
 from .prompts import Prompt, Prompts, Task, read_prompts
@@ -369,15 +369,8 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
         return kept
 
     train, val = read(c.data), read(c.val_data) if c.val_data else []
-    if not val:  # the same prompts for every seed
-        if len(train) < 2:
-            raise UserError(
-                "one prompt cannot be trained on and held out: give more, or --val-data"
-            )
-        n = min(max(1, round(c.val_share * len(train))), len(train) - 1)
-        held = set(np.random.default_rng(0).permutation(len(train))[:n].tolist())
-        val = [x for i, x in enumerate(train) if i in held]
-        train = [x for i, x in enumerate(train) if i not in held]
+    if not val:
+        train, val = hold_out(train, c.val_share, "prompt")
     if skipped and ranks.rank == 0:
         say(f"xtrain.reinforce: {skipped} prompts are longer than {room} tokens and were left out")
     name = ", ".join(Path(file).name for file in c.data)
@@ -397,9 +390,8 @@ def reinforce(config: ReinforceConfig, console: Console | None = None, **more: A
 
     more: write_report and evaluation of training.loop.train.
     """
-    config, corpus = prepare(config, SINGLE_PROCESS)
-    more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
-    return loop.train(config, console, make_run=ReinforceRun, **more)
+    config, more["corpus"] = prepare(config, SINGLE_PROCESS)
+    return train_from(config, SINGLE_PROCESS, console, ReinforceRun, **more)
 
 
 def reinforce_parallel(
@@ -412,7 +404,6 @@ def reinforce_parallel(
     """The same on several ranks; every rank must call this. guard, more: see parallel.ddp.train_parallel."""
     if ranks.world == 1:
         return reinforce(for_one_rank(config, ReinforceConfig), console, **more)
-    config, corpus = prepare(config, ranks)
+    config, more["corpus"] = prepare(config, ranks)
     with parallel_runs(config, ranks, guard, ParallelReinforceRun) as make_run:
-        more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
-        return loop.train(config, console, ranks, make_run, **more)
+        return train_from(config, ranks, console, make_run, **more)

@@ -5,7 +5,7 @@ the event loop, which wakes the requests. Closing a job, which any thread may do
 
 Both threads run Python, so a loop that sends an event for every token of 256 streams would slow the engine down. The loop
 therefore takes at most a part of the time, LOOP_SHARE: after a round it is not woken again before the engine had the rest. Pieces
-of a sequence that arrive until then become one. With few streams a round is so short that every token is an event of its own.
+of a sequence that arrive until then become one. With few streams a round is so short that each token is sent as a separate event.
 
 A step with a prefill takes the host as long for one request as for many. So while requests are being read and tokenized, a step
 waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.

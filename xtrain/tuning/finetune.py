@@ -1,6 +1,7 @@
 """Fine-tuning a model on conversations: the options, the data as a Run reads them, and the run."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -109,6 +110,7 @@ class ParallelFinetuneConfig(FinetuneConfig, ParallelConfig):
 
 
 Config = TypeVar("Config", bound=FinetuneConfig)
+Item = TypeVar("Item")
 
 
 class Conversations:
@@ -197,15 +199,8 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
         return found
 
     examples, val = read(c.data), read(c.val_data) if c.val_data else []
-    if not val:  # the same examples for every seed
-        if len(examples) < 2:
-            raise UserError(
-                "one example cannot be trained on and held out: give more, or --val-data"
-            )
-        n = min(max(1, round(c.val_share * len(examples))), len(examples) - 1)
-        held = set(np.random.default_rng(0).permutation(len(examples))[:n].tolist())
-        val = [x for i, x in enumerate(examples) if i in held]
-        examples = [x for i, x in enumerate(examples) if i not in held]
+    if not val:
+        examples, val = hold_out(examples, c.val_share, "example")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
     return Conversations(name, files, examples, val, longer, tokenizer, template, c.pack)
@@ -293,9 +288,8 @@ def finetune(config: FinetuneConfig, console: Console | None = None, **more: Any
 
     more: write_report and evaluation of training.loop.train.
     """
-    config, corpus = prepare(config, SINGLE_PROCESS)
-    more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
-    return loop.train(config, console, make_run=FinetuneRun, **more)
+    config, more["corpus"] = prepare(config, SINGLE_PROCESS)
+    return train_from(config, SINGLE_PROCESS, console, FinetuneRun, **more)
 
 
 def finetune_parallel(
@@ -308,10 +302,36 @@ def finetune_parallel(
     """The same on several ranks; every rank must call this. guard, more: see parallel.ddp.train_parallel."""
     if ranks.world == 1:
         return finetune(for_one_rank(config, FinetuneConfig), console, **more)
-    config, corpus = prepare(config, ranks)
+    config, more["corpus"] = prepare(config, ranks)
     with parallel_runs(config, ranks, guard, ParallelFinetuneRun) as make_run:
-        more |= {"corpus": corpus, "make_model": adapted if config.lora else None}
-        return loop.train(config, console, ranks, make_run, **more)
+        return train_from(config, ranks, console, make_run, **more)
+
+
+def train_from(
+    config: AdapterConfig,
+    ranks: SingleProcess,
+    console: Console | None,
+    make_run: Callable[..., Run],
+    **more: Any,
+) -> Path:
+    """training.loop.train, of all weights of --init or of adapters."""
+    make_model = adapted if config.lora else None
+    return loop.train(config, console, ranks, make_run, make_model=make_model, **more)
+
+
+def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], list[Item]]:
+    """-> items to train on and to validate on, the same for every seed. share: of the second.  what: one item is called.
+
+    Raises UserError if there is only one.
+    """
+    if len(items) < 2:
+        raise UserError(f"one {what} cannot be trained on and held out: give more, or --val-data")
+    n = min(max(1, round(share * len(items))), len(items) - 1)
+    held = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
+    return (
+        [x for i, x in enumerate(items) if i not in held],
+        [x for i, x in enumerate(items) if i in held],
+    )
 
 
 def adapted(
