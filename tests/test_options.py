@@ -63,7 +63,7 @@ WRONG = {
     "--epochs 3": "--steps", "--num_train_epochs=3": "--steps", "--gradient_accumulation_steps 4": "--micro-batch",
     "--gpus 4": "mpirun", "--nproc_per_node 4": "mpirun", "--bf16": "--precision bf16", "--fp16 true": "--precision bf16",
     "--compile": "--graph", "--min-lr 1e-5": "--min-lr-ratio", "--optimizer sgd": "AdamW", "--num-workers 4": "no workers",
-    "--config a.yaml": "command line", "--wandb": "metrics.jsonl", "--dropout 0.1": "no dropout", "--cpu": "--device cpu",
+    "--config a.yaml": "command line", "--wandb": "--log wandb", "--dropout 0.1": "no dropout", "--cpu": "--device cpu",
     "--lr-scheduler-type cosine": "change_the_model.md",
     # values
     "--dtype fp16": "bf16", "--precision half": "bf16", "--device cuda:1": "CUDA_VISIBLE_DEVICES=1", "--steps 2.5": "whole number",

@@ -64,6 +64,7 @@ SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
     "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
 }  # fmt: skip
+TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
 
@@ -341,8 +342,8 @@ class TrainConfig(ShapeOptions):
     max_skips: int = 10
     # warn about a loss this many standard deviations above the mean of the last 50; 0: never
     spike_z: float = 6.0
-    # also log for TensorBoard, in the run's folder (needs the package tensorboardX)
-    tensorboard: bool = False
+    # also log for these, through their own packages: wandb, trackio, tensorboard
+    log: tuple[str, ...] = ()
     debug: bool = False  # synchronize after every kernel and name the one that failed
 
     def validate(self) -> None:
@@ -417,6 +418,11 @@ class TrainConfig(ShapeOptions):
             _need(
                 name.replace("-", "_") in known,
                 f"--allow-change {repr(name)[1:-1]} is not known: choose from {', '.join(sorted(known))}",
+            )
+        for name in self.log:
+            _need(
+                name in TRACKERS,
+                f"--log {repr(name)[1:-1]} is not known: choose from {', '.join(TRACKERS)}",
             )
         for name in ("sample_prompt", "name", "out"):
             value = getattr(self, name)

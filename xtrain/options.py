@@ -48,6 +48,7 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "top-p": "topp",
     "max-batch": "batch-size batch",
     "seed": "random-seed",
+    "log": "report-to logger loggers log-with",
     "resume": "resume-from-checkpoint continue",
 }  # fmt: skip
 VALUES = {  # option -> {what others write: xtrain's word}
@@ -81,8 +82,9 @@ HINTS = {  # options that xtrain does not have -> what to do
     "optim": "the optimizer is AdamW; for another see lessons/howto/change_the_model.md",
     "num-workers": "the tokens are mapped from disk, there are no workers: leave it out",
     "config": "options are given on the command line: leave it out",
-    "wandb": "a run writes metrics.jsonl and report.html; --tensorboard logs for TensorBoard, too",
-    "report-to": "a run writes metrics.jsonl and report.html; --tensorboard logs for TensorBoard, too",
+    "wandb": "use --log wandb",
+    "trackio": "use --log trackio",
+    "tensorboard": "use --log tensorboard",
     "dropout": "there is no dropout: leave it out",
     "stream-output": "use --stream",
     "lora": "use xtrain finetune --lora, see lessons/howto/finetune.md",

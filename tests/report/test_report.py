@@ -320,43 +320,6 @@ def test_png():
     np.testing.assert_allclose(pixels[..., 3], alpha, atol=0.5 / 255 + 1e-6)
 
 
-# ----------------------------------------------------------------------------- TensorBoard
-def test_tensorboard_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UserError, match="pip install tensorboardX"):
-        train(options(tmp_path, tensorboard=True), SILENT)
-    assert not list(tmp_path.iterdir())
-
-
-def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
-    class Writer:
-        def __init__(self, folder, purge_step):
-            self.got, self.closed = {}, False
-            made.append(self)
-            assert folder.endswith("tensorboard") and purge_step == 1
-
-        def add_scalar(self, tag, value, step):
-            self.got[tag, step] = value
-
-        def close(self):
-            self.closed = True
-
-    made = []
-    monkeypatch.setitem(sys.modules, "tensorboardX", type(sys)("tensorboardX"))
-    monkeypatch.setattr(sys.modules["tensorboardX"], "SummaryWriter", Writer, raising=False)
-    folder = run(tmp_path, steps=3, tensorboard=True)
-    (writer,) = made
-    for m in metrics(folder):
-        for key, value in m.items():
-            if key != "step":
-                assert writer.got[f"metrics/{key}", m["step"]] == value
-    assert (
-        writer.closed
-        and ("timing/tokens_per_s", 3) in writer.got
-        and ("layers/head", 3) in writer.got
-    )
-
-
 # ----------------------------------------------------------------------------- in a browser
 def browse(page, tmp_path, width, *more):
     """Open a page in Chromium. Returns the document and the lines of the console."""

@@ -32,9 +32,10 @@ from .nonfinite import unsound
 from .phase_timer import PhaseTimer, memory_bytes
 from .preemption import StopRequest, parse_seconds
 from .run import Run, StepResult
-from .run_log import NullRunLog, RunLog, StepNumbers, summary_writer
+from .run_log import NullRunLog, RunLog, StepNumbers
 from .single_process import SINGLE_PROCESS, SingleProcess
 from .summary import print_summary
+from .trackers import library
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
@@ -163,15 +164,16 @@ class Loop:
         losses = [float(to_numpy(step.loss)[0]) for step in steps]
         n = len(steps)
         sums = run.ranks.sum(losses + [float(not np.isfinite(norm)) for norm in norms])
-        seconds = (time.perf_counter() - self.since) / n
+        now = time.perf_counter()
+        seconds = (now - self.since) / n
         timing = self.timing(seconds, self.phase_timer.read(n))
-        for step, loss, norm, bad in zip(steps, sums[:n], norms, sums[n:]):
+        for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n:])):
             # with --dp none the norm may be finite here and not on another rank
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.skips_in_a_row_read = run.skips_in_a_row_read + 1 if skipped else 0
             run.skipped += skipped is not None
             numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, step.extra)
-            self.log.step(numbers, timing)
+            self.log.step(numbers, timing, now - (n - 1 - i) * seconds)
             if run.skips_in_a_row_read == c.max_skips:
                 raise UserError(
                     f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step {step.step}: {skipped}. First "
@@ -226,13 +228,13 @@ def train(
         stack.callback(output.end)
         device = resolve_device(config.device)
         set_debug(config.debug)
-        if config.tensorboard:
-            summary_writer()  # raises if the package is missing
         name = config.name
         if config.init and not config.resume:
             init = ranks.on_rank_0(lambda: model_folder(Path(config.init or ""), warn))
             config = replace(config, init=str(init))
         resolved, shape = resolve(config, device == "gpu", ranks.world)
+        for tracker in resolved.log:  # raises if a package is missing
+            ranks.on_rank_0(lambda tracker=tracker: library(tracker) and None)
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
         run_folder.check_seen(folder, ranks)
         resolved = run_folder.with_first_options(resolved, folder)
@@ -272,13 +274,15 @@ def train(
                 path, resolved, run.model.config, corpus, device, ranks.world
             )
         )
+        ranks.on_rank_0(lambda: run_folder.record_start(path, run.done, warn))
         log: RunLog | NullRunLog = NullRunLog()
         if ranks.rank == 0:
             log = RunLog(path, resolved, saved.state if saved else {}, console)
             _warn_of_little_room(run, path, warn)
-        with log, CheckpointWriter(path, resolved.keep, warn) as writer:
-            Loop(run, log, stop, writer, *evaluations)()
-        run.rest()
+        with log:
+            with CheckpointWriter(path, resolved.keep, warn) as writer:
+                Loop(run, log, stop, writer, *evaluations)()
+            run.rest()  # a tracker of --log may take long to end: no watchdog may report a hang
         # All ranks wait for the report: a signal would end a rank that has already left, and with it the job
         ranks.on_rank_0(lambda: stop.reason or write_report(path, run, warn))
         print_summary(console, run, path, stop)

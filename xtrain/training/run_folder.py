@@ -4,6 +4,11 @@ import contextlib
 import json
 import os
 import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +21,7 @@ from ..config import ModelConfig, ResolvedConfig, TrainConfig, preset_name
 from ..data.dataset import Corpus
 from ..device import device_name, resolve_device
 from ..errors import UserError
-from ..files import Busy, cannot_write, digest, owned, write_whole
+from ..files import Busy, Journal, cannot_write, digest, owned, write_whole
 from ..formats import saved_runs
 from ..formats.manifest import MANIFEST
 from ..formats.saved_runs import Saved
@@ -24,6 +29,7 @@ from ..json_files import read_json
 from ..version import VERSION
 from .single_process import SINGLE_PROCESS, SingleProcess
 
+GIT_SECONDS = 10  # a commit is worth no longer wait
 Options = TypeVar("Options", bound=TrainConfig)
 
 
@@ -220,6 +226,38 @@ def write_config(
         write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def record_start(folder: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Append a line to starts.jsonl: when and how this process starts or continues the run after `step`. Raises UserError.
+
+    commit: of the git repository that contains the working directory, null if there is none.  changed: do its tracked files
+    differ from the commit?
+    """
+    program, *rest = sys.orig_argv or [""]
+    commit, changed = _commit()
+    line = {
+        "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": shlex.join([Path(program).name, *rest]),
+        "commit": commit, "changed": changed, "xtrain": VERSION,
+    }  # fmt: skip
+    if not Journal(folder / "starts.jsonl").write(json.dumps(line) + "\n"):
+        warn(f"no space left to write {folder / 'starts.jsonl'}")
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of the working directory, and whether tracked files were changed since; None: there is no repository."""
+    git = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(
+            git, capture_output=True, text=True, errors="replace", timeout=GIT_SECONDS, stdin=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):  # there is no git, or it takes too long
+        return None, None
+    found = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
+    if done.returncode or not found:
+        return None, None
+    return found[1], any(not line.startswith("#") for line in done.stdout.splitlines())
 
 
 def _contents(path: Path) -> tuple[str, ...]:

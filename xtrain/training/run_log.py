@@ -5,8 +5,10 @@ metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validat
                 --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped" says why a step
                 changed nothing, "spike" by how many standard deviations a loss exceeds the ones before it
 layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
-timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory;
-                different in every run
+timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory, seconds
+                that the run has taken, without the time between a stop and --resume; different in every run
+starts.jsonl    each start of the run: its command line, and the commit of the working directory (run_folder.py)
+trackers.json   the identity of the logged run of --log (trackers.py)
 samples.txt     generated text
 loss.png        the loss curve
 sentence.json   a held-out sentence with the model's predictions, written at the end
@@ -17,7 +19,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from ..json_files import reading
 from .checkpoint import LOGS
 from .loss_picture import is_number, loss_png
 from .nonfinite import spike
+from .trackers import Trackers
 
 SPIKE_HISTORY = 400  # lines of metrics.jsonl that are searched for earlier losses
 LINES_WITHOUT_TERMINAL = 20  # lines over a run, about, that replace the progress bar
@@ -68,8 +71,10 @@ class RunLog:
         self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
         self.every = max(1, self.steps // LINES_WITHOUT_TERMINAL)
         self.metrics: list[dict[str, Any]] = _cut_jsonl(folder / "metrics.jsonl", self.first_step)
-        for name in ("timing.jsonl", "layers.jsonl"):
-            _cut_jsonl(folder / name, self.first_step)
+        timing = _cut_jsonl(folder / "timing.jsonl", self.first_step)
+        _cut_jsonl(folder / "layers.jsonl", self.first_step)
+        known = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
+        self.seconds_before = max(known, default=0.0)  # of the run before it was resumed
         _truncate(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
         missing = self.first_step - len({m["step"] for m in self.metrics if "loss" in m})
         if missing > 0:
@@ -78,10 +83,8 @@ class RunLog:
             )
         self.files = {name: Journal(folder / name) for name in LOGS}
         self.full = False  # has the warning about a full disk been printed?
-        self.board = None
-        if config.tensorboard:  # purge_step: TensorBoard hides its records of later steps
-            board = str(folder / "tensorboard")
-            self.board = summary_writer()(board, purge_step=self.first_step + 1)
+        about = {"train": asdict(config)} if config.log else {}
+        self.trackers = Trackers(config.log, folder, self.first_step, about, self.warn)
         columns = [
             TextColumn("{task.description}"),
             BarColumn(None),
@@ -98,17 +101,16 @@ class RunLog:
             self.progress.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         self.progress.stop()
-        if self.board is not None:
-            self.board.close()
+        self.trackers.close(kind is not None)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
         self.console.print(f"[yellow]warning[/]: {escape(text)}", highlight=False, soft_wrap=True)
 
-    def step(self, numbers: StepNumbers, timing: dict[str, Any]) -> None:
-        """Log one step. timing: the fields of its line in timing.jsonl."""
+    def step(self, numbers: StepNumbers, timing: dict[str, Any], ended: float) -> None:
+        """Log one step. timing: the fields of its line in timing.jsonl.  ended: when it ended, by time.perf_counter."""
         n = numbers
         metrics: dict[str, Any] = {"step": n.step, "loss": n.loss}
         metrics |= {"grad_norm": n.grad_norm, "lr": n.lr, **n.extra}
@@ -124,7 +126,8 @@ class RunLog:
                     f"step {n.step}: the loss jumps to {n.loss:.4f}, {z:.1f} standard deviations above the previous losses"
                 )
         self.record("metrics.jsonl", metrics)
-        self.record("timing.jsonl", {"step": n.step, **timing})
+        seconds = self.seconds_before + max(0.0, ended - self.started)
+        self.record("timing.jsonl", {"step": n.step, **timing, "seconds": round(seconds, 3)})
         self._show(n, timing)
 
     def _show(self, n, timing):
@@ -184,11 +187,9 @@ class RunLog:
         }
         if name == "metrics.jsonl":
             self.metrics.append(line)
-        if self.board is not None:
-            for key, value in line.items():
-                if is_number(value) and key != "step":
-                    tag = f"{name.removesuffix('.jsonl')}/{key}"
-                    self.board.add_scalar(tag, value, line["step"])
+        kind = name.removesuffix(".jsonl")
+        numbers = {f"{kind}/{k}": v for k, v in line.items() if is_number(v) and k != "step"}
+        self.trackers.log(line["step"], numbers)
         self.append(name, json.dumps(line) + "\n")
 
     def append(self, name: str, text: str) -> None:
@@ -238,17 +239,6 @@ class NullRunLog:
     def lengths(self) -> dict[str, int]:
         """-> {}: there are no files."""
         return {}
-
-
-def summary_writer() -> Any:
-    """The class that writes TensorBoard's files. Raises UserError if its package is not installed."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "--tensorboard needs a package that is not installed: `pip install tensorboardX`"
-        ) from None
-    return SummaryWriter
 
 
 def _cut_jsonl(path: Path, last_step: int) -> list[dict[str, Any]]:
