@@ -1,12 +1,18 @@
 """Line charts as HTML: an SVG with the lines that scales with the page, and HTML labels of fixed size around it.
 
+The numbers are in data-chart: with them charts.js shows the values under the cursor and draws over tokens or time.
+
 Colours are CSS variables of the page (style.py), so a chart follows the light or dark theme of the page.
 """
 
 import html
+import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .axes import NAMES, Axes, unit_of
 
 MOST_POINTS = 500  # per curve; a screen shows no more
 SIDE = 1000.0  # width and height of the SVG's coordinate system
@@ -16,12 +22,13 @@ Points = list[tuple[float, float | None]]  # (step, value); None: not finite, a 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart. color: any CSS colour. style: "line", "faint" or "dots"."""
+    """One line of a chart. color: any CSS colour. style: "line", "faint" or "dots". axes: of its run; None: steps only."""
 
     name: str
     points: Points
     color: str
     style: str = "line"
+    axes: Axes | None = None
 
 
 def palette(i: int) -> str:
@@ -58,15 +65,14 @@ def chart(
     log: a logarithmic vertical axis, without the values <= 0. If there are more than `most_names` curves (layers), the legend
     names the first, the middle and the last.
     """
-    curves = [Curve(c.name, _thin(_drawable(c.points, log)), c.color, c.style) for c in curves]
+    curves = [replace(c, points=_thin(_drawable(c.points, log))) for c in curves]
     curves = [c for c in curves if any(y is not None for _, y in c.points)]
     if not curves:
         return ""
     xs = [x for c in curves for x, _ in c.points]
     ys = [y for c in curves for _, y in c.points if y is not None]
-    x_low, x_high, x_ticks = _axis(min(xs), max(xs), log=False, most=5)
-    x_low, x_high = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
-    x_ticks = [x for x in x_ticks if x_low <= x <= x_high]
+    drawn_over = _horizontal("steps", xs)
+    x_low, x_high, x_ticks = (drawn_over[key] for key in ("low", "high", "ticks"))
     y_low, y_high, y_ticks = _axis(min(ys), max(ys), log, most=5)
     across = lambda x: (x - x_low) / (x_high - x_low)
     up = _scale(y_low, y_high, log)
@@ -79,14 +85,67 @@ def chart(
         f'<span class="y" style="bottom:{100 * up(y):.2f}%">{text}</span>'
         for y, text in zip(y_ticks, _numbers(y_ticks))
     ) + "".join(
-        f'<span class="x" style="left:{100 * across(x):.2f}%">{text}</span>'
-        for x, text in zip(x_ticks, _numbers(x_ticks))
+        f'<span class="x" style="left:{100 * across(x):.2f}%">{text}</span>' for x, text in x_ticks
     )
+    data = _data(title, curves, drawn_over, (y_low, y_high), log)
     return (
         f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
-        f'<div class="plot"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
+        f'<div class="plot" tabindex="0" data-chart="{html.escape(data)}"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
         f'aria-label="{name} over steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
     )
+
+
+def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
+    """A horizontal axis: its ends and its ticks [[position, label], ...]."""
+    low, high = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+    size, unit = unit_of(high) if name == "time" else (1.0, "")
+    ticks = [x for x in _axis(low / size, high / size, log=False, most=5)[2]]
+    ticks = [x for x in ticks if low <= x * size <= high]
+    labels = [f"{text} {unit}".rstrip() for text in _numbers(ticks)]
+    shown = [[x * size, text] for x, text in zip(ticks, labels)]
+    return {"name": NAMES[name], "low": low, "high": high, "ticks": shown}
+
+
+def _data(title, curves, over_steps, y_ends, log):
+    """The JSON in data-chart. An axis is there if all curves have it."""
+    positions = [
+        c.axes.at([x for x, _ in c.points]) if c.axes else {"steps": [x for x, _ in c.points]}
+        for c in curves
+    ]
+    axes = {"steps": over_steps}
+    for name in ("tokens", "time"):
+        if all(name in p for p in positions):
+            axes[name] = _horizontal(name, [x for p in positions for x in p[name]])
+    content = {
+        "title": title, "log": log, "y": list(y_ends), "axes": axes,
+        "curves": [
+            {
+                "name": c.name, "color": c.color, "style": c.style, "values": [_short(y) for _, y in c.points],
+                **{name: [_short(x, 9) for x in xs] for name, xs in p.items()},
+            }
+            for c, p in zip(curves, positions)
+        ],
+    }  # fmt: skip
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def _short(x, digits=6):
+    """A number with few digits, because a page has many."""
+    if x is None:
+        return None
+    x = float(f"{x:.{digits}g}")
+    return int(x) if x.is_integer() and abs(x) < 2**53 else x
+
+
+def axis_switch(axes: Iterable[Axes | None]) -> str:
+    """Buttons for the horizontal axis of all charts, which charts.js shows; "" if a run has steps only. axes: of the runs."""
+    if not all(axes):
+        return ""
+    buttons = "".join(
+        f'<button type="button" data-axis="{key}" aria-pressed="{str(key == "steps").lower()}">{name}</button>'
+        for key, name in NAMES.items()
+    )
+    return f'<div class="axis" role="group" aria-label="horizontal axis" hidden>{buttons}</div>'
 
 
 def _drawable(points, log):

@@ -3,7 +3,7 @@
 import html
 import json
 
-from .chart import Curve, chart, colors, running_mean
+from .chart import Curve, axis_switch, chart, colors, running_mean
 from .record import Record
 from .style import table
 
@@ -56,7 +56,7 @@ def _ends(runs, names):
 def _curves(runs, names):
     def compared(title, unit, points, smooth=True, log=False):
         lines = [
-            Curve(name, running_mean(points(run)) if smooth else points(run), color)
+            Curve(name, running_mean(points(run)) if smooth else points(run), color, axes=run.axes)
             for name, run, color in zip(names, runs, colors(len(runs)))
         ]
         return chart(title, unit, lines, log, most_names=len(lines))
@@ -77,7 +77,8 @@ def _curves(runs, names):
             lambda r: r.points("tokens_per_s", r.timing),
         ),
     ]
-    return f'<h2>Curves over steps</h2><div class="charts">{"".join(charts)}</div>'
+    switch = axis_switch([run.axes for run in runs])
+    return f'<h2>Curves</h2>{switch}<div class="charts">{"".join(charts)}</div>'
 
 
 def _differences(runs, names):

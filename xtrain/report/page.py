@@ -1,4 +1,4 @@
-"""One HTML page about a run or several runs, without scripts; it loads nothing from a network."""
+"""One HTML page about a run or several runs; it loads nothing from a network."""
 
 import json
 from collections.abc import Callable
@@ -26,6 +26,21 @@ class Options:
     out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
     # show the newest checkpoint's attention and next tokens for this text
     sentence: str | None = None
+    live: bool = (
+        False  # serve the page of one run at 127.0.0.1, and refresh it while the run trains
+    )
+    port: int = 8790  # of --live; 0: any that is free
+
+    def validate(self) -> None:
+        """Raises UserError on options that do not fit together."""
+        if not self.runs:
+            raise UserError("no run was given: give one or more folders, such as runs/tiny")
+        if self.live and (len(self.runs) > 1 or self.out is not None or self.sentence is not None):
+            raise UserError("--live is for one run, without --out and --sentence: give one folder")
+        if not 0 <= self.port < 65536:
+            raise UserError(f"--port must be from 0 to 65535, got {self.port}")
+        if self.sentence is not None and len(self.runs) > 1:
+            raise UserError("--sentence is for one run: give one folder")
 
 
 def page(runs: list[Record]) -> str:
@@ -33,6 +48,11 @@ def page(runs: list[Record]) -> str:
     if len(runs) > 1:
         return style.page(" / ".join(run.name for run in runs), comparison.sections(runs))
     (run,) = runs
+    return style.page(run.name, sections_of(run))
+
+
+def sections_of(run: Record) -> list[str]:
+    """The sections of the page of one run, as HTML; "" for those that have nothing to show."""
     body = [
         section(run)
         for section in (
@@ -41,7 +61,7 @@ def page(runs: list[Record]) -> str:
         )
     ]  # fmt: skip
     # The head comes last: it lists what the other sections could not read.
-    return style.page(run.name, [sections.head(run), *body])
+    return [sections.head(run), *body]
 
 
 def write(folders: list[Path], out: Path | None = None) -> Path:
@@ -110,10 +130,7 @@ def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None])
 
 def write_requested(o: Options, say: Callable[[str], None]) -> Path:
     """Write the page for the given options and return its path. Raises UserError."""
-    if not o.runs:
-        raise UserError("no run was given: give one or more folders, such as runs/tiny")
-    if o.sentence is not None and len(o.runs) > 1:
-        raise UserError("--sentence is for one run: give one folder")
+    o.validate()
     if len(o.runs) == 1:
         record.read(o.runs[0])
         _update_sentence(o.runs[0], o.sentence, say)

@@ -3,11 +3,13 @@
 import json
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..json_files import reading
+from . import axes
 from .chart import Points
 
 
@@ -15,7 +17,7 @@ from .chart import Points
 class Record:
     """The content of the files of one run. missing: sentences about what could not be read.
 
-    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text).
+    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text). starts: the lines of starts.jsonl.
     """
 
     name: str
@@ -27,7 +29,13 @@ class Record:
     samples: list[tuple[int, str]] = field(default_factory=list)
     sentence: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    @cached_property
+    def axes(self) -> axes.Axes | None:
+        """What the steps are in tokens and in seconds; None if timing.jsonl does not say it."""
+        return axes.read(self.timing)
 
     def points(self, key: str, lines: list[dict[str, Any]] | None = None) -> Points:
         """(step, value) of every line that has the key, in ascending order. None: the value is not a finite number."""
@@ -68,6 +76,8 @@ def read(folder: Path) -> Record:
     run.metrics, run.layers, run.timing = (
         _lines(run, name) for name in ("metrics.jsonl", "layers.jsonl", "timing.jsonl")
     )
+    if (folder / "starts.jsonl").is_file():  # runs of earlier versions have none
+        run.starts = _lines(run, "starts.jsonl")
     text = _text(run, "samples.txt") or ""
     pieces = re.split(r"^--- step (\d{1,12})$\n?", text, flags=re.M)
     run.samples = [(int(n), s.rstrip("\n")) for n, s in zip(pieces[1::2], pieces[2::2])]

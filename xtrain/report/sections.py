@@ -2,11 +2,13 @@
 
 import html
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .chart import Curve, by_depth, chart, colors, palette, running_mean
+from . import chart as charts
+from .chart import Curve, axis_switch, by_depth, colors, palette, running_mean
 from .pictures import image
 from .record import Record
 from .style import table, tiles
@@ -37,6 +39,10 @@ def head(run: Record) -> str:
         f"<p>{html.escape(str(device))}, page of {today}</p>",
     ]
     lines += [f"<p>{html.escape(text)}</p>" for text in run.missing]
+    if run.starts:
+        last = run.starts[-1]
+        lines.append(f"<p>{html.escape(_source(last))}</p>")
+        lines.append(f'<pre class="command">{html.escape(str(last.get("command", "")))}</pre>')
     return "".join(lines) + tiles([(k, v) for k, v in items if v])
 
 
@@ -44,8 +50,9 @@ def curves(run: Record) -> str:
     """All charts over the steps of a run."""
     loss, val = run.points("loss"), run.points("val_loss")
     grad, lr = run.points("grad_norm"), run.points("lr")
-    charts = [
+    shown = [
         chart(
+            run,
             "Loss",
             "nats per token",
             [
@@ -55,8 +62,9 @@ def curves(run: Record) -> str:
                 Curve("validation", val, palette(1), "dots"),
             ],
         ),
-        chart("Learning rate", "", [Curve("learning rate", lr, palette(3))]),
+        chart(run, "Learning rate", "", [Curve("learning rate", lr, palette(3))]),
         chart(
+            run,
             "Gradient norm",
             "before clipping",
             [
@@ -69,7 +77,13 @@ def curves(run: Record) -> str:
         layer_norms(run),
         *timing(run),
     ]
-    return f'<h2>Curves over steps</h2><div class="charts">{"".join(charts)}</div>'
+    switch = axis_switch([run.axes])
+    return f'<h2>Curves</h2>{switch}<div class="charts">{"".join(shown)}</div>'
+
+
+def chart(run: Record, title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
+    """A chart of one run: see chart.chart."""
+    return charts.chart(title, unit, [replace(c, axes=run.axes) for c in curves], log)
 
 
 def tasks(run: Record) -> list[str]:
@@ -81,6 +95,7 @@ def tasks(run: Record) -> list[str]:
         names.setdefault(metric, []).append(file)
     return [
         chart(
+            run,
             f"Tasks: {metric}",
             "",
             [
@@ -104,8 +119,9 @@ def rewards(run: Record) -> str:
         text += "computed the same bits."
     else:
         text = f"Log-probabilities of rollouts and training differ: the ratio of a first update was off by up to {max(measured, default=0):.2g}."
-    charts = [
+    shown = [
         chart(
+            run,
             "Reward",
             "mean of a step",
             [
@@ -115,16 +131,19 @@ def rewards(run: Record) -> str:
             ],
         ),
         chart(
+            run,
             "Rollouts against training",
             "first update",
             [Curve("|ratio - 1|, largest", error, palette(4)), Curve("KL", kl, palette(5))],
         ),
         chart(
+            run,
             "Completions",
             "tokens",
             [Curve("mean length", run.points("completion_tokens"), palette(2))],
         ),
         chart(
+            run,
             "Shares",
             "of tokens, of groups",
             [
@@ -133,12 +152,13 @@ def rewards(run: Record) -> str:
             ],
         ),
         chart(
+            run,
             "KL to the reference",
             "nats per token",
             [Curve("KL", run.points("reference_kl"), palette(5))],
         ),
     ]
-    return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(charts)}</div>'
+    return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(shown)}</div>'
 
 
 def layer_norms(run: Record) -> str:
@@ -150,7 +170,7 @@ def layer_norms(run: Record) -> str:
         Curve(name, run.points(name, run.layers), by_depth(i, len(names)))
         for i, name in enumerate(names)
     ]
-    return chart("Gradient norm per layer", "before clipping", lines, log=True)
+    return chart(run, "Gradient norm per layer", "before clipping", lines, log=True)
 
 
 def timing(run: Record) -> list[str]:
@@ -164,6 +184,7 @@ def timing(run: Record) -> list[str]:
     }
     return [
         chart(
+            run,
             "Throughput",
             "tokens per second",
             [
@@ -172,11 +193,13 @@ def timing(run: Record) -> list[str]:
             ],
         ),
         chart(
+            run,
             "MFU",
             "% of the GPU's peak",
             [Curve("MFU", [(x, y and 100 * y) for x, y in mfu], palette(5))],
         ),
         chart(
+            run,
             "Time by phase",
             "ms per step, running mean",
             [
@@ -184,7 +207,7 @@ def timing(run: Record) -> list[str]:
                 for i, (n, lines) in enumerate(phases.items())
             ],
         ),
-        chart("Memory", "GB, peak so far", [Curve("memory", memory, palette(1))]),
+        chart(run, "Memory", "GB, peak so far", [Curve("memory", memory, palette(1))]),
     ]
 
 
@@ -311,8 +334,16 @@ def profile(run: Record) -> str:
     return f"<h2>Profile</h2><p>{html.escape(str(run.profile.get('about', '')))}</p>{shown}"
 
 
+def _source(start):
+    """Which code a start of a run ran."""
+    commit = start.get("commit")
+    changed = ", with changes" if start.get("changed") else ""
+    code = f"commit {str(commit)[:12]}{changed}" if commit else "not in a git repository"
+    return f"{code}, xtrain {start.get('xtrain', '')}, started {start.get('time', '')}"
+
+
 def configuration(run: Record) -> str:
-    """The tables of config.json."""
+    """The tables of config.json, and the starts of a run that was resumed."""
     names = {
         "train": "Options", "model": "Model", "data": "Text", "machine": "Machine", "versions": "Versions",
     }  # fmt: skip
@@ -320,7 +351,9 @@ def configuration(run: Record) -> str:
         f"<div>{table([], [[k, _value(v)] for k, v in run.section(section).items()], name)}</div>"
         for section, name in names.items()
     )
-    return f'<h2>Configuration</h2><div class="configs">{shown}</div>'
+    rows = [[f"{s['step']:,}", _source(s), str(s.get("command", ""))] for s in run.starts]
+    starts = table(["after step", "code", "command"], rows, "Starts") if len(rows) > 1 else ""
+    return f'<h2>Configuration</h2>{starts}<div class="configs">{shown}</div>'
 
 
 def _value(x):

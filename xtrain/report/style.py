@@ -1,8 +1,16 @@
-"""The style of a page: light and dark, wide and narrow. One file without scripts; its security policy blocks every request."""
+"""The style of a page: light and dark, wide and narrow. Its security policy allows one script, charts.js, and no request.
 
+A live page may also ask its own server (live.py).
+"""
+
+import base64
+import hashlib
 import html
+from pathlib import Path
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SCRIPT = (Path(__file__).parent / "charts.js").read_text(encoding="utf-8")
+HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{HASH}'"
 CSS = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --soft: #5c6675; --line: #dde2ea; --card: #f6f8fb;
   --c0: #2563eb; --c1: #dc2626; --c2: #059669; --c3: #d97706; --c4: #7c3aed; --c5: #0891b2; }
@@ -29,6 +37,20 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400 }
 .plot span { position: absolute; font-size: 12px; line-height: 1; color: var(--soft); white-space: nowrap }
 .plot .y { right: calc(100% + 8px); transform: translateY(50%) }
 .plot .x { top: calc(100% + 8px); transform: translateX(-50%) }
+.plot { touch-action: pan-y } .plot:focus-visible { outline: 2px solid var(--c0); outline-offset: 4px }
+.plot .cursor { position: absolute; inset: 0 auto 0 0; border-left: 1px solid var(--soft); pointer-events: none }
+.plot .tip { position: absolute; top: 0; z-index: 1; width: max-content; max-width: min(300px, 92vw); padding: 5px 9px;
+  background: var(--bg); border: 1px solid var(--line); border-radius: 6px; box-shadow: 0 2px 8px #0003; pointer-events: none;
+  font-size: 12px; line-height: 1.5 }
+.tip .where { color: var(--soft) } .tip .row { display: flex; gap: 6px; align-items: center }
+.tip i { flex: none; width: 10px; height: 3px } .tip em { flex: 1; font-style: normal; min-width: 0 }
+.tip b { font-variant-numeric: tabular-nums; overflow-wrap: normal }
+.axis { display: flex; flex-wrap: wrap; margin: 0 0 12px } .axis[hidden] { display: none }
+.axis button { font: inherit; font-size: 14px; padding: 3px 12px; color: var(--fg); background: var(--card);
+  border: 1px solid var(--line); margin-left: -1px; cursor: pointer }
+.axis button:first-child { border-radius: 6px 0 0 6px; margin-left: 0 } .axis button:last-child { border-radius: 0 6px 6px 0 }
+.axis button[aria-pressed=true] { background: var(--c0); border-color: var(--c0); color: var(--bg) }
+.command { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px 12px }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--soft) }
 .legend i { display: inline-block; width: 12px; height: 3px; margin-right: 6px; vertical-align: middle }
 .legend .faint { opacity: .35 } .legend .dots { width: 8px; height: 8px; border-radius: 4px }
@@ -57,16 +79,19 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 """
 
 
-def page(title: str, sections: list[str]) -> str:
-    """A whole HTML document. sections: HTML."""
+def page(title: str, sections: list[str], live: str = "") -> str:
+    """A whole HTML document. sections: HTML.  live: of a live page, the stamp of the content."""
     name = html.escape(title)
-    body = "\n".join(section for section in sections if section)
+    body = "\n".join(f"<section>{section}</section>" for section in sections if section or live)
+    policy = POLICY + "; connect-src 'self'" * bool(live)
+    state = f'<p role="status" data-live="{html.escape(live)}">live</p>\n' if live else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{name}</title><style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{name}</title><style>{CSS}</style></head>\n<body>\n{state}<main>\n{body}\n</main>\n"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
