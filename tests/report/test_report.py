@@ -6,22 +6,25 @@ import json
 import re
 import shutil
 import subprocess
-import sys
+import threading
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
 from checks import GPU
-from runs import SILENT, metrics, options, run
+from chromium import Browser
+from runs import metrics, run
 
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.nn.model import Transformer
+from xtrain.report import axes, live
 from xtrain.report import page as report
 from xtrain.report.__main__ import main as report_main
 from xtrain.report.chart import Curve, chart, running_mean
 from xtrain.report.pictures import png
 from xtrain.report.sentence import look
-from xtrain.train import train
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -73,7 +76,7 @@ def test_training_leaves_a_page(folder):
 
 def test_a_page_loads_nothing(folder):
     page = (folder / "report.html").read_text()
-    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert page.count("<script") == 1 and "http" not in page.replace("http-equiv", "")
     assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
 
 
@@ -135,8 +138,19 @@ def test_what_a_model_writes_is_text(folder, tmp_path):
     content = json.loads((copy / "sentence.json").read_text())
     content["tokens"][0] = "<script>"
     (copy / "sentence.json").write_text(json.dumps(content))
+    start = {"step": 0, "command": "x --name '<script>'", "commit": "<img src=x>", "time": "</p>"}
+    (copy / "starts.jsonl").write_text(2 * (json.dumps(start) + "\n"))
+    layers = lines(copy / "layers.jsonl")
+    layers[-1]["<script>\"'"] = 1.0  # the name of a curve, in data-chart
+    (copy / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in layers))
     page = report.write([copy]).read_text()
-    assert "<script" not in page and "<img src=x" not in page and "<b>evil" not in page
+    assert page.count("<script") == 1 and "&lt;script&gt;\\&quot;&#x27;" in page
+    assert "'&lt;script&gt;" not in page and "commit &lt;img src=x&gt;" in page
+    assert (
+        "<script" not in page.replace("<script>" + report.style.SCRIPT, "")
+        and "<img src=x" not in page
+        and "<b>evil" not in page
+    )
     assert html.escape("<script>alert(1)</script>") in page
 
 
@@ -145,6 +159,9 @@ BROKEN = {
     "not finite": ("metrics.jsonl", lambda b: b + b'{"step": 13, "loss": null, "skipped": "the loss is nan"}\n'),
     "huge numbers": ("metrics.jsonl", lambda b: b + b'{"step": 13, "loss": 1e999, "lr": true, "grad_norm": "x"}\n'),
     "no metrics": ("metrics.jsonl", lambda b: b""),
+    "hostile timing": ("timing.jsonl", lambda b: b'{"step": 1, "ms": 1e999, "tokens_per_s": -1}\n{"step": 2, "ms": "x", "seconds": []}\n'),
+    "huge timing": ("timing.jsonl", lambda b: b'{"step": 9007199254740991, "ms": 1e14, "tokens_per_s": 1e14, "seconds": 1e14}\n'),
+    "starts of another kind": ("starts.jsonl", lambda b: b'{"step": 0, "commit": [], "command": {}, "time": 1e999}\n[]\n'),
     "no timing": ("timing.jsonl", lambda b: None),
     "not JSON": ("config.json", lambda b: b"\xff{"),
     "another JSON": ("config.json", lambda b: b'{"train": 3, "model": {"dim": [1]}}'),
@@ -232,6 +249,42 @@ def test_comparison(folder, other, capsys):
     assert "train: steps" not in page
     best = min(m["val_loss"] for m in metrics(other) if "val_loss" in m)
     assert f"<td>{best:.4f}</td>" in page
+
+
+# ----------------------------------------------------------------------------- axes
+def test_tokens_and_seconds_of_a_step():
+    line = lambda step, seconds, batch: {
+        "step": step, "ms": 1e3 * 0.5, "tokens_per_s": batch / 0.5, "seconds": seconds,
+    }  # fmt: skip
+    # a batch of 100 tokens, of 300 from step 3 on; the line of step 4 is lost; 10 s of validation after step 2
+    found = axes.read(
+        [line(1, 1.0, 100), line(2, 2.0, 100), line(3, 13.0, 300), line(5, 15.0, 300)]
+    )
+    at = found.at([0, 1, 2, 2.5, 3, 4, 5])
+    assert at["tokens"] == [0, 100, 200, 350, 500, 800, 1100]
+    assert at["time"] == [0, 1, 2, 7.5, 13, 14, 15]
+    older = axes.read([{"step": s, "ms": 500.0, "tokens_per_s": 200.0} for s in (1, 2, 4)])
+    assert older.at([1, 2, 3, 4])["time"] == [0.5, 1, 1.5, 2]
+    assert axes.read([]) is None and axes.read([{"step": 1}]) is None
+
+
+def test_the_axes_are_those_of_the_run(folder):
+    run = report.record.read(folder)
+    at = run.axes.at([1, 12])
+    assert at["tokens"] == [4 * 32, 12 * 4 * 32]
+    np.testing.assert_allclose(at["time"][1], run.timing[-1]["seconds"])
+    drawn = re.findall(r'data-chart="(.*?)"', (folder / "report.html").read_text())
+    loss = json.loads(html.unescape(drawn[0]))
+    assert loss["axes"]["tokens"]["high"] == 12 * 4 * 32 and list(loss["axes"]) == ["steps", "tokens", "time"]  # fmt: skip
+    training = loss["curves"][0]
+    np.testing.assert_allclose(
+        training["values"], [m["loss"] for m in metrics(folder) if "loss" in m], rtol=1e-5
+    )
+    (start,) = run.starts
+    page = (folder / "report.html").read_text()
+    assert html.escape(start["command"]) in page and start["step"] == 0
+    if start["commit"]:
+        assert f"commit {start['commit'][:12]}" in page
 
 
 # ----------------------------------------------------------------------------- charts
@@ -423,6 +476,123 @@ def test_many_runs_have_a_colour_and_a_name_each(folder):
         lines = re.findall(r'class="line" style="stroke:(.*?)"', drawn)
         legend = re.search(r'class="legend">(.*?)</div>', drawn)[1]
         assert len(set(lines)) == 12 and re.findall(r"run \d+", legend) == [r.name for r in runs]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    tab = Browser(tmp_path_factory.mktemp("profile"))
+    yield tab
+    tab.close()
+
+
+TIP = "document.querySelector('.tip')?.innerText"
+
+
+def point_at(browser, plot, x, y=0.5):
+    """Move the mouse to a fraction of the width and height of a plot."""
+    left, top, width, height = browser.evaluate(
+        f"(() => {{ const p = document.querySelectorAll('.plot')[{plot}]; p.scrollIntoView({{block: 'center'}}); "
+        "const r = p.getBoundingClientRect(); return [r.left, r.top, r.width, r.height] })()"
+    )
+    browser.call(
+        "Input.dispatchMouseEvent", type="mouseMoved", x=left + x * width, y=top + y * height
+    )
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_values_under_the_cursor_and_other_axes(folder, browser, width):
+    browser.open((folder / "report.html").as_uri(), width)
+    by_step = {m["step"]: m for m in metrics(folder) if "loss" in m}
+    seconds = [line["seconds"] for line in lines(folder / "timing.jsonl")]
+    for step in (1, 6, 12):
+        point_at(browser, 0, (step - 1) / 11)
+        shown = browser.evaluate(TIP)
+        assert shown.startswith(f"step {step} · {step * 128:,} tokens · ")
+        assert float(re.search(r"training\n(\S+)", shown)[1]) == pytest.approx(by_step[step]["loss"], rel=1e-4)  # fmt: skip
+        assert ("validation" in shown) == (step == 12)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    before = browser.evaluate("document.querySelector('.plot path.faint').getAttribute('d')")
+    browser.evaluate("document.querySelector('[data-axis=tokens]').click()")
+    labels = browser.evaluate("[...document.querySelectorAll('.plot')[0].querySelectorAll('.x')].map(e => e.textContent)")  # fmt: skip
+    assert labels[-1] == "1500" and "1000" in labels
+    assert browser.evaluate("document.querySelector('.plot path.faint').getAttribute('d')") == before  # fmt: skip
+    browser.evaluate("document.querySelector('[data-axis=time]').click()")
+    d = browser.evaluate("document.querySelector('.plot path.faint').getAttribute('d')")
+    xs = np.array([float(p.split()[0]) for p in d[1:].split("L")])
+    expected = (np.array(seconds) - seconds[0]) / (seconds[-1] - seconds[0])
+    np.testing.assert_allclose(xs / 1000, expected, atol=1e-3)
+    point_at(browser, 0, float(expected[7]))
+    assert "step 8 " in browser.evaluate(TIP)
+    browser.evaluate("document.querySelectorAll('.plot')[1].focus({focusVisible: true})")
+    assert browser.evaluate(TIP).startswith("step 12 ")
+    browser.press("Escape")
+    assert browser.evaluate(TIP) is None and browser.complaints == []
+
+
+@pytest.fixture
+def served(folder, tmp_path):
+    """A copy of a run whose last steps are missing, and the server of its page."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        kept = [line for line in lines(copy / name) if line["step"] <= 6]
+        (copy / name).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with live.Server(copy, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield copy, server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_live_page_serves_one_run_to_this_machine(served):
+    copy, server = served
+
+    def get(path, **headers):
+        try:
+            request = urllib.request.Request(server.url + path, headers=headers)
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, answer.read().decode(), answer.headers
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode(), error.headers
+
+    assert server.server_address[0] == "127.0.0.1"
+    status, text, headers = get("")
+    assert status == 200 and "<h1>run</h1>" in text and "connect-src" in text
+    assert headers["X-Frame-Options"] == "DENY" and "Python" not in headers["Server"]
+    stamp = re.search(r'data-live="(.*?)"', text)[1]
+    assert get(f"content?after={stamp}")[:2] == (204, "")
+    (copy / "samples.txt").write_text("--- step 6\n<script>hit</script>\n")
+    status, text, _ = get(f"content?after={stamp}")
+    content = json.loads(text)
+    assert status == 200 and content["stamp"] != stamp
+    assert "&lt;script&gt;hit" in "".join(content["sections"])
+    for path in ("config.json", "../run/config.json", "checkpoints/", "%2e%2e/", "contents"):
+        assert get(path)[0] == 404, path
+    assert get("", Host="example.org")[0] == 403  # a name that another site made lead here
+    with pytest.raises(UserError, match=f"port {server.server_port} cannot be used"):
+        live.Server(copy, server.server_port)
+    shutil.rmtree(copy)
+    assert get("content")[0] == 503
+
+
+@needs_chromium
+def test_a_live_page_follows_the_run(folder, served, browser):
+    copy, server = served
+    browser.open(server.url)
+    steps = "document.querySelector('.tiles b').textContent"
+    assert browser.evaluate(steps) == "6 of 12"
+    browser.evaluate("document.querySelector('details').open = false")
+    browser.evaluate("document.querySelector('[data-axis=tokens]').click()")
+    for name in ("timing.jsonl", "metrics.jsonl"):
+        shutil.copy(folder / name, copy / name)
+    browser.wait(f"{steps} == '12 of 12'")
+    point_at(browser, 0, 1)
+    assert browser.evaluate(TIP).startswith("step 12 · 1,536 tokens")
+    assert browser.evaluate("document.querySelector('[data-axis=tokens]').ariaPressed") == "true"
+    assert not browser.evaluate("document.querySelector('details').open")
+    assert browser.complaints == []
 
 
 @needs_chromium

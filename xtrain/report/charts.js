@@ -89,8 +89,9 @@ function show(plot, x, y) {
   const left = at <= 0.5;
   tip.style.left = left ? `calc(${100 * at}% + 10px)` : "auto";
   tip.style.right = left ? "auto" : `calc(${100 - 100 * at}% + 10px)`;
+  const width = document.documentElement.clientWidth; // before the tip can make the page of a phone wider
   plot.append(line, tip);
-  const over = tip.getBoundingClientRect(), width = document.documentElement.clientWidth;
+  const over = tip.getBoundingClientRect();
   const move = Math.max(0, 4 - over.left) - Math.max(0, over.right - width + 4);
   if (move) tip.style.transform = `translateX(${move}px)`;
   plot.at = { x: at, y };

@@ -17,7 +17,8 @@ from .chart import Points
 class Record:
     """The content of the files of one run. missing: sentences about what could not be read.
 
-    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text). starts: the lines of starts.jsonl.
+    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text).
+    starts: the lines of starts.jsonl.
     """
 
     name: str
