@@ -76,7 +76,6 @@ function show(plot, x, y) {
   }
   hide();
   const line = make("div", "cursor"), tip = make("div", "tip");
-  line.style.left = `${100 * at}%`;
   const where = [`step ${number(first.curve.steps[first.i])}`];
   if (first.curve.tokens) where.push(`${number(first.curve.tokens[first.i])} tokens`, duration(first.curve.time[first.i]));
   tip.append(make("div", "where", where.join(" · ")));
@@ -86,14 +85,12 @@ function show(plot, x, y) {
     row.append(color, make("em", "", curve.name), make("b", "", number(curve.values[i])));
     tip.append(row);
   }
-  const left = at <= 0.5;
-  tip.style.left = left ? `calc(${100 * at}% + 10px)` : "auto";
-  tip.style.right = left ? "auto" : `calc(${100 - 100 * at}% + 10px)`;
-  const width = document.documentElement.clientWidth; // before the tip can make the page of a phone wider
+  line.style.left = `${100 * at}%`;
   plot.append(line, tip);
-  const over = tip.getBoundingClientRect();
-  const move = Math.max(0, 4 - over.left) - Math.max(0, over.right - width + 4);
-  if (move) tip.style.transform = `translateX(${move}px)`;
+  const box = plot.getBoundingClientRect(), wide = tip.offsetWidth, x0 = at * box.width;
+  const place = at <= 0.5 ? x0 + 10 : x0 - 10 - wide;
+  const last = document.documentElement.clientWidth - 4 - box.left - wide; // beyond it the page would become wider
+  tip.style.left = `${Math.max(4 - box.left, Math.min(place, last))}px`;
   plot.at = { x: at, y };
 }
 

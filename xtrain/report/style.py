@@ -39,7 +39,7 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400 }
 .plot .x { top: calc(100% + 8px); transform: translateX(-50%) }
 .plot { touch-action: pan-y } .plot:focus-visible { outline: 2px solid var(--c0); outline-offset: 4px }
 .plot .cursor { position: absolute; inset: 0 auto 0 0; border-left: 1px solid var(--soft); pointer-events: none }
-.plot .tip { position: absolute; top: 0; z-index: 1; width: max-content; max-width: min(300px, 92vw); padding: 5px 9px;
+.plot .tip { position: absolute; top: 0; left: 0; z-index: 1; width: max-content; max-width: min(300px, 70vw); padding: 5px 9px;
   background: var(--bg); border: 1px solid var(--line); border-radius: 6px; box-shadow: 0 2px 8px #0003; pointer-events: none;
   font-size: 12px; line-height: 1.5 }
 .tip .where { color: var(--soft) } .tip .row { display: flex; gap: 6px; align-items: center }
