@@ -110,9 +110,9 @@ def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     whole = run(tmp_path / "a", **kind)
     disk, step = Disk(monkeypatch, 10**9), RunLog.step
 
-    def room_for(self, numbers, timing):
+    def room_for(self, numbers, timing, ended):
         disk.room = 0 if 6 <= numbers.step <= 9 else 10**9
-        step(self, numbers, timing)
+        step(self, numbers, timing, ended)
 
     monkeypatch.setattr(RunLog, "step", room_for)
     console = Console(record=True, width=1000)

@@ -26,9 +26,8 @@ class Options:
     out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
     # show the newest checkpoint's attention and next tokens for this text
     sentence: str | None = None
-    live: bool = (
-        False  # serve the page of one run at 127.0.0.1, and refresh it while the run trains
-    )
+    # serve the page of one run at 127.0.0.1, and refresh it while the run trains
+    live: bool = False
     port: int = 8790  # of --live; 0: any that is free
 
     def validate(self) -> None:

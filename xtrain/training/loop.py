@@ -35,7 +35,7 @@ from .run import Run, StepResult
 from .run_log import NullRunLog, RunLog, StepNumbers
 from .single_process import SINGLE_PROCESS, SingleProcess
 from .summary import print_summary
-from .trackers import library
+from .trackers import check_installed
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
@@ -233,8 +233,7 @@ def train(
             init = ranks.on_rank_0(lambda: model_folder(Path(config.init or ""), warn))
             config = replace(config, init=str(init))
         resolved, shape = resolve(config, device == "gpu", ranks.world)
-        for tracker in resolved.log:  # raises if a package is missing
-            ranks.on_rank_0(lambda tracker=tracker: library(tracker) and None)
+        ranks.on_rank_0(lambda: check_installed(resolved.log))
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
         run_folder.check_seen(folder, ranks)
         resolved = run_folder.with_first_options(resolved, folder)

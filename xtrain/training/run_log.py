@@ -181,7 +181,7 @@ class RunLog:
 
     def record(self, name: str, record: dict[str, Any]) -> None:
         """Append a line of JSON, with null for NaN and infinity, which JSON does not have."""
-        line = {
+        line: dict[str, Any] = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in record.items()
         }

@@ -10,6 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def library(name: str) -> Any:
         raise UserError(f"--log {name} needs {what}: `pip install {kind.package}`") from None
 
 
+def check_installed(names: tuple[str, ...]) -> None:
+    """Raises UserError if the package of a tracker is missing. names: keys of KINDS."""
+    for name in names:
+        library(name)
+
+
 class Trackers:
     """The trackers of one run. Errors of a library are a warning.
 
@@ -132,12 +139,12 @@ class Trackers:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log numbers of a step."""
         for name, tracker in list(self.open.items()):
-            self._try(name, lambda tracker=tracker: tracker.log(step, values))
+            self._try(name, partial(tracker.log, step, values))
 
     def close(self, failed: bool) -> None:
         """End the logged runs. failed: the run ended with an error."""
         for name, tracker in list(self.open.items()):
-            self._try(name, lambda tracker=tracker: tracker.close(failed))
+            self._try(name, partial(tracker.close, failed))
         self.open = {}
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
