@@ -4,7 +4,7 @@ import numpy as np
 
 from .attempt import exercise
 
-EMPTY = "There is no sample here, and the mean of nothing is NaN: return zeros."
+EMPTY = "Without samples the mean of nothing is NaN: return zeros."
 CHANGED = "An input was changed: compute new arrays."
 
 
@@ -49,7 +49,7 @@ def policy_gradient(e):
             "Only the logit of the drawn action has a gradient here. All others enter p as well: they go down.": mean(chosen),
             "This is the derivative of p, not of log p: divide by the probability of the action.": mean(weight * advantages[:, None] * rows),
             "Each sample has its own advantage: multiply before you take the mean.": mean(advantages) * mean(rows),
-            "The logits are no probabilities: subtract their softmax.": mean(advantages[:, None] * (np.eye(V)[actions] - logits)),
+            "Logits are not probabilities: subtract their softmax.": mean(advantages[:, None] * (np.eye(V)[actions] - logits)),
             "The advantages are missing: each sample counts the same here.": mean(rows),
         }, atol=1e-9)  # fmt: skip
         e.need(all(map(np.array_equal, given, (logits, actions, advantages))), CHANGED)
@@ -66,7 +66,11 @@ def group_advantages(e):
     some, many = int(rng.integers(2, 5)), int(rng.integers(5, 9))
     shapes = ((some, many, ""), (3, 3, ""), (2, 4, "equal"), (some, many, "large"), (0, 4, "empty"))
     for P, G, kind in shapes:
-        rewards = rng.normal(1.0, 0.5, (P, G)) * rng.uniform(1.0, 4.0, (P, 1))
+        # deviations from 1.5 to 4, so that the 1e-4 does not matter, and variances differ from them
+        rewards = rng.normal(size=(P, G))
+        rewards -= rewards.mean(1, keepdims=True)
+        rewards *= rng.uniform(1.5, 4.0, (P, 1)) / rewards.std(1, keepdims=True)
+        rewards += rng.normal(1.0, 2.0, (P, 1))
         if kind == "equal":
             rewards[1] = 0.75
         rewards += 1e8 * (kind == "large")
@@ -141,7 +145,7 @@ def clipped(e):
         e.same("losses", losses, want, {
             "The probabilities are so small that exp gives 0: take exp of the difference, not a quotient of two exp.": not_finite,
             "The sign is wrong: a loss is minus what is to grow.": -want,
-            "This is the larger of the two: the loss is minus the SMALLER product, so that there is no gain from leaving the range.":
+            "This is the larger of the two: the loss is minus the SMALLER product, so that leaving the range gains nothing.":
                 -np.maximum(free, bound),
             "Nothing is clipped: compare with the product of the clipped ratio.": -free,
             "Always the clipped product: where the ratio left the range against its advantage, the smaller product is the unclipped one.": -bound,

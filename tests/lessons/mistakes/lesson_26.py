@@ -13,7 +13,7 @@ MISTAKES = [
     ("26.1", "advantages[:, None] * (", "(advantages * p[actions])[:, None] * (", "derivative of p, not of log p"),
     ("26.1", "advantages[:, None] *", "advantages.mean() *", "Each sample has its own advantage"),
     ("26.1", "advantages[:, None] * ", "", "The advantages are missing"),
-    ("26.1", "[actions] - p", "[actions] - logits", "are no probabilities"),
+    ("26.1", "[actions] - p", "[actions] - logits", "Logits are not probabilities"),
     ("26.1", "logits - logits.max()", "logits", "subtract the largest logit first"),
     ("26.1", "each.sum(0) / max(len(actions), 1)", "each.mean(0)", "the mean of nothing is NaN"),
     ("26.1", "advantages[:, None] *", "advantages *", "The shapes do not fit"),
