@@ -140,7 +140,7 @@ for n in (10, 1000, 100_000):
 # because the mean of $\nabla \log p$ is zero:
 
 # %%
-print("mean of grad log p:", np.abs(p @ (np.eye(4) - p)).max() < 1e-15)
+print("mean of grad log p:", np.abs(p @ (np.eye(4) - p)).max() < 1e-12)
 
 
 def rms_error(n, rewards, baseline, trials=300):
@@ -500,9 +500,8 @@ thousandths = {kind: 1000 * x for kind, x in ratios.items()}
 lesson.figures.bars(thousandths, "thousandths", "largest |ratio - 1| of the first update")
 
 # %% [markdown]
-# The bug is of the same size as the rounding of an engine in bf16. There, a limit on the drift cannot find it;
-# the run learns a little worse, and the reason is never seen. With the same bits, the limit is zero:
-# **any** difference is a bug, and the first step says so. Old weights, a position that is off by one, a
+# The bug is of the same size as the rounding of an engine in bf16. There, a limit on the drift cannot
+# find it. With the same bits, the limit is zero: **any** difference is a bug, and the first step says so. Old weights, a position that is off by one, a
 # stale KV cache, another mask: each of them ends the run at once.
 #
 # And the learning? We run 60 steps with the same bits, with the fast kernels, and with normal noise of
@@ -542,9 +541,9 @@ lesson.figures.curves(range(10, 61, 10), tens, "step", "mean reward of ten steps
 # The lines of the first two lie on each other: learning does not suffer from a ratio that is off by a
 # millionth. Nor does it from noise of 0.1. With noise of 3 the model does not learn: the clip ignores
 # about a third of the tokens, not because they have moved but because of the noise, and some of the
-# others weigh 20 times too much or too little. So the same bits are not a trick to learn faster. They are **a test**
-# that has no tolerance, and they make a run reproducible: it can be stopped and resumed with the same
-# tokens, the same rewards and the same weights.
+# others weigh 20 times too much or too little. So the same bits are not a trick to learn faster. They are
+# **a test** that has no tolerance, and they make a run reproducible: it can be stopped and resumed with
+# the same tokens, the same rewards and the same weights.
 #
 # What do they cost? The fixed order of sums rules out some fast variants of the kernels. On these small
 # shapes the exact steps take about twice the time; compare:
@@ -611,10 +610,10 @@ lesson.source(ReinforceRun.first_update)
 # negative advantage and a ratio that is far too large is not clipped: the min takes the larger penalty.
 #
 # *k1 as the penalty.* It has the right mean, but above its deviation was 0.20 per sample, and that of k3
-# 0.015. And its derivative, $-1$ times that of $d$, is the same for every token: on average it is the mean of
-# $\nabla \log p$, which is zero. It pulls the model nowhere. The gradient of k3, with
-# $1 - e^d$, does pull: on average it is $-\sum_a \pi_{\text{ref},a} \nabla \log \pi_a$, the gradient of the KL in the
-# other direction, of the reference to the model.
+# 0.015. And its derivative by $\log \pi$ is 1 for every token: on average its gradient is the mean of
+# $\nabla \log \pi$, which is zero. It pulls the model nowhere. The gradient of k3, with $1 - e^d$, does pull:
+# on average it is $-\sum_a \pi_{\text{ref},a} \nabla \log \pi_a$, the gradient of the KL in the other
+# direction, of the reference to the model.
 #
 # ## More exercises
 #
@@ -630,7 +629,7 @@ lesson.source(ReinforceRun.first_update)
 # log-probabilities of the model, not those of the sharpened distribution, so the ratio is 1. But the
 # tokens are drawn from another distribution than $\pi$, so the average is over the wrong one. The test does
 # not find this; `ReinforceRun.next_batch` draws at temperature 1. 3: Count
-# `(slopes == 0) & (A != 0)` in the last call: it is 0 in the first and grows with each.
+# `(slopes == 0) & (A != 0)` after each call. In one run of 40 steps it was 0, 6, 8 and 8 %.
 #
 # </details>
 #

@@ -51,7 +51,7 @@ def policy_gradient(e):
             "Each sample has its own advantage: multiply before you take the mean.": mean(advantages) * mean(rows),
             "Logits are not probabilities: subtract their softmax.": mean(advantages[:, None] * (np.eye(V)[actions] - logits)),
             "The advantages are missing: each sample counts the same here.": mean(rows),
-        }, atol=1e-9)  # fmt: skip
+        })  # fmt: skip
         e.need(all(map(np.array_equal, given, (logits, actions, advantages))), CHANGED)
 
 
@@ -108,6 +108,8 @@ def group_advantages(e):
         if kind == "large":
             mistakes["Right for small rewards. With large ones the rounding errors are as large as the differences: stay in float64, and subtract "
                      "the mean before you square."] = lambda got: True  # fmt: skip
+        if not P and isinstance(got, np.ndarray) and not got.size:
+            continue  # np.array of an empty list has shape (0,)
         # the small number next to the deviation may be any
         e.same("advantages", got, centered / std, mistakes, rtol=1e-3, atol=1e-6)
         e.need(np.array_equal(given, rewards), CHANGED)

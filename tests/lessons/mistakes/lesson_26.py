@@ -77,6 +77,7 @@ RIGHT = [  # unusual but correct
     ("26.1", "    each = ", "    g = np.bincount(actions, advantages, len(p)) - p * advantages.sum()\n    return g / max(len(actions), 1)\n    each = "),
     ("26.2", "rewards.std(1, keepdims=True) + 1e-4", "np.maximum(rewards.std(1, keepdims=True), 1e-6)"),
     ("26.2", "    centered = rew", "    out = np.zeros(rewards.shape)\n    for i, row in enumerate(rewards):\n        out[i] = (row - row.mean()) / np.sqrt(row.var() + 1e-8)\n    return out\n    centered = rew"),
+    ("26.2", "    centered = rew", "    return np.array([(row - row.mean()) / (row.std() + 1e-4) for row in rewards])\n    centered = rew"),
     ("26.3", LOSS, "np.maximum(-free, -bound)"),
     ("26.3", SLOPE, "np.where(((advantages > 0) & (ratio > 1 + eps)) | ((advantages < 0) & (ratio < 1 - eps)), 0.0, -free)"),
     ("26.3", f"return {LOSS}, {SLOPE}", "return [np.array([-min(f, b) for f, b in zip(free, bound)]), -free * (free <= bound)]"),
