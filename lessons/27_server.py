@@ -254,7 +254,8 @@ print(prompt)
 # puts it into a **queue**, the only way into the engine's thread. This thread takes everything that
 # waits there, then runs `engine.step()`: **admission** gives a sequence a slot and blocks of the cache,
 # **prefill** computes its prompt, **decode** one token for each active sequence. After each step
-# `collect` turns new ids into text, and `hand_over` wakes the event loop.
+# `collect` turns new ids into text, and the event loop is woken: a round of it wakes the requests that
+# have news.
 
 
 # %%
@@ -302,7 +303,7 @@ stages = {
     "decode": (engine, "_launch"),
     "sampling": (engine, "_sample"),
     "ids to text": (engine_thread.Job, "collect"),
-    "wake the loop": (server.thread, "hand_over"),
+    "wake the requests": (server.thread, "_round"),
     "an event": (app_module, "_event"),
 }
 run(ask(body))  # once before, so that nothing is done for the first time
@@ -313,7 +314,7 @@ with watched(stages) as notes:
     status, pieces = run(ask(body))
 notes += [(t, t, "event loop", "bytes to the socket") for t, _ in pieces]
 notes = sorted((1e3 * (a - start), 1e3 * (b - a), *rest) for a, b, *rest in notes)
-idle = ("admission", "prefill", "wake the loop")  # called in each step, also without anything to do
+idle = ("admission", "prefill")  # called in each step, also without anything to do
 notes = [note for note in notes if note[3] not in idle or note[1] > 0.01]
 rows = [f"{'ms':>7}  {'took':>6}  {'thread':10}  stage"]
 rows += [f"{at:7.2f}  {took:6.2f}  {thread:10}  {label}" for at, took, thread, label in notes]
@@ -332,7 +333,11 @@ for label in (*stages, "bytes to the socket"):
         for at, took, thread, name in notes
         if name == label
     ]
-lesson.figures.timeline(spans, "one request: what happens when (colour: the thread)", "ms")
+lesson.figures.timeline(
+    spans,
+    "one request. Green: event loop, orange: a worker thread, blue: the engine's thread",
+    "ms",
+)
 
 # %% [markdown]
 # Some steps are followed by no event. `€` is three tokens here, and nothing can be shown before the third;
@@ -664,22 +669,23 @@ lesson.figures.curves(
 # request as for ten. If ten arrive together, the first is ready while the worker threads still tokenize
 # the others. An engine that starts at once computes a prefill for it alone, and the nine wait until it
 # ends. The library's thread waits up to 10 ms for requests that are being tokenized, never for ones
-# that have not arrived. Again both policies, with 16 requests at once and a prefill of 20 ms:
+# that have not arrived. Again both policies, with 16 requests at once and a prefill of 20 ms. Template and
+# tokenizer are pauses here, of half a millisecond for the first request to 8 ms for the last:
 
 
 # %%
-async def arrive_together(thread, n, words):
+async def arrive_together(thread, n):
     """-> milliseconds to the first token, for each of n requests"""
     begin = time.perf_counter()
 
-    async def one():
+    async def one(i):
         with thread.arrival():
-            await asyncio.to_thread(loaded.tokenizer.encode, words)
+            await asyncio.sleep(0.0005 * (i + 1))
         job = new_job(4)
         await stream(thread, job)
         return 1e3 * (job.first_token - begin)
 
-    return await asyncio.gather(*(one() for _ in range(n)))
+    return await asyncio.gather(*(one(i) for i in range(n)))
 
 
 rows = ["policy               prefills   ms to the first token: median, last"]
@@ -693,7 +699,7 @@ for name, seconds in (
         pretend = PretendEngine(0.02, 0.005)
         thread = engine_thread.EngineThread(pretend)
         thread.start()
-        times.append(run(arrive_together(thread, 16, "a word " * 200)))
+        times.append(run(arrive_together(thread, 16)))
         prefills.append(pretend.prefills)
         thread.stop()
     engine_thread.ADMISSION_SECONDS = usual
@@ -702,8 +708,7 @@ for name, seconds in (
 Shown("\n".join(rows))
 
 # %% [markdown]
-# The requests in the middle hardly notice. But without waiting there are often two prefills, and the last
-# requests wait for both of them.
+# Without waiting there are two prefills, and the requests that missed the first wait for both.
 #
 # ## Queueing
 #

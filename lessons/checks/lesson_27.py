@@ -131,6 +131,9 @@ def from_first(text, stops):
     return len(text) - min(places) if places else 0
 
 
+BEFORE = "The stop string itself is not part of the text: end before it."
+AFTER = 'What follows a stop string is dropped, it is not held back: held must be "".'
+
 STOPPED = {
     "Text that cannot become a stop string is held back: show what is certain at once.": (
         lambda h, n, s: released(h, n, s) if released(h, n, s)[2] else ("", h + n, False),
@@ -141,8 +144,8 @@ STOPPED = {
         lambda h, n, s: released(h, n, s, keep=lambda *_: 0),
     "What was held back is lost here: when it does not become a stop string, it is shown too.": (loses_held, loses_all_held),
     "What is held back is shown as well, and would be shown again with the next piece.": whole_first,
-    "The stop string itself is not part of the text: end before it.": ends_after,
-    "What follows a stop string is dropped, it is not held back: held must be \"\".": keeps_the_rest,
+    BEFORE: ends_after,
+    AFTER: keeps_the_rest,
     "Of several stop strings the one that begins first in the TEXT ends it, not the first of the list.":
         lambda h, n, s: released(h, n, s, first=lambda found: found[0]),
     "Of several stop strings the one that begins first in the text ends it, not the last.": lambda h, n, s: released(h, n, s, first=max),
@@ -170,8 +173,12 @@ def why_stopped(arguments, want, got):
         return "A stop string is complete in held + new, and stopped is False."
     if got[2] and not want[2]:
         return "No stop string is complete in held + new, but stopped is True."
+    if want[2] and got[0] == want[0]:
+        return AFTER
+    if want[2] and any(got[0].endswith(s) for s in arguments[2]):
+        return BEFORE
     if want[2]:
-        return "The text ends before the stop string that begins first, and then held is \"\"."  # fmt: skip
+        return "The text ends before the stop string that begins first in held + new."
     if got[0] + got[1] != text:
         return "shown + held must be held + new as long as there is no stop string: characters were lost, added or changed."
     if len(got[1]) > len(want[1]):
