@@ -316,7 +316,7 @@ def why_events(arguments, want, got):
     data = arguments[0]
     if got[1] != want[1]:
         if not data.endswith(got[1]):
-            return "rest must be the end of data, byte for byte."
+            return "rest must be the end of data, byte for byte: cut the bytes first, and decode only what is complete."
         longer = len(got[1]) > len(want[1])
         return (
             "Bytes of a complete event are still in the rest: they would be read twice."
@@ -361,9 +361,14 @@ def complete_events(e):
             isinstance(payloads, (list, tuple)),
             f"payloads must be a list of str, got {type(payloads).__name__}.",
         )
+        other = next((p for p in payloads if not isinstance(p, str)), "")
         e.need(
-            all(isinstance(p, str) for p in payloads),
+            not isinstance(other, (bytes, bytearray)),
             "Payloads are texts: decode the bytes of each complete event.",
+        )
+        e.need(
+            isinstance(other, str),
+            f"Payloads are texts (str), got {type(other).__name__}: the caller decides what they mean.",
         )
         e.need(
             isinstance(rest, (bytes, bytearray, memoryview)),

@@ -55,7 +55,9 @@ MISTAKES = [
     ("27.2", PARTS, 'text = data.decode("utf-8", "ignore").encode()\n    *events, rest = text.split(b"\\n\\n")', "was dropped"),
     ("27.2", PARTS, 'text = data.decode().encode()\n    *events, rest = text.split(b"\\n\\n")', "cut the bytes first"),
     ("27.2", LINES, 'lines = [line.encode() for event in events for line in event.decode().splitlines()]', "U+2028"),
-    ("27.2", ".decode() for", " for", "Payloads are texts"),
+    ("27.2", ".decode() for", " for", "Payloads are texts: decode"),
+    ("27.2", "line[6:].decode()", "len(line)", "got int"),
+    ("27.2", PARTS, "data = data.decode(errors='ignore')[:-1].encode()\n    " + PARTS, "byte for byte"),  # two mistakes
     ("27.2", PAYLOADS, PAYLOADS + ".decode('utf-8', 'replace')", "rest must be bytes"),
     ("27.2", 'data.split(b"\\n\\n")', 'data.split("\\n\\n")', "what it is split at"),
     ("27.3", START, "free_at[slot]", "before they arrive"),
