@@ -54,7 +54,7 @@ FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no
 # for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
-    "eps", "clip", "seed", "precision", "grad_comm",
+    "eps", "clip", "seed", "precision", "grad_comm", "optimizer",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
@@ -296,6 +296,8 @@ class TrainConfig(ShapeOptions):
     min_lr_ratio: float = 0.1
     # steps of linear warm-up; none: the preset's, or if the run is too short for it, half of the run
     warmup: int | None = None
+    # muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with the same --lr and --weight-decay
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.1  # decoupled weight decay of matrices; norms have none
     beta1: float = 0.9  # AdamW: decay of the running mean of the gradient
     beta2: float = 0.95  # AdamW: decay of the running mean of the squared gradient

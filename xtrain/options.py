@@ -29,6 +29,7 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "data": "dataset data-dir data-path train-file input",
     "clip": "grad-clip max-grad-norm clip-grad-norm gradient-clip",
     "warmup": "warmup-steps warmup-iters num-warmup-steps",
+    "optimizer": "optim",
     "weight-decay": "wd",
     "eval-every": "eval-interval eval-steps val-every",
     "eval-batches": "eval-iters val-batches",
@@ -55,6 +56,7 @@ VALUES = {  # option -> {what others write: xtrain's word}
     "device": {"cuda": "gpu", "cuda:0": "gpu"},
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "bf16-mixed": "bf16"},
     "recompute": {"true": "block", "full": "block"},
+    "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
 }
 HINTS = {  # options that xtrain does not have -> what to do
     "epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
@@ -78,8 +80,6 @@ HINTS = {  # options that xtrain does not have -> what to do
     "min-lr": "give it as a fraction of --lr with --min-lr-ratio",
     "lr-scheduler": "the schedule is warm-up and cosine; for another see lessons/howto/change_the_model.md",
     "lr-scheduler-type": "the schedule is warm-up and cosine; for another see lessons/howto/change_the_model.md",
-    "optimizer": "the optimizer is AdamW; for another see lessons/howto/change_the_model.md",
-    "optim": "the optimizer is AdamW; for another see lessons/howto/change_the_model.md",
     "num-workers": "the tokens are mapped from disk, there are no workers: leave it out",
     "config": "options are given on the command line: leave it out",
     "wandb": "use --log wandb",
@@ -154,6 +154,10 @@ def _value(option: str, value: str, types: dict[str, Any]) -> str:
     if option == "precision" and value.lower() in ("fp16", "float16", "half", "16-mixed"):
         raise UserError(f"--precision {value} is not supported: use bf16, or fp32")
     kinds = {types.get(option), *typing.get_args(types.get(option))}
+    if option == "optimizer" and value not in kinds:
+        raise UserError(
+            f"--optimizer {value}: use adamw or muon; for another see lessons/howto/change_the_model.md"
+        )
     if int in kinds and float not in kinds:
         if re.fullmatch(r"\d+_\d[\d_]*|\d+(\.\d+)?[eE]\+?\d+", value) and _whole(value):
             return str(_whole(value))

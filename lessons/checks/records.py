@@ -1,7 +1,7 @@
 """Measurements in bench/results, by id. A lesson never hard-codes a number that was measured.
 
 id    bench/name/dtype, or bench/name/shape/dtype if a name was measured with several shapes
-      bench_kernels/rmsnorm_fwd/fp32
+      bench_kernels/rmsnorm_fwd/fp32; a * stands for any text: bench_server/poisson*/bf16
 """
 
 import json
@@ -17,7 +17,8 @@ RESULTS = ROOT / "bench" / "results"
 
 def find(identity: str) -> dict:
     """The newest record with this id. Raises UserError if there is none, or if records of several shapes match."""
-    bench, *rest = identity.split("/")
+    bench, _, wanted = identity.partition("/")
+    begin, star, end = wanted.partition("*")
     path = RESULTS / f"{bench}.jsonl"
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in RESULTS.glob("*.jsonl")))
@@ -28,12 +29,14 @@ def find(identity: str) -> dict:
     records = {}
     for number, record in enumerate(lines, 1):
         name, shape, dtype = record["name"], record["shape"], record["dtype"]
-        if rest in ([name, dtype], [name, shape, dtype]):
+        known_as = (f"{name}/{dtype}", f"{name}/{shape}/{dtype}")
+        like = star and any(i.startswith(begin) and i.endswith(end) for i in known_as)
+        if wanted in known_as or like:
             records[shape] = {**record, "file": str(path), "line": number}
     if len(records) == 1:
         return next(iter(records.values()))
     known = sorted({f"{bench}/{r['name']}/{r['shape']}/{r['dtype']}" for r in lines})
-    near = [k for k in known if rest and k.split("/")[1] == rest[0]] or known
+    near = [k for k in known if wanted and k.split("/")[1] == wanted.split("/")[0]] or known
     what = "several records have" if records else "no record has"
     raise UserError(f"{what} the id {identity!r}; choose one of: {'; '.join(near[:20])}")
 

@@ -50,7 +50,7 @@ from xtrain.kernels.skip_nonfinite import skip_unless_finite
 from xtrain.kernels.softmax import causal_softmax_bwd, causal_softmax_fwd
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor
-from xtrain.nn.optim import clip
+from xtrain.nn.optim import Muon, clip
 
 padding, repeat_kv = lesson.load_checks("padding"), lesson.load_checks("repeat_kv").repeat_kv
 DTYPES = (np.dtype(np.float32), BFLOAT16)
@@ -94,7 +94,8 @@ def models(only=None):
         recompute = ("none", "attention", "block")[i % 3]
         print(f"models:{i} {precision} T {T} recompute {recompute} {shape}", flush=True)
         model = xtrain.Transformer(config, 0, "gpu", precision, recompute=recompute)
-        optimizer = xtrain.AdamW(model, 1e-3, weight_decay=0.1)
+        kind = Muon if i % 2 else xtrain.AdamW
+        optimizer = kind(model, 1e-3, weight_decay=0.1)
         ids = RNG.integers(0, config.vocab_size, (3, T)).astype(np.int32)
         for _ in range(2):
             model.zero_grad()

@@ -245,7 +245,7 @@ def test_work_is_not_tracked():
 def test_the_index_links_every_lesson():
     index = (ROOT / "lessons" / "index.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*?) \|", index, re.M)
-    assert [int(n) for n, _ in rows] == list(range(1, 26))
+    assert [n for n, _ in rows] == NUMBERS
     for number, title in rows:
         file = next((p for p in SOURCES if int(p.name[:2]) == int(number)), None)
         links = re.findall(r"\]\((.*?)\)", title)
@@ -292,6 +292,13 @@ def test_record_ids():
         lesson.records.find("bench_kernels/rmsnorm_fwd/fp8")
     with pytest.raises(UserError, match="no records of 'nothing'"):
         lesson.records.find("nothing/a/b")
+
+
+def test_a_star_in_a_record_id_stands_for_any_text():
+    found = lesson.records.find("bench_server/poisson*/bf16")
+    assert found["name"].startswith("poisson ") and found["dtype"] == "bf16"
+    with pytest.raises(UserError, match="no record has the id 'bench_server/poisson\\*/fp8'"):
+        lesson.records.find("bench_server/poisson*/fp8")
 
 
 def test_records_say_how_many_gpus():

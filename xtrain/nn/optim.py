@@ -1,4 +1,4 @@
-"""AdamW over the arena, gradient clipping and the learning-rate schedule.
+"""AdamW and Muon over the arena, gradient clipping and the learning-rate schedule.
 
 One kernel updates every parameter of the model. What changes from step to step (learning rate, bias corrections, clip
 factor) is passed in device arrays, so that a captured step can be replayed.
@@ -11,8 +11,10 @@ import numpy as np
 from ..device import Array, to_device
 from ..errors import UserError
 from ..kernels.adamw import adamw, adamw_hyper
+from ..kernels.cast import BFLOAT16
 from ..kernels.grad_norm import grad_norm
-from ..kernels.runtime.launch import zeros
+from ..kernels.muon import momentum, muon_update, orthogonalize
+from ..kernels.runtime.launch import empty, zeros
 from .model import Transformer
 from .modules import ALIGN, Parameter
 
@@ -22,7 +24,7 @@ class AdamW:
     requires_grad False, do not change.
 
     To write another optimizer, derive a class and override `update`, which gets one slice of the arena at a time. Its state in m
-    and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and Muon.
+    and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and a small Muon.
 
     owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
     m, v: the moments of the owned slices, concatenated.  t: number of steps so far.  lr may be changed between steps.
@@ -121,6 +123,75 @@ class AdamW:
     def zero_grad(self) -> None:
         """All gradients of the arena = 0."""
         self.model.zero_grad()
+
+
+class Muon(AdamW):
+    """Muon (kernels/muon.py) for the matrices of the blocks, AdamW for everything else: embedding, head, norms, biases.
+
+    Packed storage is taken apart: q, k, v, gate and up are orthogonalised each as its own matrix. Each is a map of its own, with
+    its own output space; orthogonalised together, their rows would be forced to be orthogonal to each other, and the update of a
+    tensor would depend on what it is packed with. Matrices of one shape, of all layers, are one batch.
+    Learning rate and weight decay are shared with AdamW: the update has about the size of AdamW's.
+    LoRA's factors stay with AdamW: only their product changes the model, and orthogonal factors do not make it orthogonal.
+    Newton-Schulz computes in bf16 on a GPU, in float32 on a CPU. The momentum is in m; v of these matrices stays zero.
+
+    momentum: weight of the old mean.  Other options: those of AdamW. Raises UserError if no matrix is left for Muon.
+    Freeze parameters before making it.
+    """
+
+    def __init__(self, model: Transformer, lr: float, momentum: float = 0.95, **options):
+        super().__init__(model, lr, **options)
+        if not 0 <= momentum < 1:
+            raise UserError("Muon: momentum is out of range")
+        if self.owned != [(0, self.m.size)]:
+            raise UserError("Muon needs whole matrices: use AdamW where the state is divided")
+        self.momentum = momentum
+        self.matrices = {
+            p for name, p in model.storage() if "layers." in name and self._is_matrix(p)
+        }
+        shapes: dict[tuple[int, int], list[int]] = {}  # (rows, columns) -> offsets in the arena
+        for p in self.matrices:
+            row, columns = 0, p.declared_shape[1]
+            for rows in p.parts.values():
+                shapes.setdefault((rows, columns), []).append(p.offset + row * columns)
+                row += rows
+        if not shapes:
+            raise UserError(
+                "Muon found no trainable matrix in the model's blocks (LoRA's stay with AdamW): use AdamW"
+            )
+        device = self.arena.kind[0]
+        self.batches = [  # in the order of the arena: the same on all ranks
+            (shape, to_device(np.array(sorted(firsts), np.int64), device))
+            for shape, firsts in sorted(shapes.items())
+        ]
+
+    @staticmethod
+    def _is_matrix(p):
+        lora = any("lora" in name for name in p.parts)
+        return len(p.declared_shape) == 2 and p.requires_grad and not lora
+
+    def excludes(self, parameter: Parameter) -> bool:
+        """The matrices of Muon too."""
+        return super().excludes(parameter) or parameter in self.matrices
+
+    def advance(self) -> np.ndarray:
+        """As AdamW.advance."""
+        if not all(p.requires_grad for p in self.matrices):
+            raise UserError("a matrix was frozen after Muon was made: make Muon last")
+        return super().advance()
+
+    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
+        """As AdamW.apply: no work on the host."""
+        super().apply(hyper_3, factor_1)
+        factor_1 = self._one if factor_1 is None else factor_1
+        arena, dtype = self.arena, np.float32 if self.arena.kind[0] == "cpu" else BFLOAT16
+        for shape, first_B in self.batches:
+            x_BRC = empty(self.m, (len(first_B), *shape), dtype)
+            momentum(x_BRC, self.m, arena.grads, first_B, factor_1, self.momentum)
+            x_BRC = orthogonalize(x_BRC)
+            muon_update(
+                arena.weights, x_BRC, first_B, factor_1, hyper_3, self.weight_decay, arena.half
+            )
 
 
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:

@@ -43,7 +43,7 @@ class ParallelConfig(TrainConfig):
 
     # how gradients are summed over the ranks, from the simplest to the fastest
     dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
+    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket and AdamW, else 0
     zero: Literal[0, 1] | None = None
     bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
@@ -65,6 +65,10 @@ class ParallelConfig(TrainConfig):
             raise UserError(
                 f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
             )
+        if self.optimizer == "muon" and self.zero:
+            raise UserError(
+                "--optimizer muon needs whole matrices on every rank, but --zero 1 divides them: use --zero 0"
+            )
         if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"
@@ -76,7 +80,9 @@ class ParallelConfig(TrainConfig):
 
         This saves memory, and time with --dp bucket: each rank updates only its shard and sends half the bytes.
         """
-        return self.dp == "bucket" if self.zero is None else bool(self.zero)
+        if self.zero is None:
+            return self.dp == "bucket" and self.optimizer != "muon"
+        return bool(self.zero)
 
 
 # ----------------------------------------------------------------------------- gradients of all ranks

@@ -25,7 +25,7 @@ from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
-from ..nn.optim import AdamW, learning_rate
+from ..nn.optim import AdamW, Muon, learning_rate
 from . import checkpoint
 from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
@@ -85,11 +85,14 @@ class Run:
         return "python -m xtrain.train"
 
     def make_optimizer(self) -> AdamW:
-        """AdamW with the options of this run."""
+        """AdamW or Muon with the options of this run."""
         c = self.config
-        return self.parallel.make_adamw(
+        options: dict[str, Any] = dict(
             lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay
         )
+        if c.optimizer == "muon":
+            return Muon(self.model, **options)
+        return self.parallel.make_adamw(**options)
 
     def make_parallel(self) -> SingleDevice:
         """How this run's steps are divided among the ranks."""
@@ -388,6 +391,7 @@ def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # an older xtrain had fewer fields, and its models what their defaults mean
     known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    known["optimizer"] = "adamw"
     then = {name: default for name, default in known.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {

@@ -108,6 +108,14 @@ def three_ranks(folder):
     compare(folder, (3,), {"bucket 1": dict(zero=1), "bucket 0": dict(zero=0)}, batch=6)
 
 
+def muon_on_two_ranks(folder):
+    """Every rank makes the same update from the summed gradients."""
+    variants = {dp: dict(dp=dp) for dp in ("naive", "bucket")}
+    found = compare(folder, (2,), variants, optimizer="muon")
+    if found:
+        assert np.array_equal(found[2, "naive"], found[2, "bucket"])
+
+
 def bf16_communication_stays_close(folder):
     ranks = some_ranks(2)
     if ranks is not None:
@@ -298,6 +306,7 @@ CHECKS = [
     accumulation,
     tied_embeddings_recompute_and_ignored_targets,
     three_ranks,
+    muon_on_two_ranks,
     bf16_communication_stays_close,
     validation_is_global,
     without_communication_ranks_part,

@@ -1,0 +1,961 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 27 What lies between a request and a kernel
+#
+# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/27_server.ipynb)
+#
+# *About 60 minutes. You need [lesson 20](20_sampling.ipynb) and [lesson 21](21_engine.ipynb).*
+#
+# **The question.** A client sends a few hundred bytes. Some milliseconds later a kernel runs for
+# them, and words come back one by one. Which stages lie in between, in which thread, and what does
+# each of them cost? And why does an answer take several times longer when only a few more people ask?
+#
+# You will write the function that finds a stop string in a text that arrives in pieces, the client's
+# side of server-sent events, and the queue in front of the engine. Then you measure a whole server.
+
+# %% tags=["install"]
+# On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
+import os
+import subprocess
+import sys
+
+if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
+    clone = "git clone -q --depth 1 https://github.com/OWNER/xtrain xtrain"
+    subprocess.run(f"{clone} && pip install -q -e './xtrain[gpu12]'", shell=True, check=True)
+    os.chdir("xtrain")
+    sys.path.insert(0, os.getcwd())
+
+# %% tags=["imports"]
+import numpy as np
+
+import xtrain
+from xtrain import lesson
+
+# %% [markdown]
+# The server needs the packages of the extra `serve`: Starlette (routes), uvicorn (HTTP), pydantic
+# (validation) and prometheus-client. If the next cell fails, run `pip install -e '.[serve]'`.
+
+# %%
+if "google.colab" in sys.modules:
+    packages = ["starlette", "uvicorn", "pydantic", "prometheus-client"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.server import app as app_module
+from xtrain.server import engine_thread
+from xtrain.server.api import ChatRequest
+from xtrain.serving import pretrained
+from xtrain.serving.requests import make_requests
+
+# %% [markdown]
+# ## A model that knows one answer
+#
+# We need a model that says something. A small one learns a single conversation by heart, in the form
+# that its chat template gives it: each message between `<role>` and `</>`. (The template is the one of
+# lesson 21.) The tokenizer has the 256 bytes and a few frequent pairs.
+
+# %%
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+QUESTION, ANSWER = "What does tea cost?", "Tea costs 3 €, or 2 € with a 🙂."
+conversation = f"<user>{QUESTION}</><assistant>{ANSWER}</>"
+
+tokenizer = Tokenizer.train(["the tea costs what it costs, as the user said to the assistant"], 270)
+shape = dict(dim=64, n_layers=2, n_heads=4, head_dim=16, hidden_dim=128, max_seq_len=256)
+model = xtrain.Transformer(xtrain.ModelConfig(vocab_size=tokenizer.vocab_size, **shape), seed=0)
+ids = np.array([tokenizer.encode(conversation)])
+optimizer = xtrain.AdamW(model, lr=3e-3, weight_decay=0.0)
+for _ in range(80):
+    model.zero_grad()
+    loss = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    optimizer.step()
+print("it knows its text by heart:", loss.item() < 0.1)
+
+folder = Path(tempfile.mkdtemp())
+model.save_pretrained(folder, tokenizer)
+(folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+loaded = pretrained.load(folder, "cpu")
+engine = xtrain.Engine(loaded.model, max_batch=4, max_seq_len=256, batch_invariant=True)
+app = app_module.create_app(engine, loaded, name="tea")
+
+# %% [markdown]
+# A server has three kinds of threads. **The event loop** is one thread that serves all connections: it
+# never waits for one of them, but switches to another. A few **worker threads** do what takes long and
+# needs no engine: templates, tokenizing. **The engine's thread** owns the engine: no other one calls
+# `engine.step`. Here the notebook is the client, so the loop gets a thread, too. uvicorn reads and
+# writes HTTP, on a free port of this machine that other machines cannot reach:
+
+# %%
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
+
+
+def run(coroutine):
+    """Run it in the event loop. -> its result"""
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+
+
+http_server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+serving = asyncio.run_coroutine_threadsafe(http_server.serve(), loop)
+while not http_server.started:
+    time.sleep(0.01)
+port = http_server.servers[0].sockets[0].getsockname()[1]
+print("threads:", sorted({"event loop", "engine"} & {t.name for t in threading.enumerate()}))
+
+# %% [markdown]
+# ## The bytes of a request
+#
+# HTTP/1.1 is text: a line with method and path, headers, an empty line, then as many bytes as
+# `Content-Length` says. With `"stream": true` the answer comes in pieces. This is all that a client
+# library does:
+
+# %%
+message = {"role": "user", "content": QUESTION}
+body = {
+    "model": "tea", "messages": [message], "temperature": 0, "max_tokens": 60, "stop": ["</>"],
+    "stream": True,
+}  # fmt: skip
+
+
+def http_bytes(body):
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\n"
+        "Host: 127.0.0.1\r\n"
+        "Connection: close\r\n"
+        "Content-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n"
+        "\r\n"
+    )
+    return head.encode() + content
+
+
+print(http_bytes(body).decode())
+
+
+# %% [markdown]
+# And this comes back. The next cell shows it as its *value*: the outputs of this page that are printed
+# are the same in every run, those that are shown in this way (ids, dates, times) are not.
+
+
+# %%
+class Shown(str):
+    """A text that a cell can show as its value."""
+
+    __repr__ = str.__str__
+
+
+def over_a_socket(data):
+    reply = b""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(data)
+        while piece := connection.recv(4096):
+            reply += piece
+    return reply
+
+
+reply = over_a_socket(http_bytes(body))
+lines = reply.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
+short = [line if len(line) < 100 else f"{line[:48]} ... {line[-48:]}" for line in lines]
+Shown("\n".join(short[:24]))
+
+# %% [markdown]
+# After the headers follows the body in **chunks**: its length is not known yet, so each chunk begins with
+# a length of its own, in hexadecimal (`Transfer-Encoding: chunked`). The chunks hold **server-sent
+# events**: a line `data: ` with JSON, and an empty line. Each event has a part of the answer, `delta`.
+# You will read them in 27.2. Now to the stages in between.
+#
+# ## Validation, template, tokenizer
+#
+# The bytes of a body come from strangers. pydantic turns them into a `ChatRequest`, or says what is
+# wrong. To look at answers without reading HTTP each time, the following client calls the application
+# directly, as uvicorn does: an **ASGI** application is a function of a dict about the request, a
+# function `receive` that gives it messages (the body, later "the client is gone"), and a function
+# `send` that takes messages (status, then bytes).
+
+
+# %%
+async def ask(body, leave_after=None):
+    """-> (status, [(time, bytes), ...])   leave_after: disconnect after this many pieces"""
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": [],
+        "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    gone, status, pieces = asyncio.Event(), [], []
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive():
+        for message in messages:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            status.append(message["status"])
+        elif message.get("body"):
+            pieces.append((time.perf_counter(), message["body"]))
+            if leave_after is not None and len(pieces) >= leave_after:
+                gone.set()
+
+    await app(scope, receive, send)
+    return status[0], pieces
+
+
+wrong = [
+    {"temperature": 3}, {"messages": []}, {"messages": [{"role": "cook", "content": "Tea!"}]},
+    {"tools": [{"type": "function"}]}, {"model": "coffee"}, {"messages": [message | {"content": "tea " * 99}]},
+]  # fmt: skip
+for change in wrong:
+    status, pieces = run(ask(body | {"stream": False} | change))
+    error = json.loads(pieces[0][1])["error"]
+    print(status, textwrap.shorten(error["message"], 100, placeholder=" ..."))
+
+# %% [markdown]
+# Each refusal has a sentence and costs no step of the engine. What passes is rendered by the model's
+# chat template. A template is a program that comes with the model's files, so it runs in a process of
+# its own, with limits. The tokenizer makes ids of the text:
+
+# %%
+request = ChatRequest.model_validate(body)
+text = loaded.template.render([m.plain() for m in request.messages])
+prompt = loaded.tokenizer.encode(text)
+print(text)
+print(prompt)
+
+# %% [markdown]
+# ## From the queue to a token, with timestamps
+#
+# The next cell puts a clock around twelve functions of the library and follows one request. `submit`
+# puts it into a **queue**, the only way into the engine's thread. This thread takes everything that
+# waits there, then runs `engine.step()`: **admission** gives a sequence a slot and blocks of the cache,
+# **prefill** computes its prompt, **decode** one token for each active sequence. After each step
+# `collect` turns new ids into text, and the event loop is woken: a round of it wakes the requests that
+# have news.
+
+
+# %%
+@contextlib.contextmanager
+def watched(functions):
+    """functions: {label: (object, name)}  -> a list that collects (begin, end, thread, label)"""
+    notes = []
+
+    def watch(label, inner):
+        def call(*arguments, **options):
+            begin = time.perf_counter()
+            try:
+                return inner(*arguments, **options)
+            finally:
+                thread = threading.current_thread().name
+                thread = thread if thread in ("engine", "event loop") else "worker"
+                notes.append((begin, time.perf_counter(), thread, label))
+
+        return call
+
+    before = {label: getattr(thing, name) for label, (thing, name) in functions.items()}
+    for label, (thing, name) in functions.items():
+        setattr(thing, name, watch(label, before[label]))
+    try:
+        yield notes
+    finally:
+        for label, (thing, name) in functions.items():
+            setattr(thing, name, before[label])
+
+
+def until_idle():
+    while engine.unfinished_requests or engine.steps_in_flight:
+        time.sleep(0.01)
+
+
+server = app.state.server
+stages = {
+    "validation": (ChatRequest, "model_validate_json"),
+    "chat template": (loaded.template, "render"),
+    "tokenizer": (loaded.tokenizer, "encode"),
+    "options, limits": (app_module, "make_requests"),
+    "into the queue": (server.thread, "submit"),
+    "admission": (engine, "_admit"),
+    "prefill": (engine, "_prefill"),
+    "decode": (engine, "_launch"),
+    "sampling": (engine, "_sample"),
+    "ids to text": (engine_thread.Job, "collect"),
+    "wake the requests": (server.thread, "_round"),
+    "an event": (app_module, "_event"),
+}
+run(ask(body))  # once before, so that nothing is done for the first time
+until_idle()
+engine.forget_prefixes()
+with watched(stages) as notes:
+    start = time.perf_counter()
+    status, pieces = run(ask(body))
+notes += [(t, t, "event loop", "bytes to the socket") for t, _ in pieces]
+notes = sorted((1e3 * (a - start), 1e3 * (b - a), *rest) for a, b, *rest in notes)
+idle = ("admission", "prefill")  # called in each step, also without anything to do
+notes = [note for note in notes if note[3] not in idle or note[1] > 0.01]
+rows = [f"{'ms':>7}  {'took':>6}  {'thread':10}  stage"]
+rows += [f"{at:7.2f}  {took:6.2f}  {thread:10}  {label}" for at, took, thread, label in notes]
+Shown("\n".join(rows[:26] + ["  ..."] + rows[-6:]))
+
+# %% [markdown]
+# One stage contains others: sampling is a part of prefill and of decode. The same as a picture, one row
+# for each stage; the colour is the thread. (Bars of less than a third of a millisecond are drawn wider
+# than they are.)
+
+# %%
+threads, spans = ["event loop", "worker", "engine"], {}
+for label in (*stages, "bytes to the socket"):
+    spans[label] = [
+        (at, at + max(took, 0.3), " " * threads.index(thread))
+        for at, took, thread, name in notes
+        if name == label
+    ]
+lesson.figures.timeline(
+    spans,
+    "one request. Green: event loop, orange: a worker thread, blue: the engine's thread",
+    "ms",
+)
+
+# %% [markdown]
+# Some steps are followed by no event. `€` is three tokens here, and nothing can be shown before the third;
+# the tokens of `</>` are held back; and what becomes ready while the event loop pauses goes into the next
+# event. The next sections explain all three.
+#
+# On a CPU the model takes most of the time. On a GPU a decode step of a small model takes a few
+# milliseconds, and it runs while Python does something else: then the other stages are what counts.
+#
+# ## Ids back to text: whole characters, stop strings
+#
+# Two things make text of ids harder than a table. A token may end inside a character (lesson 21). And
+# the model does not stop at `</>` by itself; the client gave it as a **stop string**:
+
+# %%
+answer = tokenizer.encode(ANSWER + "</>")
+print([tokenizer.token_bytes[i] for i in answer[-16:]])
+
+# %% [markdown]
+# Neither `€`, `🙂` nor `</>` is one token here, and in real vocabularies `</>` is not either. When `<` has
+# arrived, it may be the start of `</>` or the answer `a < b`. It must not be shown before that is
+# decided, because what was sent cannot be taken back. On the other hand, text that is held back for no
+# reason makes the stream stutter.
+#
+# ## Exercise 27.1: stop strings in pieces
+
+
+# %% tags=["exercise"]
+def next_text(held, new, stops):
+    """-> shown, held, stopped
+
+    held: text that was held back before, new: the text that arrives now, both may be empty.
+    stops: list of stop strings, none of them empty; there may be none.
+    shown: the text that is certain now, held: the text that may be the start of a stop string, as
+    little as possible.  stopped: True if a stop string is complete. Then shown ends before it, and
+    held is "": the text ends at the stop string that begins first.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("27.1", next_text)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Work with `text = held + new`. First look for complete stop strings: the smallest `text.find(s)`.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# For n from len(text) down to 1: is `text[-n:]` the start of a stop string? The first such n is what
+# must be held back.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 27.1
+def next_text(held, new, stops):
+    """-> shown, held, stopped
+
+    held: text that was held back before, new: the text that arrives now, both may be empty.
+    stops: list of stop strings, none of them empty; there may be none.
+    shown: the text that is certain now, held: the text that may be the start of a stop string, as
+    little as possible.  stopped: True if a stop string is complete. Then shown ends before it, and
+    held is "": the text ends at the stop string that begins first.
+    """
+    text = held + new
+    found = [text.find(s) for s in stops if s in text]
+    if found:
+        return text[: min(found)], "", True
+    for n in range(len(text), 0, -1):
+        if any(s.startswith(text[-n:]) for s in stops):
+            return text[:-n], text[-n:], False
+    return text, "", False
+
+
+# %%
+held, stopped = "", False
+for piece in ("a ", "<", " b", "<", "/b", "</", ">", "never shown"):
+    if not stopped:
+        shown, held, stopped = next_text(held, piece, ["</>"])
+        print(f"{piece!r:7} shown {shown!r:7} held {held!r:5} stopped {stopped}")
+
+# %% [markdown]
+# ## Server-sent events: the client's side
+#
+# The network knows no events. It delivers bytes in the pieces that it likes: half an event, three
+# events, half of a `€`. So the client collects bytes, takes the complete events and keeps the rest.
+#
+# ```text
+# data: {"choices":[{"delta":{"content":"Tea"}}]}      an event: a line "data: " + payload,
+#                                                      and an empty line, which ends it
+# : ping                                               a comment: a line that begins with a colon,
+#                                                      some proxies send it to keep a connection open
+# data: [DONE]                                         the last event of OpenAI's streams
+#
+# ```
+#
+# ## Exercise 27.2: complete events
+
+
+# %% tags=["exercise"]
+def complete_events(data):
+    """-> payloads, rest
+
+    data: bytes received and not used yet. Every line ends with a newline byte, an event with an empty line
+    (two newlines); an event has at most one line that begins with "data: ".
+    payloads: list of str, what follows "data: " in each complete event that has such a line.
+    rest: bytes, what follows the last complete event.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("27.2", complete_events)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `data.split(b"\n\n")`: what is its last element?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The bytes of a complete event are whole characters. The rest may end inside one.
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 27.2
+def complete_events(data):
+    """-> payloads, rest
+
+    data: bytes received and not used yet. Every line ends with a newline byte, an event with an empty line
+    (two newlines); an event has at most one line that begins with "data: ".
+    payloads: list of str, what follows "data: " in each complete event that has such a line.
+    rest: bytes, what follows the last complete event.
+    """
+    *events, rest = data.split(b"\n\n")
+    lines = [line for event in events for line in event.split(b"\n")]
+    return [line[6:].decode() for line in lines if line.startswith(b"data: ")], rest
+
+
+# %% [markdown]
+# Your function reads the answer of the server, in pieces of seven bytes:
+
+# %%
+stream, rest, payloads = b"".join(piece for _, piece in pieces), b"", []
+for i in range(0, len(stream), 7):
+    found, rest = complete_events(rest + stream[i : i + 7])
+    payloads += found
+events = [json.loads(payload) for payload in payloads[:-1]]
+print("".join(e["choices"][0]["delta"].get("content", "") for e in events))
+print("last:", payloads[-1], "  finish_reason:", events[-1]["choices"][0]["finish_reason"])
+
+# %% [markdown]
+# ## Steps that requests share, and a seed
+#
+# Six clients ask at the same time, and the engine has four slots. Each draws with temperature 2 and its
+# own seed. The picture shows the engine's own trace: which requests were in which step. The fifth and
+# the sixth wait for a slot.
+
+
+# %%
+async def together(bodies):
+    return await asyncio.gather(*(ask(body) for body in bodies))
+
+
+def text_of(pieces):
+    payloads, _ = complete_events(b"".join(piece for _, piece in pieces))
+    choices = [json.loads(p)["choices"][0] for p in payloads[:-1]]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+hot = [body | {"temperature": 2, "seed": seed, "max_tokens": 8 + 3 * seed} for seed in range(6)]
+for seed, b in enumerate(hot):
+    b["messages"] = [{"role": "user", "content": f"Question {seed}?"}]
+last = engine.trace[-1].number
+busy = run(together(hot))
+spans = {}
+for step in engine.trace:
+    if step.number > last:
+        at = step.number - last
+        for name, _ in step.admitted:
+            spans.setdefault(f"request {len(spans)}", (name, []))
+        for name, row in spans.values():
+            if name in [n for n, _ in step.admitted]:
+                row.append((at, at + 1, "p"))
+            elif name in step.decoded:
+                row.append((at, at + 1, "d"))
+lesson.figures.timeline(
+    {label: row for label, (_, row) in spans.items()}, "p: prefill, d: decode; a column is one step", "step"
+)  # fmt: skip
+
+# %% [markdown]
+# Lesson 20's random numbers depend on the seed of the request, and on how many tokens it has drawn, and
+# on nothing else. So an answer must not depend on who else was there:
+
+# %%
+alone = [run(ask(b)) for b in hot]
+print("same text as alone:", [text_of(x[1]) == text_of(y[1]) for x, y in zip(busy, alone)])
+print("texts that differ: ", len({text_of(pieces) for _, pieces in alone}))
+
+# %% [markdown]
+# (The engine was made with `batch_invariant=True`. Without it the last bits of a matrix product depend
+# on its number of rows, and sometimes that decides between two nearly tied tokens.)
+#
+# ## A client that leaves
+#
+# A closed browser tab is the most frequent event of a server. ASGI tells it as a message that `receive`
+# returns. Starlette then cancels the response, whose `finally` closes the job: the completion gets the
+# reason "cancelled", and the next step of the engine frees slot and blocks. The event loop does not
+# wait for that.
+
+# %%
+until_idle()
+before = engine.decoded_tokens
+run(ask(body | {"stop": None, "max_tokens": 200, "temperature": 2, "seed": 1}, leave_after=3))
+until_idle()
+print("computed far less than 200 tokens:", engine.decoded_tokens - before < 100)
+print(
+    "free slots:", sorted(engine.free_slots), " sequences that wait:", len(engine.pending_requests)
+)
+
+# %% [markdown]
+# ## Measure: when to wake the event loop
+#
+# Both the event loop and the engine's thread run Python, and only one thread at a time can hold
+# Python's global interpreter lock (GIL). So what the loop does for a token is time that the engine's thread may lack. We measure
+# it with the library's `EngineThread` and an engine that only pretends: a step sleeps for 2 ms, as
+# Python does while a GPU computes, and gives each request the letter a. Two policies:
+#
+# 1. *wake for each token*: the engine's thread sends every piece to the loop at once;
+# 2. *one round*: the library's. The loop is woken once for all pieces. It measures how long a round
+#    takes, and is not woken again before nine times as long has passed. Pieces of the same stream that
+#    arrive until then become one.
+
+
+# %%
+class PretendEngine:
+    """Steps of a fixed time. A step that admits requests takes `prefill` seconds, for any number of them."""
+
+    def __init__(self, prefill, decode):
+        self.prefill, self.decode, self.steps, self.prefills = prefill, decode, 0, 0
+        self.pending, self.active, self.steps_in_flight = [], [], []
+
+    @property
+    def unfinished_requests(self):
+        return self.pending + self.active
+
+    def submit(self, *requests):
+        self.pending += requests
+
+    def step(self):
+        new, self.pending = self.pending, []
+        time.sleep(self.prefill if new else self.decode)
+        self.active += new
+        self.steps, self.prefills = self.steps + 1, self.prefills + bool(new)
+        for r in self.active:
+            r.completion.append(97)
+            if len(r.completion) == r.max_new_tokens:
+                r.completion.end("length")
+        self.active = [r for r in self.active if r.completion.reason is None]
+
+
+class WakeForEachToken(engine_thread.EngineThread):
+    """The first policy."""
+
+    def put(self, job, pieces):
+        for piece in pieces:
+            job.pieces.append(piece)
+            self.loop.call_soon_threadsafe(job.news.set)
+
+
+def new_job(tokens):
+    requests = make_requests([[1]], loaded.model.config, 256, (), 0, max_new_tokens=tokens)
+    return engine_thread.Job(requests, loaded.tokenizer)
+
+
+async def stream(thread, job):
+    """-> the number of events"""
+    thread.submit(job)
+    chunk = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": "tea"}
+    events = 0
+    async for piece in job:
+        chunk["choices"] = [{"index": 0, "delta": {"content": piece.text}, "finish_reason": None}]
+        f"data: {json.dumps(chunk)}\n\n".encode()
+        events += 1
+    return events
+
+
+async def streams(thread, jobs):
+    return await asyncio.gather(*(stream(thread, job) for job in jobs))
+
+
+sys.setswitchinterval(5e-4)  # as `xtrain serve`: how long a thread may keep the GIL
+rows, steps, ms = ["streams   policy               ms per step   events"], 60, {}
+for n in (8, 64, 256):
+    for name, kind in (
+        ("wake for each token", WakeForEachToken),
+        ("one round", engine_thread.EngineThread),
+    ):
+        pretend = PretendEngine(0.002, 0.002)
+        thread = kind(pretend)
+        thread.start()
+        begin = time.perf_counter()
+        counts = run(streams(thread, [new_job(steps) for _ in range(n)]))
+        ms.setdefault(name, []).append(1e3 * (time.perf_counter() - begin) / pretend.steps)
+        thread.stop()
+        rows.append(f"{n:7}   {name:20} {ms[name][-1]:11.2f}   {sum(counts):6}")
+Shown("\n".join(rows))
+
+# %%
+lesson.figures.curves(
+    [8, 64, 256], {**ms, "the engine sleeps": [2, 2, 2]}, "streams", "ms per step", log=False
+)
+
+# %% [markdown]
+# With few streams the policies are the same: a round is so short that every token is an event of its
+# own. With many, the reader of a stream sees several tokens at once, at most a tenth of a second later,
+# and the engine gets its time.
+#
+# ## Requests that arrive together
+#
+# A similar question at the other end. A step with a prefill takes long, and about equally long for one
+# request as for ten. If ten arrive together, the first is ready while the worker threads still tokenize
+# the others. An engine that starts at once computes a prefill for it alone, and the nine wait until it
+# ends. The library's thread waits up to 10 ms for requests that are being tokenized, never for ones
+# that have not arrived. Again both policies, with 16 requests at once and a prefill of 20 ms. Template and
+# tokenizer are pauses here, of half a millisecond for the first request to 8 ms for the last:
+
+
+# %%
+async def arrive_together(thread, n):
+    """-> milliseconds to the first token, for each of n requests"""
+    begin = time.perf_counter()
+
+    async def one(i):
+        with thread.arrival():
+            await asyncio.sleep(0.0005 * (i + 1))
+        job = new_job(4)
+        await stream(thread, job)
+        return 1e3 * (job.first_token - begin)
+
+    return await asyncio.gather(*(one(i) for i in range(n)))
+
+
+rows = ["policy               prefills   ms to the first token: median, last"]
+for name, seconds in (
+    ("start at once", 0.0),
+    ("wait up to 10 ms", engine_thread.ADMISSION_SECONDS),
+):
+    usual, engine_thread.ADMISSION_SECONDS = engine_thread.ADMISSION_SECONDS, seconds
+    prefills, times = [], []
+    for _ in range(10):
+        pretend = PretendEngine(0.02, 0.005)
+        thread = engine_thread.EngineThread(pretend)
+        thread.start()
+        times.append(run(arrive_together(thread, 16)))
+        prefills.append(pretend.prefills)
+        thread.stop()
+    engine_thread.ADMISSION_SECONDS = usual
+    median, last = np.median(times), np.mean(np.max(times, 1))
+    rows.append(f"{name:20} {np.mean(prefills):8.1f}   {median:6.1f}, {last:6.1f}")
+Shown("\n".join(rows))
+
+# %% [markdown]
+# Without waiting there are two prefills, and the requests that missed the first wait for both.
+#
+# ## Queueing
+#
+# Now the question of the beginning: why does an answer take so much longer when only a few more people
+# ask? Let requests arrive at random, $\lambda$ per second, and let each occupy one of $c$ slots for $s$
+# seconds on average. Then at most $\mu = c / s$ requests per second can be served, and the **load** is
+# $\rho = \lambda / \mu$. Below 1 the queue does not grow without limit. But it is not empty either: requests
+# come in clusters, and time in which a slot was idle cannot be used later.
+#
+# By hand, for one slot and four requests of 2 seconds each, a load of 80 %. Arrivals at 0, 2.5, 5 and
+# 7.5 s: no request waits. Arrivals at 0, 0.5, 1 and 7.5 s, as many in the same time: they start at 0, 2, 4
+# and 7.5 s, so two requests wait, 1.5 and 3 seconds.
+#
+# ## Exercise 27.3: when does each request start?
+
+
+# %% tags=["exercise"]
+def start_times(arrivals, seconds, slots):
+    """-> list with the time at which each request starts, in order
+
+    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at least 1.
+    First come, first served: a request starts when it has arrived and a slot is free.
+    """
+    # YOUR CODE
+
+
+# %%
+lesson.check("27.3", start_times)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Like 21.1: keep `free_at = [0.0] * slots`, the time from which each slot is free. What is new: a slot
+# may be free before the request arrives.
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `start = max(arrival, min(free_at))`. And from when is the slot free then?
+#
+# </details>
+
+
+# %% tags=["solution"]
+# Solution 27.3
+def start_times(arrivals, seconds, slots):
+    """-> list with the time at which each request starts, in order
+
+    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at least 1.
+    First come, first served: a request starts when it has arrived and a slot is free.
+    """
+    free_at, starts = [0.0] * slots, []
+    for arrival, n in zip(arrivals, seconds):
+        slot = free_at.index(min(free_at))
+        starts.append(max(arrival, free_at[slot]))
+        free_at[slot] = starts[-1] + n
+    return starts
+
+
+# %% [markdown]
+# Random arrivals with a constant rate are a **Poisson process**: the times between them are independent
+# and have an exponential distribution. If the service times are exponential too and there is one slot,
+# the mean waiting time is known: $s \rho / (1 - \rho)$. First the check against this formula, then 16
+# slots with answers of 1 s on average. A **percentile** p99 is the time that 99 % of the requests do not
+# exceed.
+
+# %%
+rng = np.random.default_rng(0)
+
+
+def simulated(load, slots, n=200_000):
+    """-> waiting times, total times of n requests with a mean service time of 1 s"""
+    arrivals = np.cumsum(rng.exponential(1 / (load * slots), n))
+    seconds = rng.exponential(1.0, n)
+    waits = np.array(start_times(arrivals.tolist(), seconds.tolist(), slots)) - arrivals
+    return waits, waits + seconds
+
+
+for load in (0.5, 0.8):
+    print(
+        f"one slot, load {load}: mean wait {simulated(load, 1)[0].mean():.1f} s, formula {load / (1 - load):.1f} s"
+    )
+loads, percentiles = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98), {"p50": [], "p90": [], "p99": []}
+print("16 slots:   load   waiting p50   p99   whole p50   p99")
+for load in loads:
+    waits, whole = simulated(load, 16)
+    for q, row in zip((50, 90, 99), percentiles.values()):
+        row.append(np.percentile(whole, q))
+    w, t = np.percentile(waits, [50, 99]), np.percentile(whole, [50, 99])
+    print(f"{load:16.2f} {w[0]:13.2f} {w[1]:5.2f} {t[0]:11.2f} {t[1]:5.2f}")
+lesson.figures.curves(
+    loads, percentiles, "load", "seconds until the answer is complete", "16 slots, answers of 1 s on average", log=False,
+)  # fmt: skip
+
+# %% [markdown]
+# Up to a load of 80 % most requests do not wait at all. Above 90 % the waiting time grows like
+# $1 / (1 - \rho)$, and its tail first: a server is sized by the latency that its 99th percentile may
+# have, not by its throughput.
+#
+# **The improvement** over one slot is in the same table: 16 slots at a load of 80 % hardly wait, one
+# slot waits four service times on average. Slots that share one queue are better than one queue for
+# each: no slot is idle while a request waits in another queue.
+#
+# ## The whole server under Poisson load
+#
+# Now nothing is simulated: the tiny model, four slots, all stages above. First 40 requests at once; the
+# rate at which they are answered is the server's $\mu$. Then 40 at random, at three loads:
+
+
+# %%
+async def poisson(rate, n=40):
+    """-> (n, 2) milliseconds to the first text and to the end.  rate: per second; None: all at once"""
+    gaps = np.zeros(n) if rate is None else np.random.default_rng(1).exponential(1 / rate, n)
+
+    async def one(at, question):
+        await asyncio.sleep(at)
+        content = [{"role": "user", "content": f"{question}: {QUESTION}"}]
+        begin = time.perf_counter()
+        _, pieces = await ask(body | {"messages": content, "max_tokens": 24, "stop": None})
+        return [1e3 * (pieces[i][0] - begin) for i in (1, -1)]  # piece 0 has no text
+
+    return np.array(await asyncio.gather(*(one(t, i) for i, t in enumerate(np.cumsum(gaps)))))
+
+
+run(poisson(None, 8))
+begin = time.perf_counter()
+run(poisson(None))
+rate = 40 / (time.perf_counter() - begin)
+rows = [
+    f"all at once: {rate:.0f} answers/s",
+    "load   first text ms p50    p99   whole ms p50    p99",
+]
+for load in (0.3, 0.6, 0.9):
+    (f50, w50), (f99, w99) = np.percentile(run(poisson(load * rate)), [50, 99], axis=0)
+    rows.append(f"{load:4.1f} {f50:19.0f} {f99:6.0f} {w50:14.0f} {w99:6.0f}")
+Shown("\n".join(rows))
+
+# %% [markdown]
+# Compare with the simulation: there a slot's speed did not depend on the others. Here a decode step
+# takes a little longer with four sequences than with one, and every prefill delays the streams that are
+# running. So answers become slower even before there is a queue.
+#
+# The same measurement of a server with a GPU: *closed* are 256 clients that each send the next request
+# when the last one has ended; *poisson* is 70 % of the rate that they reached. Times are until the first
+# text and until the end.
+
+# %%
+lesson.table(
+    ["bench_server/closed/bf16", "bench_server/poisson*/bf16"],
+    {
+        "tokens/s": "value", "engine alone": "peer_value", "first p50 ms": lambda r: r["first_ms"][0],
+        "first p99 ms": lambda r: r["first_ms"][1], "whole p50 ms": lambda r: r["last_ms"][0],
+        "whole p99 ms": lambda r: r["last_ms"][1],
+    },
+)  # fmt: skip
+names = ("bench_server/closed/bf16", "bench_server/poisson*/bf16")
+closed, at_random = map(lesson.record, names)
+print(f"the server reaches {closed['ratio']:.0%} of the tokens/s of the engine alone")
+arriving = float(at_random["name"].removeprefix("poisson ").removesuffix("/s"))
+seconds = at_random["last_ms"][0] / 1e3
+print(f"poisson: {arriving} requests/s x {seconds:.2f} s = {arriving * seconds:.0f} in the server")
+
+# %% [markdown]
+# A small model with many streams is the hardest case for the stages around it: a step is short, and then
+# 256 streams want their tokens.
+#
+# The last line is **Little's law**: the mean number of requests in a system is the arrival rate times the
+# mean time that each of them spends there (here roughly, with the median). Compare it with the 256 slots
+# of the shape: what is above them waits in the queue. The closed loop hides this. Its answers all have the
+# same length, so many end together, and one prefill serves all of the next requests. Random arrivals need
+# a prefill in many more steps. So the rate that a closed loop reaches is not the rate that a server can
+# take at random times: measure with the arrivals that you expect.
+#
+# ## The library's kernel, and the way to it
+#
+# The engine's thread, from the queue to the step and back to the loop:
+
+# %%
+lesson.source(engine_thread.EngineThread._run)
+lesson.source(engine_thread.EngineThread._admit)
+
+# %% [markdown]
+# Rounds of the event loop, and the pause after them, which is `1 / LOOP_SHARE - 1` times as long:
+
+# %%
+lesson.source(engine_thread.EngineThread.hand_over)
+lesson.source(engine_thread.EngineThread._round)
+lesson.source(engine_thread.EngineThread._after_round)
+lesson.source(engine_thread.EngineThread._after_pause)
+
+# %% [markdown]
+# Your 27.1, and what writes the events of your 27.2:
+
+# %%
+from xtrain.serving.text_stream import TextStream
+
+lesson.source(TextStream._release)
+lesson.source(TextStream._could_become_a_stop)
+lesson.source(app_module._events)
+
+# %% [markdown]
+# And at the end of the way a kernel draws the next token of each sequence. The random number that decides
+# is made on the device, from three numbers of the request: seed, random stream and step.
+
+# %%
+from xtrain.kernels.decoding import sampling_kernels
+
+lesson.source(sampling_kernels.random_fraction)
+
+# %%
+http_server.should_exit = True
+serving.result(20)
+print("the engine's thread has ended:", not server.thread.alive)
+
+# %% [markdown]
+# ## What did not help
+#
+# *An event for each token, at any load.* It looks best with one stream, and you have measured it with
+# 256: the engine's thread waits for the GIL instead of starting the next step.
+#
+# *Calling `engine.step()` in the event loop.* No second thread, no lock. But then no byte is read or
+# written during a step, and a disconnect is seen only after it.
+#
+# *Starting at once.* The request that is alone in its prefill gains a few milliseconds, the ones that
+# arrived with it lose a whole step.
+#
+# ## More exercises
+#
+# 1. Two servers with 8 slots each and a queue of their own, or one with 16? Give every second request to
+#    each of the two and compare p99 at a load of 0.9.
+# 2. Draw service times that are all 1 s. How much shorter is the mean wait with one slot?
+# 3. The queue has a limit (`Limits.queue`), and a request above it gets status 429. Why is that better
+#    than a longer queue?
+#
+# <details><summary>Solutions</summary>
+#
+# 1: `start_times(arrivals[::2], seconds[::2], 8)`: p99 is clearly higher with two queues, because one
+# may be long while the other is empty. 2: About half as long: with one slot and constant service times
+# the mean wait is $s \rho / (2 (1 - \rho))$. 3: Above a load of 1 any queue fills, and a longer one
+# only makes all requests wait longer. A client that is told so at once can try another server.
+#
+# </details>
+#
+# ## Sources
+#
+# - WHATWG, *HTML Standard*, section "Server-sent events": the format, and how a client reads it.
+# - R. Fielding et al., *HTTP/1.1*, RFC 9112, 2022: messages, chunked transfer coding.
+# - *ASGI specification*, version 3: what a server and an application say to each other.
+# - L. Kleinrock, *Queueing Systems, Volume 1: Theory*, 1975: the waiting time of one server.
+# - G.-I. Yu et al., *Orca: A Distributed Serving System for Transformer-Based Generative Models*, 2022.
