@@ -79,7 +79,7 @@ def main():
         xtrain(
             "xtrain.train", "--data", data / "text.txt", "--vocab-size", 300, "--seq-len", 64, "--batch", 256,
             "--dim", o.dim, "--layers", o.layers, "--heads", o.dim // 64, "--kv-heads", o.dim // 64,
-            "--hidden", 4 * o.dim, "--steps", 800, "--lr", 1e-3, "--out", out, "--name", "base",
+            "--hidden-dim", 4 * o.dim, "--steps", 800, "--lr", 1e-3, "--out", out, "--name", "base",
         )  # fmt: skip
         xtrain(
             "xtrain.finetune", "--init", out / "base", "--data", data / "chats.jsonl", "--epochs", 1, "--lr", 1e-4,
@@ -107,7 +107,7 @@ def main():
                 rollout_kl_max=max(abs(m["rollout_kl"]) for m in steps),
                 completion_tokens=statistics.mean(m["completion_tokens"] for m in steps),
             )  # fmt: skip
-        prompts = [json.loads(x)["prompt"] for x in open(data / "prompts.jsonl")]
+        prompts = [line["prompt"] for line in lines(data / "prompts.jsonl")]
         (final,) = sorted((out / "chat" / "checkpoints").iterdir())[-1:]
         peer = generate_ms(final, prompts[: o.batch // o.group], o.group, o.max_new_tokens)
     for mode, r in results.items():
