@@ -26,6 +26,8 @@ block, threads, file and lines. Its subclasses:
 A launcher runs its kernel here if its arguments are SimArrays: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 The array type selects the simulator; there is no mode and no flag.
 
+`record` does the same and keeps what each thread of a block did, to be stepped through as a page (recording.py, stepper.py).
+
 A kernel that Numba would not compile is a KernelError too, if its source, its types or its launch
 configuration show it: a shared array whose shape is computed, a list, an atomic on uint8
 (refused.py, thread.py).
@@ -56,6 +58,7 @@ from .errors import (
     UninitializedError,
 )
 from .intrinsics import simulates
+from .recording import Recording, record
 from .thread import Dim3
 
 __all__ = [
@@ -65,9 +68,11 @@ __all__ = [
     "KernelError",
     "OutOfBoundsError",
     "RaceError",
+    "Recording",
     "SimArray",
     "Site",
     "UninitializedError",
+    "record",
     "run",
     "sim",
     "simulates",
