@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from numba import cuda, float32
 
 from xtrain.kernels.rmsnorm import rmsnorm_fwd
-from xtrain.simulator import KernelError, RaceError, UninitializedError, record, run, sim
+from xtrain.simulator import KernelError, RaceError, Stepper, UninitializedError, record, run, sim
 from xtrain.simulator.observers import Observer, observe
-from xtrain.simulator.recording import Recording
 
 
 @cuda.jit(device=True)
@@ -149,7 +148,7 @@ def test_which_block_is_recorded():
 def test_16_byte_accesses_and_bf16():
     rng = np.random.default_rng(0)
     x = sim(rng.standard_normal((1, 64)).astype(ml_dtypes.bfloat16))
-    recording = Recording()
+    recording = Stepper()
     with observe(recording):
         rmsnorm_fwd(x, sim(np.ones(64, ml_dtypes.bfloat16)), 1e-6)
     reads = [e for events in recording.events for e in events if e.array >= 0 and recording.arrays[e.array].name == "x"]  # fmt: skip

@@ -10,7 +10,7 @@ from numba import cuda, float32
 from test_recording import block_sum_kernel, half_wait_kernel, late_kernel, neighbour_kernel, ones
 
 from xtrain.kernels.rmsnorm import rmsnorm_fwd
-from xtrain.simulator import Recording, record, sim
+from xtrain.simulator import Stepper, record, sim
 from xtrain.simulator.observers import observe
 
 
@@ -50,7 +50,7 @@ def test_the_same_recording_is_the_same_page():
 
 
 def test_device_functions_are_shown_with_the_calls_that_lead_to_them():
-    recording = Recording()
+    recording = Stepper()
     with observe(recording):
         rmsnorm_fwd(sim(np.ones((2, 64), np.float32)), ones(64), 1e-6)
     found = contents(recording)

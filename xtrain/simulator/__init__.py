@@ -58,7 +58,8 @@ from .errors import (
     UninitializedError,
 )
 from .intrinsics import simulates
-from .recording import Recording, record
+from .observers import observe
+from .stepper import Stepper
 from .thread import Dim3
 
 __all__ = [
@@ -68,10 +69,11 @@ __all__ = [
     "KernelError",
     "OutOfBoundsError",
     "RaceError",
-    "Recording",
     "SimArray",
     "Site",
+    "Stepper",
     "UninitializedError",
+    "observe",
     "record",
     "run",
     "sim",
@@ -102,6 +104,28 @@ def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> N
     """
     with np.errstate(all="ignore"):
         Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
+
+
+def record(
+    kernel,
+    grid,
+    block,
+    *args,
+    shared: int = 0,
+    overlap: bool = False,
+    of: tuple[int, ...] = (0, 0, 0),
+) -> Stepper:
+    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of the block.
+
+    A KernelError is not raised: it is in the result's `error`, and the result is about the block in which it happened.
+    """
+    stepper = Stepper(of)
+    try:
+        with observe(stepper):
+            run(kernel, grid, block, *args, shared=shared, overlap=overlap)
+    except KernelError as error:
+        stepper.fail(error)
+    return stepper
 
 
 def _dim3(n) -> Dim3:

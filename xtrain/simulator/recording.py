@@ -1,9 +1,4 @@
-"""One block of a launch as it ran, instruction by instruction, to be looked at (stepper.py).
-
-    recording = record(kernel, grid, block, *args)          # block (0, 0, 0); another: of=(1, 0, 0)
-    recording.save("rmsnorm.html")                          # in a notebook the recording shows itself
-
-A KernelError does not end `record`: it is in recording.error, and the recording is that of the block in which it happened.
+"""One block of a launch as it ran, instruction by instruction. stepper.py shows it.
 
 The simulator runs the threads of a block one after the other. On a GPU the lanes of a warp execute an instruction together; a
 lane that skips it is idle. `Recording.steps` restores that order: the events of the lanes of a warp are merged so that equal
@@ -18,7 +13,6 @@ import linecache
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +20,7 @@ import numpy as np
 from .block import BLOCK_BARRIERS, Launch
 from .errors import KernelError, Site
 from .memory import Array
-from .observers import Observer, observe
+from .observers import Observer
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
@@ -194,45 +188,6 @@ class Recording(Observer):
                     found[n] = step._replace(time=end - 1)
             time = end
         return sorted(found, key=lambda step: (step.time, step.warp))
-
-    # ------------------------------------------------------------------------- to look at
-    def __repr__(self) -> str:
-        name = self.launch.name if self.launch else "nothing"
-        times = {step.time for step in self.steps()}
-        return f'<{name}, block {self.position}, {len(times)} steps: save("FILE.html") writes them as a page>'
-
-    def page(self) -> str:
-        """A page of HTML that needs nothing else: a slider over the steps of the block."""
-        from .stepper import page
-
-        return page(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the page to a file. -> the file"""
-        path = Path(path)
-        path.write_text(self.page(), encoding="utf-8")
-        return path
-
-    def _repr_html_(self) -> str:
-        from .stepper import frame
-
-        return frame(self)
-
-
-def record(kernel, grid, block, *args, shared: int = 0, overlap: bool = False, of=(0, 0, 0)) -> Recording:  # fmt: skip
-    """Run a kernel as `run` does and record one block. of: its position.
-
-    A KernelError is not raised, but is in the recording's `error`.
-    """
-    from . import run
-
-    recording = Recording(of)
-    try:
-        with observe(recording):
-            run(kernel, grid, block, *args, shared=shared, overlap=overlap)
-    except KernelError as error:
-        recording.fail(error)
-    return recording
 
 
 # ----------------------------------------------------------------------------- merging the lanes of a warp

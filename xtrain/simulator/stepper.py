@@ -1,5 +1,8 @@
 """A recording as a page of HTML: a slider over the steps of a block, its threads, its memory, and the source next to them.
 
+    recording = record(kernel, grid, block, *args)          # block (0, 0, 0); another: of=(1, 0, 0)
+    recording.save("rmsnorm.html")
+
 The page needs nothing else and loads nothing. stepper.html is its frame; this module computes what it shows.
 """
 
@@ -22,21 +25,33 @@ FRAME = Path(__file__).with_name("stepper.html")
 HEIGHT = 720  # pixels in a notebook
 
 
-def page(recording: Recording) -> str:
-    """-> the text of the page"""
-    data = json.dumps(contents(recording), separators=(",", ":")).replace("<", "\\u003c")
-    frame = FRAME.read_text(encoding="utf-8")
-    name = recording.launch.name if recording.launch else ""
-    return frame.replace("TITLE", html.escape(name), 1).replace("DATA", data, 1)
+class Stepper(Recording):
+    """A recording that can be looked at. In a notebook it shows itself."""
 
+    def page(self) -> str:
+        """The page: HTML that needs nothing else."""
+        data = json.dumps(contents(self), separators=(",", ":")).replace("<", "\\u003c")
+        name = self.launch.name if self.launch else ""
+        frame = FRAME.read_text(encoding="utf-8")
+        return frame.replace("TITLE", html.escape(name), 1).replace("DATA", data, 1)
 
-def frame(recording: Recording) -> str:
-    """-> the page in an element for a notebook, apart from the notebook's own styles and scripts"""
-    inside = html.escape(page(recording), quote=True)
-    return (
-        f'<iframe srcdoc="{inside}" style="width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:6px" '
-        'title="the threads of a block, step by step"></iframe>'
-    )
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a file. -> the file"""
+        path = Path(path)
+        path.write_text(self.page(), encoding="utf-8")
+        return path
+
+    def __repr__(self) -> str:
+        name = self.launch.name if self.launch else "nothing"
+        times = {step.time for step in self.steps()}
+        return f'<{name}, block {self.position}, {len(times)} steps: save("FILE.html") writes them as a page>'
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, apart from the notebook's own styles and scripts."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.page())}" title="the threads of a block, step by step" '
+            f'style="width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:6px"></iframe>'
+        )
 
 
 def contents(recording: Recording) -> dict[str, Any]:
