@@ -5,8 +5,10 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from .trace import Trace, owners, traced, tracing
 
 __all__ = [
     "Machine", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "padding", "record",
-    "report", "source", "table", "traced", "tracing", "zeros",
+    "report", "source", "stepped", "table", "traced", "tracing", "zeros",
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"
@@ -33,8 +35,16 @@ WORK = Path("my_lessons")  # the reader's solutions; ignored by git
 
 # ----------------------------------------------------------------------------- checks
 def check(number: str, solution: Callable) -> None:
-    """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote."""
-    print(verdict(number, solution))
+    """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote.
+
+    In a notebook, a kernel that is not right yet can be stepped through below the verdict.
+    """
+    found = verdict(number, solution)
+    print(found)
+    if found.stepper and not found.passed and "IPython" in sys.modules:
+        from IPython.display import display
+
+        display(found.stepper)
 
 
 def verdict(number: str, solution: Callable) -> Verdict:
@@ -170,6 +180,16 @@ def report(run: Callable, *arguments: Any, **options: Any) -> None:
         print("no error was reported")
 
 
+def stepped(
+    kernel: Any, grid: Any, block: Any, *args: Any, shared: int = 0, of: tuple[int, ...] = (0, 0, 0)
+) -> simulator.Stepper:
+    """Run a kernel in the simulator and step through one of its blocks: in a notebook, or as a page with .save("FILE.html").
+
+    of: the position of the block. A KernelError is shown where it happens.
+    """
+    return simulator.record(kernel, grid, block, *args, shared=shared, of=of)
+
+
 def compare(name: str, got: Any, want: Any) -> None:
     """Print the largest difference between two arrays."""
     got, want = host(got).astype(np.float64), host(want).astype(np.float64)
@@ -245,7 +265,10 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
 
 
 def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file.
+
+    A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
+    """
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -273,8 +296,20 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
                 Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
             )
         else:
-            verdicts.append(attempt.judge(e, solution))
+            verdicts.append(_with_page(e, attempt.judge(e, solution), file))
     return verdicts
+
+
+def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
+    """Write the page of the verdict's stepper, and name it in the verdict."""
+    if verdict.stepper is None:
+        return verdict
+    page = file.with_name(f"{file.stem}_{e.number}.html")
+    try:
+        write_whole(page, verdict.stepper.page().encode())
+    except OSError as error:
+        raise cannot_write(page, error, "check a file in another folder") from error
+    return replace(verdict, text=f"{verdict.text}\n  step by step: {page}")
 
 
 def overview() -> list[str]:

@@ -30,7 +30,7 @@ import numpy as np
 from numba import cuda
 
 from xtrain import simulator
-from xtrain.simulator import KernelError, SimArray, sim
+from xtrain.simulator import KernelError, SimArray, Stepper, observe, sim
 from xtrain.simulator.block import Launch
 from xtrain.simulator.errors import Site
 from xtrain.simulator.source import translate
@@ -74,8 +74,11 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Verdict:
+    """stepper: the run of the reader's kernel to step through: of the last case, or of the one that failed."""
+
     passed: bool
     text: str
+    stepper: Stepper | None = None
 
     def __str__(self):
         """Wrap long lines at spaces; keep source lines as they are."""
@@ -131,10 +134,10 @@ def judge(exercise: Exercise, work) -> Verdict:
     else:
         cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
         safe = ", no race, no out-of-bounds access" if exercise.kernel else ""
-        return Verdict(True, f"{title}: correct. {cases}{safe}.")
+        return Verdict(True, f"{title}: correct. {cases}{safe}.", attempt.stepper)
     if GAP in attempt.source and not attempt.empty:
         text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
-    return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}")
+    return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}", attempt.stepper)
 
 
 @dataclass
@@ -149,6 +152,7 @@ class Attempt:
     empty: bool = False
     wide: list = field(default_factory=list)  # the Sites where float64 becomes float32
     names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
+    stepper: Stepper | None = None  # of the kernel that ran last
     written: list = field(default_factory=list)  # written by kernels in this case, see Launch.last
     _seed: int = field(default=0)
 
@@ -225,10 +229,13 @@ class Attempt:
                 f"{self.exercise.name} is called with {len(args)} arguments: do not change the parameters of the function."
             )
         self.names = {id(a): name for name, a in zip(parameters, args)}
+        self.stepper = Stepper()
         try:
             run = traced if trace else simulator.run
-            result = run(self.work, grid, block, *args, shared=shared)
+            with observe(self.stepper):
+                result = run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
+            self.stepper.fail(error)
             hint = _hint(error, (hints or {}, self.exercise.hints, HINTS))
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
         self.written += Launch.last[0]

@@ -12,8 +12,6 @@ for a compiler.
 """
 
 import contextlib
-import inspect
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from xtrain import simulator
-from xtrain.simulator.memory import Array
-from xtrain.simulator.thread import Thread
+from xtrain.simulator.observers import ATOMIC, WRITE, Observer, observe
+from xtrain.simulator.recording import parameters, width
 
 SECTOR = 32  # bytes: the unit in which memory and caches of NVIDIA GPUs transfer data
 
@@ -120,70 +118,45 @@ def traced(kernel, grid, block, *args, shared: int = 0) -> Trace:
     return trace
 
 
+class _Tracer(Observer):
+    """Notes every access to global and shared memory."""
+
+    def __init__(self):
+        self.accesses, self.turns, self.widths, self.launches = [], defaultdict(int), {}, {}
+
+    def access(self, thread, array, k, site, how, value):
+        if array.memory.kind == "local" or how == ATOMIC:
+            return
+        launch, size, name = thread.block.launch, array.dtype.itemsize, site.what
+        if launch not in self.launches:
+            self.launches[launch] = len(self.launches), parameters(launch)
+        number, arguments = self.launches[launch]
+        if array.memory.kind == "global":
+            name, k = _place(arguments, array.flat.__array_interface__["data"][0] + k * size, size)
+        if site not in self.widths:
+            self.widths[site] = width(site.what, size)
+        write = how == WRITE
+        position = tuple(int(i) for i in thread.block.position)
+        who = (number, position, thread.index, site.line, site.column, name, write)
+        turn = self.turns[who] // self.widths[site]
+        self.turns[who] += 1
+        what = (name, array.memory.kind, write, position, thread.index, int(k), size)
+        self.accesses.append(Access(*what, site.line, turn, number, site.column))
+
+
 @contextlib.contextmanager
 def tracing() -> Iterator[Trace]:
     """Record the accesses of all kernels that run in the simulator in this context, e.g. through a launcher with SimArrays."""
-    accesses, turns, widths, launches = [], defaultdict(int), {}, {}
-    load, store = Thread.load, Thread.store
-
-    def note(thread, a, index, site, write):
-        if not isinstance(a, Array) or a.memory.kind == "local":
-            return
-        k = a.locate(index)
-        if k is None:
-            return
-        launch, size, name = thread.block.launch, a.dtype.itemsize, site.what
-        if launch not in launches:
-            launches[launch] = len(launches), _parameters(launch)
-        number, parameters = launches[launch]
-        if a.memory.kind == "global":
-            name, k = _place(parameters, a.flat.__array_interface__["data"][0] + k * size, size)
-        if site not in widths:
-            widths[site] = _width(site.what, size)
-        position = tuple(int(i) for i in thread.block.position)
-        who = (number, position, thread.index, site.line, site.column, name, write)
-        turn, turns[who] = turns[who] // widths[site], turns[who] + 1
-        what = (name, a.memory.kind, write, position, thread.index, int(k), size)
-        accesses.append(Access(*what, site.line, turn, number, site.column))
-
-    def noted_load(self, a, index, site):
-        note(self, a, index, site, False)
-        return load(self, a, index, site)
-
-    def noted_store(self, a, index, value, site):
-        note(self, a, index, site, True)
-        return store(self, a, index, value, site)
-
-    Thread.load, Thread.store = noted_load, noted_store
-    try:
-        yield Trace(accesses)
-    finally:
-        Thread.load, Thread.store = load, store
-
-
-def _parameters(launch):
-    """-> [(first byte, end, name)] of the array arguments"""
-    found = []
-    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # without the thread
-    for name, a in zip(names, launch.args):
-        if isinstance(a, Array):
-            low = a.flat.__array_interface__["data"][0]
-            found.append((low, low + a.flat.nbytes, name))
-    return found
+    with observe(_Tracer()) as tracer:
+        yield Trace(tracer.accesses)
 
 
 def _place(parameters, address, size):
     """-> name of the parameter that contains this byte, index of the element in it"""
-    for low, high, name in parameters:
+    for low, high, place in parameters:
         if low <= address < high:
-            return name, (address - low) // size
+            return place.name, (address - low) // size
     return "constant", 0
-
-
-def _width(what, size):
-    """Number of elements that one instruction moves: 4 for load4 of float32. The site of an intrinsic is its whole call."""
-    call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
-    return min(int(call[1]), 16 // size) if call else 1
 
 
 def owners(trace: Trace, array: str, shape, what="thread") -> np.ndarray:

@@ -26,6 +26,8 @@ block, threads, file and lines. Its subclasses:
 A launcher runs its kernel here if its arguments are SimArrays: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 The array type selects the simulator; there is no mode and no flag.
 
+`record` does the same and keeps what each thread of a block did, to be stepped through as a page (recording.py, stepper.py).
+
 A kernel that Numba would not compile is a KernelError too, if its source, its types or its launch
 configuration show it: a shared array whose shape is computed, a list, an atomic on uint8
 (refused.py, thread.py).
@@ -56,6 +58,8 @@ from .errors import (
     UninitializedError,
 )
 from .intrinsics import simulates
+from .observers import observe
+from .stepper import Stepper
 from .thread import Dim3
 
 __all__ = [
@@ -67,7 +71,10 @@ __all__ = [
     "RaceError",
     "SimArray",
     "Site",
+    "Stepper",
     "UninitializedError",
+    "observe",
+    "record",
     "run",
     "sim",
     "simulates",
@@ -97,6 +104,28 @@ def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> N
     """
     with np.errstate(all="ignore"):
         Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
+
+
+def record(
+    kernel,
+    grid,
+    block,
+    *args,
+    shared: int = 0,
+    overlap: bool = False,
+    of: tuple[int, ...] = (0, 0, 0),
+) -> Stepper:
+    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of the block.
+
+    A KernelError is not raised: it is in the result's `error`, and the result is about the block in which it happened.
+    """
+    stepper = Stepper(of)
+    try:
+        with observe(stepper):
+            run(kernel, grid, block, *args, shared=shared, overlap=overlap)
+    except KernelError as error:
+        stepper.fail(error)
+    return stepper
 
 
 def _dim3(n) -> Dim3:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors
+from . import errors, observers
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
@@ -80,6 +80,7 @@ class Launch:
         self.constants: dict = {}  # id of a NumPy array -> its copy in constant memory
         self.stored: dict = {}  # address of a tensor -> where copies of this launch stored to it
         self.copies: dict = {}  # (first byte, end) of a tensor -> did a copy of this launch write it?
+        self.observers = observers.current()
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
     def _check_size(self, shared):
@@ -151,7 +152,9 @@ class Block:
         # Epochs with a threadfence; element of an atomic -> what was acquired there: releases.py
         self.fenced: list[int] = []
         self.acquired: dict = {}
-        kind = EarlyThread if launch.overlap else Thread
+        kind: type[Thread] = EarlyThread if launch.overlap else Thread
+        if launch.observers:
+            kind = observers.observed(kind)
         self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
         self.waited = False  # for the previous kernel: early.py
         self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
@@ -160,6 +163,8 @@ class Block:
     def run(self):
         """Run the kernel in all threads of the block. Raises KernelError."""
         function, args = self.launch.translated.function, self.launch.args
+        for observer in self.launch.observers:
+            observer.begin(self)
         if self.launch.translated.waits:
             for thread in self.threads:
                 thread.generator = function(thread, *args)
@@ -237,6 +242,8 @@ class Block:
             thread.reply = reply
         if self.engines_in_use:
             self.engines.meet(waiting)
+        for observer in self.launch.observers:
+            observer.meet(waiting, name, waiting[0].request[1])
 
     def _deadlock(self):
         places: dict[str, list[Thread]] = {}
@@ -321,15 +328,20 @@ def _run_each(threads, function, *args):
     try:
         for thread in others:
             _guarded(thread, function, thread, *args)
-    except UninitializedError as error:
-        if error.read is None:  # an asynchronous copy or a matrix product reads it
+    except KernelError as error:
+        error.thread = thread.index
+        read = error.read if isinstance(error, UninitializedError) else None
+        # Does one of the others write the element that was read too early? An observer sees what they do anyway.
+        if read is not None or threads[0].block.launch.observers:
+            for thread in others:
+                with contextlib.suppress(Exception):
+                    _guarded(thread, function, thread, *args)
+        if read is None:
             raise
-        for thread in others:  # does one of them write the element that was read too early?
-            with contextlib.suppress(Exception):
-                _guarded(thread, function, thread, *args)
-        by, memory, key, site, index = error.read
+        by, memory, key, site, index = read
         later = memory.writes.get(key)
         found = errors.uninitialized(by, memory, key, site, index, later)
+        found.thread = by.index
         raise found.with_traceback(error.__traceback__) from None
 
 

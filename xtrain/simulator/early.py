@@ -19,6 +19,7 @@ class EarlyThread(Thread):
     """A thread that has not called wait_for_previous yet."""
 
     __slots__ = ()
+    after_wait: type[Thread] = Thread
 
     def _read(self, a, key, index, site):
         if a.memory.kind == "global":
@@ -51,7 +52,7 @@ def _overlaps(ranges, low, high):
 def note_copy(thread, site, low, high, writes):
     """Check and record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor in the bytes [low, high)."""
     launch = thread.block.launch
-    if type(thread) is EarlyThread:
+    if isinstance(thread, EarlyThread):
         if writes and _overlaps(launch.previous_extents, low, high):
             raise errors.early(thread, "writes", NEEDED, "a tensor", site)
         written = [extent for extent, wrote in launch.previous_copies.items() if wrote]
@@ -65,11 +66,12 @@ def note_copy(thread, site, low, high, writes):
 
 def wait(thread, site):
     """Simulate wait_for_previous."""
-    thread.__class__ = Thread
+    if isinstance(thread, EarlyThread):
+        thread.__class__ = thread.after_wait
     thread.block.waited = True
 
 
 def let_next(thread, site):
     """Simulate let_next_start."""
-    if type(thread) is EarlyThread:
+    if isinstance(thread, EarlyThread):
         thread.block.launch.let_next_early = True

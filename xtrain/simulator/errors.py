@@ -5,6 +5,12 @@ import os
 from typing import NamedTuple
 
 
+def file_name(path: str) -> str:
+    """The name of a file for a reader; "cell" for a cell of a notebook."""
+    folder, file = os.path.split(path)
+    return "cell" if "ipykernel" in folder else file
+
+
 class Site(NamedTuple):
     """A place in a kernel's source: one array access, one barrier, one call."""
 
@@ -15,15 +21,17 @@ class Site(NamedTuple):
     what: str  # the array's name, or the function called
 
     def __str__(self) -> str:
-        folder, file = os.path.split(self.file)
-        return f"{'cell' if 'ipykernel' in folder else file}:{self.line}"
+        return f"{file_name(self.file)}:{self.line}"
 
 
 class KernelError(Exception):
     """A kernel did what a GPU forbids or leaves undefined. The message names the kernel, the threads, the file and the lines.
 
-    sites: the places in the source, in the order in which the message names them.
+    sites: the places in the source, in the order in which the message names them.  thread: position in its block of the thread
+    that did it; None if it is no single one.
     """
+
+    thread: int | None = None
 
     def __init__(self, message: str, sites: tuple = ()):
         self.sites = tuple(sites)

@@ -42,7 +42,13 @@ def run_collective(warp, waiting):
             for thread, reply in zip(lanes, replies):
                 thread.reply = reply
             ready += lanes
+            for observer in lanes[0].block.launch.observers:
+                observer.meet(lanes, _title(name), lanes[0].request[1])
     return ready
+
+
+def _title(name):
+    return name.__name__ if callable(name) else name
 
 
 def _call(name, lanes):

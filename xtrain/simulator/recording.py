@@ -1,0 +1,330 @@
+"""One block of a launch as it ran, instruction by instruction. stepper.py shows it.
+
+The simulator runs the threads of a block one after the other. On a GPU the lanes of a warp execute an instruction together; a
+lane that skips it is idle. `Recording.steps` restores that order: the events of the lanes of a warp are merged so that equal
+positions in the source, in the same iteration, meet. All warps begin an interval between two barriers at the same time. (How far
+warps run apart in an interval is the hardware's choice; the picture shows one of many orders.)
+"""
+
+import ast
+import functools
+import inspect
+import linecache
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .block import BLOCK_BARRIERS, Launch
+from .errors import KernelError, Site
+from .memory import Array
+from .observers import Observer
+from .thread import Dim3
+
+WAITS = "waits"  # a thread that did not leave a barrier or a warp function
+MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
+
+
+class Place(NamedTuple):
+    """An array of a recording. bf16: the kernel sees its values as uint16."""
+
+    name: str
+    kind: str  # "global" | "shared"
+    shape: tuple[int, ...]
+    itemsize: int
+    bf16: bool
+
+
+@dataclass
+class Event:
+    """What one thread did at one position of the source: an access, or its part in a barrier or warp function.
+
+    path: (file, line) of the calls that lead here, and of the position itself.
+    how: READ, WRITE, ATOMIC, the name of the barrier or function, or WAITS.  array: number in Recording.arrays, -1 for none.
+    elements: flat indices; several for a 16-byte access.
+    """
+
+    site: Site
+    path: tuple[tuple[str, int], ...]
+    how: str
+    array: int = -1
+    elements: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+
+class Step(NamedTuple):
+    """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a barrier."""
+
+    time: int
+    warp: int
+    event: Event  # of its first lane: site, path, how, array
+    lanes: list[tuple[int, list[int], list[Any]]]  # (thread, elements, values)
+
+
+@dataclass
+class _Block:
+    """What is recorded of one block."""
+
+    arrays: list[Place]
+    events: list[list[Event]]
+    numbers: dict[Any, int] = field(default_factory=dict)
+    count: int = 0
+
+
+class Recording(Observer):
+    """The events of one block of one launch: the block `of`, or the one in which a KernelError happens."""
+
+    def __init__(self, of: tuple[int, ...] = (0, 0, 0)):
+        self.of = (*of, 0, 0)[:3]
+        self.error: KernelError | None = None
+        self.launch: Launch | None = None
+        self.position = Dim3(*self.of)
+        self.arrays: list[Place] = []
+        self.events: list[list[Event]] = []  # of each thread
+        self.ended: list[str] = []  # after an error: where each thread waits or has returned
+        self.cut = False  # there were more than MOST_EVENTS
+        self._block: Any = None  # the one that runs
+        self._found = False  # the block `of` has been recorded: only an error replaces it
+
+    # ------------------------------------------------------------------------- what the simulator calls
+    def begin(self, block: Any) -> None:
+        if self.launch is None:
+            self.launch = block.launch
+            self._parameters = parameters(block.launch)
+        self._block = block if block.launch is self.launch else None
+        self._now = _Block([], [[] for _ in block.threads])
+        if self._block and not self._found:
+            self._keep()
+
+    def _keep(self):
+        """Let the recording be that of the block that runs."""
+        self.position = self._block.position
+        self.arrays, self.events, self._kept = self._now.arrays, self._now.events, self._now
+        self._found = tuple(map(int, self.position)) == self.of
+
+    def access(self, thread: Any, array: Array, k: int, site: Any, how: str, value: Any) -> None:
+        if thread.block is not self._block or array.memory.kind == "local" or self._full():
+            return
+        size = array.dtype.itemsize
+        number, k = self._number(array, site, int(k), size)
+        if number < 0:
+            return
+        if self._now.arrays[number].bf16 and value is not None:
+            value = (np.uint32(int(value)) << np.uint32(16)).view(np.float32)
+        mine = self._now.events[thread.index]
+        last = mine[-1] if mine else None
+        if (
+            last is not None and last.site is site and last.how == how and last.array == number
+            and last.elements[-1] + 1 == k and len(last.elements) < width(site.what, size)
+        ):  # fmt: skip
+            last.elements.append(k)
+            last.values.append(value)
+        else:
+            mine.append(Event(site, _path(site), how, number, [k], [value]))
+
+    def meet(self, threads: Any, name: str, site: Any) -> None:
+        if threads[0].block is self._block and not self._full():
+            for thread in threads:
+                self._now.events[thread.index].append(_waiting(thread, name))
+
+    def _full(self):
+        self._now.count += 1
+        full = self._now.count > MOST_EVENTS
+        self.cut |= full and self._now is self._kept
+        return full
+
+    def _number(self, array, site, k, size):
+        """-> number of the array, flat index of the element in it"""
+        numbers, arrays = self._now.numbers, self._now.arrays
+        if array.memory.kind == "shared":
+            key: Any = id(array.memory), size
+            place = Place(site.what, "shared", tuple(map(int, array.dims)), size, False)
+        else:
+            address = array.flat.__array_interface__["data"][0] + k * size
+            found = [p for p in self._parameters if p[0] <= address < p[1]]
+            if not found:  # constant memory
+                return -1, 0
+            low, _, place = found[0]
+            key, k = low, (address - low) // place.itemsize
+        if key not in numbers:
+            numbers[key] = len(arrays)
+            arrays.append(place)
+        return numbers[key], k
+
+    def fail(self, error: KernelError) -> None:
+        """The launch ended with this error."""
+        self.error = error
+        if self._block is None:
+            return
+        self._keep()
+        for thread in self._block.threads:
+            if thread.request is not None:
+                self.events[thread.index].append(_waiting(thread, WAITS))
+                self.ended.append(f"waits in {thread.request[1].what} at {thread.request[1]}")
+            else:
+                self.ended.append(f"has returned at {thread.left}" if thread.left else "")
+
+    # ------------------------------------------------------------------------- in lockstep
+    def steps(self) -> list[Step]:
+        """The instructions of all warps, by time."""
+        warps = [self.events[i : i + 32] for i in range(0, len(self.events), 32)]
+        intervals = [[_intervals(events) for events in warp] for warp in warps]
+        count = max((len(lane) for warp in intervals for lane in warp), default=0)
+        found, time = [], 0
+        for i in range(count):
+            end = time
+            for w, warp in enumerate(intervals):
+                lanes = [lane[i] if i < len(lane) else [] for lane in warp]
+                merged = _merged(lanes)
+                for n, (event, members) in enumerate(merged):
+                    who = [(32 * w + lane, e.elements, e.values) for lane, e in members]
+                    found.append(Step(time + n, w, event, who))
+                end = max(end, time + len(merged))
+            # all warps leave the barrier at the same time
+            for n, step in enumerate(found):
+                if step.event.how in BLOCK_BARRIERS and time <= step.time < end:
+                    found[n] = step._replace(time=end - 1)
+            time = end
+        return sorted(found, key=lambda step: (step.time, step.warp))
+
+
+# ----------------------------------------------------------------------------- merging the lanes of a warp
+def _intervals(events):
+    """The events of one thread, divided after each barrier of the block."""
+    found: list[list[Event]] = [[]]
+    for event in events:
+        found[-1].append(event)
+        if event.how in BLOCK_BARRIERS:
+            found.append([])
+    return found
+
+
+@functools.cache
+def _loops_of(file: str) -> list[tuple[int, int]]:
+    """(first line, last line) of every loop in a file, outer loops first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    loops = (n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While))
+    return sorted((n.lineno, -(n.end_lineno or n.lineno)) for n in loops)
+
+
+@functools.cache
+def _around(path: tuple[tuple[str, int], ...]) -> tuple:
+    """The loops around a place, outer loops first: (calls that lead to the loop's function, its first line)."""
+    found = []
+    for depth, (file, line) in enumerate(path):
+        starts = [first for first, last in _loops_of(file) if first <= line <= -last]
+        found += [(path[:depth], first) for first in starts]
+    return tuple(found)
+
+
+def _keyed(events):
+    """-> [(key, event)]. Two lanes execute an instruction together if their keys are equal.
+
+    A key is the position in the source, with the lines of the calls that lead there, and the number of the iteration of each
+    loop around it. An iteration begins where a thread goes back in the source, or comes to a position for the second time.
+    """
+    found: list[tuple] = []
+    turns: list[list] = []  # [loop, iteration], outer loops first
+    used: set = set()
+    before: tuple = ()
+    for event in events:
+        loops = _around(event.path)
+        common = 0
+        while common < min(len(loops), len(turns)) and turns[common][0] == loops[common]:
+            common += 1
+        if common and event.path < before[: len(event.path)]:  # longer: a function has returned
+            turns[common - 1][1] += 1
+        turns = turns[:common] + [[loop, 0] for loop in loops[common:]]
+        key = _key(event, turns)
+        if key in used and common:
+            turns[common - 1][1] += 1
+            turns[common:] = [[loop, 0] for loop in loops[common:]]
+            key = _key(event, turns)
+        while key in used:
+            key = (*key[:-1], key[-1] + 1)
+        used.add(key)
+        before = event.path
+        found.append((key, event))
+    return found
+
+
+def _key(event, turns):
+    """Ordered as in a run of one thread. The last number counts events that are otherwise the same."""
+    iterations = tuple((first, n) for (_, first), n in turns)
+    at = event.site.column, event.how, event.array
+    return iterations, tuple(line for _, line in event.path), at, 0
+
+
+def _merged(lanes):
+    """Events of the lanes of one warp -> [(event, [(lane, its event)])], in an order that fits every lane.
+
+    An instruction is next if no lane that executes it has another one to execute before.
+    """
+    keyed = [_keyed(events) for events in lanes]
+    where = [{key: i for i, (key, _) in enumerate(lane)} for lane in keyed]
+    at, found = [0] * len(lanes), []
+    while True:
+        heads: dict = {}
+        for lane, (events, i) in enumerate(zip(keyed, at)):
+            if i < len(events):
+                heads.setdefault(events[i][0], []).append(lane)
+        if not heads:
+            return found
+        free = [
+            key for key, members in heads.items()
+            if all(i <= at[lane] or lane in members for lane, places in enumerate(where) if (i := places.get(key, -1)) >= 0)
+        ]  # fmt: skip
+        key = min(free or heads)
+        members = [(lane, keyed[lane][at[lane]][1]) for lane in heads[key]]
+        found.append((members[0][1], members))
+        for lane in heads[key]:
+            at[lane] += 1
+
+
+# ----------------------------------------------------------------------------- places
+def _path(site):
+    """The calls that lead to the access that is observed now, and its line."""
+    frame: Any = sys._getframe(2)
+    lines = []
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("_t",):
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        elif lines:
+            break
+        frame = frame.f_back
+    return (*lines[:0:-1], (site.file, site.line))
+
+
+def _waiting(thread, how):
+    """The event of a thread that waits, or has waited until now."""
+    site, generator, lines = thread.request[1], thread.generator, []
+    while generator is not None:
+        lines.append((generator.gi_code.co_filename, generator.gi_frame.f_lineno))
+        generator = generator.gi_yieldfrom
+    return Event(site, (*lines[:-1], (site.file, site.line)), how)
+
+
+def parameters(launch):
+    """-> [(first byte, end, Place)] of the array arguments"""
+    found = []
+    names = list(inspect.signature(launch.translated.function).parameters)[1:]  # without the thread
+    for name, given, a in zip(names, launch.given, launch.args):
+        if isinstance(a, Array):
+            low = a.flat.__array_interface__["data"][0]
+            shape = tuple(map(int, a.dims))
+            bf16 = given.dtype.name == "bfloat16"
+            found.append(
+                (low, low + a.flat.nbytes, Place(name, "global", shape, a.dtype.itemsize, bf16))
+            )
+    return found
+
+
+def width(what, size):
+    """Number of elements that one call moves: 4 for load4 of float32. The site of an intrinsic is its whole call."""
+    call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
+    return min(int(call[1]), 16 // size) if call else 1
