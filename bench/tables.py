@@ -250,6 +250,32 @@ def finetune() -> str:
     return table(header, rows, records)
 
 
+def reinforce() -> str:
+    """bench_reinforce: GRPO in batch-invariant mode and with the faster kernels."""
+    rows, records = [], latest("bench_reinforce")
+    for r in records:
+        drift = f"{r['ratio_error_max']:.2g} / {r['rollout_kl_max']:.2g}"
+        rewards = f"{r['reward_first']:.2f} to {r['reward_last']:.2f}"
+        step = f"{r['ms']:,.0f} ms, {r['value']:.0f} %"
+        peer = f"{r['rollout_ms']:,.0f} / {r['transformers_generate_ms']:,.0f}"
+        rows.append([r["name"], r["shape"], step, peer, drift, rewards])
+    header = [
+        "GRPO, bf16",
+        "work",
+        "a step, share of rollouts",
+        "rollouts, ms: xtrain / transformers",
+    ]
+    return table([*header, "largest ratio error / KL", "reward"], rows, records)
+
+
+def start() -> str:
+    """bench_start: from the command to the first step."""
+    rows, records = [], latest("bench_start", per_peer=False)
+    for r in records:
+        rows.append([r["name"], r["shape"], f"{r['value']:.1f}"])
+    return table(["`xtrain train`", "machine", "seconds to the first step"], rows, records)
+
+
 def server() -> str:
     """bench_server: the engine behind HTTP."""
     rows, records = [], latest("bench_server", per_peer=False)
@@ -311,6 +337,8 @@ TABLES = {
     "serve": serve,
     "server": server,
     "finetune": finetune,
+    "reinforce": reinforce,
+    "start": start,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
 }
