@@ -103,11 +103,30 @@ class Tensor:
         ops["backward"](self, gradient)
 
     # ------------------------------------------------------------------------- as an array
-    value = property(lambda self: self._data)  # what ops compute with
-    shape = property(lambda self: self._data.shape)
-    dtype = property(lambda self: self._data.dtype)
-    ndim = property(lambda self: self._data.ndim)
-    size = property(lambda self: self._data.size)
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the data, or in bf16 training a Parameter's copy of it."""
+        return self._data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the axes."""
+        return self._data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of data: float32, bfloat16 (ml_dtypes) or float64; of a tensor without gradient also integers."""
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._data.size
 
     def __len__(self) -> int:
         return len(self._data)
