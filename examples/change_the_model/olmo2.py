@@ -26,9 +26,9 @@ class WideNormAttention(Attention):
         self.q_norm = RMSNorm(c.n_heads * c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.n_kv_heads * c.head_dim, c.norm_eps)
 
-    def attend(self, sequences, qkv_NP):
+    def attend(self, sequences, qkv):
         c = self.config
-        q_NHD, k_NGD, v_NGD = sequences.split_heads(qkv_NP, c.n_heads, c.n_kv_heads)
+        q_NHD, k_NGD, v_NGD = sequences.split_heads(qkv, c.n_heads, c.n_kv_heads)
         q_NHD, k_NGD = wide(self.q_norm, q_NHD), wide(self.k_norm, k_NGD)
         rope = sequences.rope
         return sequences.attention(rope(q_NHD), rope(k_NGD), v_NGD, c.head_dim**-0.5)

@@ -1,4 +1,4 @@
-"""examples/change_the_model/olmo2.py against Olmo2ForCausalLM of transformers: logits, gradients, training, serving, both ways."""
+"""examples/change_the_model/olmo2.py against transformers: logits, gradients, training, serving, and back."""
 
 import shutil
 import sys

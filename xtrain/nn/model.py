@@ -12,6 +12,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -52,7 +53,7 @@ def add_norm_linear(
 
 
 def add_norm(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, dtype: Any
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Callable[..., Any], dtype: Any
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added.
 
