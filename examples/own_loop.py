@@ -48,7 +48,7 @@ def main(data: str, steps: int = 200) -> float:
 @xtrain.no_grad()
 def validate(model: xtrain.Transformer, corpus) -> float:
     """-> bits per byte of held-out text, which models with other tokenizers can be compared by"""
-    batches = corpus.val_batches(8, B, T)
+    batches = corpus.val_batches(4, B, T)
     nats = sum(model.loss(ids, targets).item() * targets.size for ids, targets in batches)
     return corpus.bits_per_byte(nats, np.concatenate([targets for _, targets in batches]))
 

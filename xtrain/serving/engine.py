@@ -359,9 +359,11 @@ class Engine:
         return Stream(self, requests)
 
     @_with_arguments_of(stream)
-    def generate(self, *args: Any, **options: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
+    ) -> list[Completion]:
         """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
-        found = self.stream(*args, **options)
+        found = self.stream(prompts, *args, **options)
         for _ in found:
             pass
         return found.completions
