@@ -112,4 +112,4 @@ def main(folder, prompt, max_new_tokens=64):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(sys.argv[1], sys.argv[2])

@@ -8,6 +8,7 @@ from typing import Any, assert_type
 
 import numpy as np
 
+import xtrain
 from xtrain import AdamW, Engine, ModelConfig, Tensor, Transformer, no_grad
 from xtrain import functional as F
 from xtrain.data.dataset import prepare
@@ -74,6 +75,7 @@ def ops() -> None:
         lambda: F.linear(x, w, bias=w),  # type: ignore[call-arg]
         lambda: F.swiglu(x).no_such_name,  # type: ignore[attr-defined]
         lambda: x.shape.item(),  # type: ignore[attr-defined]
+        lambda: xtrain.Engin,  # type: ignore[attr-defined]
     )
     for mistake in mistakes:
         try:

@@ -38,7 +38,12 @@ STD = 0.02  # of the initialisation
 
 
 def add_norm_linear(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module, dtype: Any, swiglu=False
+    h_NC: Tensor,
+    delta_NC: Tensor | None,
+    norm: Module,
+    linear: Module,
+    dtype: Any,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added.
 

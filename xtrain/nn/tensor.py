@@ -24,7 +24,7 @@ class Version:
     __slots__ = ("count",)
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
 
 
 class Tensor:
@@ -53,10 +53,11 @@ class Tensor:
                 f"a Tensor holds numbers, and floating-point numbers if it has a gradient: got {kind}"
             )
         self._grad: Array | None = None
-        self.grad_written, self.requires_grad = False, requires_grad
+        self.grad_written: bool = False
+        self.requires_grad: bool = requires_grad
         self.node: Any = None  # of autograd.py; None: a leaf
-        self.index = 0  # which output of the node this is
-        self.version = Version()
+        self.index: int = 0  # which output of the node this is
+        self.version: Version = Version()
 
     @property
     def data(self) -> Array:
