@@ -1,9 +1,11 @@
-"""A training loop of your own: ten lines instead of xtrain.train.
+"""A training loop of your own: ten lines instead of xtrain.train.  lessons/howto/own_loop.md explains each call.
 
 python examples/own_loop.py FILE_OR_FOLDER [STEPS]
 """
 
 import sys
+
+import numpy as np
 
 import xtrain
 from xtrain.data.dataset import prepare
@@ -13,6 +15,7 @@ B, T = 8, 128
 
 
 def main(data: str, steps: int = 200) -> float:
+    # --8<-- [start:loop]
     corpus = prepare(data, vocab_size=1024)  # trains a tokenizer and writes token shards; cached
     config = xtrain.ModelConfig(
         vocab_size=corpus.vocab_size, dim=128, n_layers=4, n_heads=4, max_seq_len=T
@@ -30,8 +33,27 @@ def main(data: str, steps: int = 200) -> float:
         optimizer.step(factor)
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}")
-    model.save_pretrained("my-model", corpus.tokenizer)
-    return loss.item()
+    # --8<-- [end:loop]
+    # --8<-- [start:use]
+    bpb = validate(model, corpus)
+    tokenizer = corpus.tokenizer
+    prompt = np.array(tokenizer.encode("the"))
+    print(f"{bpb:.3f} bits per byte: {tokenizer.decode(model.generate(prompt, 20))!r}")
+    model.save_pretrained("my-model", tokenizer)  # for xtrain generate, serve, transformers
+    # --8<-- [end:use]
+    return bpb
+
+
+# --8<-- [start:validate]
+@xtrain.no_grad()
+def validate(model: xtrain.Transformer, corpus) -> float:
+    """-> bits per byte of held-out text, which models with other tokenizers can be compared by"""
+    batches = corpus.val_batches(4, B, T)
+    nats = sum(model.loss(ids, targets).item() * targets.size for ids, targets in batches)
+    return corpus.bits_per_byte(nats, np.concatenate([targets for _, targets in batches]))
+
+
+# --8<-- [end:validate]
 
 
 if __name__ == "__main__":

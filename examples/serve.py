@@ -17,8 +17,8 @@ def main(folder: str, prompts: list[str], max_new_tokens: int = 64) -> list[str]
     engine = Engine(p.model, max_batch=len(prompts))
     texts = [TextStream(p.tokenizer) for _ in prompts]
     ids = [p.tokenizer.encode(prompt) for prompt in prompts]
-    sampling = dict(temperature=0.8, top_p=0.9, seed=0)
-    for number, token in engine.stream(ids, max_new_tokens=max_new_tokens, stop=p.stop, **sampling):
+    stream = engine.stream(ids, max_new_tokens, temperature=0.8, top_p=0.9, seed=0, stop=p.stop)
+    for number, token in stream:
         texts[number].feed(token)  # whole characters: a token may end inside one
     answers = [text.text + text.finish() for text in texts]
     for prompt, answer in zip(prompts, answers):

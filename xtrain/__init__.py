@@ -28,12 +28,14 @@ try:
 except Exception as error:  # a package is missing or incompatible; `xtrain.doctor` must still run
     _reason = f"{type(error).__name__}: {error}"
 
-    def __getattr__(name):
+    def _missing(name: str) -> object:
         if name in __all__:
             raise ImportError(
                 f"xtrain cannot be imported ({_reason}): run `python -m xtrain.doctor`"
             )
         raise AttributeError(name)
+
+    globals()["__getattr__"] = _missing  # type checkers do not see it: to them any name would exist
 
 
 __all__ = [

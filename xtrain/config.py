@@ -94,7 +94,7 @@ class ModelConfig:
     )
     full_attention_layers: tuple[int, ...] = ()  # that have no sliding window
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
             self._positive_int(name, getattr(self, name))
         if self.n_kv_heads is None:

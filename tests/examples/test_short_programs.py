@@ -34,6 +34,8 @@ def trained(tmp_path_factory):
 def test_own_loop(trained):
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", trained[1])]
     assert len(losses) == 3 and losses[-1] < losses[0] - 1
+    bpb = re.search(r"^([\d.]+) bits per byte: ['\"]the", trained[1], re.M)
+    assert bpb and 0.5 < float(bpb[1]) < 6  # grammar.txt; 8 would be no model at all
 
 
 def test_serve(trained):

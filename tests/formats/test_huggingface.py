@@ -557,8 +557,7 @@ def refused(folder, *words):
 
 
 def test_not_a_model(tmp_path, folder):
-    refused(tmp_path / "none", "none does not exist", "give a local Hugging Face folder")
-    refused("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B")
+    refused(tmp_path / "none", "none does not exist: give the folder of a model or of a run")
     refused(folder / "config.json", "is a file")
     (folder / "config.json").unlink()
     refused(folder, "has no config.json")

@@ -110,6 +110,9 @@ def test_a_run_trained_here_is_served_by_both(tmp_path, capsys):
     prompt = "the "
     code, out, _ = run(capsys, "--model", run_folder, prompt, *OPTIONS)
     assert code == 0 and out == theirs(newest, prompt) + "\n" and len(out) > 20
+    pipeline = transformers.pipeline("text-generation", model=str(newest), device="cpu")
+    (answer,) = pipeline(prompt, max_new_tokens=24, do_sample=False)
+    assert answer["generated_text"] + "\n" == out
     weights = newest / "model.safetensors"
     # With a truncated file, the checkpoint before it is served.
     weights.write_bytes(weights.read_bytes()[:-4])

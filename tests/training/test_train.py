@@ -1,13 +1,18 @@
 """Whole runs: files, golden losses, exact resume, and a clear message for every error of the user."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checks import GPU
+from rich.console import Console
+from twins import random_model, small
 
+from xtrain import Engine, Transformer
 from xtrain.config import TrainConfig
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.train import main, train
 
@@ -155,6 +160,25 @@ def test_from_given_weights(tmp_path):
     assert metrics(alike) == metrics(more)  # the tokenizer of these weights
     other = train(options(tmp_path / "d", steps=2, init=str(last), vocab_size=258))
     assert metrics(other)[0]["loss"] != metrics(more)[0]["loss"]  # another, for who asks for it
+
+
+def test_from_weights_with_dropout(tmp_path):
+    """It changes nothing at inference; training says that it goes without."""
+    model = random_model(small(vocab_size=300), device="cpu")
+    model.save_pretrained(tmp_path, Tokenizer.train(["def f(x): return x\n" * 9], 270))
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"attention_dropout": 0.1}))
+    ids = np.arange(12).reshape(2, 6)
+    again = Transformer.from_pretrained(tmp_path)
+    assert np.array_equal(again(ids).data, model(ids).data)
+    assert Engine(again, 1).generate([[1, 2]], 4) == Engine(model, 1).generate([[1, 2]], 4)
+    said = io.StringIO()
+    shape = dict(vocab_size=None, seq_len=16, init=str(tmp_path))
+    train(options(tmp_path / "runs", steps=1, **shape), Console(file=said, width=300))
+    assert (
+        f"attention_dropout 0.1 of {tmp_path} is not applied: xtrain trains without"
+        in said.getvalue()
+    )
 
 
 BAD = {

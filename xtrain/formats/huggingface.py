@@ -42,6 +42,7 @@ from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")  # keys of config.json
 
 
 # ----------------------------------------------------------------------------- reading
@@ -140,6 +141,14 @@ def read_config(folder: Path) -> ModelConfig:
         return config_from_hf(content)
     except UserError as error:
         raise UserError(f"{folder / CONFIG} cannot be used: {error}") from None
+
+
+def dropout_of(folder: Path) -> str:
+    """The dropout with which transformers trains the model of a folder, such as "attention_dropout 0.1"; "" without."""
+    path = source_of(folder, CONFIG) / CONFIG
+    content = read_json(path) if path.is_file() else {}
+    found = {key: content.get(key) for key in DROPOUT}
+    return listed([f"{key} {x!r}" for key, x in found.items() if isinstance(x, float) and x > 0])
 
 
 def _find_tensors(folder: Path) -> dict[str, Stored]:

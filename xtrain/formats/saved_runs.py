@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,10 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         hint = ""
-        if hub_name:
-            hint = f" (from the Hub: `hf download {folder} --local-dir {folder.name}`)"
-        raise UserError(
-            f"{folder} {what}: give a local Hugging Face folder, nothing is downloaded{hint}, or the folder of a run"
-        )
+        if hub_name and not folder.parent.exists():  # else it is a name in that folder, misspelt
+            install = "" if find_spec("huggingface_hub") else "pip install huggingface_hub && "
+            hint = f" (nothing is downloaded; if it is a model of the Hub: `{install}hf download {hub_name[0]}`, then try again)"
+        raise UserError(f"{folder} {what}: give the folder of a model or of a run{hint}")
     if folders(folder):
         return newest(folder, warn, "there is nothing to load").folder
     config = folder / CONFIG

@@ -123,7 +123,8 @@ class Draw:
     AA = property(lambda d: 2 * d.G)  # rows of both a
     OV = property(lambda d: d.O + d.V)  # rows of both b
     slices = property(lambda d: [(0, d.O), (d.O + d.pad, d.V)])
-    tables = property(lambda d: rope_tables(d.D, d.T, 100.0))  # cos, sin
+    cos = property(lambda d: rope_tables(d.D, d.T, 100.0)[0])
+    sin = property(lambda d: rope_tables(d.D, d.T, 100.0)[1])
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
     def ids(self, n, below):
@@ -161,8 +162,8 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
     "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
     "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: F.add_norm_linear(x, r if d.given else None, w, v, EPS, False, b)),
-    "rope": ("x: M H D", lambda d, x: F.rope(x, *d.tables, d.positions, d.T)),
-    "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, *w: F.qk_norm_rope(x, *(w if d.norm else (None, None)), *d.tables, d.H, d.G, d.T, EPS, d.positions)),
+    "rope": ("x: M H D", lambda d, x: F.rope(x, d.cos, d.sin, d.positions, d.T)),
+    "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, q_w, k_w: F.qk_norm_rope(x, q_w if d.norm else None, k_w if d.norm else None, d.cos, d.sin, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
     "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
     "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),

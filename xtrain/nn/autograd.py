@@ -16,7 +16,7 @@ import heapq
 import itertools
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,11 +98,11 @@ class Function:
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
 
     @staticmethod
-    def forward(ctx: "Context", *args: Any) -> Any:
+    def forward(ctx: "Context", *args: Any, **_: Any) -> Any:
         raise NotImplementedError
 
     @staticmethod
-    def backward(ctx: "Context", *gradients: Any) -> Any:
+    def backward(ctx: "Context", *gradients: Any, **_: Any) -> Any:
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ class Edge:
 
     __slots__ = ("index", "leaf", "node", "shape")
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor):
         self.leaf = tensor if tensor.node is None else None
         self.node, self.index, self.shape = tensor.node, tensor.index, tensor.shape
 
@@ -126,13 +126,13 @@ class Context:
     # parameters: in inference, which arguments are parameters
     __slots__ = ("edges", "first_written", "layer", "needs_grad", "parameters", "saved")
 
-    def __init__(self, args):
+    def __init__(self, args: Sequence[Any]):
         on = _recording.on
         if is_inference():
             self.parameters = [getattr(a, "is_parameter", False) for a in args]
         self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]
         self.edges = [Edge(a) if needed else None for a, needed in zip(args, self.needs_grad)]
-        self.saved: tuple = ()
+        self.saved: tuple[Any, ...] = ()
         self.first_written: list[Tensor] = []
 
     def save(self, *arrays: Any) -> None:
@@ -163,7 +163,7 @@ class Node:
 
     __slots__ = ("ctx", "fingerprints", "function", "n_outputs", "order", "versions")
 
-    def __init__(self, function, ctx, args, n_outputs):
+    def __init__(self, function: type[Function], ctx: Context, args: Sequence[Any], n_outputs: int):
         self.function, self.ctx, self.n_outputs = function, ctx, n_outputs
         # a node depends only on earlier ones, so this is a topological order
         self.order = next(_clock)

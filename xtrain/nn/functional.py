@@ -1,10 +1,19 @@
-"""One Function per op: the forward launcher, what is saved, the backward launcher. Nothing else.
+"""The ops of Tensors. Below, one Function per op: the forward launcher, what is saved, the backward launcher; nothing else.
 
-The rest of xtrain calls the lower-case names at the end. Shapes are given where they are not obvious:
-N rows (tokens), C width, I/O in and out features, H query heads, G key/value heads, D head width, V vocabulary.
+The lower-case functions at the end are what the rest of xtrain calls: their signatures and docstrings are the reference.
+
+    Tensor   an argument that may have a gradient. Dtypes are float32 and bf16, on NumPy arrays also float64
+    Array    one that has none: ids, targets, tables; on the device of the Tensors
+
+Every op raises ValueError for shapes that do not match and TypeError for such dtypes, and its message has them. Results have the
+dtype of the first argument unless it says otherwise. Sums and statistics are float32. The maths, its sources and the
+bytes moved are in the file of kernels/ that is named. Array names end in their shape:
+N rows (tokens), C width, I/O in and out features, H query heads, G key/value heads, D head width, F MLP width, V vocabulary,
+P columns with padding, or positions of a table.
 """
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..device import Array
 from ..kernels import bias as _bias
@@ -23,14 +32,14 @@ from ..kernels import softmax as _softmax
 from ..kernels import swiglu as _swiglu
 from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
-from ..kernels.attention.key_bounds import UNBOUNDED
+from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.primitives.flat import same_place
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function, is_inference, is_unit
-from .tensor import ops
+from .tensor import Tensor, ops
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:
@@ -77,8 +86,6 @@ def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, 
 
 
 class Embedding(Function):
-    """ids (N,), w (V, C) -> the rows w[ids] (N, C), in float32 if w is bf16."""
-
     full_precision = True  # rows are copied, not multiplied: the residual stream starts in float32
 
     @staticmethod
@@ -98,10 +105,7 @@ class Embedding(Function):
 
 
 class Linear(Function):
-    """y = x w^T + b. dtype: of y, None: as x. A product of bf16 operands is summed in float32, and may be returned unrounded.
-
-    b (O,), or None: nothing is added.
-    """
+    """y = x w^T + b        dx = dy w        dw = dy^T x        db = sum over the rows of dy"""
 
     @staticmethod
     def forward(ctx, x_NI, w_OI, dtype=None, b_O=None):
@@ -124,11 +128,6 @@ class Linear(Function):
 
 
 class LoraLinear(Function):
-    """y = x w^T + bias, and in the columns of each slice (first, number), the i-th, y += factor (x a_i^T) b_i^T (lora.py).
-
-    a (n r, I): those of all slices, one below the other.  b (sum of the numbers, r): likewise.
-    """
-
     @staticmethod
     def forward(ctx, x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O=None):
         if few_rows(x_NI, w_OI):
@@ -166,8 +165,6 @@ class LoraLinear(Function):
 
 
 class RMSNorm(Function):
-    """y = x / rms(x) w. x (N, C), w (C,)."""
-
     @staticmethod
     def forward(ctx, x_NC, w_C, eps, dtype=None):
         y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
@@ -182,7 +179,7 @@ class RMSNorm(Function):
 
 
 class ResidualRMSNorm(Function):
-    """h = x + r,  y = rmsnorm(h): the end of one block and the start of the next in one pass."""
+    """The end of one block and the start of the next in one pass."""
 
     @staticmethod
     def forward(ctx, x_NC, r_NC, w_C, eps):
@@ -201,11 +198,7 @@ class ResidualRMSNorm(Function):
 
 
 class AddNormLinear(Function):
-    """h = x + delta,  y = linear(rmsnorm(h), v, b): the start of a branch. Backward recomputes the norm's result.
-
-    x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O).  delta None: h is x.
-    The norm's result has the dtype of v.  swiglu: y = swiglu(the product), (N, O / 2).
-    """
+    """The start of a branch. Backward recomputes the norm's result."""
 
     @staticmethod
     def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False, b_O=None):
@@ -240,8 +233,6 @@ class AddNormLinear(Function):
 
 
 class Rope(Function):
-    """x (N, H, D) rotated by its position, see kernels/rope.py."""
-
     @staticmethod
     def forward(ctx, x_NHD, cos, sin, positions_N, T):
         ctx.save(cos, sin, positions_N, T)
@@ -253,8 +244,6 @@ class Rope(Function):
 
 
 class QKNormRope(Function):
-    """Packed (N, (H + 2G) D) -> q (N, H, D), k (N, G, D), both normalised and rotated, and v (N, G, D), a view."""
-
     @staticmethod
     def forward(ctx, qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N):
         arguments = (qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N)
@@ -292,10 +281,8 @@ class QKNormRope(Function):
 
 
 class Attention(Function):
-    """q (B, T, H, D), k and v (B, S, G, D) -> o (B, T, H, D).
-
-    bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode, and with a sliding window or
-    documents (kernels/attention/key_bounds.py), FlashAttention too. Both read v a packed array and write dv into one.
+    """bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode, and with a sliding window or
+    documents (key_bounds.py), FlashAttention too. Both read v a packed array and write dv into one.
     """
 
     @staticmethod
@@ -319,7 +306,7 @@ class Attention(Function):
 
 
 class CausalSoftmax(Function):
-    """Rows of (A, R, S): row r is position r % T."""
+    """(The kernels overwrite their input: they get a copy.)"""
 
     @staticmethod
     def forward(ctx, s_ARS, T, scale, causal):
@@ -334,8 +321,6 @@ class CausalSoftmax(Function):
 
 
 class SwiGLU(Function):
-    """gu (N, 2F) -> silu(g) u (N, F)."""
-
     @staticmethod
     def forward(ctx, gu_N2F):
         ctx.save(gu_N2F)
@@ -347,7 +332,7 @@ class SwiGLU(Function):
 
 
 class SwiGLULinear(Function):
-    """linear(swiglu(gu), w) without saving the result of swiglu: backward recomputes it."""
+    """The result of swiglu is not saved: backward recomputes it."""
 
     @staticmethod
     def forward(ctx, gu_N2F, w_OF):
@@ -367,7 +352,7 @@ class SwiGLULinear(Function):
 
 
 class SiLU(Function):
-    """y = x sigmoid(x), any shape."""
+    """y = x sigmoid(x), of any shape."""
 
     @staticmethod
     def forward(ctx, x):
@@ -380,7 +365,7 @@ class SiLU(Function):
 
 
 class CrossEntropy(Function):
-    """Mean loss over the targets that are not -100. (The kernel overwrites the logits with their gradient: it gets a copy.)"""
+    """(The kernel overwrites the logits with their gradient: it gets a copy.)"""
 
     @staticmethod
     def forward(ctx, logits_NP, targets_N, vocab_size, inv_count_1):
@@ -399,7 +384,7 @@ class CrossEntropy(Function):
 
 
 class LinearCrossEntropy(Function):
-    """linear and CrossEntropy in one op: the logits exist for a few rows at a time. The forward also computes the gradients."""
+    """The logits exist for a few rows at a time. The forward also computes the gradients."""
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
@@ -434,10 +419,10 @@ def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | Non
 
 
 class LinearLogprobs(Function):
-    """log_softmax(x w^T) at the targets, (N,) float32, for a loss of any form; NaN where the target is -100.
+    """The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are (kernels/runtime/invariance.py).
 
-    The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are (kernels/runtime/invariance.py). The logits
-    exist for a few rows at a time. Backward computes them again: -logprob is the cross-entropy, with one factor per row.
+    The logits exist for a few rows at a time. Backward computes them again: -logprob is the cross-entropy, with a
+    factor per row.
     """
 
     @staticmethod
@@ -463,9 +448,6 @@ class LinearLogprobs(Function):
 
 
 class WithGradient(Function):
-    """A loss, shape (), whose value (a float) and derivative by x (an array like x) are known already: for losses over few
-    numbers, such as log-probabilities, that are written in NumPy."""
-
     @staticmethod
     def forward(ctx, x, value, dx):
         ctx.save(dx)
@@ -482,8 +464,6 @@ class WithGradient(Function):
 
 
 class Add(Function):
-    """a + b, of one shape."""
-
     @staticmethod
     def forward(ctx, a, b):
         return _elementwise.add_fwd(a, b)
@@ -494,8 +474,6 @@ class Add(Function):
 
 
 class Scale(Function):
-    """x times a constant."""
-
     @staticmethod
     def forward(ctx, x, factor):
         ctx.save(factor)
@@ -507,8 +485,6 @@ class Scale(Function):
 
 
 class Cast(Function):
-    """x in another type; its gradient is cast to the type of x."""
-
     @staticmethod
     def forward(ctx, x, dtype):
         ctx.save(x.dtype)
@@ -520,8 +496,6 @@ class Cast(Function):
 
 
 class CastGradient(Function):
-    """x itself; its gradient is cast."""
-
     @staticmethod
     def forward(ctx, x, dtype):
         ctx.save(dtype)
@@ -533,7 +507,7 @@ class CastGradient(Function):
 
 
 class SwapHeads(Function):
-    """(B, X, Y, D) -> (B, Y, X, D): its own inverse, and its own backward."""
+    """Its own inverse, and so its own backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -545,8 +519,6 @@ class SwapHeads(Function):
 
 
 class Reshape(Function):
-    """The same numbers in another shape: a view."""
-
     @staticmethod
     def forward(ctx, x, shape):
         ctx.save(x.shape, shape)
@@ -563,8 +535,6 @@ class Reshape(Function):
 
 
 class Narrow(Function):
-    """The first n of the last axis, a copy if there are more. It removes the padding of the vocabulary."""
-
     @staticmethod
     def forward(ctx, x, n):
         ctx.save(x.shape)
@@ -578,15 +548,221 @@ class Narrow(Function):
         return dx
 
 
-embedding, linear, lora_linear = Embedding.apply, Linear.apply, LoraLinear.apply
-rmsnorm, residual_rmsnorm = RMSNorm.apply, ResidualRMSNorm.apply
-add_norm_linear = AddNormLinear.apply
-rope, qk_norm_rope = Rope.apply, QKNormRope.apply
-attention, causal_softmax = Attention.apply, CausalSoftmax.apply
-swiglu, silu, cross_entropy = SwiGLU.apply, SiLU.apply, CrossEntropy.apply
-swiglu_linear, linear_cross_entropy = SwiGLULinear.apply, LinearCrossEntropy.apply
-linear_logprobs, with_gradient = LinearLogprobs.apply, WithGradient.apply
-add, scale, cast, cast_gradient = Add.apply, Scale.apply, Cast.apply, CastGradient.apply
-swap_heads, reshape, narrow = SwapHeads.apply, Reshape.apply, Narrow.apply
+# ----------------------------------------------------------------------------- the ops
+def embedding(ids_N: Array, w_VC: Tensor) -> Tensor:
+    """The rows w[ids] of a table: ids (N,) of any integer dtype, w (V, C) -> (N, C) float32.
+
+    An id outside [0, V) raises ValueError on the CPU; on a GPU its row is NaN. Sources: kernels/embedding.py.
+    """
+    return Embedding.apply(ids_N, w_VC)
+
+
+def linear(
+    x_NI: Tensor, w_OI: Tensor, dtype: DTypeLike | None = None, b_O: Tensor | None = None
+) -> Tensor:
+    """y = x w^T + b: x (N, I), w (O, I), b (O,) or None -> (N, O) in `dtype`, None: that of x. See kernels/gemm.py.
+
+    x and w have one dtype. With bf16 operands, dtype may be np.float32: sums are float32, and y is then not rounded.
+    """
+    return Linear.apply(x_NI, w_OI, dtype, b_O)
+
+
+def lora_linear(
+    x_NI: Tensor,
+    w_OI: Tensor,
+    a_AI: Tensor,
+    b_Br: Tensor,
+    slices: list[tuple[int, int]],
+    factor: float,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """linear(x, w, bias), to which adapters of rank r are added (LoRA, Hu et al. 2021; nn/lora.py).
+
+    slices: (first row, number of rows) of the n matrices in w that have an adapter. The i-th adds factor (x a_i^T) b_i^T to its
+    columns of y. a (n r, I), b (sum of the numbers of rows, r): those of all slices, one below the other.
+    """
+    return LoraLinear.apply(x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O)
+
+
+def rmsnorm(x_NC: Tensor, w_C: Tensor, eps: float, dtype: DTypeLike | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) w of each row: x (N, C), w (C,) -> (N, C) in `dtype`, None: that of x. See kernels/rmsnorm.py."""
+    return RMSNorm.apply(x_NC, w_C, eps, dtype)
+
+
+def residual_rmsnorm(x_NC: Tensor, r_NC: Tensor, w_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h = x + r, y = rmsnorm(h): x, r (N, C), w (C,) -> h in the dtype of x, y in that of r. See kernels/residual.py."""
+    return ResidualRMSNorm.apply(x_NC, r_NC, w_C, eps)
+
+
+def add_norm_linear(
+    x_NC: Tensor,
+    delta_NC: Tensor | None,
+    w_C: Tensor,
+    v_OC: Tensor,
+    eps: float,
+    swiglu: bool = False,
+    b_O: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h = x + delta, y = linear(rmsnorm(h), v, b), the start of a branch: residual_rmsnorm and linear in one op.
+
+    x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O) in the dtype of v.  delta None: h is x.
+    swiglu: y = swiglu(the product), (N, O / 2).
+    """
+    return AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, eps, swiglu, b_O)
+
+
+def rope(
+    x_NHD: Tensor,
+    cos_PR: Array,
+    sin_PR: Array,
+    positions_N: Array | None = None,
+    T: int | None = None,
+) -> Tensor:
+    """Rotate x (N, H, D) to its positions (RoPE, Su et al. 2021) -> the same shape. Sources: kernels/rope.py, also the tables.
+
+    cos, sin (P, D / 2) float32: of each position, as rope_tables there makes them.  Row n has position positions_N[n], without
+    positions n % T (T None: N). A position outside the tables raises ValueError on the CPU; on a GPU its row is NaN.
+    """
+    return Rope.apply(x_NHD, cos_PR, sin_PR, positions_N, T)
+
+
+def qk_norm_rope(
+    qkv_NP: Tensor,
+    q_w_D: Tensor | None,
+    k_w_D: Tensor | None,
+    cos_PR: Array,
+    sin_PR: Array,
+    H: int,
+    G: int,
+    T: int,
+    eps: float,
+    positions_N: Array | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split packed heads, normalise those of q and k (QK-norm, Henry et al. 2020) and rotate them. See kernels/qk_norm_rope.py.
+
+    qkv (N, (H + 2G) D), first the H heads of q -> q (N, H, D), k (N, G, D), v (N, G, D), a view.
+    q_w, k_w (D,) float32, weights of the norms; both None: no norm.  Tables and positions as in rope.
+    """
+    return QKNormRope.apply(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, T, eps, positions_N)
+
+
+def attention(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    scale: float,
+    causal: bool = True,
+    bounds: KeyBounds = UNBOUNDED,
+) -> Tensor:
+    """softmax(scale q k^T) v of each head: q (B, T, H, D), k, v (B, S, G, D) -> (B, T, H, D). H / G query heads share a key head.
+
+    causal: query t sees the keys up to t + (S - T), with `bounds` not all of these: kernels/attention/key_bounds.py.
+    scale: usually D^-0.5.  bf16 on a GPU needs D = 16, 32, 64 or 128. See kernels/attention/flash_attention.py.
+    """
+    return Attention.apply(q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds)
+
+
+def causal_softmax(s_ARS: Tensor, T: int, scale: float, causal: bool = True) -> Tensor:
+    """softmax(scale s) of each row: s (A, R, S) float32 -> the same shape. See kernels/softmax.py.
+
+    Row r is position r % T, and with `causal` sees the keys up to r % T + (S - T); the others get 0. R is a multiple of T.
+    """
+    return CausalSoftmax.apply(s_ARS, T, scale, causal)
+
+
+def swiglu(gu_N2F: Tensor) -> Tensor:
+    """silu(gate) up (Shazeer 2020): gu (N, 2F), first the columns of gate -> (N, F). See kernels/swiglu.py."""
+    return SwiGLU.apply(gu_N2F)
+
+
+def swiglu_linear(gu_N2F: Tensor, w_OF: Tensor) -> Tensor:
+    """linear(swiglu(gu), w): gu (N, 2F), w (O, F) -> (N, O). Backward recomputes the result of swiglu, so it is not saved."""
+    return SwiGLULinear.apply(gu_N2F, w_OF)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), of any shape. See kernels/swiglu.py."""
+    return SiLU.apply(x)
+
+
+def cross_entropy(
+    logits_NP: Tensor, targets_N: Array, vocab_size: int, inv_count_1: Array
+) -> Tensor:
+    """-> the mean of -log softmax(logits)[target] over the targets that are not -100, in nats; shape (). kernels/cross_entropy.py
+
+    logits (N, P): columns from vocab_size on are padding.  targets (N,) of any integer dtype.
+    inv_count (1,) float32, on the device: 1 / number of targets, as count_targets(targets) in that file gives it.
+    """
+    return CrossEntropy.apply(logits_NP, targets_N, vocab_size, inv_count_1)
+
+
+def linear_cross_entropy(
+    x_NC: Tensor,
+    w_PC: Tensor,
+    targets_N: Array,
+    vocab_size: int,
+    inv_count_1: Array,
+    rows: int | None = None,
+) -> Tensor:
+    """cross_entropy(linear(x, w), ...): x (N, C), w (P, C). See kernels/linear_cross_entropy.py.
+
+    The logits exist for at most `rows` rows at a time (None: a number that suits). Forward also computes the gradients: use
+    no_grad where no backward follows.
+    """
+    return LinearCrossEntropy.apply(x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows)
+
+
+def linear_logprobs(
+    x_NC: Tensor, w_PC: Tensor, targets_N: Array, vocab_size: int, rows: int | None = None
+) -> Tensor:
+    """log softmax(x w^T) at the targets, in nats, NaN where the target is -100: x (N, C), w (P, C) -> (N,) float32.
+
+    For a loss of any form: see with_gradient.  vocab_size, rows: as in linear_cross_entropy.  targets (N,) int32 or int64.
+    """
+    return LinearLogprobs.apply(x_NC, w_PC, targets_N, vocab_size, rows)
+
+
+def with_gradient(x: Tensor, value: float, dx: Array) -> Tensor:
+    """-> a loss, shape (), whose value and derivative by x are known already: dx, an array like x, on its device.
+
+    For losses over few numbers, such as log-probabilities, that are written in NumPy: examples/dpo.py.
+    """
+    return WithGradient.apply(x, value, dx)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, of one shape and dtype. The operator + of Tensors."""
+    return Add.apply(a, b)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor x. The operator * of Tensors."""
+    return Scale.apply(x, factor)
+
+
+def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
+    """x in another dtype. Its gradient comes in the dtype of x."""
+    return Cast.apply(x, dtype)
+
+
+def cast_gradient(x: Tensor, dtype: DTypeLike) -> Tensor:
+    """x itself. Its gradient comes in `dtype`."""
+    return CastGradient.apply(x, dtype)
+
+
+def swap_heads(x: Tensor) -> Tensor:
+    """(B, X, Y, D) -> (B, Y, X, D), in new memory."""
+    return SwapHeads.apply(x)
+
+
+def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The same numbers in another shape, a view; one length may be -1."""
+    return Reshape.apply(x, shape)
+
+
+def narrow(x: Tensor, n: int) -> Tensor:
+    """The first n of the last axis: logits without the padding of the vocabulary. A copy if there are more, else x itself."""
+    return Narrow.apply(x, n)
+
 
 ops.update(reshape=reshape, add=add, scale=scale)  # the operators of Tensor

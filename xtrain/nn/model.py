@@ -12,6 +12,7 @@ write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its v
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,7 +38,12 @@ STD = 0.02  # of the initialisation
 
 
 def add_norm_linear(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, linear: Module, dtype: Any, swiglu=False
+    h_NC: Tensor,
+    delta_NC: Tensor | None,
+    norm: Module,
+    linear: Module,
+    dtype: Any,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added.
 
@@ -52,7 +58,7 @@ def add_norm_linear(
 
 
 def add_norm(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, dtype: Any
+    h_NC: Tensor, delta_NC: Tensor | None, norm: Callable[..., Any], dtype: Any
 ) -> tuple[Tensor, Tensor]:
     """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added.
 
@@ -78,10 +84,11 @@ class Attention(Module):
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
-        self.o_proj = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
+        self.qkv: Linear | Any = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
+        self.o_proj: Linear | Any = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
+            self.q_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
+            self.k_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
         self.config, self.rotary, self.window = c, rotary, window
 
     def __call__(self, x_NC: Tensor, sequences: Sequences) -> Tensor:
@@ -117,8 +124,9 @@ class MLP(Module):
 
     def __init__(self, c: ModelConfig):
         F_ = c.hidden_dim
-        self.gate_up = Linear(c.dim, 2 * F_, STD, {"gate_proj.weight": F_, "up_proj.weight": F_})
-        self.down_proj = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
+        parts = {"gate_proj.weight": F_, "up_proj.weight": F_}
+        self.gate_up: Linear | Any = Linear(c.dim, 2 * F_, STD, parts)
+        self.down_proj: Linear | Any = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         """(N, C) -> (N, C)"""
@@ -140,9 +148,11 @@ class Block(Module):
     """
 
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        self.self_attn, self.mlp = Attention(c, rotary, window), MLP(c)
-        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
+        # `| Any`: another module may take the place of each
+        self.self_attn: Attention | Any = Attention(c, rotary, window)
+        self.mlp: MLP | Any = MLP(c)
+        self.input_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
+        self.post_attention_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(
         self, sequences: Sequences, h_NC: Tensor, delta_NC: Tensor | None = None
@@ -194,8 +204,10 @@ class Decoder(Module):
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
-        self.layers = [Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
-        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.layers: list[Block | Any] = [
+            Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)
+        ]
+        self.norm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
         """ids (N,), the rows of `sequences` -> (N, C), or fewer rows (Sequences.wanted_rows)."""

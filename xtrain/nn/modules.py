@@ -223,7 +223,8 @@ class Arena:
         ends = [0, *(p.offset + p.size for p in decayed)]
         self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
-    def __reduce__(self):  # copy.deepcopy and pickle: in a copy the views would be separate arrays
+    def __reduce__(self) -> Any:
+        # copy.deepcopy and pickle: in a copy the views would be separate arrays
         raise UserError(
             "a model cannot be copied or pickled, because its parameters are views of one array: make a second one "
             "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained and load_weights"
@@ -278,7 +279,7 @@ class Module:
 
     arena: Arena  # of the whole model, in its outermost module
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The forward pass. Derived classes define it."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 

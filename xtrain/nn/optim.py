@@ -5,6 +5,7 @@ factor) is passed in device arrays, so that a captured step can be replayed.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ class Muon(AdamW):
     Freeze parameters before making it.
     """
 
-    def __init__(self, model: Transformer, lr: float, momentum: float = 0.95, **options):
+    def __init__(self, model: Transformer, lr: float, momentum: float = 0.95, **options: Any):
         super().__init__(model, lr, **options)
         if not 0 <= momentum < 1:
             raise UserError("Muon: momentum is out of range")

@@ -24,7 +24,7 @@ class Version:
     __slots__ = ("count",)
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
 
 
 class Tensor:
@@ -53,10 +53,11 @@ class Tensor:
                 f"a Tensor holds numbers, and floating-point numbers if it has a gradient: got {kind}"
             )
         self._grad: Array | None = None
-        self.grad_written, self.requires_grad = False, requires_grad
+        self.grad_written: bool = False
+        self.requires_grad: bool = requires_grad
         self.node: Any = None  # of autograd.py; None: a leaf
-        self.index = 0  # which output of the node this is
-        self.version = Version()
+        self.index: int = 0  # which output of the node this is
+        self.version: Version = Version()
 
     @property
     def data(self) -> Array:
@@ -103,11 +104,30 @@ class Tensor:
         ops["backward"](self, gradient)
 
     # ------------------------------------------------------------------------- as an array
-    value = property(lambda self: self._data)  # what ops compute with
-    shape = property(lambda self: self._data.shape)
-    dtype = property(lambda self: self._data.dtype)
-    ndim = property(lambda self: self._data.ndim)
-    size = property(lambda self: self._data.size)
+    @property
+    def value(self) -> Array:
+        """What ops compute with: the data, or in bf16 training a Parameter's copy of it."""
+        return self._data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the axes."""
+        return self._data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of data: float32, bfloat16 (ml_dtypes) or float64; of a tensor without gradient also integers."""
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._data.size
 
     def __len__(self) -> int:
         return len(self._data)

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,14 @@ BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger bloc
 TRACE_STEPS = 4096  # steps that the trace keeps
 MOST_ROWS = 1025  # no kernel is chosen because there are more
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _with_arguments_of(
+    method: Callable[P, Any],
+) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """For type checkers: the decorated method, whose arguments are passed on, takes those of `method`."""
+    return lambda decorated: decorated
 
 
 @dataclass(frozen=True)
@@ -302,15 +310,6 @@ class Engine:
         self._sample(logits, ids, self.batch.rows(list(range(A))), True, True)
 
     # ------------------------------------------------------------------------- the public interface
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
-    ) -> list[Completion]:
-        """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
-        stream = self.stream(prompts, *args, **options)
-        for _ in stream:
-            pass
-        return stream.completions
-
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
@@ -358,6 +357,16 @@ class Engine:
             frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs, n=n,
         )  # fmt: skip
         return Stream(self, requests)
+
+    @_with_arguments_of(stream)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
+    ) -> list[Completion]:
+        """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
+        found = self.stream(prompts, *args, **options)
+        for _ in found:
+            pass
+        return found.completions
 
     def logprobs(
         self,

@@ -20,7 +20,7 @@ from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, resolve_device, to_numpy
 from ..errors import UserError
-from ..formats.huggingface import read_config
+from ..formats.huggingface import dropout_of, read_config
 from ..formats.saved_runs import Saved, model_folder
 from ..kernels.runtime.launch import set_debug
 from ..nn.model import Transformer, choose_precision
@@ -232,6 +232,8 @@ def train(
         if config.init and not config.resume:
             init = ranks.on_rank_0(lambda: model_folder(Path(config.init or ""), warn))
             config = replace(config, init=str(init))
+            if dropout := ranks.on_rank_0(lambda: dropout_of(init)):
+                warn(f"{dropout} of {init} is not applied: xtrain trains without dropout")
         resolved, shape = resolve(config, device == "gpu", ranks.world)
         ranks.on_rank_0(lambda: check_installed(resolved.log))
         folder = ranks.on_rank_0(lambda: run_folder.choose(resolved, name, warn))
