@@ -27,6 +27,8 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "out": "output-dir out-dir output save-dir",
     "name": "run-name exp-name",
     "data": "dataset data-dir data-path train-file input",
+    "text-key": "text-column text-field text-column-name dataset-text-field json-key json-keys",
+    "strict-data": "strict",
     "clip": "grad-clip max-grad-norm clip-grad-norm gradient-clip",
     "warmup": "warmup-steps warmup-iters num-warmup-steps",
     "optimizer": "optim",
