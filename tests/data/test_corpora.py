@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import DATA, checkpoints, metrics
 
-from xtrain.data import dataset, pieces, stamps, text_files, tokenizing
+from xtrain.data import compressed, dataset, pieces, stamps, text_files, tokenizing
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import ShardWriter, read_shard
 from xtrain.train import main
@@ -81,10 +81,9 @@ BAD = {
     "Latin-1": (a_file("a.txt", "größe".encode("latin-1")), "is not UTF-8 (byte 2): convert it to UTF-8"),
     "half a character": (a_file("a.txt", "größe".encode()[:3]), "is not UTF-8 (byte 2)"),
     "not JSON": (a_file("a.jsonl", b"{]"), "a.jsonl line 1 is not JSON"),
-    "an empty folder": (a_folder(), "has no text (files that are not text: 0)"),
+    "an empty folder": (a_folder(), "has no text: give other --data"),
     "a folder of empty files": (a_folder(a_dot_txt=b"", b_dot_txt=b""), "has no text"),
-    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "files that are not text: 2"),
-    "one bad text in a folder": (a_folder(a_dot_txt=WORDS.encode() * 99, b_dot_txt=b"\xff"), "b.txt is not UTF-8"),
+    "a folder of other things": (a_folder(a_dot_png=b"\0", b_dot_bin=b"\xff"), "has no text: give other --data (2 files are left out; "),
     "a pipe": (a_pipe, "is neither a file nor a folder"),
     "a device": (lambda folder: "/dev/zero", "is neither a file nor a folder"),
     "a broken link": (a_broken_link, "does not exist"),
@@ -108,7 +107,7 @@ def refuse(*_, **__):
     raise PermissionError(13, "Permission denied", "secret")
 
 
-@pytest.mark.parametrize("owner, name", [(text_files, "open"), (os, "scandir")])
+@pytest.mark.parametrize("owner, name", [(compressed, "open"), (os, "scandir")])
 def test_unreadable(tmp_path, monkeypatch, capsys, owner, name):
     """A file or a folder without read permission. (Simulated, because root may read everything.)"""
     (tmp_path / "text" / "a.txt").write_text(WORDS * 99)
@@ -137,7 +136,15 @@ def test_good_files_among_others(tmp_path, capsys):
     os.mkfifo(text / "pipe")
     assert start(text, tmp_path) == 0
     said = capsys.readouterr().out
-    assert "in 1 files" in said and "held out, files left out (not text): 2\n" in said
+    assert "in 1 files" in said and "files left out: 4\n" in said
+    for name, reason in {
+        "b.png": "is binary (a NUL at byte 4)",
+        "c.md": "is not UTF-8 (byte 0)",
+        "d.md": "does not exist",
+        "pipe": "is not a regular file",
+    }.items():
+        assert said.count(f"  {text / name} {reason}") == 1, name
+    assert not (tmp_path / "runs" / "run" / "left_out.txt").exists()
 
 
 def test_changed_since_it_was_tokenized(tmp_path, capsys):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from ..errors import UserError
 
 # bytes of a packed file that are unpacked at once: .zst grows by at most 32768, .gz by 1032
-BLOCK = 1 << 10
+BLOCK = 1 << 9
 BUFFER = 1 << 18  # bytes unpacked
 
 

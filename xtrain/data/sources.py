@@ -45,7 +45,7 @@ class Source(NamedTuple):
     def read(self, key: str) -> Iterator[tuple[str, bool]]:
         """Its text, part by part; is it the last part of a document? key: of the field or column. Raises BadFile."""
         if not os.path.isfile(self.path):
-            what = "points to nothing" if os.path.islink(self.path) else "is not a regular file"
+            what = "is not a regular file" if os.path.exists(self.path) else "does not exist"
             raise BadFile(f"{self.path} {what}: replace or remove it")
         reader = READERS.get(suffix(self.path))
         if is_packed(self.path) and reader in (read_parquet, read_arrow):

@@ -7,6 +7,7 @@ is first copied to a temporary file.) Only the numbers, short strings and bracke
 """
 
 import codecs
+import errno
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from .compressed import BadFile, NotText, is_packed, open_file
 
 PART = 1 << 18  # bytes read at once, characters of a document given at once
 LINE = 1 << 20  # bytes; a longer line of a .jsonl is read part by part
+LASTING = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # errors of a file, not of a disk
 # bytes; longer strings are not part of the structure of such a line: the name of the text's field is shorter
 SHORT = 64
 
@@ -45,12 +47,13 @@ def unreadable(error: OSError, path: Path | None = None) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """The file, open to read; an OSError becomes a BadFile."""
+    """The file, open to read. Raises BadFile if it may not be read; UserError if that failed and may succeed another time."""
     try:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        raise BadFile(unreadable(error, path)) from None
+        kind = BadFile if error.errno in LASTING else UserError
+        raise kind(unreadable(error, path)) from None
 
 
 def read_text(path: Path) -> Iterator[str]:

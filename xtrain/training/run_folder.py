@@ -230,7 +230,7 @@ def write_config(
 
 
 def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
-    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its path, or None. Raises UserError."""
+    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its path, or None."""
     path = folder / "left_out.txt"
     try:
         path.unlink(missing_ok=True)  # of an earlier start
