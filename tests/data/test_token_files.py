@@ -85,6 +85,9 @@ def test_the_end_is_held_out_without_a_validation_file(tmp_path, tokenizer, monk
     corpus = prepare(both, cache_dir=tmp_path / "c", tokenizer=tokenizer)
     np.testing.assert_array_equal(read(corpus.train), first)  # the last file is just long enough
     np.testing.assert_array_equal(read(corpus.val), last)
+    nano_gpt(tmp_path / "val.bin", first)  # alone, it is trained on
+    corpus = prepare(tmp_path / "val.bin", cache_dir=tmp_path / "c", tokenizer=tokenizer)
+    np.testing.assert_array_equal(read(corpus.train), first[:810])
     monkeypatch.setattr(token_files, "VAL_TOKENS", 30)
     corpus = prepare(both, cache_dir=tmp_path / "c", tokenizer=tokenizer)
     np.testing.assert_array_equal(read(corpus.train), np.concatenate([first, last[:70]]))

@@ -127,8 +127,7 @@ def prepare(
     if corpus is None:
         progress(0.0, "reading the text")
         found = documents.survey(_Counter(documents, progress))
-        left_out = (documents.left_out or {}).values()
-        _check_left_out(documents.name, left_out, found.documents > 0, strict)
+        _check_left_out(documents.name, documents.left_out.values(), found.documents > 0, strict)
         corpus = cache.open(found.sha256) or cache.build(found, progress)
         cache.remember_text(found.sha256)
     _check_left_out(documents.name, corpus.left_out, True, strict)
@@ -225,7 +224,7 @@ class _Cache:
         return Corpus(
             name=documents.name,
             files=documents.files,
-            left_out=tuple((documents.left_out or {}).values()),
+            left_out=tuple(documents.left_out.values()),
             folder=folder,
             tokenizer=self.given or Tokenizer.load(folder),
             **record,

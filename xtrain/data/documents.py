@@ -40,14 +40,15 @@ class Documents:
     data: a file, a folder, a glob, or several; None: the source of the Python standard library (sources.py). key: the field of a
     .jsonl, or the column, that holds the text.
 
-    files: how many have text.  left_out: {path: the sentence that says why it is not used}. Both are known after `survey`, which
-    the first loop begins with, unless they were set.
+    files: how many have text.  left_out: {path: the sentence that says why it is not used}. Both are known after `survey`, with
+    which the first loop begins.
     """
 
     def __init__(self, data: Data = None, key: str = "text"):
         self.sources, self.key = Sources(data), key
         self.files = self.n_bytes = 0  # n_bytes: of the files, when they were listed
-        self.left_out: dict[str, str] | None = None
+        self.left_out: dict[str, str] = {}
+        self._used: list[Source] | None = None  # by the loops
         self.identity_read = ""  # identity() when the survey began
         self.settled = False  # would any later change show in identity()?
 
@@ -60,20 +61,21 @@ class Documents:
         """Read all documents once. tell: called with the characters of each part. Raises UserError."""
         found = self.sources.find()
         self.identity_read = self._identify(found)
-        surveying, self.files, self.left_out = Surveying(), 0, {}
+        surveying, used, self.files, self.left_out = Surveying(), [], 0, {}
         for source in found:
             try:
                 self.files += surveying.add(_told(_separate(source.read(self.key)), tell))
+                used.append(source)
             except BadFile as error:
                 self.left_out[str(source.path)] = str(error)
+        self._used = used
         return surveying.found()
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        if self.left_out is None:
+        if self._used is None:
             self.survey()
-        for source in self.sources.find():
-            if str(source.path) not in (self.left_out or {}):
-                yield from _separate(source.read(self.key))
+        for source in self._used or ():
+            yield from _separate(source.read(self.key))
 
     def identity(self) -> str:
         """A hash of the names, sizes and times of all files; it costs no reading. Raises UserError."""

@@ -8,6 +8,7 @@ splits one is used. No file is read twice: the first name counts.
 """
 
 import contextlib
+import functools
 import glob
 import hashlib
 import os
@@ -78,9 +79,13 @@ class Sources:
     def find(self) -> list[Source]:
         """The files as they are now."""
         found: dict[str, Source] = {}
+        real = functools.cache(os.path.realpath)
         for path in self.paths:
             for source in self._of(path):
-                found.setdefault(os.path.realpath(source.path), source)
+                folder, name = os.path.split(source.path)
+                is_link = os.path.islink(source.path)
+                same = real(source.path) if is_link else os.path.join(real(folder), name)
+                found.setdefault(same, source)
         return list(found.values())
 
     def _of(self, path: Path) -> Iterable[Source]:

@@ -80,8 +80,9 @@ class TokenFiles:
             except BadFile as error:
                 self.left_out.append(str(error))
         self.files = len(self.train) + len(self.val)
-        self.split = "files" if self.val else "tail"
-        if self.train and not self.val:
+        self.split = "files" if self.train and self.val else "tail"
+        if self.files and self.split == "tail":
+            self.train, self.val = [*self.train, *self.val], []  # of val.bin alone, too
             self._hold_out()
 
     def _hold_out(self) -> None:
