@@ -94,7 +94,8 @@ def _tokens(
         return ids, [False] + [True] * (len(ids) - 1)
     hint = ' (rename "conversations" and its fields)' if "conversations" in fields else ""
     raise UserError(
-        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "text": add one of them{hint}'
+        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": add one of them, or choose the field '
+        f"of the text with --text-key{hint}"
     )
 
 
