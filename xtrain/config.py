@@ -281,8 +281,12 @@ class ShapeOptions:
 class TrainConfig(ShapeOptions):
     """One training run. Defaults come from the preset; explicit options override them."""
 
-    # text file or folder (.txt and other text, .jsonl, .parquet); none: the source of Python's standard library
-    data: str | None = None
+    # files, folders, globs in quotes, or - for standard input: text, .jsonl, .parquet, all as .gz or .zst, saved datasets, tokens
+    # in .bin; none: the source of Python's standard library
+    data: tuple[str, ...] = ()
+    text_key: str = "text"  # the field of a .jsonl, or the column, that holds the text
+    # stop at a file that cannot be read, instead of leaving it out
+    strict_data: bool = False
     name: str | None = None  # the run is written to OUT/NAME; none: the preset's name
     out: str = "runs"  # folder for all runs
     steps: int | None = None  # optimizer steps; none: the preset's
@@ -347,6 +351,12 @@ class TrainConfig(ShapeOptions):
     # also log for these, through their own packages: wandb, trackio, tensorboard
     log: tuple[str, ...] = ()
     debug: bool = False  # synchronize after every kernel and name the one that failed
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.data, (str, Path)) or self.data is None
+        ):  # from Python: one path is enough
+            object.__setattr__(self, "data", () if self.data is None else (str(self.data),))
 
     def validate(self) -> None:
         """Raises UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""
@@ -432,7 +442,10 @@ class TrainConfig(ShapeOptions):
             _need(ok, f"{_option(name)} {value!r} is not valid UTF-8 text")
         # --data "$UNSET": Path("") would be the current folder
         for name in ("data", "out", "init", "tokenizer"):
-            _need(getattr(self, name) != "", f"--{name} is empty: give a path, or omit the option")
+            value = getattr(self, name)
+            empty = "" in value if isinstance(value, tuple) else value == ""
+            _need(not empty, f"--{name} is empty: give a path, or omit the option")
+        _need(self.text_key != "", "--text-key is empty: give the name of a field or column")
         _need(
             self.name is None or _is_inside(self.name),
             f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",

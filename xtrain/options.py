@@ -27,6 +27,8 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "out": "output-dir out-dir output save-dir",
     "name": "run-name exp-name",
     "data": "dataset data-dir data-path train-file input",
+    "text-key": "text-column text-field text-column-name dataset-text-field json-key json-keys",
+    "strict-data": "strict",
     "clip": "grad-clip max-grad-norm clip-grad-norm gradient-clip",
     "warmup": "warmup-steps warmup-iters num-warmup-steps",
     "optimizer": "optim",
@@ -58,6 +60,7 @@ VALUES = {  # option -> {what others write: xtrain's word}
     "recompute": {"true": "block", "full": "block"},
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
 }
+PATHS = ("data", "val-data")  # an unset variable of the shell must not become an empty list
 HINTS = {  # options that xtrain does not have -> what to do
     "epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
     "num-train-epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
@@ -121,6 +124,11 @@ def translated(kind: type, arguments: list[str]) -> list[str]:
         if match and not match[1].startswith("tyro"):
             option = _known_name(match[1].replace("_", "-"), known)
             rest = match[2] or ""
+            following = arguments[i + 1 : i + 2]
+            if option in PATHS and not rest and (not following or following[0].startswith("--")):
+                raise UserError(f"--{option} has no value: give a path, or omit the option")
+            if option in PATHS and any(x.split("=")[0] == f"--{option}" for x in found):
+                raise UserError(f"--{option} is given twice: give all paths after the first one")
             found.append(f"--{option}" + (rest and "=" + _value(option, rest[1:], types)))
         else:
             found.append(_value(option, argument, types))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from parts import in_parts
 
 from xtrain import files
-from xtrain.data import bigram, documents, pieces, stamps, text_files, tokenizing
+from xtrain.data import bigram, compressed, documents, pieces, stamps, text_files, tokenizing
 from xtrain.data import dataset as data
 from xtrain.data.dataset import prepare
 from xtrain.data.shards import read_shard
@@ -419,7 +419,7 @@ class Reads:
 
     def __init__(self, monkeypatch):
         self.files = []
-        for owner in (files, text_files):
+        for owner in (files, compressed):
             monkeypatch.setattr(owner, "open", self.open, raising=False)
 
     def open(self, path, *args, **more):
@@ -590,7 +590,7 @@ def test_sample_is_spread_over_the_text(monkeypatch):
     monkeypatch.setattr(data, "SAMPLE_BYTES", 20_000)
     monkeypatch.setattr(data, "SAMPLE_CHUNK", 100)
     texts = [f"{i:06d}\n" * 1000 for i in range(40)]
-    sample = list(data._sample(list(in_parts(texts)), data.survey(in_parts(texts))))
+    sample = list(data._sample(list(in_parts(texts)), documents.survey(in_parts(texts))))
     assert sum(map(len, sample)) == pytest.approx(20_000 * 0.9, rel=0.1)
     assert len({chunk[:6] for chunk in sample}) == 36
 
@@ -608,9 +608,12 @@ def test_progress_rises_to_one(text_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "files, sentence",
     [
-        ({}, "has no text (files that are not text: 0)"),
+        ({}, "has no text: give other --data"),
         ({"a.txt": b""}, "has no text"),
-        ({"a.png": b"\0", "b.png": b"\xff"}, "has no text (files that are not text: 2)"),
+        (
+            {"a.png": b"\0", "b.png": b"\xff"},
+            "has no text: give other --data (2 files are left out; ",
+        ),
         ({"a.txt": b"a"}, "the text has 1 bytes, too few to hold some out"),
         ({"a.txt": "é".encode()}, "the text has 2 bytes, too few to hold some out"),
     ],

@@ -1,20 +1,24 @@
 """Documents, and the split into training and validation."""
 
+import errno
 import hashlib
 import itertools
 import json
+import os
 import sys
 import sysconfig
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import in_parts, whole
 
+from xtrain.data import columns, compressed, text_files
 from xtrain.data import documents as module
-from xtrain.data import text_files
 from xtrain.data.documents import END_OF_TEXT, Documents, split, survey
+from xtrain.data.sources import Sources
 from xtrain.errors import UserError
 
 DOCUMENTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=60)
@@ -26,6 +30,21 @@ def write(folder, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
+
+
+def reasons(texts, whole_sentence=False):
+    """Why files are left out, without the folder and what to do."""
+    list(texts)
+    found = [
+        reason.removeprefix(f"{Path(path).parent}/") for path, reason in texts.left_out.items()
+    ]
+    return (
+        found
+        if whole_sentence
+        else [
+            reason.split(": give")[0].split(": convert")[0].split(": check")[0] for reason in found
+        ]
+    )
 
 
 # --- reading ---
@@ -42,7 +61,10 @@ def test_folder_is_read_in_sorted_order(tmp_path):
     )
     texts = Documents(tmp_path)
     assert whole(texts) == whole(texts) == ["1", "2", "3", "4", "5"]
-    assert (texts.files, texts.skipped) == (4, 2)
+    assert (texts.files, reasons(texts)) == (
+        4,
+        ["image.png is binary (a NUL at byte 4)", "latin.py is not UTF-8 (byte 0)"],
+    )
 
 
 def test_links_to_folders_are_followed(tmp_path):
@@ -76,12 +98,12 @@ def test_standard_library(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     texts = Documents()
     assert whole(texts) == ["json", "os"]
-    assert (texts.files, texts.skipped) == (2, 1)
+    assert (texts.files, reasons(texts)) == (2, ["latin.py is not UTF-8 (byte 0)"])
     assert texts.name.startswith("Python 3")
 
 
 def test_standard_library_is_there():
-    paths = Documents()._paths()
+    paths = [source.path for source in Sources().find()]
     assert len(paths) > 100 and not any("site-packages" in path.parts for path in paths)
 
 
@@ -92,8 +114,16 @@ def test_standard_library_is_there():
         ("a.bin", b"\x7fELF\0", "a.bin is binary"),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 (byte 2): convert it to UTF-8"),
         ("a.txt", "né".encode("utf-16"), "a.txt is binary"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": 1}', "a.jsonl line 2 has no text"),
-        ("a.jsonl", b"[1]", "a.jsonl line 1 has no text"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": 1}',
+            'a.jsonl line 2 has a "text" that is not a string: choose with --text-key from text',
+        ),
+        (
+            "a.jsonl",
+            b"[1]",
+            'a.jsonl line 1 is not a JSON object: every line needs {"text": "..."}',
+        ),
         ("a.jsonl", b'{"text": "a"', "a.jsonl line 1 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl line 1 is not JSON"),
         ("a.jsonl", b"\xff", "a.jsonl line 1 is not UTF-8"),
@@ -103,30 +133,34 @@ def test_standard_library_is_there():
 @pytest.mark.parametrize("in_a_folder", [False, True])
 def test_bad_file(tmp_path, name, content, sentence, in_a_folder):
     write(tmp_path, {name: content})
-    if in_a_folder and name == "a.bin":
-        assert whole(Documents(tmp_path)) == []
-        return
-    with pytest.raises(UserError) as error:
-        whole(Documents(tmp_path if in_a_folder else tmp_path / name))
-    assert sentence in str(error.value)
+    write(tmp_path, {"b.txt": "good"})
+    path = tmp_path if in_a_folder else [tmp_path / name, tmp_path / "b.txt"]
+    texts = Documents(path)
+    assert whole(texts) == whole(texts) == ["good"]
+    (reason,) = texts.left_out.values()
+    assert str(reason).startswith(f"{tmp_path}/{sentence}"), reason
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "a\0b"])
 def test_missing_path(tmp_path, name):
-    with pytest.raises(UserError, match="does not exist: give a text file"):
+    with pytest.raises(UserError, match="does not exist: give a file, a folder or a glob"):
         whole(Documents(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
 def test_unreadable(tmp_path, monkeypatch, name):
-    """The file may be text: without it, training would use a different text."""
+    """What may not be read is left out. A disk that fails may work another time: then training would use a different text."""
 
     def refuse(path, *more):
-        raise PermissionError(13, "Permission denied", str(path))
+        raise OSError(code, os.strerror(code), str(path))
 
     write(tmp_path, {name: "text"})
-    monkeypatch.setattr(text_files, "open", refuse, raising=False)
-    with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
+    monkeypatch.setattr(compressed, "open", refuse, raising=False)
+    code, texts = errno.EACCES, Documents(tmp_path)
+    assert whole(texts) == []
+    assert reasons(texts) == [f"{name} cannot be read (Permission denied)"]
+    code = errno.EIO
+    with pytest.raises(UserError, match=rf"{name} cannot be read \(Input/output error\)"):
         whole(Documents(tmp_path))
 
 
@@ -137,11 +171,10 @@ def test_parquet(tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet")
     assert whole(Documents(tmp_path)) == ["one", "two"]
     parquet.write_table(table.drop_columns("text"), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="has no column named text"):
-        whole(Documents(tmp_path))
+    expected = "a.parquet has no column named text: choose with --text-key from id"
+    assert reasons(Documents(tmp_path), whole_sentence=True) == [expected]
     write(tmp_path, {"a.parquet": b"PAR1 no"})
-    with pytest.raises(UserError, match="cannot be read as parquet"):
-        whole(Documents(tmp_path))
+    assert "a.parquet cannot be read as parquet" in reasons(Documents(tmp_path))[0]
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
@@ -220,7 +253,7 @@ def test_long_lines_with_errors(tmp_path):
         good + "\x01": "line 2 is not JSON",
         good + half: "line 2 has half a surrogate pair",
         half + good: "line 2 has half a surrogate pair",
-        good + '", "text": 1, "x": "': "line 2 has no text",
+        good + '", "text": 1, "x": "': 'line 2 has a "text" that is not a string',
         good + '"} {"': "line 2 is not JSON",
     }.items():
         raw = b'{"text": "1"}\n{"text": "' + text.encode("latin-1") + b'"}\n{"text": "3"}'
@@ -243,8 +276,9 @@ def test_memory_of_one_huge_line(tmp_path, piece):
         file.write('"}\n')
     tracemalloc.start()
     try:
-        found = survey(Documents(path))
-        size = sum(len(part.raw) for part in split(Documents(path), found))
+        texts = Documents(path)
+        found = texts.survey()
+        size = sum(len(part.raw) for part in split(texts, found))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -373,7 +407,7 @@ def test_a_large_file_that_is_not_text_to_its_end(tmp_path, monkeypatch):
     write(tmp_path, {"a.md": b"text " * 10 + b"\xff", "b.md": "text " * 10, "c.md": "é"})
     texts = Documents(tmp_path)
     assert whole(texts) == ["text " * 10, "é"]
-    assert (texts.files, texts.skipped) == (2, 1)
+    assert (texts.files, reasons(texts)) == (2, ["a.md is not UTF-8 (byte 50)"])
 
 
 def test_memory_of_one_huge_file(tmp_path):
@@ -382,8 +416,9 @@ def test_memory_of_one_huge_file(tmp_path):
     path.write_bytes(b"no line break " * 4_000_000)
     tracemalloc.start()
     try:
-        found = survey(Documents(path))
-        n = sum(len(part.raw) for part in split(Documents(path), found))
+        texts = Documents(path)
+        found = texts.survey()
+        n = sum(len(part.raw) for part in split(texts, found))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -433,24 +468,20 @@ OTHER_COLUMNS = {
 @pytest.mark.parametrize("kind", OTHER_COLUMNS)
 def test_parquet_columns_of_something_else(tmp_path, kind):
     make, name = OTHER_COLUMNS[kind]
-    path = parquet(tmp_path, make)
-    with pytest.raises(UserError) as error:
-        whole(Documents(path))
-    assert str(path) in str(error.value) and f"the column text has the type {name}" in str(error.value)  # fmt: skip
+    (reason,) = reasons(Documents(parquet(tmp_path, make)))
+    assert reason.startswith(f"a.parquet: the column text has the type {name}")
 
 
 def test_parquet_bytes_that_are_not_text(tmp_path):
     path = parquet(tmp_path, lambda a: a.array([b"a", None, b"\xff"]))
-    with pytest.raises(UserError, match=r"a\.parquet row 3 is not UTF-8 \(byte 0\)"):
-        whole(Documents(path))
+    assert reasons(Documents(path)) == ["a.parquet row 3 is not UTF-8 (byte 0)"]
 
 
 def test_parquet_columns_of_the_same_name(tmp_path):
     pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
     writer.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="has 2 columns named text"):
-        whole(Documents(tmp_path))
+    assert "a.parquet has 2 columns named text" in reasons(Documents(tmp_path))[0]
 
 
 def test_parquet_without_values(tmp_path):
@@ -462,8 +493,7 @@ def test_parquet_strings_are_kept_unchanged(tmp_path):
     texts = ["a\0b", "\ufeffc"]
     assert whole(Documents(parquet(tmp_path, lambda a: a.array(texts)))) == texts
     path = parquet(tmp_path, lambda a: a.array([b"a", b"a\0b"]))
-    with pytest.raises(UserError, match=r"a\.parquet row 2 is binary \(a NUL at byte 1\)"):
-        whole(Documents(path))
+    assert reasons(Documents(path)) == ["a.parquet row 2 is binary (a NUL at byte 1)"]
 
 
 def test_large_rows_of_a_parquet_are_decoded_one_by_one(tmp_path):
@@ -474,7 +504,7 @@ def test_large_rows_of_a_parquet_are_decoded_one_by_one(tmp_path):
     for texts, rows in ((large, 1), (small, 64)):
         path = parquet(tmp_path, lambda a, texts=texts: a.array(texts))
         with pyarrow.parquet.ParquetFile(path) as file:
-            assert {len(batch) for batch in text_files._batches(file)} >= {rows}
-            assert max(len(batch) for batch in text_files._batches(file)) == rows
+            assert {len(batch) for batch in columns._batches(file, "text")} >= {rows}
+            assert max(len(batch) for batch in columns._batches(file, "text")) == rows
         parts = list(Documents(path))
         assert whole(parts) == texts and max(len(text) for text, _ in parts) <= text_files.PART

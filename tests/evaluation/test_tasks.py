@@ -1,5 +1,6 @@
 """Files of test items: which kind they are, examples in front of prompts, and what is wrong with a line."""
 
+import gzip
 import json
 
 import pytest
@@ -31,6 +32,18 @@ def test_own_formats(tmp_path):
         assert task.items[1].where == f"{file} line 2"
         assert [x.target for x in task.items] == [{"choice": "c"}.get(name, "b")] * 3
         assert len(read_task(file, KINDS, 2).items) == 2
+
+
+def test_packed_files(tmp_path):
+    """Their kind is that of the file that is packed."""
+    plain = lines(tmp_path / "x.jsonl", CHOICE, CHOICE)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a text"))
+    (tmp_path / "m.csv.gz").write_bytes(gzip.compress(b"q,1,2,3,4,B\n"))
+    prompts = lambda path: [x.prompt for x in read_task(path, KINDS).items]
+    assert prompts(tmp_path / "x.jsonl.gz") == prompts(plain) == ["a", "a"]
+    assert read_task(tmp_path / "b.txt.gz", KINDS).items[0].text == "a text"
+    assert len(read_task(tmp_path / "m.csv.gz", KINDS).items) == 1
 
 
 def options(*tasks, **changes):

@@ -1,5 +1,7 @@
 """Fine-tuning: which tokens are trained, rows, refused data, loss and gradients against transformers, resuming."""
 
+import gzip
+import io
 import json
 
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 import tokenizers
 import torch
 import twins
+import zstandard
 from runs import SILENT, assert_same_run, metrics
 
 from xtrain.data.chat_template import ChatTemplate
+from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
@@ -203,6 +207,27 @@ def test_a_packed_run_is_the_run_that_is_not(tmp_path, folder):
     assert_same_run(whole, half)
     with pytest.raises(UserError, match="pack was True"):
         finetune(made("half", batch=None, resume=True), SILENT)
+
+
+def test_packed_files_globs_a_key_and_standard_input(tmp_path, tokenizer, monkeypatch):
+    """They are the examples of plain files."""
+    records = [{"body": f"x + {i}"} for i in range(4)]
+    plain = write(tmp_path / "d.jsonl", *[{"text": r["body"]} for r in records])
+    expected = [x.ids.tolist() for x in read_examples([plain], tokenizer, None)]
+    lines = [(json.dumps(r) + "\n").encode() for r in records]
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:2])))
+    (tmp_path / "2.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[2:])))
+    found = read_examples([str(tmp_path / "*.jsonl.*"), tmp_path / "1.jsonl.gz"], tokenizer, None, "body")  # fmt: skip
+    assert [x.ids.tolist() for x in found] == expected and len(expected) == 4
+    copied = from_standard_input(["-"], tmp_path / "cache", io.BytesIO(b"".join(lines)))
+    assert [x.ids.tolist() for x in read_examples(copied, tokenizer, None, "body")] == expected
+    with pytest.raises(
+        UserError, match=r"1\.jsonl\.gz line 1 has neither .* nor \"text\".* --text-key"
+    ):
+        list(read_examples([tmp_path / "1.jsonl.gz"], tokenizer, None))
+    (tmp_path / "1.jsonl.gz").write_bytes((tmp_path / "1.jsonl.gz").read_bytes()[:-4])
+    with pytest.raises(UserError, match=r"1\.jsonl\.gz is cut off"):
+        list(read_examples([tmp_path / "1.jsonl.gz"], tokenizer, None, "body"))
 
 
 def test_what_the_command_refuses(tmp_path, folder, capsys):

@@ -1,13 +1,13 @@
 """Batches of ids and targets from token shards: shuffled without end for training, fixed for validation."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from .shards import read_shard
+from .shards import Shard, read_shard
 
 # epochs in one batch: more is certainly a mistake, and would take minutes and gigabytes
 MAX_EPOCHS_PER_BATCH = 1000
@@ -90,7 +90,7 @@ class Loader(Shuffled):
 
     def __init__(
         self,
-        shards: list[Path],
+        shards: Sequence[Shard],
         B: int,
         T: int,
         seed: int = 0,
@@ -98,7 +98,7 @@ class Loader(Shuffled):
         world: int = 1,
         vocab_size: int | None = None,
     ):
-        """shards: .bin files. B: sequences in the batch of all ranks. T: tokens of a sequence.
+        """shards: .bin files, or parts of them. B: sequences in the batch of all ranks. T: tokens of a sequence.
         vocab_size: an id that is not below it raises UserError."""
         self._shards = [read_shard(path, vocab_size) for path in shards]
         # The target of the last token is one token further: a shard of T tokens has no window.
@@ -136,20 +136,21 @@ class Loader(Shuffled):
 
 
 def val_batches(
-    shards: list[Path], n: int, B: int, T: int, vocab_size: int | None = None
+    shards: Sequence[Shard], n: int, B: int, T: int, vocab_size: int | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """-> at most n batches of ids, targets, (B, T) int32, the same every time.
 
     The windows are spread evenly over the text, in order. A text with fewer than n B windows gives
     fewer batches, and the last batch may have fewer rows. Raises UserError if there is no window.
     """
-    tokens = np.concatenate([read_shard(path, vocab_size) for path in shards]).astype(np.int32)
+    parts = [read_shard(path, vocab_size) for path in shards]
+    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
     windows = (len(tokens) - 1) // T
     if not windows:
         raise _too_short("validation", len(tokens), T)
     wanted = min(n * B, windows)
     first = np.arange(wanted) * windows // wanted * T
-    rows = tokens[first[:, None] + np.arange(T + 1)]
+    rows = tokens[first[:, None] + np.arange(T + 1)].astype(np.int32)
     return [
         (np.ascontiguousarray(rows[i : i + B, :-1]), np.ascontiguousarray(rows[i : i + B, 1:]))
         for i in range(0, wanted, B)

@@ -1,6 +1,7 @@
 """A text as a corpus: documents -> tokenizer -> token shards, cached by the text's hash.
 
     prepare(data)                  read a text, train a tokenizer, write shards; cached -> Corpus
+                                   (or files of tokens: token_files.py)
     Corpus.loader(B, T, seed)      endless shuffled training batches, exactly resumable -> Loader
     Corpus.val_batches(n, B, T)    the same batches of held-out text every time
 
@@ -11,23 +12,28 @@ has the bytes of each token; the end of text has none, so its loss only adds to 
 """
 
 import hashlib
+import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import files
 from ..device import cache_folder
 from ..errors import UserError
-from . import stamps
+from . import stamps, token_files
 from .batches import Loader, val_batches
-from .documents import Documents, Survey, split, survey
+from .documents import Documents, Survey, split
 from .pieces import chunks
+from .shards import Shard
+from .sources import Data, Source
+from .token_files import TokenFiles
 from .tokenizer import Tokenizer
 from .tokenizing import MISSING, Progress, Tokenizing, read_state, work_folder_of
 
@@ -46,7 +52,7 @@ class Corpus:
 
     name: str  # of the text
     files: int  # read
-    skipped: int  # files that were not text
+    left_out: tuple[str, ...]  # of each file that is not used, the sentence that says why
     documents: int
     bytes: int  # of text in UTF-8
     sha256: str  # of the text
@@ -55,11 +61,17 @@ class Corpus:
     val_bytes: int
     train_tokens: int
     val_tokens: int
-    bigram_bpb: float  # bits per validation byte of the byte-bigram model
+    # bits per validation byte of the byte-bigram model; None: there is no text, only tokens
+    bigram_bpb: float | None
     folder: Path  # of the cache
-    train: list[Path]  # shards
-    val: list[Path]
+    train: Sequence[Shard]
+    val: Sequence[Shard]
     tokenizer: Tokenizer
+
+    @property
+    def skipped(self) -> int:
+        """How many files are not used."""
+        return len(self.left_out)
 
     @property
     def vocab_size(self) -> int:
@@ -85,39 +97,75 @@ class Corpus:
 
 
 def prepare(
-    data: str | Path | None = None,
+    data: Data = None,
     vocab_size: int = 2048,
     cache_dir: str | Path | None = None,
     tokenizer: str | Path | None = None,
     progress: Progress = lambda fraction, text: None,
     verify: bool = False,
+    text_key: str = "text",
+    strict: bool = False,
 ) -> Corpus:
     """Tokenize a text, or load it from the cache.
 
-    data: file or folder; None: the source of the Python standard library. tokenizer: a
+    data: file, folder or glob, or several (sources.py); None: the source of the Python standard library. tokenizer: a
     tokenizer.json to use instead of training one of vocab_size tokens. cache_dir: default
     device.cache_folder(). progress(fraction, text) is called from time to time.
+    text_key: the field of a .jsonl, or the column, that holds the text. strict: a file that would be left out is an error.
     A text is tokenized in bounded memory; a killed or failed process is continued by the next one
     (tokenizing.py). Files of the text and shards of the cache whose size and times are as when they were
     read (stamps.py) are not read again, unless verify. All other files of the cache are.
     A damaged cache entry is built again, one that cannot be read at the moment is not. Raises UserError for every bad input.
     """
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
-    documents = Documents(data)
-    cache = _Cache(Path(cache_dir or cache_folder()), documents, given, vocab_size, verify)
+    documents = Documents(data, text_key)
+    folder = Path(cache_dir or cache_folder())
+    if sources := token_files.of(documents.sources):
+        return _of_tokens(sources, documents.name, given, folder, progress, verify, strict)
+    cache = _Cache(folder, documents, given, vocab_size, verify)
     corpus = cache.known_text()
     if corpus is None:
         progress(0.0, "reading the text")
-        found = survey(_counted(documents, progress))
-        if not found.documents:
-            raise UserError(
-                f"{documents.name} has no text (files that are not text: {documents.skipped}): "
-                "give other --data"
-            )
+        found = documents.survey(_Counter(documents, progress))
+        _check_left_out(documents.name, documents.left_out.values(), found.documents > 0, strict)
         corpus = cache.open(found.sha256) or cache.build(found, progress)
         cache.remember_text(found.sha256)
+    _check_left_out(documents.name, corpus.left_out, True, strict)
     progress(1.0, "ready")
     return corpus
+
+
+def _of_tokens(
+    sources: list[Source], name: str, tokenizer: Tokenizer | None, cache: Path, progress: Progress, verify: bool, strict: bool
+) -> Corpus:  # fmt: skip
+    """The corpus of files that hold tokens."""
+    if tokenizer is None:
+        raise UserError(
+            f"{sources[0].path} holds tokens, not text: give the tokenizer that made them with --tokenizer FOLDER (it holds "
+            "tokenizer.json)"
+        )
+    tell = lambda fraction: progress(fraction, "checking the tokens")
+    found = TokenFiles(sources, tokenizer, cache, tell, verify)
+    _check_left_out(name, found.left_out, bool(found.train), strict)
+    facts: dict[str, Any] = found.summary()
+    progress(1.0, "ready")
+    return Corpus(
+        name=name, files=found.files, left_out=tuple(found.left_out), split=found.split, bigram_bpb=None, folder=cache,
+        train=found.train, val=found.val, tokenizer=tokenizer, **facts,
+    )  # fmt: skip
+
+
+def _check_left_out(name: str, left_out: Collection[str], found: bool, strict: bool) -> None:
+    """Raises UserError if nothing is left of the data, or anything is left out although the user wants all."""
+    first = next(iter(left_out), "")
+    if strict and left_out:
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UserError(f"{first}{more}; without --strict-data it is left out")
+    if not found and len(left_out) == 1:
+        raise UserError(first)
+    if not found:
+        why = f" ({len(left_out)} files are left out; {first})" if left_out else ""
+        raise UserError(f"{name} has no text: give other --data{why}")
 
 
 class _Cache:
@@ -133,8 +181,8 @@ class _Cache:
     ):
         self.folder, self.documents, self.given = folder, documents, given
         self.vocab_size, self.verify = vocab_size, verify
-        root = os.fsencode(os.path.abspath(documents.root))
-        self.text_name = f"text-{hashlib.sha256(root).hexdigest()[:16]}-f{FORMAT}"
+        which = json.dumps([documents.sources.given, documents.key]).encode()
+        self.text_name = f"text-{hashlib.sha256(which).hexdigest()[:16]}-f{FORMAT}"
 
     def entry(self, sha256: str) -> Path:
         """The cache entry of a text with this hash. A given tokenizer may be the one that was trained on this text."""
@@ -149,14 +197,14 @@ class _Cache:
         known = {} if self.verify else stamps.load(self.folder, self.text_name)
         if not known or known.get("identity") != self.documents.identity():
             return None
-        self.documents.files, self.documents.skipped = known["files"], known["skipped"]
+        self.documents.files, self.documents.left_out = known["files"], known["left_out"]
         return self.open(known["sha256"])
 
     def remember_text(self, sha256: str) -> None:
         """Store that the text, as it was when last read, has this hash."""
         documents = self.documents
         if documents.settled:
-            facts = {"files": documents.files, "skipped": documents.skipped, "sha256": sha256}
+            facts = {"files": documents.files, "left_out": documents.left_out, "sha256": sha256}
             known = {"identity": documents.identity_read, **facts}
             stamps.save(self.folder, self.text_name, known)
 
@@ -176,7 +224,7 @@ class _Cache:
         return Corpus(
             name=documents.name,
             files=documents.files,
-            skipped=documents.skipped,
+            left_out=tuple(documents.left_out.values()),
             folder=folder,
             tokenizer=self.given or Tokenizer.load(folder),
             **record,
@@ -253,17 +301,22 @@ def _has_tokenizer(entry: Path, tokenizer: Tokenizer) -> bool:
     return (own.sha256, own.eot_id) == (tokenizer.sha256, tokenizer.eot_id)
 
 
-def _counted(documents: Documents, progress: Progress) -> Iterator[tuple[str, bool]]:
-    """The documents, with progress."""
-    n, told, started = 0, 0.0, time.perf_counter()
-    for text, ends in documents:
-        yield text, ends
-        n += len(text)
-        seconds = time.perf_counter() - started
-        if seconds > told + 0.5:
-            told = seconds
-            fraction = min(1, n / max(1, documents.n_bytes))  # a compressed file has more text
-            progress(0.1 * fraction, f"reading the text, {n / 1e6 / seconds:.0f} MB/s")
+class _Counter:
+    """Called with the characters of each part that is read, it shows the progress."""
+
+    def __init__(self, documents: Documents, progress: Progress):
+        self.documents, self.progress = documents, progress
+        self.n, self.told, self.started = 0, 0.0, time.perf_counter()
+
+    def __call__(self, characters: int) -> None:
+        self.n += characters
+        seconds = time.perf_counter() - self.started
+        if seconds > self.told + 0.5:
+            self.told = seconds
+            # a packed file has more text than bytes
+            fraction = min(1, self.n / max(1, self.documents.n_bytes))
+            text = f"reading the text, {self.n / 1e6 / seconds:.0f} MB/s"
+            self.progress(0.1 * fraction, text)
 
 
 def _sample(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[str]:

@@ -1,8 +1,11 @@
 """The documents of a text, and which of them are held out for validation.
 
-**Documents.** A file is a document; so is a line of a .jsonl and a row of a .parquet.
+**Documents.** A file is a document; so is a line of a .jsonl and a row of a .parquet or .arrow.
 "<|endoftext|>" inside a text also ends a document. Documents are read part by part (text_files.py),
 so the memory does not depend on their length.
+
+**Files that are left out.** The first pass, the survey, finds out which files cannot be read to their end as what they are. None
+of their documents is used, and later passes do not read them.
 
 **Split.** A tenth of the text, at most 2 MB, is held out. Documents are drawn in the order of their
 SHA-256 until the held-out text is large enough: the choice looks random, is the same everywhere, and
@@ -12,132 +15,93 @@ longer than the text to hold out, the end of the text is held out instead.
 
 import hashlib
 import heapq
-import itertools
 import json
 import os
-import sys
-import sysconfig
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UserError
+from .compressed import BadFile
+from .sources import Data, Source, Sources
 from .stamps import is_settled, stamp
-from .text_files import (
-    NotText,
-    raise_unreadable,
-    read_jsonl,
-    read_parquet,
-    read_text,
-    with_end,
-)
+from .text_files import unreadable
 from .tokenizer import END_OF_TEXT
 
 VAL_FRACTION, VAL_BYTES = 10, 2_000_000  # held out: 1/10 of the text, at most 2 MB
 
 
 class Documents:
-    """The documents of a file or folder, part by part. Each `for` loop reads them again:
+    """The documents of files, part by part. Each `for` loop reads them again:
 
         for text, ends in Documents(data): ...      ends: is it the last part of its document?
 
-    data None: the source of the Python standard library. Folders are read recursively in sorted
-    order, without names that begin with a dot; links to folders are followed, and no folder is read
-    twice. Files in a folder that are not text are counted in `skipped`. UserError is raised for a
-    .txt, .jsonl or .parquet file that is not valid, for a file given by name that is not text, and
-    for a file that cannot be read.
+    data: a file, a folder, a glob, or several; None: the source of the Python standard library (sources.py). key: the field of a
+    .jsonl, or the column, that holds the text.
+
+    files: how many have text.  left_out: {path: the sentence that says why it is not used}. Both are known after `survey`, with
+    which the first loop begins.
     """
 
-    def __init__(self, data: str | Path | None = None):
-        self.own_source = data is None
-        self.root = Path(sysconfig.get_path("stdlib") if data is None else data)
-        self.name = (
-            f"Python {sys.version.split()[0]} standard library" if data is None else str(data)
-        )
-        self.files = self.skipped = self.n_bytes = 0  # n_bytes: of the files, when they were listed
-        self.identity_read = ""  # identity() when the last `for` loop began
+    def __init__(self, data: Data = None, key: str = "text"):
+        self.sources, self.key = Sources(data), key
+        self.files = self.n_bytes = 0  # n_bytes: of the files, when they were listed
+        self.left_out: dict[str, str] = {}
+        self._used: list[Source] | None = None  # by the loops
+        self.identity_read = ""  # identity() when the survey began
         self.settled = False  # would any later change show in identity()?
 
+    @property
+    def name(self) -> str:
+        """The paths, shortened."""
+        return self.sources.name
+
+    def survey(self, tell: Callable[[int], None] = lambda characters: None) -> "Survey":
+        """Read all documents once. tell: called with the characters of each part. Raises UserError."""
+        found = self.sources.find()
+        self.identity_read = self._identify(found)
+        surveying, used, self.files, self.left_out = Surveying(), [], 0, {}
+        for source in found:
+            try:
+                self.files += surveying.add(_told(_separate(source.read(self.key)), tell))
+                used.append(source)
+            except BadFile as error:
+                self.left_out[str(source.path)] = str(error)
+        self._used = used
+        return surveying.found()
+
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        self.files = self.skipped = 0
-        paths = self._paths()
-        self.identity_read = self._identify(paths)
-        for path in paths:
-            found = False
-            for part in _separate(self._read(path)):
-                found = True
-                yield part
-            self.files += found
+        if self._used is None:
+            self.survey()
+        for source in self._used or ():
+            yield from _separate(source.read(self.key))
 
     def identity(self) -> str:
         """A hash of the names, sizes and times of all files; it costs no reading. Raises UserError."""
-        return self._identify(self._paths())
+        return self._identify(self.sources.find())
 
-    def _identify(self, paths: list[Path]) -> str:
+    def _identify(self, found: list[Source]) -> str:
         read_at = time.time()
-        try:
-            stamps = [stamp(path) for path in paths]
-        except OSError as error:
-            raise_unreadable(error)
-        self.n_bytes = sum(size for size, *_ in stamps)
-        self.settled = is_settled(stamps, read_at)
-        names = [path.relative_to(self.root).as_posix() for path in paths]
-        content = json.dumps([os.path.abspath(self.root), names, stamps])  # ASCII
+        stamps = {}
+        for source in found:
+            try:
+                is_file = os.path.isfile(source.path)  # else a link to nothing, a socket
+                stamps[str(source.path)] = stamp(source.path) if is_file else [0, 0, 0, 0]
+            except OSError as error:
+                raise UserError(unreadable(error)) from None
+        self.n_bytes = sum(size for size, *_ in stamps.values())
+        self.settled = is_settled(list(stamps.values()), read_at)
+        content = json.dumps([self.sources.given, self.key, stamps])  # ASCII
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def _paths(self) -> list[Path]:
-        if os.path.isfile(self.root):
-            return [self.root]
-        if not os.path.isdir(self.root):
-            hint = (
-                "give a text with --data"
-                if self.own_source
-                else "give a text file or a folder of them"
-            )
-            exists = "\0" not in str(self.root) and os.path.exists(self.root)
-            what = "is neither a file nor a folder" if exists else "does not exist"
-            raise UserError(f"{self.root} {what}: {hint}")
-        found = [path for path in self._walk() if os.path.isfile(path)]
-        if self.own_source:
-            found = [path for path in found if path.suffix == ".py"]
-        return sorted(found, key=lambda path: path.relative_to(self.root).as_posix())
 
-    def _walk(self) -> Iterator[Path]:
-        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own_source else ()
-        wanted = lambda name: name not in unwanted and not name.startswith(".")
-        roots, seen = [self.root], set()
-        for root in roots:  # grows inside the loop: linked folders are walked after real ones
-            for folder, folders, names in os.walk(root, onerror=raise_unreadable):
-                real = os.path.realpath(folder)
-                if real in seen:  # two links to one folder, or a cycle
-                    folders.clear()
-                    continue
-                seen.add(real)
-                folders[:] = sorted(filter(wanted, folders))  # the same on every machine
-                if not self.own_source:
-                    roots += filter(os.path.islink, [Path(folder, name) for name in folders])
-                yield from (Path(folder, name) for name in names if not name.startswith("."))
-
-    def _read(self, path: Path) -> Iterable[tuple[str, bool]]:
-        if path.suffix == ".jsonl":
-            return read_jsonl(path)
-        if path.suffix == ".parquet":
-            return read_parquet(path)
-        if path == self.root or path.suffix == ".txt":
-            return with_end(read_text(path))
-        try:
-            text = read_text(path)
-            first = list(itertools.islice(text, 2))
-            if len(first) < 2:
-                return with_end(first)
-            for _ in text:  # only the whole file tells whether it is text
-                pass
-        except NotText:
-            self.skipped += 1
-            return []
-        return with_end(read_text(path))
+def _told(
+    parts: Iterable[tuple[str, bool]], tell: Callable[[int], None]
+) -> Iterator[tuple[str, bool]]:
+    for text, ends in parts:
+        tell(len(text))
+        yield text, ends
 
 
 def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
@@ -197,34 +161,70 @@ class Survey:
         return drawn if longest <= self.held_out else set()
 
 
+class Surveying:
+    """A survey, file by file."""
+
+    def __init__(self) -> None:
+        self.total = Survey()
+        self.whole = hashlib.sha256()
+        self.first = _First()
+
+    def add(self, documents: Iterable[tuple[str, bool]]) -> bool:
+        """Read the parts of a file. -> has it any document? If reading fails, nothing of it is added."""
+        total, whole, first = Survey(), self.whole.copy(), _First()
+        document, size = hashlib.sha256(), 0
+        for text, ends in documents:
+            raw = text.encode()
+            document.update(raw)
+            size += len(raw)
+            if not ends:
+                continue
+            digest = document.digest()
+            whole.update(digest)
+            total.documents += 1
+            total.n_bytes += size
+            total.longest = max(total.longest, size)
+            first.add(digest[:12], size)
+            document, size = hashlib.sha256(), 0
+        self.whole = whole
+        self.total.documents += total.documents
+        self.total.n_bytes += total.n_bytes
+        self.total.longest = max(self.total.longest, total.longest)
+        for key, n_bytes in first.sizes.items():
+            self.first.add(key, n_bytes)
+        return total.documents > 0
+
+    def found(self) -> Survey:
+        """What the survey has found so far."""
+        return replace(self.total, sha256=self.whole.hexdigest(), first=dict(self.first.sizes))
+
+
+class _First:
+    """The first documents in the order of their hash. What comes after VAL_BYTES of them is never drawn, and dropped.
+
+    So it may be dropped in each file, before the files are added: what comes after VAL_BYTES of one does in all together, too.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[bytes, int] = {}  # of all copies
+        self.heap: list[int] = []  # the negated hashes: the largest comes first
+        self.n_bytes = 0
+
+    def add(self, key: bytes, size: int) -> None:
+        if key not in self.sizes:
+            heapq.heappush(self.heap, -int.from_bytes(key))
+        self.sizes[key] = self.sizes.get(key, 0) + size
+        self.n_bytes += size
+        while self.n_bytes - self.sizes[last := (-self.heap[0]).to_bytes(12)] >= VAL_BYTES:
+            self.n_bytes -= self.sizes.pop(last)
+            heapq.heappop(self.heap)
+
+
 def survey(documents: Iterable[tuple[str, bool]]) -> Survey:
     """Read all documents once. documents: parts, as from Documents."""
-    found, whole, document, size = Survey(), hashlib.sha256(), hashlib.sha256(), 0
-    heap: list[int] = []  # the negated hashes in found.first: the largest comes first
-    first_bytes = 0  # the sum of the sizes in found.first
-    for text, ends in documents:
-        raw = text.encode()
-        document.update(raw)
-        size += len(raw)
-        if not ends:
-            continue
-        digest = document.digest()
-        whole.update(digest)
-        found.documents += 1
-        found.n_bytes += size
-        found.longest = max(found.longest, size)
-        key = digest[:12]
-        if key not in found.first:
-            heapq.heappush(heap, -int.from_bytes(key))
-        found.first[key] = found.first.get(key, 0) + size
-        first_bytes += size
-        # what comes after VAL_BYTES is never drawn
-        while first_bytes - found.first[last := (-heap[0]).to_bytes(12)] >= VAL_BYTES:
-            first_bytes -= found.first.pop(last)
-            heapq.heappop(heap)
-        document, size = hashlib.sha256(), 0
-    found.sha256 = whole.hexdigest()
-    return found
+    surveying = Surveying()
+    surveying.add(documents)
+    return surveying.found()
 
 
 class Part(NamedTuple):

@@ -2,13 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..json_files import reading
+from .compressed import open_file
+from .sources import Sources
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,17 @@ class Record:
         return value
 
 
+def record_files(names: Sequence[str | Path]) -> list[Path]:
+    """The files that names and globs say, in this order, each once. Raises UserError."""
+    for name in map(Path, names):
+        if name.is_dir():
+            raise UserError(f"{name} is a folder: give .jsonl files")
+    return [source.path for source in Sources(names).find()] if names else []
+
+
 def json_records(path: Path) -> Iterator[Record]:
-    """The lines of a .jsonl; empty ones are skipped."""
-    with reading(path), open(path, "rb") as file:
+    """The lines of a .jsonl, also packed (.gz, .zst); empty ones are skipped."""
+    with reading(path), open_file(path) as file:
         for number in itertools.count(1):
             raw, where = file.readline(), f"{path} line {number}"
             if not raw:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ SHARD_KINDS: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
+MAGICS = [magic for magic, _ in SHARD_KINDS]
 
 
 class ShardWriter:
@@ -120,12 +122,37 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
+@dataclass(frozen=True)
+class Span:
+    """n tokens in a file, from the byte `offset` on. dtype: as NumPy writes it."""
+
+    path: Path
+    dtype: str
+    offset: int
+    n: int
+
+
+Shard = Path | Span
+
+
+def read_shard(shard: str | Shard, vocab_size: int | None = None) -> np.ndarray:
     """-> (n,) uint16 or uint32, memory-mapped.
 
     Raises UserError, which names the file, if it is not a complete shard or has an id >= vocab_size.
     """
-    path, advice = Path(path), "delete it and start again to rebuild it"
+    advice = "delete it and start again to rebuild it"
+    span = shard if isinstance(shard, Span) else span_of(Path(shard), advice)
+    with _reading(span.path):
+        tokens = np.memmap(span.path, span.dtype, mode="r", offset=span.offset, shape=(span.n,))
+    if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(
+            f"{span.path} has the id {largest}, the tokenizer has {vocab_size} tokens: {advice}"
+        )
+    return tokens
+
+
+def span_of(path: Path, advice: str) -> Span:
+    """The tokens of a .bin file, from its header. advice: what to do if it is damaged. Raises UserError."""
     with _reading(path):
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -134,7 +161,7 @@ def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     if len(header) < HEADER_INTS:
         raise UserError(f"{path} is too short to be a token shard: {advice}")
     magic, version, n = (int(x) for x in header[:3])
-    if magic not in [known for known, _ in SHARD_KINDS]:
+    if magic not in MAGICS:
         raise UserError(f"{path} is not a token shard (magic number {magic}): {advice}")
     if (magic, version) not in SHARD_KINDS:
         raise UserError(f"{path} is a token shard of unknown version {version}: {advice}")
@@ -142,13 +169,7 @@ def read_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     expected = 4 * HEADER_INTS + n * dtype.itemsize
     if n < 1 or size != expected:
         raise UserError(f"{path} has {size} bytes, {n} tokens need {expected}: {advice}")
-    with _reading(path):
-        tokens = np.memmap(path, dtype, mode="r", offset=4 * HEADER_INTS, shape=(n,))
-    if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(
-            f"{path} has the id {largest}, the tokenizer has {vocab_size} tokens: {advice}"
-        )
-    return tokens
+    return Span(path, dtype.str, 4 * HEADER_INTS, n)
 
 
 @contextlib.contextmanager

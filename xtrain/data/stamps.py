@@ -42,5 +42,5 @@ def load(cache: Path, name: str) -> dict[str, Any]:
 def save(cache: Path, name: str, content: dict[str, Any]) -> None:
     """Store facts about files with their stamps. A cache that cannot be written only costs the time to read them again."""
     with contextlib.suppress(OSError):
-        (cache / FOLDER).mkdir(exist_ok=True)
+        (cache / FOLDER).mkdir(parents=True, exist_ok=True)
         write_whole(cache / FOLDER / f"{name}.json", json.dumps(content).encode())

@@ -1,31 +1,32 @@
-"""The text of one file, part by part: .txt, .jsonl, .parquet.
+"""The text of one file, part by part: text and .jsonl, also packed as .gz or .zst.
 
 No more than a few parts of a text are in memory. A long line of a .jsonl is read twice: first its structure, in which a
 number takes the place of each long string, so that `json` can check it and find the text; the number says where in the
-file the string begins, and the text is then decoded from there, part by part. Only the numbers, short strings and
-brackets next to a text must fit in memory. The values of a .parquet must: pyarrow decodes each whole, which takes
-about five times its size.
+file the string begins, and the text is then decoded from there, part by part. (A packed file cannot go back: there such a line
+is first copied to a temporary file.) Only the numbers, short strings and brackets next to a text must fit in memory.
 """
 
 import codecs
+import errno
 import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ..errors import UserError
+from ..json_files import listed
+from .compressed import BadFile, NotText, is_packed, open_file
 
 PART = 1 << 18  # bytes read at once, characters of a document given at once
 LINE = 1 << 20  # bytes; a longer line of a .jsonl is read part by part
-SHORT = 64  # bytes; longer strings are not part of the structure of such a line, so none is the name "text"
-PARQUET_ROWS, PARQUET_BYTES = 64, 4 << 20  # decoded at once, at most and on average
-
-
-class NotText(UserError):
-    """The content of a file is not UTF-8 text."""
+LASTING = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # errors of a file, not of a disk
+# bytes; longer strings are not part of the structure of such a line: the name of the text's field is shorter
+SHORT = 64
 
 
 def with_end(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -39,23 +40,29 @@ def with_end(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield before, True
 
 
-def raise_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
+def unreadable(error: OSError, path: Path | None = None) -> str:
     where = error.filename if path is None else path  # an error while reading names no file
-    raise UserError(
-        f"{where} cannot be read ({error.strerror}): check its permissions and the disk"
-    ) from None
+    return f"{where} cannot be read ({error.strerror or error}): check its permissions and the disk"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """The file, open to read. Raises BadFile if it may not be read; UserError if that failed and may succeed another time."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except OSError as error:
+        kind = BadFile if error.errno in LASTING else UserError
+        raise kind(unreadable(error, path)) from None
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The text of a file in blocks of PART bytes. Raises NotText, or UserError if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            yield from _decoded(iter(lambda: file.read(PART), b""), path)
-    except OSError as error:
-        raise_unreadable(error, path)
+    """The text of a file in blocks of PART bytes. Raises NotText, or another BadFile if it cannot be read."""
+    with reading(path) as file:
+        yield from decoded(iter(lambda: file.read(PART), b""), path)
 
 
-def _decoded(blocks: Iterable[bytes], where: Path | str, is_string: bool = False) -> Iterator[str]:
+def decoded(blocks: Iterable[bytes], where: Path | str, is_string: bool = False) -> Iterator[str]:
     """is_string: known to be text, so a NUL is a character, too."""
     decoder, n = codecs.getincrementaldecoder("utf-8" if is_string else "utf-8-sig")(), 0
     for block in itertools.chain(blocks, [b""]):
@@ -87,49 +94,73 @@ def _decode(raw: bytes, where: str) -> str:
         _raise_not_utf8(where, error.start)
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, bool]]:
-    """The field text of every line, part by part; is it the last part? Raises UserError, which names the line."""
-    try:
-        with open(path, "rb") as file:
-            for number in itertools.count(1):
-                raw, where, long_line = file.readline(LINE), f"{path} line {number}", None
-                if not raw:
-                    return
-                if len(raw) == LINE and not raw.endswith(b"\n"):
-                    file.seek(-LINE, os.SEEK_CUR)
-                    long_line = _LongLine(file, where)
-                    raw = long_line.structure()
-                line = _decode(raw, where).strip()
-                if line:
-                    text = _text_field(line, where)
-                    parts: Iterable[str] = (text[i : i + PART] for i in range(0, len(text), PART))
-                    if long_line is not None and len(text) > SHORT:
-                        parts = long_line.string(int(text))
-                    yield from with_end(_valid(part, where) for part in parts)
-    except OSError as error:
-        raise_unreadable(error, path)
+def read_jsonl(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
+    """The field `key` of every line, part by part; is it the last part? Raises BadFile, which names the line."""
+    short = max(SHORT, sum(12 if ord(c) > 0xFFFF else 6 for c in key))  # all may be escaped
+    with reading(path) as file:
+        for number in itertools.count(1):
+            raw, where, long_line = file.readline(LINE), f"{path} line {number}", None
+            if not raw:
+                return
+            if len(raw) == LINE and not raw.endswith(b"\n"):
+                long_line = _LongLine(_at_line(file, raw, is_packed(path)), where, short)
+                raw = long_line.structure()
+            line = _decode(raw, where).strip()
+            if line:
+                text = _field(line, where, key)
+                parts: Iterable[str] = (text[i : i + PART] for i in range(0, len(text), PART))
+                if long_line is not None and len(text) > short:
+                    parts = long_line.string(int(text))
+                yield from with_end(_valid(part, where) for part in parts)
+            if long_line is not None and long_line.file is not file:
+                long_line.file.close()
 
 
-def _text_field(line: str, where: str) -> str:
+def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
+    """A file that can seek and stands at a line, of which `raw` has been read."""
+    if not packed:
+        file.seek(-len(raw), os.SEEK_CUR)
+        return file
+    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115
+    while raw:
+        try:
+            copy.write(raw)
+        except OSError as error:
+            raise UserError(
+                f"a temporary file cannot be written in {tempfile.gettempdir()} ({error.strerror}): make room, or set TMPDIR to "
+                "another folder"
+            ) from None
+        raw = b"" if raw.endswith(b"\n") else file.readline(PART)
+    copy.seek(0)
+    return copy
+
+
+def _field(line: str, where: str, key: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         _raise_not_json(where)
-    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise BadFile(f'{where} is not a JSON object: every line needs {{"{key}": "..."}}')
+    text = record.get(key)
     if not isinstance(text, str):
-        raise UserError(f'{where} has no text: every line needs {{"text": "..."}}')
+        name = json.dumps(key, ensure_ascii=False)
+        what = f"has a {name} that is not a string" if key in record else f"has no {name}"
+        raise BadFile(
+            f"{where} {what}: choose with --text-key from {listed(list(record)) or 'the fields of other lines'}"
+        )
     return text
 
 
 def _raise_not_json(where: str) -> NoReturn:
-    raise UserError(f"{where} is not JSON: a .jsonl has one JSON object per line") from None
+    raise BadFile(f"{where} is not JSON: a .jsonl has one JSON object per line") from None
 
 
 def _valid(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(
+        raise BadFile(
             f"{where} has half a surrogate pair, which is not valid text: fix or remove the line"
         ) from None
     return text
@@ -150,14 +181,15 @@ PAIR = 12  # bytes of a surrogate pair: the longest escape sequence
 
 
 class _LongLine:
-    """A line of a .jsonl that begins where the file is now. Raises UserError if it is not JSON in UTF-8."""
+    """A line of a .jsonl that begins where the file is now. Raises BadFile if it is not JSON in UTF-8."""
 
-    def __init__(self, file: BinaryIO, where: str):
-        self.file, self.where, self.begin = file, where, file.tell()
+    def __init__(self, file: BinaryIO, where: str, short: int):
+        """short: bytes of the longest strings that stay in the structure."""
+        self.file, self.where, self.short, self.begin = file, where, short, file.tell()
         self.buffer, self.at, self.ended = b"", 0, False  # at: where in the buffer
 
     def structure(self) -> bytes:
-        """The line with the position in the file, SHORT + 1 digits, in place of each longer string.
+        """The line with the position in the file, short + 1 digits, in place of each longer string.
 
         The file is then at the next line.
         """
@@ -171,7 +203,7 @@ class _LongLine:
             position, size, kept = self.file.tell() - len(self.buffer) + self.at, 0, b""
             for piece in self._string():
                 size += len(piece)
-                kept = kept + piece if size <= SHORT else b"%0*d" % (SHORT + 1, position)
+                kept = kept + piece if size <= self.short else b"%0*d" % (self.short + 1, position)
             found += b'"' + kept + b'"'
 
     def string(self, position: int) -> Iterator[str]:
@@ -222,61 +254,3 @@ class _LongLine:
             _raise_not_utf8(self.where, read - len(error.object) + error.start)
         self.buffer, self.at = self.buffer[self.at :] + part, 0
         return bool(part)
-
-
-def read_parquet(path: Path) -> Iterator[tuple[str, bool]]:
-    """The column text, strings or bytes in UTF-8, part by part; is it the last part? Rows without a value have no text."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"{path} is a .parquet file, which needs pyarrow: pip install pyarrow"
-        ) from None
-    try:
-        # buffer_size: otherwise a row group's column is read whole
-        with pyarrow.parquet.ParquetFile(path, buffer_size=PART) as file:
-            columns = [field.type for field in file.schema_arrow if field.name == "text"]
-            if len(columns) != 1:
-                found = "no column" if not columns else f"{len(columns)} columns"
-                raise UserError(
-                    f"{path} has {found} named text: rename the one that holds the text"
-                )
-            if not _is_text_type(pyarrow, columns[0]):
-                raise UserError(
-                    f"{path}: the column text has the type {columns[0]}, which is not text: convert it to strings"
-                )
-            row = 0
-            for values in _batches(file):
-                is_string = "string" in str(values.type)
-                for value in values:
-                    row += 1
-                    if value.is_valid:
-                        raw = memoryview(value.as_buffer())
-                        blocks = (bytes(raw[i : i + PART]) for i in range(0, len(raw), PART))
-                        yield from with_end(_decoded(blocks, f"{path} row {row}", is_string))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
-
-
-def _batches(file: Any) -> Iterator[Any]:
-    """The column text, a few rows at a time: PARQUET_BYTES on average."""
-    for i in range(file.num_row_groups):
-        group = file.metadata.row_group(i)
-        columns = map(group.column, range(group.num_columns))
-        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == "text")
-        rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES * group.num_rows // max(1, size)))
-        for batch in file.iter_batches(rows, row_groups=[i], columns=["text"], use_threads=False):
-            values = batch.column(0)
-            yield getattr(values, "dictionary_decode", lambda values=values: values)()
-
-
-def _is_text_type(pyarrow: Any, kind: Any) -> bool:
-    """Strings or bytes in any of Arrow's layouts, or a column of missing values."""
-    types = pyarrow.types
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        kind = kind.value_type
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")  # fmt: skip
-    checks = (getattr(types, f"is_{name}", None) for name in names)  # older versions have no views
-    return any(check is not None and check(kind) for check in checks)

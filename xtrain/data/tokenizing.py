@@ -1,9 +1,10 @@
 """From documents to token shards, in bounded memory; continued after a kill.
 
-A text is encoded in batches of pieces (pieces.py), on all cores, and their tokens are appended to the
-shards. After COMMIT bytes of text the shards are synced, and STATE records how many tokens they hold and
-their checksums. A process that finds STATE verifies the tokens, cuts off what came later, reads the text
-again up to there without encoding it, and continues: every bit is that of an uninterrupted run.
+A text is encoded in batches of pieces (pieces.py), on all cores, while the next batch is read, and their
+tokens are appended to the shards. After COMMIT bytes of text the shards are synced, and STATE records how
+many tokens they hold and their checksums. A process that finds STATE verifies the tokens, cuts off what
+came later, reads the text again up to there without encoding it, and continues: every bit is that of an
+uninterrupted run.
 
 The work folder is `.tmp-NAME` next to the cache entry NAME that it becomes, locked by the process that
 writes it; another process waits. Where folders cannot be locked (Windows, some network disks), every
@@ -19,8 +20,9 @@ import shutil
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -210,6 +212,15 @@ class _Side:
 
 
 # ----------------------------------------------------------------------------- the work
+class _Batch(NamedTuple):
+    """Pieces that are being encoded. number: of the batch, from 1.  done: bytes of text up to its end."""
+
+    number: int
+    done: int
+    queue: list[tuple[_Side, str, bool]]  # side, piece, does it end a document?
+    ids: Future[list[list[int]]]  # of each piece
+
+
 class Tokenizing:
     """Fill a work folder: tokenizer, shards, STATE. Use as a context manager."""
 
@@ -264,11 +275,16 @@ class Tokenizing:
 
     def __call__(self, documents: Documents, found: Survey) -> None:
         """Tokenize the text. Raises OSError; UserError if the text has changed or is too short."""
-        if self.complete:
-            return
+        if not self.complete:
+            with ThreadPoolExecutor(1) as pool:
+                self._tokenize(documents, found, pool)
+            self._finish(found)
+
+    def _tokenize(self, documents: Documents, found: Survey, pool: ThreadPoolExecutor) -> None:
+        """Encode a batch in the pool, on all cores, while this thread reads the next one."""
         queue: list[tuple[_Side, str, bool]] = []
-        queued = done = batches = last_commit = 0
-        started, skipped = time.perf_counter(), 0
+        queued = batches = last_commit = 0
+        started, skipped, encoding = time.perf_counter(), 0, None
         for part in itertools.chain(split(documents, found), [None]):
             if part is not None:
                 side = self.val if part.held_out else self.train
@@ -281,10 +297,10 @@ class Tokenizing:
                 side.count()
             done, batches = self.train.bytes + self.val.bytes, batches + 1
             if batches > self.committed:
-                self._encode(queue)
-                if done - last_commit >= COMMIT:
-                    self._commit(batches)
-                    last_commit = done
+                last_commit = self._append(encoding, last_commit)
+                texts = [piece for _, piece, _ in queue]
+                ids = pool.submit(self.tokenizer.encode_batch, texts)
+                encoding = _Batch(batches, done, queue, ids)
                 speed = (done - skipped) / 1e6 / (time.perf_counter() - started)
                 text = f"tokenizing, {speed:.1f} MB/s"
             else:
@@ -292,17 +308,23 @@ class Tokenizing:
                 text = "reading what is already tokenized"
             queue, queued = [], 0
             self.progress(done / found.n_bytes, text)
-        self._finish(found)
+        self._append(encoding, last_commit)
 
-    def _encode(self, queue: list[tuple[_Side, str, bool]]) -> None:
-        all_ids = self.tokenizer.encode_batch([piece for _, piece, _ in queue])
+    def _append(self, batch: "_Batch | None", last_commit: int) -> int:
+        """Append the tokens of a batch to the shards, and commit if it is time. -> the bytes of text at the last commit"""
+        if batch is None:
+            return last_commit
         flat = {self.train: array.array("I"), self.val: array.array("I")}
-        for (side, _, ends), ids in zip(queue, all_ids):
+        for (side, _, ends), ids in zip(batch.queue, batch.ids.result()):
             flat[side].extend(ids)
             if ends:
                 flat[side].append(self.tokenizer.eot_id)
         for side, tokens in flat.items():
             side.append(np.frombuffer(tokens, np.uintc))
+        if batch.done - last_commit < COMMIT:
+            return last_commit
+        self._commit(batch.number)
+        return batch.done
 
     def _commit(self, batches: int) -> None:
         for side in (self.train, self.val):

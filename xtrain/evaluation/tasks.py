@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.compressed import open_file, suffix
 from ..data.records import Record, decoded, json_records
 from ..data.text_files import read_text
 from ..errors import UserError
@@ -109,7 +110,7 @@ class Task:
 # ----------------------------------------------------------------------------- lines of a file
 def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
     """The rows of a .csv, which may begin with a header. A row may have several lines; its first one is named."""
-    with reading(path), open(path, "rb") as file:
+    with reading(path), open_file(path) as file:
         rows, begin = csv.reader(map(decoded, file), strict=True), 1
         try:
             for row in rows:
@@ -167,13 +168,13 @@ def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> T
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {what}: give a file of test items")
-    if path.suffix not in (".jsonl", ".csv"):
+    if suffix(path) not in (".jsonl", ".csv"):
         text = "".join(read_text(path))
         if not text.strip():
             raise UserError(f"{path} has no text: give a file that is not empty")
         return Task(path, "text", [Text(where=str(path), text=text)])
     records, kind = json_records(path), None
-    if path.suffix == ".csv":
+    if suffix(path) == ".csv":
         records, kind = csv_records(path, MMLU_COLUMNS), "mmlu"
     items: list[Item] = []
     for record in records:

@@ -9,16 +9,15 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..data.batches import Shuffled
 from ..data.chat_template import ChatTemplate
-from ..data.records import Record, json_records
+from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..tuning.examples import Example, beginning
@@ -35,14 +34,11 @@ class Prompt:
 
 
 def read_prompts(
-    files: Iterable[str], tokenizer: Tokenizer, template: ChatTemplate | None
+    files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[Prompt]:
-    """The prompts of .jsonl files. Raises UserError, which names file and line."""
+    """The prompts of .jsonl files, which may be globs. Raises UserError, which names file and line."""
     found: list[Prompt] = []
-    for file in map(Path, files):
-        if not file.is_file():
-            what = "is a folder" if file.is_dir() else "does not exist"
-            raise UserError(f"{file} {what}: give .jsonl files of prompts")
+    for file in record_files(files):
         before = len(found)
         for record in json_records(file):
             ids = tokenizer.encode(_text(record, template))
@@ -77,7 +73,7 @@ class Prompts:
     stop: the tokens that end a completion.
     """
 
-    split, bigram_bpb = "documents", None
+    split, bigram_bpb, left_out = "documents", None, ()
 
     def __init__(
         self, name: str, files: int, train: list[Prompt], val: list[Prompt], skipped: int, tokenizer: Tokenizer, group: int,

@@ -21,8 +21,9 @@ from rich.console import Console
 from ..cli import say
 from ..config import RESUME_KEYS, Preset
 from ..data.chat_template import ChatTemplate
+from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
-from ..device import Array, to_device, to_numpy
+from ..device import Array, cache_folder, to_device, to_numpy
 from ..errors import UserError
 from ..formats.huggingface import read_config
 from ..formats.saved_runs import folders, model_folder
@@ -55,7 +56,7 @@ class ReinforceConfig(AdapterConfig):
     """One run of reinforcement learning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
 
     preset: str = "reinforce"  # the name of the run's folder, if no --name is given
-    data: tuple[str, ...] = ()  # type: ignore[assignment]
+    data: tuple[str, ...] = ()
     """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
     # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the texts
     task: str = ""
@@ -337,6 +338,12 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
             raise UserError(
                 f"--{option.replace('_', '-')} does not apply: leave it out, model and prompts decide it"
             )
+    if c.text_key != "text":
+        raise UserError(
+            '--text-key does not apply: leave it out, a prompt is in "prompt" or "messages"'
+        )
+    given = c.data
+    c = replace(c, data=ranks.on_rank_0(lambda: from_standard_input(given, cache_folder())))
     task = Task(c.task)
     if c.batch and c.batch % (c.group * ranks.world):
         factors = (

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,7 +18,8 @@ from ..cli import Output
 from ..config import ModelConfig, ResolvedConfig, TrainConfig, resolve
 from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
-from ..device import device_name, resolve_device, to_numpy
+from ..data.sources import from_standard_input
+from ..device import cache_folder, device_name, resolve_device, to_numpy
 from ..errors import UserError
 from ..formats.huggingface import dropout_of, read_config
 from ..formats.saved_runs import Saved, model_folder
@@ -247,6 +248,8 @@ def train(
             resolved = _with_blas_threads(resolved, known, folder.saved, ranks)
             stack.enter_context(blas.use_threads(resolved.blas_threads))
         if corpus is None:
+            copied = lambda: from_standard_input(resolved.data, cache_folder())
+            resolved = replace(resolved, data=ranks.on_rank_0(copied))
             corpus = _read_text(resolved, folder.tokenizer(resolved), ranks, console)
         shape["vocab_size"] = corpus.vocab_size
         # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
@@ -267,6 +270,10 @@ def train(
         folder = ranks.on_rank_0(lambda: run_folder.claim(folder, resolved, name, warn, stack))
         path, saved = folder.path, run_folder.check_seen(folder, ranks).saved
         _introduce(console, path, run, device, obstacle)
+        left_out = getattr(corpus, "left_out", ())
+        _name_left_out(
+            say, left_out, ranks.on_rank_0(lambda: run_folder.write_left_out(path, left_out))
+        )
         if saved:
             run.resume(saved, warn)
             say(f"resumed from {escape(str(saved.folder))}")
@@ -344,12 +351,24 @@ def _introduce(console: Console, path: Path, run: Run, device: str, obstacle: st
     elif obstacle and device == "gpu":
         how += f" ({obstacle})"
     say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
-    skipped = f", files left out (not text): {corpus.skipped}" if corpus.skipped else ""
     say(
         f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
-        f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out{skipped}"
+        f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
     )
     console.print(parameter_table(model))
+
+
+def _name_left_out(
+    say: Callable[[str], None], left_out: Sequence[str], whole_list: Path | None
+) -> None:
+    """Print the files of the text that are not used, or the first ones. whole_list: the file that has all."""
+    if left_out:
+        say(
+            f"files left out: {len(left_out)}"
+            + (f", all in {escape(str(whole_list))}" if whole_list else "")
+        )
+    for sentence in left_out[: run_folder.LEFT_OUT_SHOWN]:
+        say(f"  {escape(sentence)}")
 
 
 def _read_text(
@@ -365,6 +384,8 @@ def _read_text(
             tokenizer=tokenizer,
             progress=show,
             verify=config.verify_data,
+            text_key=config.text_key,
+            strict=config.strict_data,
         )
         return ranks.rank_0_first(read)
 

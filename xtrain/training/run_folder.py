@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -29,6 +29,7 @@ from ..json_files import read_json
 from ..version import VERSION
 from .single_process import SINGLE_PROCESS, SingleProcess
 
+LEFT_OUT_SHOWN = 5  # files that are not used, named on the terminal
 GIT_SECONDS = 10  # a commit is worth no longer wait
 Options = TypeVar("Options", bound=TrainConfig)
 
@@ -228,6 +229,22 @@ def write_config(
         raise cannot_write(path, error) from error
 
 
+def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
+    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its path, or None."""
+    path = folder / "left_out.txt"
+    try:
+        path.unlink(missing_ok=True)  # of an earlier start
+        if len(left_out) <= LEFT_OUT_SHOWN:
+            return None
+        write_whole(
+            path,
+            "".join(f"{sentence}\n" for sentence in left_out).encode("utf-8", "surrogateescape"),
+        )
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
 def record_start(folder: Path, step: int, warn: Callable[[str], None]) -> None:
     """Append a line to starts.jsonl: when and how this process starts or continues the run after `step`. Raises UserError.
 
@@ -287,8 +304,16 @@ def _stored_options(path: Path, kind: type[TrainConfig]) -> dict[str, Any] | Non
         if isinstance(options, dict):
             hints = get_type_hints(kind)
             found = {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
-            return {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
+            return {
+                n: tuple(x) if isinstance(x, list) else x for n, x in found.items()
+            } | _one_path(options)
     return None
+
+
+def _one_path(options: dict[str, Any]) -> dict[str, Any]:
+    """--data as earlier versions stored it: one path."""
+    data = options.get("data")
+    return {"data": (data,)} if isinstance(data, str) else {}
 
 
 def _has_type(value: Any, hint: Any) -> bool:

@@ -10,7 +10,7 @@ generation prompt is trained, with the token that ends the turn. That needs a te
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..data.chat_template import ChatTemplate
-from ..data.records import Record, json_records
+from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 
@@ -52,18 +52,18 @@ def digest(examples: Iterable[Example]) -> str:
 
 
 def read_examples(
-    files: Iterable[str | Path], tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Iterator[Example]:
-    """The examples of .jsonl files. Raises UserError, which names file and line."""
-    for file in files:
-        path, empty = Path(file), True
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise UserError(f"{path} {what}: give .jsonl files")
+    files: Sequence[str | Path], tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str = "text"
+) -> Iterator[Example]:  # fmt: skip
+    """The examples of .jsonl files, which may be globs. text_key: the field in place of "text".
+
+    Raises UserError, which names file and line.
+    """
+    for path in record_files(files):
+        empty = True
         for record in json_records(path):
             empty = False
             try:
-                ids, trained = _tokens(record, tokenizer, template)
+                ids, trained = _tokens(record, tokenizer, template, text_key)
             except UserError as error:
                 where = "" if str(error).startswith(record.where) else f"{record.where}: "
                 raise UserError(f"{where}{error}") from None
@@ -73,7 +73,7 @@ def read_examples(
 
 
 def _tokens(
-    record: Record, tokenizer: Tokenizer, template: ChatTemplate | None
+    record: Record, tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str
 ) -> tuple[list[int], list[bool]]:
     fields = record.fields
     if "messages" in fields:
@@ -89,12 +89,13 @@ def _tokens(
         completion = tokenizer.encode_more(record.text("completion"))
         completion.append(tokenizer.eot_id)
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
-    if "text" in fields:
-        ids = begin + tokenizer.encode(record.text("text")) + [tokenizer.eot_id]
+    if text_key in fields:
+        ids = begin + tokenizer.encode(record.text(text_key)) + [tokenizer.eot_id]
         return ids, [False] + [True] * (len(ids) - 1)
     hint = ' (rename "conversations" and its fields)' if "conversations" in fields else ""
     raise UserError(
-        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "text": add one of them{hint}'
+        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": add one of them, or choose the field '
+        f"of the text with --text-key{hint}"
     )
 
 

@@ -13,7 +13,9 @@ from rich.console import Console
 from ..cli import say
 from ..config import Preset, TrainConfig
 from ..data.chat_template import ChatTemplate
+from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
+from ..device import cache_folder
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter
 from ..formats.huggingface import as_ids, read_config
@@ -66,7 +68,7 @@ class FinetuneConfig(AdapterConfig):
     """One fine-tuning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
 
     preset: str = "finetune"  # the name of the run's folder, if no --name is given
-    data: tuple[str, ...] = ()  # type: ignore[assignment]
+    data: tuple[str, ...] = ()
     """.jsonl files, with "messages", "prompt" and "completion", or "text" in every line"""
     # .jsonl files to validate on; none: a share of --data
     val_data: tuple[str, ...] = ()
@@ -120,7 +122,7 @@ class Conversations:
     pack: several examples in a row.
     """
 
-    split, bigram_bpb = "documents", None
+    split, bigram_bpb, left_out = "documents", None, ()
 
     def __init__(
         self, name: str, files: int, train: list[Example], val: list[Example], skipped: int,
@@ -180,7 +182,7 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
     def read(files: tuple[str, ...]) -> list[Example]:
         nonlocal longer
         found = []
-        for x in read_examples(files, tokenizer, template):
+        for x in read_examples(files, tokenizer, template, c.text_key):
             if len(x.ids) - 1 > limit:
                 longer += 1
                 if c.too_long == "error":
@@ -362,6 +364,10 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
             raise UserError(
                 f"--{option.replace('_', '-')} does not apply: leave it out, the model in --init has a tokenizer"
             )
+
+    given = config.data
+    copied = ranks.on_rank_0(lambda: from_standard_input(given, cache_folder()))
+    config = replace(config, data=copied)
 
     def source() -> Path:
         run = run_folder.to_resume(config)

@@ -1,0 +1,112 @@
+"""The text in a column of a file: .parquet, and .arrow, in which the library `datasets` saves.
+
+A few rows are decoded at a time, but each value whole: in a .parquet it takes about five times its size in memory. A .arrow is
+mapped from the disk.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..json_files import listed
+from .compressed import BadFile
+from .text_files import PART, decoded, with_end
+
+PARQUET_ROWS, PARQUET_BYTES = 64, 4 << 20  # decoded at once, at most and on average
+FILE_MAGIC = b"ARROW1"  # of a .arrow that is a file, not a stream
+
+
+def read_parquet(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
+    """The column `key`, strings or bytes in UTF-8, part by part; is it the last part? Rows without a value have no text.
+
+    Raises BadFile; UserError without pyarrow. So does `read_arrow`.
+    """
+    with _pyarrow(path) as pyarrow:
+        parquet = importlib.import_module("pyarrow.parquet")
+        # buffer_size: otherwise a row group's column is read whole
+        with parquet.ParquetFile(path, buffer_size=PART) as file:
+            _check_column(pyarrow, path, file.schema_arrow, key)
+            yield from _texts(_batches(file, key), path)
+
+
+def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
+    """The same of a .arrow: a stream, as `datasets` writes it, or a file."""
+    with _pyarrow(path) as pyarrow, open(path, "rb") as file:
+        is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+        with pyarrow.memory_map(str(path)) as mapped:
+            reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+            _check_column(pyarrow, path, reader.schema, key)
+            at = reader.schema.get_field_index(key)
+            n = reader.num_record_batches if is_file else 0
+            batches = map(reader.get_batch, range(n)) if is_file else reader
+            yield from _texts((batch.column(at) for batch in batches), path)
+
+
+@contextmanager
+def _pyarrow(path: Path) -> Iterator[Any]:
+    """The package; its errors become BadFile."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(
+            f"{path} is a {path.suffix} file, which needs pyarrow: pip install pyarrow"
+        ) from None
+    try:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise BadFile(
+            f"{path} cannot be read as {path.suffix[1:]}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _check_column(pyarrow: Any, path: Path, schema: Any, key: str) -> None:
+    columns = [field.type for field in schema if field.name == key]
+    if len(columns) != 1:
+        found = "no column" if not columns else f"{len(columns)} columns"
+        raise BadFile(
+            f"{path} has {found} named {key}: choose with --text-key from {listed(schema.names)}"
+        )
+    if not _is_text_type(pyarrow, columns[0]):
+        raise BadFile(
+            f"{path}: the column {key} has the type {columns[0]}, which is not text: convert it to strings, or choose another "
+            "with --text-key"
+        )
+
+
+def _texts(columns: Iterator[Any], path: Path) -> Iterator[tuple[str, bool]]:
+    row = 0
+    for values in columns:
+        values = getattr(values, "dictionary_decode", lambda values=values: values)()
+        is_string = "string" in str(values.type)
+        for value in values:
+            row += 1
+            if value.is_valid:
+                raw = memoryview(value.as_buffer())
+                blocks = (bytes(raw[i : i + PART]) for i in range(0, len(raw), PART))
+                yield from with_end(decoded(blocks, f"{path} row {row}", is_string))
+
+
+def _batches(file: Any, key: str) -> Iterator[Any]:
+    """The column, a few rows at a time: PARQUET_BYTES on average."""
+    for i in range(file.num_row_groups):
+        group = file.metadata.row_group(i)
+        columns = map(group.column, range(group.num_columns))
+        size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == key)
+        rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES * group.num_rows // max(1, size)))
+        for batch in file.iter_batches(rows, row_groups=[i], columns=[key], use_threads=False):
+            yield batch.column(0)
+
+
+def _is_text_type(pyarrow: Any, kind: Any) -> bool:
+    """Strings or bytes in any of Arrow's layouts, or a column of missing values."""
+    types = pyarrow.types
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")  # fmt: skip
+    checks = (getattr(types, f"is_{name}", None) for name in names)  # older versions have no views
+    return any(check is not None and check(kind) for check in checks)
