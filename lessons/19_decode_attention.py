@@ -202,7 +202,8 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
-    At most `most` parts, and no more than ceil(n / chunk).
+    No part is empty. At most `most` parts, no more than c = ceil(n / chunk), and at least half
+    as many as both allow.
     """
     # YOUR CODE
 
@@ -225,7 +226,8 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
-    At most `most` parts, and no more than ceil(n / chunk).
+    No part is empty. At most `most` parts, no more than c = ceil(n / chunk), and at least half
+    as many as both allow.
     """
     used = min(most, -(-n // chunk))
     size = -(-n // used)

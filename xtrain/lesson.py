@@ -62,6 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     judge = commands.add_parser("check", help="check your solutions")
     judge.add_argument("lesson", help="its number: 1; or the number of one exercise: 1.2")
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
+    judge.add_argument(
+        "--seed",
+        type=int,
+        help="repeat the random case of an earlier check, which printed its seed",
+    )
     options = parser.parse_args(arguments)
     checks = load_checks("api")
     if options.command == "list":
@@ -71,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = checks.start(options.lesson, force=options.force)
         print_text(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
         return 0
-    verdicts = checks.check_file(options.lesson, options.file)
+    verdicts = checks.check_file(options.lesson, options.file, options.seed)
     print_text("\n".join(map(str, verdicts)))
     return 0 if all(v.passed for v in verdicts) else 1
 

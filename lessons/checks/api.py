@@ -32,18 +32,21 @@ WORK = Path("my_lessons")  # the reader's solutions; ignored by git
 
 
 # ----------------------------------------------------------------------------- checks
-def check(number: str, solution: Callable) -> None:
-    """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote."""
-    print(verdict(number, solution))
+def check(number: str, solution: Callable, seed: int | None = None) -> None:
+    """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote.
+
+    seed: repeats the random case of an earlier check, which printed it.
+    """
+    print(verdict(number, solution, seed))
 
 
-def verdict(number: str, solution: Callable) -> Verdict:
+def verdict(number: str, solution: Callable, seed: int | None = None) -> Verdict:
     """check() without printing. Raises UserError if there is no such exercise."""
     lesson = number.split(".")[0]
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], solution)
+    return attempt.judge(EXERCISES[number], solution, seed)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:
@@ -244,8 +247,8 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     return mine
 
 
-def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file."""
+def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -> list[Verdict]:
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. seed: see check."""
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -273,7 +276,7 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
                 Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
             )
         else:
-            verdicts.append(attempt.judge(e, solution))
+            verdicts.append(attempt.judge(e, solution, seed))
     return verdicts
 
 
