@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 19 Decode attention with split keys
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/19_decode_attention.ipynb)
-#
 # *About 60 minutes. You need [lesson 18](18_kv_cache.ipynb) and lesson 13.*
 #
 # **The question.** One user talks to a model with 8 key/value heads, and the conversation is 30 000

@@ -255,9 +255,11 @@ def test_the_index_links_every_lesson():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_shape_of_a_lesson(path):
     text = path.read_text(encoding="utf-8")
-    badge = f"/github/{notebooks.repository()}/blob/main/lessons/{path.stem}.ipynb)"
-    assert badge in text, "the Colab badge: run lessons/tools/notebooks.py repository"
-    assert f"https://github.com/{notebooks.repository()} xtrain" in text, "the install cell"
+    name = notebooks.repository()
+    links = re.findall(r"^# (.*https://colab.*)$", text, re.M)
+    wanted = [line for line in [notebooks.badge(name, path.stem)] if line]
+    assert links == wanted, "the Colab badge: run lessons/tools/notebooks.py repository"
+    assert f"https://github.com/{name} xtrain" in text, "the install cell"
     assert path.with_suffix(".ipynb").exists(), "run lessons/tools/notebooks.py"
     headings = re.findall(r"^# ## (.+)$", text, re.M)
     for wanted in (
@@ -376,20 +378,42 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
 
 
-def test_a_fork_changes_one_line(tmp_path):
-    """`notebooks.py repository` changes every place that names the repository, in both files of a lesson, and nothing else."""
+def test_one_command_names_a_fork(tmp_path):
+    """`notebooks.py repository` names it in both files of a lesson, adds the badge, and changes nothing else."""
     for path in SOURCES[:2]:
         for suffix in (".py", ".ipynb"):
             text = path.with_suffix(suffix).read_text(encoding="utf-8")
             (tmp_path / path.with_suffix(suffix).name).write_text(text, encoding="utf-8")
-    before = {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
-    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == sorted(before)
-    old = notebooks.repository()
-    for name, text in before.items():
-        assert text.count(old) == 2
-        new = (tmp_path / name).read_text(encoding="utf-8")
-        assert new == text.replace(old, "me.too/my-xtrain")
-    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == []
+    name, read = "me.too/my-xtrain", lambda: {p.name: p.read_text() for p in tmp_path.iterdir()}
+    notebooks.name_repository(notebooks.PLACEHOLDER, tmp_path)
+    before = read()
+    assert not any("colab.research" in text for text in before.values()), "a dead badge"
+    assert notebooks.name_repository(name, tmp_path) == sorted(before)
+    named = read()
+    for path in SOURCES[:2]:
+        badge = (
+            f"(https://colab.research.google.com/github/{name}/blob/main/lessons/{path.stem}.ipynb)"
+        )
+        cells = json.loads(named[f"{path.stem}.ipynb"])["cells"]
+        head, line = "".join(cells[0]["source"]).split("\n\n")[:2]
+        assert head.startswith("# ") and line == f"[![Open in Colab](colab.svg)]{badge}"
+        assert named[path.name].count(badge) == 1
+        assert f"https://github.com/{name} xtrain" in "".join(cells[1]["source"])
+        assert named[path.name].count(name) == 2 and "OWNER" not in named[path.name]
+        assert notebooks.out_of_step(tmp_path / path.name) is None
+    assert notebooks.name_repository(name, tmp_path) == []
+    assert notebooks.name_repository("an/other", tmp_path) == sorted(before)
+    notebooks.name_repository(notebooks.PLACEHOLDER, tmp_path)
+    assert read() == before
+
+
+def test_the_name_of_a_fork_is_one_setting(tmp_path):
+    settings = tmp_path / "mkdocs.yml"
+    settings.write_text((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), encoding="utf-8")
+    notebooks.set_repository("me/my-xtrain", settings)
+    assert notebooks.repository(settings) == "me/my-xtrain"
+    with pytest.raises(SystemExit, match="give it as OWNER/NAME"):
+        notebooks.set_repository("https://github.com/me/my-xtrain", settings)
 
 
 # ----------------------------------------------------------------------------- traces and figures
