@@ -1,6 +1,6 @@
 """List, start and check the exercises of the lessons.
 
-    python -m xtrain.lesson list           the exercises of each lesson, and your file
+    python -m xtrain.lesson list           the exercises of each lesson, which of them passed, and your file
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them
     python -m xtrain.lesson check 1        run them in the simulator and report errors; `check 1.2` runs one
 
@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the exercises of each lesson, and your file")
+    commands.add_parser(
+        "list", help="the exercises of each lesson, which of them passed, and your file"
+    )
     begin = commands.add_parser("start", help="copy a lesson's exercises")
     begin.add_argument("lesson", help="its number: 1")
     begin.add_argument("--force", action="store_true", help="overwrite an existing file")

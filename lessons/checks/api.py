@@ -1,5 +1,6 @@
 """The functions of `xtrain.lesson`: checks, arrays, sources, measurements, traces, figures, the reader's exercises."""
 
+import contextlib
 import importlib
 import inspect
 import linecache
@@ -29,6 +30,12 @@ __all__ = [
 
 LESSONS = records.ROOT / "lessons"
 WORK = Path("my_lessons")  # the reader's solutions; ignored by git
+PASSED = "passed.txt"  # in this folder: the exercises that passed
+TRACKS = {  # lessons/index.md shows the same
+    "Kernels": (1, 2, 3, 4, 10, 11, 12, 13, 14, 23),
+    "Training": (5, 6, 7, 8, 9, 15, 16, 25, 26),
+    "Serving": (17, 18, 19, 20, 21, 22, 24, 27),
+}
 
 
 # ----------------------------------------------------------------------------- checks
@@ -37,7 +44,10 @@ def check(number: str, solution: Callable, seed: int | None = None) -> None:
 
     seed: repeats the random case of an earlier check, which printed it.
     """
-    print(verdict(number, solution, seed))
+    said = verdict(number, solution, seed)
+    print(said)
+    with contextlib.suppress(UserError):  # the check counts, not the note
+        note_passed(LESSONS / WORK, {number: said.passed})
 
 
 def verdict(number: str, solution: Callable, seed: int | None = None) -> Verdict:
@@ -268,7 +278,7 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
         raise UserError(
             f"{file} cannot be read as Python: {type(error).__name__}{at}: {error}"
         ) from None
-    verdicts = []
+    verdicts: list[Verdict] = []
     for e in exercises:
         solution = getattr(module, e.name, None)
         if solution is None:
@@ -277,17 +287,47 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
             )
         else:
             verdicts.append(attempt.judge(e, solution, seed))
+    note_passed(WORK, {e.number: v.passed for e, v in zip(exercises, verdicts)})
     return verdicts
 
 
+def passed(folder: Path = WORK) -> set[str]:
+    """The numbers of the exercises that passed their last check, as noted in `folder`."""
+    try:
+        return set((folder / PASSED).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        return set()
+
+
+def note_passed(folder: Path, results: dict[str, bool]) -> None:
+    """Note which exercises passed. Nothing is written as long as none has. Raises UserError if it cannot be written."""
+    before = passed(folder)
+    now = (before | {n for n, ok in results.items() if ok}) - {
+        n for n, ok in results.items() if not ok
+    }
+    if now == before:
+        return
+    order = sorted(now, key=lambda n: [int(x) for x in n.split(".")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / PASSED, "".join(f"{n}\n" for n in order).encode())
+    except OSError as error:
+        raise cannot_write(folder / PASSED, error, "work in another folder") from error
+
+
 def overview() -> list[str]:
-    """One line per lesson: its exercises, and the reader's file if it has been started."""
-    lines = []
-    for path in lesson_files():
-        mine = WORK / path.name
-        status = str(mine) if mine.exists() else "not started"
-        name = path.stem[3:].replace("_", " ")
-        lines.append(
-            f"{int(path.name[:2]):>2}  {name}: exercises {_names(path.name[:2])} ({status})"
-        )
+    """One line per track and lesson: which exercises passed their last check (here, or in a notebook), and your file."""
+    done, lines = passed() | passed(LESSONS / WORK), []
+    files = {int(path.name[:2]): path for path in lesson_files()}
+    for track, numbers in TRACKS.items():
+        own = [e.number for n in numbers for e in _exercises_of(str(n))]
+        lines.append(f"{track}: {len(done & set(own))} of {len(own)} exercises passed")
+        for n in numbers:
+            mine = WORK / files[n].name
+            status = f"   {mine}" if mine.exists() else ""
+            marks = "  ".join(
+                f"[{'x' if e.number in done else ' '}] {e.number}" for e in _exercises_of(str(n))
+            )
+            name = files[n].stem[3:].replace("_", " ")
+            lines.append(f"  {n:>2}  {name:<17} {marks}{status}")
     return lines

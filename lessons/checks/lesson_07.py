@@ -87,7 +87,7 @@ def causal_softmax_kernel(e):
         (33, 32, 1.0, 0.3),
         (33, 64, 1.0, 0.3),
     )
-    draw = lambda rng: (rng.integers(5, 40), 32 * rng.integers(1, 3), 1.0, 0.3)
+    draw = lambda rng: (rng.integers(6, 20), 32 * rng.integers(1, 3), 1.0, 0.3)
     for T, block, big, mean in e.cases(fixed, draw):
         S = T
         s, p, scale = e.normal(T, S, scale=big, mean=mean), e.blank(T, S), np.float32(0.5)

@@ -185,6 +185,11 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text(mine.read_text() + lesson.tagged(text_of("1"), "solution"))
     done = command(tmp_path, "check", "1")
     assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
+    assert (tmp_path / "my_lessons" / "passed.txt").read_text().split() == ["1.1", "1.2", "1.3"]
+    shown = command(tmp_path, "list").stdout
+    assert re.search(r"^Kernels: 3 of \d+ exercises passed$", shown, re.M)
+    assert re.search(r"1  threads +\[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown)
+    assert "[ ] 2.1" in shown
     done = command(tmp_path, "check", "1.2")
     assert (
         done.returncode == 0 and done.stdout.startswith("1.2") and done.stdout.count("correct") == 1
@@ -194,6 +199,30 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text("def broken(:\n")
     done = command(tmp_path, "check", "1")
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_exercise_that_no_longer_passes_is_taken_off_the_list(tmp_path):
+    api = lesson.load_checks("api")
+    api.note_passed(tmp_path / "new", {"2.1": False})
+    assert not (tmp_path / "new").exists()
+    api.note_passed(tmp_path / "new", {"10.1": True, "2.1": True, "2.2": False})
+    assert (tmp_path / "new" / "passed.txt").read_text() == "2.1\n10.1\n"
+    api.note_passed(tmp_path / "new", {"2.1": False})
+    assert api.passed(tmp_path / "new") == {"10.1"}
+
+
+def test_a_check_in_a_notebook_is_noted(tmp_path, monkeypatch, capsys):
+    api, solved = lesson.load_checks("api"), work("9", SOLVED)
+    monkeypatch.setattr(api, "LESSONS", tmp_path)
+    api.check("9.3", lambda gpu, launch: None)
+    assert "not yet" in capsys.readouterr().out and api.passed(tmp_path / "my_lessons") == set()
+    api.check("9.3", solved.queue_ends)
+    assert "correct" in capsys.readouterr().out and api.passed(tmp_path / "my_lessons") == {"9.3"}
+    (tmp_path / "my_lessons" / "passed.txt").unlink()
+    (tmp_path / "my_lessons").rmdir()
+    (tmp_path / "my_lessons").write_text("a file")
+    api.check("9.3", solved.queue_ends)  # the answer comes, without a note
+    assert "correct" in capsys.readouterr().out
 
 
 def test_my_lessons_cannot_be_written(tmp_path, monkeypatch, capsys):
@@ -250,6 +279,21 @@ def test_the_index_links_every_lesson():
         file = next((p for p in SOURCES if int(p.name[:2]) == int(number)), None)
         links = re.findall(r"\]\((.*?)\)", title)
         assert links == ([f"{file.stem}.ipynb"] if file else []), title
+
+
+def test_the_index_shows_the_tracks_and_their_time():
+    index = (ROOT / "lessons" / "index.md").read_text(encoding="utf-8")
+    minutes = dict(re.findall(r"^\| (\d+) \| \[.*\| (\d+) \| [^|]*\|$", index, re.M))
+    tracks = lesson.load_checks("api").TRACKS
+    in_tracks = sorted(n for numbers in tracks.values() for n in numbers)
+    assert in_tracks == sorted(map(int, NUMBERS)), (
+        "every lesson is in one of TRACKS in checks/api.py"
+    )
+    for track, numbers in tracks.items():
+        row = re.search(rf"^\| \*\*{track}\*\*: [^|]+ \| (.+) \| (\d+) \|$", index, re.M)
+        linked = [int(n) for n in re.findall(r"\[(\d+)\]\(\d\d_\w+\.ipynb\)", row[1])]
+        assert linked == list(numbers)
+        assert int(row[2]) == round(sum(int(minutes[str(n)]) for n in numbers) / 60)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
