@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 1 A thread, a block, a grid
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/01_threads.ipynb)
-#
 # *About 60 minutes. You need only Python and NumPy; no GPU is required.*
 #
 # **The question.** A language model is trained by a few dozen small programs called kernels. Each

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 2 Memory
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/02_memory.ipynb)
-#
 # *About 60 minutes. You need [lesson 1](01_threads.ipynb).*
 #
 # **The question.** Your kernel from lesson 1 did one addition for every 12 bytes that it moved. An

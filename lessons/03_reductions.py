@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 3 Reductions
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/03_reductions.ipynb)
-#
 # *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
 #
 # **The question.** Every layer of a language model starts by dividing each row of its input by that

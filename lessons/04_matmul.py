@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 4 Matrix products
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/04_matmul.ipynb)
-#
 # *About 60 minutes. You need [lesson 2](02_memory.ipynb).*
 #
 # **The question.** Nearly all the arithmetic of a language model is in its matrix products. Why is

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 5 Backward by hand, and how to check it
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/05_backward.ipynb)
-#
 # *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and the chain rule.*
 #
 # **The question.** Training asks: how much does the loss change if this weight changes a little?

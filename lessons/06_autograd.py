@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 6 An autograd in 300 lines
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/06_autograd.ipynb)
-#
 # *About 60 minutes. You need [lesson 5](05_backward.ipynb).*
 #
 # **The question.** A transformer of 12 layers runs about 150 ops in its forward pass. Each has a

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 7 The model
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/07_model.ipynb)
-#
 # *About 75 minutes. You need [lesson 6](06_autograd.ipynb).*
 #
 # **The question.** What is a Llama, exactly? A diagram is not enough. This lesson gives every

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 8 Training
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/08_training.ipynb)
-#
 # *About 75 minutes. You need [lesson 7](07_model.ipynb).*
 #
 # **The question.** We have a loss and its gradient with respect to every weight. How do we get from

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 9 Batching: from one sequence to (B*T, C)
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/09_batching.ipynb)
-#
 # *About 60 minutes. You need the model and the training step of lessons [7](07_model.ipynb) and
 # [8](08_training.ipynb), and [lesson 4](04_matmul.ipynb).*
 #

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 10 Profiling
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/10_profiling.ipynb)
-#
 # *About 60 minutes. You need [lesson 9](09_batching.ipynb).*
 #
 # **The question.** In lesson 9, two of three improvements were wrong because nothing had been

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 11 Fusing
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/11_fusing.ipynb)
-#
 # *About 60 minutes. You need [lesson 10](10_profiling.ipynb), and RMSNorm from [lesson
 # 3](03_reductions.ipynb).*
 #

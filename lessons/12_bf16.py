@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 12 bf16
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/12_bf16.ipynb)
-#
 # *About 60 minutes. You need [lesson 11](11_fusing.ipynb) and AdamW ([lesson
 # 8](08_training.ipynb)).*
 #

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 13 FlashAttention
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/13_flash_attention.ipynb)
-#
 # *About 90 minutes. You need [lesson 3](03_reductions.ipynb) and the attention of [lesson
 # 7](07_model.ipynb).*
 #

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 14 Tensor cores from Python
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/14_tensor_cores.ipynb)
-#
 # *About 90 minutes. You need [lesson 4](04_matmul.ipynb) and [lesson
 # 13](13_flash_attention.ipynb).*
 #

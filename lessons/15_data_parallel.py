@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 15 Data parallel
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/15_data_parallel.ipynb)
-#
 # *About 75 minutes. You need [lesson 8](08_training.ipynb), a training step from loss to AdamW. You
 # need no GPU: this notebook simulates the ranks.*
 #

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 16 Memory
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/16_memory.ipynb)
-#
 # *About 60 minutes. You need [lesson 8](08_training.ipynb); for the section on ZeRO also [lesson
 # 15](15_data_parallel.ipynb). You need no GPU.*
 #

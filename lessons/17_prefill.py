@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 17 Serving: from prompt to logits
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/17_prefill.ipynb)
-#
 # *About 60 minutes. You need [lesson 7](07_model.ipynb) and lesson 13.*
 #
 # **The question.** Three users each send a prompt: one word, one sentence, one page. Training

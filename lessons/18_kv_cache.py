@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 18 The KV cache and grouped-query attention
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/18_kv_cache.ipynb)
-#
 # *About 60 minutes. You need [lesson 17](17_prefill.ipynb).*
 #
 # **The question.** A model generates one token at a time. The thousandth token depends on the 999

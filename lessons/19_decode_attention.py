@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 19 Decode attention with split keys
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/19_decode_attention.ipynb)
-#
 # *About 60 minutes. You need [lesson 18](18_kv_cache.ipynb) and lesson 13.*
 #
 # **The question.** One user talks to a model with 8 key/value heads, and the conversation is 30 000
@@ -202,7 +200,8 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
-    At most `most` parts, and no more than ceil(n / chunk).
+    No part is empty. At most `most` parts, no more than c = ceil(n / chunk), and at least half
+    as many as both allow.
     """
     # YOUR CODE
 
@@ -225,7 +224,8 @@ def splits(n, chunk, most):
     """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
-    At most `most` parts, and no more than ceil(n / chunk).
+    No part is empty. At most `most` parts, no more than c = ceil(n / chunk), and at least half
+    as many as both allow.
     """
     used = min(most, -(-n // chunk))
     size = -(-n // used)

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 20 From logits to a token
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/20_sampling.ipynb)
-#
 # *About 60 minutes. You need [lesson 3](03_reductions.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
 # **The question.** The model has computed a score for each of 150 000 tokens, and one of them must

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 21 Continuous batching and chat
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/21_engine.ipynb)
-#
 # *About 60 minutes. You need [lesson 18](18_kv_cache.ipynb) and [lesson 20](20_sampling.ipynb).*
 #
 # **The question.** A model can generate one token for many sequences in nearly the time of one. But

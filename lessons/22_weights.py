@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 22 Closing the loop: weights in and out
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/22_weights.ipynb)
-#
 # *About 60 minutes. You need [lesson 7](07_model.ipynb) and [lesson 18](18_kv_cache.ipynb).*
 #
 # **The question.** A company has trained a model for ten million dollars and published the weights.

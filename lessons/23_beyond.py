@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 23 Beyond
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/23_beyond.ipynb)
-#
 # *About 75 minutes. You need [lesson 14](14_tensor_cores.ipynb) and [lesson 16](16_memory.ipynb).*
 #
 # **The question.** You can write, check, profile and fuse kernels, train on several GPUs, and

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 24 A paged cache: blocks, tables, sharing
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/24_paged_cache.ipynb)
-#
 # *About 60 minutes. You need [lesson 19](19_decode_attention.ipynb) and [lesson 21](21_engine.ipynb).*
 #
 # **The question.** Memory decides how many sequences an engine can serve at a time. Nobody knows how

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 25 Fine-tuning: SFT and LoRA by hand
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/25_finetuning.ipynb)
-#
 # *About 60 minutes. You need [lesson 8](08_training.ipynb) and [lesson 16](16_memory.ipynb).*
 #
 # **The question.** A pretrained model continues text. It does not answer: after a question it may

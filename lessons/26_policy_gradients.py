@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 26 Policy gradients, and why the same bits matter
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/26_policy_gradients.ipynb)
-#
 # *About 60 minutes. You need [lesson 21](21_engine.ipynb) and [lesson 25](25_finetuning.ipynb).*
 #
 # **The question.** Fine-tuning needs the right answer as a target. Often there is none, but a program

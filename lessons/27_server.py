@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 27 What lies between a request and a kernel
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/27_server.ipynb)
-#
 # *About 60 minutes. You need [lesson 20](20_sampling.ipynb) and [lesson 21](21_engine.ipynb).*
 #
 # **The question.** A client sends a few hundred bytes. Some milliseconds later a kernel runs for

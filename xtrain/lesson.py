@@ -1,6 +1,6 @@
 """List, start and check the exercises of the lessons.
 
-    python -m xtrain.lesson list           the exercises of each lesson, and your file
+    python -m xtrain.lesson list           the exercises of each lesson, which of them passed, and your file
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them
     python -m xtrain.lesson check 1        run them in the simulator and report errors; `check 1.2` runs one
 
@@ -55,13 +55,20 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the exercises of each lesson, and your file")
+    commands.add_parser(
+        "list", help="the exercises of each lesson, which of them passed, and your file"
+    )
     begin = commands.add_parser("start", help="copy a lesson's exercises")
     begin.add_argument("lesson", help="its number: 1")
     begin.add_argument("--force", action="store_true", help="overwrite an existing file")
     judge = commands.add_parser("check", help="check your solutions")
     judge.add_argument("lesson", help="its number: 1; or the number of one exercise: 1.2")
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
+    judge.add_argument(
+        "--seed",
+        type=int,
+        help="repeat the random case of an earlier check, which printed its seed",
+    )
     options = parser.parse_args(arguments)
     checks = load_checks("api")
     if options.command == "list":
@@ -71,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = checks.start(options.lesson, force=options.force)
         print_text(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
         return 0
-    verdicts = checks.check_file(options.lesson, options.file)
+    verdicts = checks.check_file(options.lesson, options.file, options.seed)
     print_text("\n".join(map(str, verdicts)))
     return 0 if all(v.passed for v in verdicts) else 1
 

@@ -1,5 +1,6 @@
 """The functions of `xtrain.lesson`: checks, arrays, sources, measurements, traces, figures, the reader's exercises."""
 
+import contextlib
 import importlib
 import inspect
 import linecache
@@ -31,29 +32,38 @@ __all__ = [
 
 LESSONS = records.ROOT / "lessons"
 WORK = Path("my_lessons")  # the reader's solutions; ignored by git
+PASSED = "passed.txt"  # in this folder: the exercises that passed
+TRACKS = {  # lessons/index.md shows the same
+    "Kernels": (1, 2, 3, 4, 10, 11, 12, 13, 14, 23),
+    "Training": (5, 6, 7, 8, 9, 15, 16, 25, 26),
+    "Serving": (17, 18, 19, 20, 21, 22, 24, 27),
+}
 
 
 # ----------------------------------------------------------------------------- checks
-def check(number: str, solution: Callable) -> None:
+def check(number: str, solution: Callable, seed: int | None = None) -> None:
     """Check an exercise ("1.1") and print the verdict. solution: the function that you wrote.
 
+    seed: repeats the random case of an earlier check, which printed it.
     In a notebook, a kernel that is not right yet can be stepped through below the verdict.
     """
-    found = verdict(number, solution)
-    print(found)
-    if found.stepper and not found.passed and "IPython" in sys.modules:
+    said = verdict(number, solution, seed)
+    print(said)
+    with contextlib.suppress(UserError):  # the check counts, not the note
+        note_passed(LESSONS / WORK, {number: said.passed})
+    if said.stepper and not said.passed and "IPython" in sys.modules:
         from IPython.display import display
 
-        display(found.stepper)
+        display(said.stepper)
 
 
-def verdict(number: str, solution: Callable) -> Verdict:
+def verdict(number: str, solution: Callable, seed: int | None = None) -> Verdict:
     """check() without printing. Raises UserError if there is no such exercise."""
     lesson = number.split(".")[0]
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], solution)
+    return attempt.judge(EXERCISES[number], solution, seed)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:
@@ -264,8 +274,8 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     return mine
 
 
-def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
-    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file.
+def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -> list[Verdict]:
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. seed: see check.
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
@@ -288,7 +298,7 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
         raise UserError(
             f"{file} cannot be read as Python: {type(error).__name__}{at}: {error}"
         ) from None
-    verdicts = []
+    verdicts: list[Verdict] = []
     for e in exercises:
         solution = getattr(module, e.name, None)
         if solution is None:
@@ -296,8 +306,33 @@ def check_file(lesson: str, file: Path | None = None) -> list[Verdict]:
                 Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
             )
         else:
-            verdicts.append(_with_page(e, attempt.judge(e, solution), file))
+            verdicts.append(_with_page(e, attempt.judge(e, solution, seed), file))
+    note_passed(WORK, {e.number: v.passed for e, v in zip(exercises, verdicts)})
     return verdicts
+
+
+def passed(folder: Path = WORK) -> set[str]:
+    """The numbers of the exercises that passed their last check, as noted in `folder`."""
+    try:
+        return set((folder / PASSED).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        return set()
+
+
+def note_passed(folder: Path, results: dict[str, bool]) -> None:
+    """Note which exercises passed. Nothing is written as long as none has. Raises UserError if it cannot be written."""
+    before = passed(folder)
+    now = (before | {n for n, ok in results.items() if ok}) - {
+        n for n, ok in results.items() if not ok
+    }
+    if now == before:
+        return
+    order = sorted(now, key=lambda n: [int(x) for x in n.split(".")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / PASSED, "".join(f"{n}\n" for n in order).encode())
+    except OSError as error:
+        raise cannot_write(folder / PASSED, error, "work in another folder") from error
 
 
 def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
@@ -313,13 +348,18 @@ def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
 
 
 def overview() -> list[str]:
-    """One line per lesson: its exercises, and the reader's file if it has been started."""
-    lines = []
-    for path in lesson_files():
-        mine = WORK / path.name
-        status = str(mine) if mine.exists() else "not started"
-        name = path.stem[3:].replace("_", " ")
-        lines.append(
-            f"{int(path.name[:2]):>2}  {name}: exercises {_names(path.name[:2])} ({status})"
-        )
+    """One line per track and lesson: which exercises passed their last check (here, or in a notebook), and your file."""
+    done, lines = passed() | passed(LESSONS / WORK), []
+    files = {int(path.name[:2]): path for path in lesson_files()}
+    for track, numbers in TRACKS.items():
+        own = [e.number for n in numbers for e in _exercises_of(str(n))]
+        lines.append(f"{track}: {len(done & set(own))} of {len(own)} exercises passed")
+        for n in numbers:
+            mine = WORK / files[n].name
+            status = f"   {mine}" if mine.exists() else ""
+            marks = "  ".join(
+                f"[{'x' if e.number in done else ' '}] {e.number}" for e in _exercises_of(str(n))
+            )
+            name = files[n].stem[3:].replace("_", " ")
+            lines.append(f"  {n:>2}  {name:<17} {marks}{status}")
     return lines

@@ -10,7 +10,8 @@ An exercise is a function that receives an Attempt and runs its cases:
             e.same("y", y, a + b, {"y holds a - b: look at the sign": a - b})
 
 The first error raises Wrong and ends the attempt. Checks run in this order: nothing written yet, a call into the
-library, a KernelError of the simulator, a known mistake, a wrong value.
+library, a KernelError of the simulator, a known mistake, a wrong value, few threads that do the work of many, and after
+all cases float64 values and atomic additions of floats. Attempt.cases adds a random case, which no table can know.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ from xtrain.simulator.errors import Site
 from xtrain.simulator.source import translate
 from xtrain.simulator.thread import Thread
 
-from .reading import GAP, LIBRARY, home_of, is_empty, library_name
+from .reading import GAP, LIBRARY, divergent_barrier, home_of, is_empty, library_name
 from .trace import traced
 
-SECONDS = 20  # time limit of an attempt; a solution takes at most two seconds
+SECONDS = 20  # time limit of an attempt; a solution takes at most three seconds
 
 HINTS = {
     "RaceError": "Which thread may access this element, and is there a barrier between the two accesses?",
@@ -61,6 +62,7 @@ class Exercise:
 
     first_step: the hint shown while nothing is written. hints: override HINTS, by error name (see _hint).
     allow: names of library functions that may be called. kernel: whether the solution is a @cuda.jit kernel.
+    each: how many elements of an output one thread is meant to write, see Attempt.settle.
     """
 
     number: str
@@ -70,6 +72,7 @@ class Exercise:
     hints: dict[str, str]
     allow: frozenset[str]
     kernel: bool
+    each: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,27 +104,31 @@ class Verdict:
 EXERCISES: dict[str, Exercise] = {}
 
 
-def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kernel=True):
+def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kernel=True, each=1):
     """Decorator that registers a judge in EXERCISES. See Exercise."""
 
     def enter(judge):
         EXERCISES[number] = Exercise(
-            number, name, judge, first_step, dict(hints or {}), frozenset(allow), kernel
+            number, name, judge, first_step, dict(hints or {}), frozenset(allow), kernel, each
         )
         return judge
 
     return enter
 
 
-def judge(exercise: Exercise, work) -> Verdict:
-    """work: the function that the reader wrote."""
+def judge(exercise: Exercise, work, seed: int | None = None) -> Verdict:
+    """work: the function that the reader wrote. seed: of the random case; None: another one in every run."""
     title = f"{exercise.number} {exercise.name}"
-    attempt = Attempt(exercise, work)
+    if seed is None:
+        seed = int(np.random.default_rng().integers(100_000))
+    attempt = Attempt(exercise, work, seed)
     try:
         attempt.look()
-        with _time_limit(), _wide_values(attempt.work) as attempt.wide:
+        with _time_limit(), _noted(attempt.work) as attempt.notes:
             exercise.judge(attempt)
+            attempt.settle()
         attempt.narrow()
+        attempt.order()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
     except Exception as error:  # raised by the check of the returned value, not by the attempt
@@ -132,9 +139,15 @@ def judge(exercise: Exercise, work) -> Verdict:
             )
         )
     else:
-        cases = f"{attempt.cases} cases" if attempt.cases != 1 else "1 case"
+        cases = f"{attempt.count} cases" if attempt.count != 1 else "1 case"
         safe = ", no race, no out-of-bounds access" if exercise.kernel else ""
-        return Verdict(True, f"{title}: correct. {cases}{safe}.", attempt.stepper)
+        remarks = "".join(f"\n  {remark}" for remark in attempt.remarks)
+        return Verdict(True, f"{title}: correct. {cases}{safe}.{remarks}", attempt.stepper)
+    if attempt.drawn:
+        text += (
+            f'\nThe same numbers again: lesson.check("{exercise.number}", {exercise.name}, seed={seed}), or '
+            f"`python -m xtrain.lesson check {exercise.number} --seed {seed}`."
+        )
     if GAP in attempt.source and not attempt.empty:
         text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
     return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}", attempt.stepper)
@@ -146,15 +159,19 @@ class Attempt:
 
     exercise: Exercise
     work: Callable
-    cases: int = 0
+    seed: int = 0  # of the random case
+    count: int = 0  # cases so far
     where: str = ""  # the current case: "n = 33, grid 2, block 32"
     source: str = ""
     empty: bool = False
-    wide: list = field(default_factory=list)  # the Sites where float64 becomes float32
+    notes: "Notes" = field(default_factory=lambda: Notes())
+    remarks: list = field(default_factory=list)  # on a correct solution
     names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
     stepper: Stepper | None = None  # of the kernel that ran last
     written: list = field(default_factory=list)  # written by kernels in this case, see Launch.last
-    _seed: int = field(default=0)
+    launched: tuple = ()  # blocks, threads and arrays of the kernel that ran last, until settle() has looked
+    _arrays_made: int = 0
+    _rng: np.random.Generator | None = None
 
     # ------------------------------------------------------------------------- before it runs
     def look(self):
@@ -190,7 +207,7 @@ class Attempt:
     def narrow(self):
         """Raises Wrong if the values are right but the kernel computes in float64."""
         mine = getattr(self.work, "py_func", self.work).__code__.co_filename
-        for site in self.wide:
+        for site in self.notes.wide:
             if site.file == mine:
                 line = linecache.getline(site.file, site.line).strip()
                 raise Wrong(
@@ -199,11 +216,52 @@ class Attempt:
                     "write float32(0.5), float32(C)."
                 )
 
+    def order(self):
+        """Raises Wrong if the values are right but floats were added by atomics."""
+        for site in self.notes.atomics:
+            line = linecache.getline(site.file, site.line).strip()
+            raise Wrong(
+                f"The values are right, but floats are added by an atomic at {site}:\n    {line}\n"
+                "Its threads come in any order, and float additions round: the last bits differ from run to run. "
+                "Add in a fixed order, each thread its own numbers, and then combine the threads' sums."
+            )
+
+    def settle(self):
+        """Raises Wrong if few threads did the work of many in the kernel that ran last, although its values are right."""
+        (grid, threads, arrays), self.launched = self.launched or (0, 0, {}), ()
+        for name, a in arrays.items():
+            writers = [self.notes.writers[x] for x in _addresses(a).flat if x in self.notes.writers]
+            due, busy = min(-(-len(writers) // self.exercise.each), threads), set(writers)
+            blocks = len({block for block, _ in busy})
+            self.need(
+                2 * len(busy) >= due,
+                f"The values are right, but {len(busy)} of {threads} threads"
+                + f", in {blocks} of {grid} blocks," * (grid > 1)
+                + f" wrote all {len(writers)} elements of {name}. Divide the work: every thread computes its own part, and all of them at the same time.",
+            )
+
     # ------------------------------------------------------------------------- inputs
+    def cases(self, fixed, draw):
+        """The fixed cases, and then the random case of this run: draw(rng)."""
+        yield from fixed
+        yield _plain(draw(self.rng))
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Random numbers that differ from run to run. From the first use on, an error names the seed that repeats them."""
+        if self._rng is None:
+            self._rng = np.random.default_rng([self.seed, *map(ord, self.exercise.number)])
+        return self._rng
+
+    drawn = property(lambda self: self._rng is not None)
+
     def normal(self, *shape, mean=0.3, scale=1.0, dtype=np.float32) -> SimArray:
-        """Random numbers, different in every call, the same in every attempt. By default their mean is not zero."""
-        self._seed += 1
-        random = np.random.default_rng([self._seed, *map(ord, self.exercise.number)])
+        """Random numbers, different in every call, the same in every attempt; in the random case from its seed.
+        By default their mean is not zero.
+        """
+        self._arrays_made += 1
+        seed = [self.seed] * self.drawn
+        random = np.random.default_rng([self._arrays_made, *map(ord, self.exercise.number), *seed])
         return sim((random.standard_normal(shape) * scale + mean).astype(dtype))
 
     def blank(self, *shape, dtype=np.float32) -> SimArray:
@@ -230,16 +288,32 @@ class Attempt:
             )
         self.names = {id(a): name for name, a in zip(parameters, args)}
         self.stepper = Stepper()
+        self.notes.writers.clear()
         try:
             run = traced if trace else simulator.run
             with observe(self.stepper):
                 result = run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
             self.stepper.fail(error)
-            hint = _hint(error, (hints or {}, self.exercise.hints, HINTS))
+            hint = self._barrier_hint(error) or _hint(
+                error, (hints or {}, self.exercise.hints, HINTS)
+            )
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
         self.written += Launch.last[0]
+        blocks, threads = (int(np.prod(x)) for x in (grid, block))
+        arrays = {n: a for n, a in zip(parameters, args) if isinstance(a, np.ndarray)}
+        self.launched = blocks, blocks * threads, arrays
         return result
+
+    def _barrier_hint(self, error):
+        """The hint for data that another thread has not written yet, if only some threads reach a barrier; else None."""
+        if not isinstance(error, (simulator.RaceError, simulator.UninitializedError)):
+            return None
+        line = divergent_barrier(self.source)
+        return line and (
+            f"There is a barrier, but not all threads reach it:\n    {line}\n"
+            "Threads that skip it do not wait. Move it out of there, so that every thread reaches it."
+        )
 
     def name(self, a) -> str:
         """The parameter name of this argument in the kernel that ran last; a trace uses these names."""
@@ -247,12 +321,27 @@ class Attempt:
 
     def wrote(self, a) -> np.ndarray:
         """Which elements of `a` the kernels of this case have written: bool array of the shape of a."""
-        offset = np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else 0
-        address = a.__array_interface__["data"][0] + offset
+        address = _addresses(a)
         done = np.zeros(a.shape, bool)
         for _, base, granule, keys in self.written:
             done |= np.isin((address - base) // granule, list(keys)) & (address >= base)
         return done
+
+    def exchanged(self, trace) -> bool:
+        """Whether a thread has read an element of shared memory that another thread wrote."""
+        writer = {}
+        for x in trace.of(kind="shared"):
+            place = x.array, x.block, x.index
+            if x.write:
+                writer[place] = x.thread
+            elif writer.get(place) != x.thread:
+                return True
+        return False
+
+    def remark(self, text: str):
+        """Tell the author of a correct solution something about it, once."""
+        if text not in self.remarks:
+            self.remarks.append(text)
 
     def divided(self, trace, a, threads):
         """Raises Wrong if one thread does the work of many, or every thread does all of it. threads: how many should read `a`"""
@@ -290,7 +379,8 @@ class Attempt:
 
     def case(self, where: str):
         """Start a new case."""
-        self.cases += 1
+        self.settle()
+        self.count += 1
         self.where, self.written = where, []
 
     # ------------------------------------------------------------------------- compare
@@ -306,7 +396,8 @@ class Attempt:
         return tuple(got)
 
     def wrong(self, text: str) -> Wrong:
-        return Wrong(f"With {self.where}:\n{textwrap.indent(text, '  ')}" if self.where else text)
+        where = self.where + f" (random numbers, seed {self.seed})" * self.drawn
+        return Wrong(f"With {where}:\n{textwrap.indent(text, '  ')}" if self.where else text)
 
     def need(self, ok: bool, text: str):
         if not ok:
@@ -420,25 +511,51 @@ def _watched(exercise):
         sys.setprofile(before)
 
 
+@dataclass
+class Notes:
+    """What the kernels of an attempt did.
+
+    wide: the Sites where float64 becomes float32. atomics: those of atomic additions of floats.
+    writers: address in global memory -> (block, thread) of the last write there
+    """
+
+    wide: list = field(default_factory=list)
+    atomics: list = field(default_factory=list)
+    writers: dict = field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def _wide_values(work):
-    """-> a list that collects the Site of every float64 value stored in a float32 array or passed to float32(...)."""
-    sites, store, scope, casts = [], Thread.store, {}, {}
+def _noted(work):
+    """-> Notes, which the simulator's threads fill in this context."""
+    notes, store, atomic, scope, casts = Notes(), Thread.store, Thread._atomic, {}, {}
 
     def computed(value):  # 0.0 and -math.inf are constants, which the compiler turns into float32
         return type(value) is np.float64 and value != 0 and np.isfinite(value)
 
+    def sign(thread, a, index):
+        k = a.locate(index) if a.memory.kind == "global" else None
+        if k is not None:
+            address = a.memory.base + (a.bias + k * a.span) * a.memory.granule
+            notes.writers[address] = tuple(map(int, thread.blockIdx)), thread.index
+
     def noted_store(self, a, index, value, site):
-        if computed(value) and a.dtype == np.float32 and site not in sites:
-            sites.append(site)
+        if computed(value) and a.dtype == np.float32 and site not in notes.wide:
+            notes.wide.append(site)
+        sign(self, a, index)
         return store(self, a, index, value, site)
+
+    def noted_atomic(self, site, a, index, name, change):
+        if a.dtype.kind == "f" and name in ("add", "sub") and site not in notes.atomics:
+            notes.atomics.append(site)
+        sign(self, a, index)
+        return atomic(self, site, a, index, name, change)
 
     def noted_cast(x):
         if computed(x):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
-            if site not in sites:
-                sites.append(site)
+            if site not in notes.wide:
+                notes.wide.append(site)
         return np.float32(x)
 
     noted_cast.scalar, noted_cast.dtype = np.float32, np.dtype(np.float32)
@@ -446,13 +563,28 @@ def _wide_values(work):
         with contextlib.suppress(KernelError):  # reported when the kernel runs
             scope = translate(work.py_func).function.__globals__
         casts = {k: f for k, f in scope.items() if getattr(f, "scalar", None) is np.float32}
-    Thread.store = noted_store
+    Thread.store, Thread._atomic = noted_store, noted_atomic
     scope.update(dict.fromkeys(casts, noted_cast))
     try:
-        yield sites
+        yield notes
     finally:
-        Thread.store = store
+        Thread.store, Thread._atomic = store, atomic
         scope.update(casts)
+
+
+def _plain(x):
+    """NumPy's numbers as Python's, arrays as lists, also in a tuple."""
+    return (
+        tuple(map(_plain, x)) if isinstance(x, tuple) else x.tolist() if hasattr(x, "tolist") else x
+    )
+
+
+def _addresses(a) -> np.ndarray:
+    """The address of every element of an array, in its shape."""
+    offset = (
+        np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else np.zeros((), int)
+    )
+    return a.__array_interface__["data"][0] + offset.astype(np.int64)
 
 
 @contextlib.contextmanager

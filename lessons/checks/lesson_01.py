@@ -26,7 +26,8 @@ REVERSE_SHORT = (
     },
 )  # fmt: skip
 def add_kernel(e):
-    for n, block in ((5, 8), (32, 32), (100, 32), (20, 8), (1, 32)):
+    fixed = (5, 8), (32, 32), (100, 32), (20, 8), (1, 32)
+    for n, block in e.cases(fixed, lambda rng: (rng.integers(33, 150), 8 * rng.integers(1, 9))):
         a, b, y = e.normal(n), e.normal(n), e.blank(n)
         e.run(-(-n // block), block, y, a, b, case=f"n = {n}")
         gap, wrote = np.isnan(np.asarray(y)), e.wrote(y)
@@ -58,13 +59,15 @@ def add_kernel(e):
     },
 )  # fmt: skip
 def add_bias_kernel(e):
-    for R, C, block in (
+    fixed = (
         (2, 3, (4, 4)),
         (5, 9, (4, 2)),
         (9, 5, (8, 4)),
         (1, 1, (2, 2)),
         (4, 4, (2, 2)),
-    ):
+    )
+    draw = lambda rng: (*rng.integers(3, 14, 2), tuple(rng.integers(2, 7, 2)))
+    for R, C, block in e.cases(fixed, draw):
         x, bias, y = e.normal(R, C), e.normal(C), e.blank(R, C)
         grid = -(-C // block[0]), -(-R // block[1])
         e.run(grid, block, y, x, bias, case=f"{R} rows, {C} columns")
@@ -95,7 +98,7 @@ def add_bias_kernel(e):
     },
 )  # fmt: skip
 def reverse_kernel(e):
-    for n in (32, 64, 40, 5):
+    for n in e.cases((32, 64, 40, 5), lambda rng: rng.integers(34, 120)):
         x, y = e.normal(n), e.blank(n)
         unwritten = REVERSE_EARLY if n % 32 == 0 else REVERSE_SHORT
         hints = {"UninitializedError": unwritten}
@@ -112,4 +115,9 @@ def reverse_kernel(e):
         e.need(
             bool(trace.of(write=False, kind="shared")),
             "y is correct, but does not come from `tile`: go through shared memory here, because later lessons need it.",
+        )
+        e.need(
+            e.exchanged(trace),
+            "y is correct, but every thread reads back from `tile` what it wrote itself, so the threads do not exchange anything and no "
+            "barrier is needed. Let thread t write its own element, x_n[first + t], and read an element that another thread wrote.",
         )

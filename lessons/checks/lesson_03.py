@@ -23,7 +23,7 @@ def near(got, value):
     },
 )  # fmt: skip
 def warp_sums_kernel(e):
-    for n in (32, 70, 5):
+    for n in e.cases((32, 70, 5, 1), lambda rng: rng.integers(65, 200)):
         x, sums = e.normal(n), e.blank(-(-n // 32))
         trace = e.run(-(-n // 32), 32, sums, x, case=f"n = {n}", trace=True)
         padded = np.concatenate([np.asarray(x), np.zeros(-n % 32, np.float32)]).reshape(-1, 32)
@@ -64,7 +64,8 @@ def warp_sums_kernel(e):
     },
 )  # fmt: skip
 def block_sum_kernel(e):
-    for n, block in ((256, 128), (1000, 128), (200, 96), (3, 32)):
+    fixed = (256, 128), (1000, 128), (200, 96), (3, 32), (2100, 1024)
+    for n, block in e.cases(fixed, lambda rng: (rng.integers(100, 700), 32 * rng.integers(2, 9))):
         x, total = e.normal(n), e.blank(1)
         trace = e.run(1, block, total, x, case=f"n = {n}", trace=True)
         sums = np.zeros(block, np.float32)  # per thread, added up by a tree that halves
@@ -106,17 +107,31 @@ def block_sum_kernel(e):
 )  # fmt: skip
 def rmsnorm_kernel(e):
     eps = np.float32(1e-2)
-    for N, C, block in ((2, 64, 64), (3, 100, 32), (2, 7, 64)):
-        x, w, y, rstd = e.normal(N, C), e.normal(C), e.blank(N, C), e.blank(N)
-        trace = e.run(N, block, y, rstd, x, w, eps, case=f"{N} rows, {C} columns", trace=True)
+    fixed = (
+        (2, 64, 64, 1.0),
+        (3, 100, 32, 1.0),
+        (2, 7, 64, 1.0),
+        (2, 40, 32, 0.02),
+        (2, 40, 32, 1e4),
+    )
+    draw = lambda rng: (*rng.integers((2, 30), (5, 150)), 32 * rng.integers(1, 4), 1.0)
+    for N, C, block, size in e.cases(fixed, draw):
+        x, w = e.normal(N, C, mean=0.3 * size, scale=size), e.normal(C)
+        y, rstd = e.blank(N, C), e.blank(N)
+        trace = e.run(
+            N, block, y, rstd, x, w, eps, case=f"{N} rows, {C} columns, x near {size:g}", trace=True
+        )
         reads, threads = len(trace.of(e.name(x), write=False)), np.arange(C) % block
         x, w = np.asarray(x), np.asarray(w)
         want, want_rstd = rmsnorm_ref(x.astype(np.float64), w, float(eps))
-        squares = np.square(x).sum(1)
+        squares = np.square(x.astype(np.float64)).sum(1)
         as_rstd = lambda r: r.astype(np.float32)
+        added = lambda got: 1 / np.square(got.astype(np.float64)) - squares / C
         e.same("rstd", rstd, want_rstd, {
             "The squares were summed but not divided by C: it is the root of the MEAN.": as_rstd(1 / np.sqrt(squares + eps)),
-            "eps is missing under the root.": as_rstd(1 / np.sqrt(squares / C)),
+            "eps is missing under the root.": lambda got: size == 1 and np.abs(added(got)).max() < 3e-6,
+            "Another number than the argument `eps` is added under the root.":
+                lambda got: size == 1 and np.ptp(added(got)) < 1e-5 and not np.isclose(added(got)[0], eps, 1e-2),
             "eps belongs under the root, added to the mean.":
                 lambda got: any(np.allclose(got, r, 1e-4) for r in (1 / (np.sqrt(squares / C) + eps), 1 / np.sqrt(squares / C) + eps)),
             "The root is missing.": as_rstd(1 / (squares / C + eps)),

@@ -21,7 +21,7 @@ def product(x, w):
     },
 )  # fmt: skip
 def linear_kernel(e):
-    for N, O, I in SHAPES:
+    for N, O, I in e.cases(SHAPES, lambda rng: rng.integers(2, 20, 3)):
         x, w, y = e.normal(N, I), e.normal(O, I), e.blank(N, O)
         case = f"x ({N}, {I}), w ({O}, {I})"
         trace = e.run((-(-O // 8), -(-N // 8)), (8, 8), y, x, w, case=case, trace=True)
@@ -64,7 +64,8 @@ def linear_kernel(e):
     },
 )  # fmt: skip
 def tiled_linear_kernel(e):
-    for N, O, I in ((8, 8, 16), (5, 7, 11), (16, 16, 16), (1, 3, 2)):
+    fixed = (8, 8, 16), (5, 7, 11), (16, 16, 16), (1, 3, 2), (3, 9, 8)
+    for N, O, I in e.cases(fixed, lambda rng: rng.integers(2, 20, 3)):
         x, w, y = e.normal(N, I), e.normal(O, I), e.blank(N, O)
         grid = -(-O // 8), -(-N // 8)
         case = f"x ({N}, {I}), w ({O}, {I})"
@@ -119,7 +120,8 @@ def linear_by_blas(e):
             )
         blas(e, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc)
 
-    for N, O, I in ((2, 4, 3), (5, 5, 5), (7, 2, 9)):
+    fixed = (2, 4, 3), (5, 5, 5), (7, 2, 9), (1, 6, 4)
+    for N, O, I in e.cases(fixed, lambda rng: rng.integers(2, 9, 3)):
         x, w = np.asarray(e.normal(N, I)), np.asarray(e.normal(O, I))
         y = np.full((N, O), np.nan, np.float32)
         calls.clear()

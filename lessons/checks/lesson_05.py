@@ -21,7 +21,8 @@ def double(a):
     kernel=False,
 )  # fmt: skip
 def linear_bwd(e):
-    for N, I, O in ((2, 3, 4), (5, 1, 2), (3, 3, 3)):
+    fixed = (2, 3, 4), (5, 1, 2), (3, 3, 3), (1, 4, 3)
+    for N, I, O in e.cases(fixed, lambda rng: rng.integers(2, 7, 3)):
         x, w, dy = double(e.normal(N, I)), double(e.normal(O, I)), double(e.normal(N, O))
         got = e.call(dy, x, w, case=f"x ({N}, {I}), w ({O}, {I})")
         dx, dw = e.several(got, "dx", "dw")
@@ -50,7 +51,7 @@ def linear_bwd(e):
     kernel=False,
 )  # fmt: skip
 def rmsnorm_bwd(e):
-    for N, C in ((2, 4), (3, 5), (1, 1)):
+    for N, C in e.cases(((2, 4), (3, 5), (1, 1)), lambda rng: rng.integers(2, 9, 2)):
         x, w, dy = double(e.normal(N, C)), double(e.normal(C)), double(e.normal(N, C))
         rstd = rmsnorm_ref(x, w, EPS)[1]
         got = e.call(dy, x, w, rstd, case=f"x ({N}, {C})")
@@ -179,6 +180,25 @@ def gradient_error(e):
             error < 1.01,
             f"The error is {error:.3g}: divide by the LARGER of the two slopes, which gives 0.99.",
         )
+    n = int(e.rng.integers(3, 9))
+    x, v, c = (double(e.normal(n, mean=0.0)) for _ in range(3))
+    wrong = 2 * c * x * (1 + e.rng.uniform(0.05, 0.5, n))
+    true, given = (2 * c * x * v).sum(), (wrong * v).sum()
+    got = e.call(
+        lambda z: float((c * z * z).sum()),
+        x,
+        wrong,
+        v,
+        1e-3,
+        case=f"a wrong gradient of shape ({n},)",
+    )
+    e.need(got is not None and np.ndim(got) == 0, "Return one number, the relative error.")
+    error, sizes = abs(true - given), (abs(true), abs(given))  # of the slopes; their sum is as good
+    e.need(
+        0.999 * error / sum(sizes) < got < 1.001 * error / max(sizes),
+        f"The error is {got:.4g}; expected {error / max(sizes):.4g}: the slopes are {true:.4g} and {given:.4g}. The gradient may have any shape, "
+        "and step may be any small number.",
+    )
 
 
 @exercise(
@@ -191,7 +211,9 @@ def gradient_error(e):
     },
 )  # fmt: skip
 def rmsnorm_bwd_dx_kernel(e):
-    for N, C, block in ((2, 64, 64), (3, 100, 32), (2, 7, 64)):
+    fixed = (2, 64, 64), (3, 100, 32), (2, 7, 64)
+    draw = lambda rng: (*rng.integers((2, 30), (5, 150)), 32 * rng.integers(1, 4))
+    for N, C, block in e.cases(fixed, draw):
         x, w, dy, dx = e.normal(N, C), e.normal(C), e.normal(N, C), e.blank(N, C)
         x64, w64, dy64 = map(double, (x, w, dy))
         rstd = rmsnorm_ref(x64, w64, EPS)[1]

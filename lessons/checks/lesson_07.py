@@ -21,7 +21,9 @@ def double(a):
     },
 )  # fmt: skip
 def rope_kernel(e):
-    for B, T, H, D in ((1, 3, 1, 4), (2, 3, 2, 8)):
+    fixed = (1, 3, 1, 4), (2, 3, 2, 8)
+    draw = lambda rng: (*rng.integers((1, 2, 1), (4, 6, 4)), 2 * rng.integers(2, 7))
+    for B, T, H, D in e.cases(fixed, draw):
         N, R = B * T, D // 2
         x, y = e.normal(N, H, D), e.blank(N, H, D)
         cos, sin = rope_tables(D, T, 100.0)
@@ -78,13 +80,15 @@ def rope_kernel(e):
     },
 )  # fmt: skip
 def causal_softmax_kernel(e):
-    for T, block, big, mean in (
+    fixed = (
         (4, 32, 1.0, 0.3),
         (5, 32, 300.0, 0.3),
         (3, 32, 1.0, -400.0),
         (33, 32, 1.0, 0.3),
         (33, 64, 1.0, 0.3),
-    ):
+    )
+    draw = lambda rng: (rng.integers(6, 20), 32 * rng.integers(1, 3), 1.0, 0.3)
+    for T, block, big, mean in e.cases(fixed, draw):
         S = T
         s, p, scale = e.normal(T, S, scale=big, mean=mean), e.blank(T, S), np.float32(0.5)
         e.run(
@@ -142,9 +146,10 @@ def causal_softmax_kernel(e):
     kernel=False,
 )  # fmt: skip
 def cross_entropy(e):
-    for N, V, big, ignore in ((3, 4, 1.0, False), (4, 5, 400.0, False), (6, 7, 1.0, True)):
+    fixed = (3, 4, 1.0, False), (4, 5, 400.0, False), (6, 7, 1.0, True), (1, 3, 1.0, False)
+    for N, V, big, ignore in e.cases(fixed, lambda rng: (*rng.integers(3, 9, 2), 1.0, True)):
         logits = np.array(double(e.normal(N, V, scale=big)))
-        targets = np.arange(N) * 3 % V
+        targets = e.rng.integers(0, V, N) if e.drawn else np.arange(N) * 3 % V
         if ignore:
             targets = np.where(np.arange(N) % 3 == 1, -100, targets)
         before, counted = logits.copy(), targets >= 0

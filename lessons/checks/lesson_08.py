@@ -18,7 +18,9 @@ def double(a):
 )  # fmt: skip
 def adamw_kernel(e):
     lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.95, 1e-3, 0.5
-    for n, n_decay, step, block in ((6, 4, 1, 32), (40, 0, 3, 16), (33, 33, 2, 32)):
+    fixed = (6, 4, 1, 32), (40, 0, 3, 16), (33, 33, 2, 32)
+    draw = lambda rng: (n := rng.integers(34, 90), rng.integers(2, n), rng.integers(2, 9), 16)
+    for n, n_decay, step, block in e.cases(fixed, draw):
         w, g = e.normal(n), e.normal(n)
         m, v = e.normal(n), np.abs(e.normal(n)).view(type(w))
         if step == 1:
@@ -97,12 +99,19 @@ def adamw_kernel(e):
     kernel=False,
 )  # fmt: skip
 def learning_rate(e):
-    for steps, peak, warmup, ratio in (
+    fixed = (
         (10, 1.0, 4, 0.1),
         (7, 0.5, 0, 0.0),
         (5, 1.0, 4, 0.1),
         (100, 3e-4, 10, 0.1),
-    ):
+    )
+    draw = lambda rng: (
+        rng.integers(12, 40),
+        rng.uniform(0.1, 2),
+        rng.integers(1, 9),
+        rng.uniform(0, 0.5),
+    )
+    for steps, peak, warmup, ratio in e.cases(fixed, draw):
         rates = []
         for step in range(steps):
             case = f"step {step} of {steps}, peak {peak:g}, warmup {warmup}, min_ratio {ratio:g}"
@@ -156,13 +165,22 @@ def learning_rate(e):
     kernel=False,
 )  # fmt: skip
 def clip_factor(e):
-    for scale, limit in ((1.0, 1.0), (1e-3, 1.0), (5.0, 2.0)):
-        arrays = [double(e.normal(*s, mean=0.0, scale=scale)) for s in ((3, 4), (5,), (2, 2))]
+    shapes = (3, 4), (5,), (2, 2)
+    fixed = (1.0, 1.0, shapes), (1e-3, 1.0, shapes), (5.0, 2.0, shapes), (5.0, 1.0, ((4,), (0, 3)))
+    draw = lambda rng: (
+        3.0,
+        rng.uniform(0.5, 2),
+        tuple(tuple(rng.integers(1, 5, 2)) for _ in range(rng.integers(1, 6))),
+    )
+    for scale, limit, shapes in e.cases(fixed, draw):
+        arrays = [double(e.normal(*s, mean=0.0, scale=scale)) for s in shapes]
         copies = [a.copy() for a in arrays]
         norm = np.sqrt(sum((a**2).sum() for a in arrays))
         want = min(1.0, limit / norm)
         got = e.call(
-            arrays, limit, case=f"three gradients of norm {norm:.3g} together, limit {limit:g}"
+            arrays,
+            limit,
+            case=f"gradients {', '.join(map(str, shapes))} of norm {norm:.3g} together, limit {limit:g}",
         )
         e.need(
             not isinstance(got, (list, tuple, type(None))) and np.ndim(got) == 0,
@@ -183,7 +201,7 @@ def clip_factor(e):
             "That adds up absolute values. The norm is the root of the sum of squares.":
                 np.asarray(min(1.0, limit / sum(np.abs(a).sum() for a in arrays))),
             "That is the norm; the factor is limit / norm.": np.asarray(norm),
-            "That looks at the largest element, not at the norm.": np.asarray(min(1.0, limit / max(np.abs(a).max() for a in arrays))),
+            "That looks at the largest element, not at the norm.": np.asarray(min(1.0, limit / max(np.abs(a).max(initial=0) for a in arrays))),
             "The factor is too large, so the norm was too small: it is the root of the SUM of all squares of all arrays.":
                 lambda got: got > want and want < 1,
         }, rtol=1e-5)  # fmt: skip

@@ -19,7 +19,9 @@ def prefix_means(x, first):
     },
 )  # fmt: skip
 def prefix_mean_kernel(e):
-    for B, T, C, block in ((2, 3, 4, 32), (3, 4, 40, 32), (4, 1, 3, 32), (1, 5, 7, 4)):
+    fixed = (2, 3, 4, 32), (3, 4, 40, 32), (4, 1, 3, 32), (1, 5, 7, 4)
+    draw = lambda rng: (*rng.integers((2, 2, 3), (4, 6, 40)), 8 * rng.integers(1, 5))
+    for B, T, C, block in e.cases(fixed, draw):
         x, y = e.normal(B * T, C), e.blank(B * T, C)
         e.run(B * T, block, y, x, T, case=f"{B} sequences of {T} tokens, {C} columns")
         x = np.asarray(x).astype(np.float64)
@@ -66,7 +68,8 @@ def prefix_mean_kernel(e):
     },
 )  # fmt: skip
 def scores_kernel(e):
-    for B, T, H, D in ((2, 5, 3, 4), (3, 9, 2, 6), (1, 8, 1, 1)):
+    fixed = (2, 5, 3, 4), (3, 9, 2, 6), (1, 8, 1, 1)
+    for B, T, H, D in e.cases(fixed, lambda rng: rng.integers((1, 2, 1, 2), (4, 11, 4, 7))):
         q, k, s = e.normal(B, T, H, D), e.normal(B, T, H, D), e.blank(B, H, T, T)
         scale = np.float32(D**-0.5 + 0.1)
         tiles = -(-T // 8)
@@ -111,8 +114,10 @@ def queue_ends(e):
         "kernels longer than a launch": ([30, 30, 30], 10),
         "short and long ones": ([5, 40, 3, 2, 60, 1], 10),
         "a single kernel": ([7], 2),
+        "no kernel": ([], 5),
     }
-    for case, (gpu, launch) in cases.items():
+    draw = lambda rng: ("random times", (rng.integers(1, 30, 7), rng.integers(5, 15)))
+    for case, (gpu, launch) in e.cases(cases.items(), draw):
         got = e.call(list(gpu), launch, case=f"{case}: gpu_us {gpu}, launch_us {launch}")
         e.need(got is not None, "The function returns nothing: return the list of ends.")
         e.need(

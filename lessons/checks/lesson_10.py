@@ -59,6 +59,10 @@ def time_us(e):
     e.same("the time", got, want, {
         "The time includes work that was queued earlier: use events, or synchronize before you start the clock.": lambda got: got > 2000,
     }, rtol=0.04)  # fmt: skip
+    times = [int(t) for t in e.rng.integers(200, 2000, 3)]
+    case = f"three kernels of {', '.join(map(str, times))} us"
+    got, want = ask(case, sum(times), 3, times=[times])
+    e.same("the time", got, want, rtol=0.04)
 
 
 def walked(spans, back, less):
@@ -86,7 +90,11 @@ def busy_share(e):
         "always busy": [(3, 7), (7, 9)],
         "the last to start is not the last to end": [(0, 10), (20, 100), (30, 40)],
     }
-    for case, spans in cases.items():
+    draw = lambda rng: (
+        "random spans",
+        [(a, a + n) for a, n in rng.integers(1, 40, (8, 2)).tolist()],
+    )
+    for case, spans in e.cases(cases.items(), draw):
         got = e.call(list(spans), case=f"{case}: {spans}")
         e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
         first, last = min(s for s, _ in spans), max(t for _, t in spans)
@@ -123,11 +131,12 @@ def busy_share(e):
     },
 )  # fmt: skip
 def sgd_kernel(e):
-    for n, block in ((64, 32), (70, 16), (5, 32)):
+    fixed = (64, 32), (70, 16), (5, 32)
+    for n, block in e.cases(fixed, lambda rng: (rng.integers(33, 100), 8 * rng.integers(1, 5))):
         w, g = e.normal(n), e.normal(n)
         lr = e.blank(1)
         now = np.asarray(w).astype(np.float64)
-        for rate in (0.5, 0.125):
+        for rate in (0.5, float(e.rng.uniform(0.1, 0.9)) if e.drawn else 0.125):
             lr[0] = rate
             e.run(-(-n // block), block, w, g, lr, case=f"n = {n}, lr = {rate}")
             before, g64 = now, np.asarray(g).astype(np.float64)

@@ -32,7 +32,12 @@ def narrow_kernel(e):
         "the largest numbers, infinity, zero": np.array([0x7F7FFFFF, 0x7F800000, 0xFF800000, 0, 0x80000000, 0xFF7FFFFF], np.uint32),
         "NaN": np.array([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001], np.uint32),
     }  # fmt: skip
-    for case, bits in cases.items():
+    draw = lambda rng: (
+        "random bits",
+        rng.integers(0, 2**32, 50, np.uint32) & np.uint32(0xFF7FFFFF),
+    )
+    for case, bits in e.cases(cases.items(), draw):
+        bits = np.asarray(bits, np.uint32)
         x, y = e.blank(bits.size, dtype=np.uint32), e.blank(bits.size, dtype=np.uint16)
         x[:] = bits
         block = 32 if bits.size > 32 else 8
@@ -71,10 +76,12 @@ def narrow_kernel(e):
     kernel=False,
 )  # fmt: skip
 def sgd_step(e):
-    for case, scale, steps in (
-        ("one large step", 0.5, 1),
+    fixed = (
+        ("two large steps", 0.5, 2),
         ("100 steps, each far below bf16's resolution", 2e-4, 100),
-    ):
+    )
+    draw = lambda rng: ("several steps", rng.uniform(0.01, 0.3), rng.integers(2, 9))
+    for case, scale, steps in e.cases(fixed, draw):
         master = np.asarray(e.normal(40, mean=1.0, scale=0.1)).copy()
         gradients = [np.asarray(e.normal(40, mean=1.0, scale=0.1)).copy() for _ in range(steps)]
         half, lr = master.astype(BFLOAT16), np.float32(scale)
@@ -127,7 +134,7 @@ def sgd_step(e):
     },
 )  # fmt: skip
 def row_sums_kernel(e):
-    for N, C in ((3, 40), (2, 1000), (2, 5)):
+    for N, C in e.cases(((3, 40), (2, 1000), (2, 5)), lambda rng: rng.integers((2, 20), (5, 200))):
         x, y = e.normal(N * C, mean=1.0, scale=0.3, dtype=BFLOAT16), e.blank(N, dtype=BFLOAT16)
         trace = e.run(N, 32, y, x, C, case=f"{N} rows of {C}", trace=True)
         wrote = e.wrote(y)

@@ -25,9 +25,9 @@ def rounded(x):
     },
 )  # fmt: skip
 def mma_kernel(e):
-    for _ in range(2):
+    for case in e.cases(("first numbers", "other numbers"), lambda rng: "random numbers"):
         a, b, c = e.normal(16, 16), e.normal(16, 8), e.blank(16, 8)
-        e.run(1, 32, c, a, b)
+        e.run(1, 32, c, a, b, case=case)
         exact = np.asarray(a) @ np.asarray(b)
         a, b = rounded(a), rounded(b)
         want = a @ b
@@ -113,7 +113,7 @@ def place(e):
     },
 )  # fmt: skip
 def scores_kernel(e):
-    for M in (16, 48):
+    for M in e.cases((16, 48), lambda rng: 16 * rng.integers(2, 5)):
         a, b, s = e.normal(M, 64, dtype=BF16), e.normal(16, 64, dtype=BF16), e.blank(M * 16)
         bits = [x.view(np.uint16).reshape(-1) for x in (a, b)]
         e.run(M // 16, 32, s, *bits, case=f"M = {M}")

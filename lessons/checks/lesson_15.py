@@ -2,6 +2,7 @@
 
 import inspect
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def double(a):
     kernel=False,
 )  # fmt: skip
 def share(e):
-    for counts in ((3, 1, 1), (4, 4), (2, 0)):
+    for counts in e.cases(((3, 1, 1), (4, 4), (2, 0)), lambda rng: (1, *rng.integers(0, 5, 3))):
         N, R = 4, len(counts)
         w, x, t = double(e.normal(3)), double(e.normal(R, N, 3)), double(e.normal(R, N))
         for r, n in enumerate(counts):
@@ -73,7 +74,8 @@ BARRIER = "Put a barrier, `yield`, between the two halves: the other ranks' part
     kernel=False,
 )  # fmt: skip
 def all_reduce(e):
-    for world, n in ((2, 4), (4, 8), (3, 9)):
+    draw = lambda rng: (world := rng.integers(2, 6), world * rng.integers(1, 5))
+    for world, n in e.cases(((2, 4), (4, 8), (3, 9), (1, 3)), draw):
         given = [np.asarray(e.normal(n)).copy() for _ in range(world)]
         arrays, moved = [x.copy() for x in given], Counter()
         e.case(f"{world} ranks, {n} elements")
@@ -214,7 +216,19 @@ CASES = {
     kernel=False,
 )  # fmt: skip
 def schedule(e):
-    for case, (order, spans, buckets) in CASES.items():
+
+    def draw(rng):
+        names, edges = list("abcdef"), np.cumsum([0, *rng.integers(1, 9, 6)]).tolist()
+        cuts = [
+            0,
+            *sorted(rng.choice(np.arange(1, edges[-1]), 3, replace=False).tolist()),
+            edges[-1],
+        ]
+        order = [str(n) for n in rng.permutation([*names, *rng.choice(names, 2)])]
+        buckets = list(pairwise(cuts))[::-1]
+        return "random parameters", (order, dict(zip(names, pairwise(edges))), buckets)
+
+    for case, (order, spans, buckets) in e.cases(CASES.items(), draw):
         got = e.call(list(order), dict(spans), list(buckets), case=case)
         e.need(
             isinstance(got, list) and len(got) == len(order),

@@ -5,6 +5,15 @@ from .attempt import exercise
 FREE = [(0, 6), (10, 8), (20, 3), (40, 5), (60, 5)]
 
 
+def some_blocks(rng):
+    """Up to seven free blocks, sorted, which do not touch."""
+    free, at = [], 0
+    for gap, size in rng.integers(1, 9, (int(rng.integers(4, 8)), 2)).tolist():
+        free.append((at + gap, size))
+        at += gap + size
+    return free
+
+
 def taken(free, start, size, rest=True, front=True):
     """The list after taking `size` from the block at `start`. rest: the remainder stays free; front: the front part was taken"""
     new = []
@@ -22,7 +31,7 @@ def taken(free, start, size, rest=True, front=True):
     kernel=False,
 )  # fmt: skip
 def take(e):
-    for free, size in (
+    fixed = (
         (FREE, 4),
         (FREE, 3),
         (FREE, 6),
@@ -30,7 +39,8 @@ def take(e):
         (FREE, 9),
         ([], 1),
         ([(2, 4)], 1),
-    ):
+    )
+    for free, size in e.cases(fixed, lambda rng: (some_blocks(rng), rng.integers(1, 9))):
         given = list(free)
         got = e.call(given, size, case=f"free {free}, size {size}")
         e.need(
@@ -110,11 +120,19 @@ def take(e):
     kernel=False,
 )  # fmt: skip
 def give(e):
-    cases = (
+    fixed = (
         ([(0, 2), (8, 2)], 4, 2), ([(0, 2), (8, 2)], 3, 4), ([(0, 2), (8, 2)], 2, 3), ([(0, 2), (8, 2)], 6, 2), ([(0, 2), (8, 2)], 2, 6), ([], 3, 1),
         ([(5, 5)], 0, 2),
     )  # fmt: skip
-    for free, start, size in cases:
+
+    def draw(rng):
+        free = some_blocks(rng)
+        i = int(rng.integers(1, len(free)))
+        end = sum(free[i - 1])
+        start = int(rng.integers(end, free[i][0]))
+        return free, start, int(rng.integers(1, free[i][0] - start + 1))
+
+    for free, start, size in e.cases(fixed, draw):
         given = list(free)
         got = e.call(given, start, size, case=f"free {free}, and ({start}, {size}) is returned")
         e.need(
@@ -166,14 +184,14 @@ def give(e):
     kernel=False,
 )  # fmt: skip
 def peak(e):
-    layers = (
+    fixed = (
         ([5, 7, 6], [1, 2, 1]),
         ([40, 5, 5], [3, 3, 3]),
         ([5, 5, 40], [3, 3, 3]),
         ([9], [2]),
         ([4, 30, 2, 2], [1, 6, 1, 5]),
     )
-    for kept, inputs in layers:
+    for kept, inputs in e.cases(fixed, lambda rng: tuple(rng.integers(1, 40, (2, 7)).tolist())):
         for recompute in (False, True):
             got = e.call(
                 list(kept),

@@ -35,7 +35,8 @@ def skipping(lengths):
 )  # fmt: skip
 def edges_kernel(e):
     like = e.normal(1)
-    for lengths in ((3, 1, 2), (5,), tuple(range(1, 33)), (4, 0, 0, 7)):
+    fixed = (3, 1, 2), (5,), tuple(range(1, 33)), (4, 0, 0, 7), (0, 0, 3, 0)
+    for lengths in e.cases(fixed, lambda rng: tuple(rng.integers(0, 20, rng.integers(8, 30)))):
         a = np.array(lengths)
         edges, given = e.blank(len(a) + 1, dtype=np.int32), ints(like, *lengths)
         case = f"lengths {', '.join(map(str, lengths[:6]))}{', ...' if len(a) > 6 else ''}"
@@ -79,7 +80,9 @@ def edges_kernel(e):
 )  # fmt: skip
 def remove_padding_kernel(e):
     like = e.normal(1)
-    for lengths, C in (((2, 3), 5), ((3, 1, 2), 40), ((1, 0, 4), 5)):
+    fixed = ((2, 3), 5), ((3, 1, 2), 40), ((1, 0, 4), 5), ((0, 2, 0, 0, 1, 0), 3)
+    draw = lambda rng: (tuple(rng.integers(0, 5, 6)) + (2,), rng.integers(3, 70))
+    for lengths, C in e.cases(fixed, draw):
         A, T = len(lengths), max(lengths)
         edges = np.concatenate([[0], np.cumsum(lengths)])
         N = int(edges[-1])
@@ -130,19 +133,28 @@ def seen(q, k, v, edges, rows, scale, sees):
 )  # fmt: skip
 def context_attention(e):
     H, G, D, S, scale = 4, 2, 3, 9, 0.5
-    for lengths, history, rows in (
-        ((3,), (0,), (0,)),
-        ((2, 3), (0, 0), (0, 1)),
-        ((2, 1, 3), (4, 0, 2), (2, 0, 1)),
-    ):
+    fixed = (
+        ((3,), (0,), (0,), 1.0),
+        ((2, 3), (0, 0), (0, 1), 1.0),
+        ((2, 1, 3), (4, 0, 2), (2, 0, 1), 1.0),
+        ((2, 0, 3), (1, 3, 2), (1, 0, 2), 1.0),
+        ((2, 3), (2, 1), (0, 1), 400.0),
+    )
+    draw = lambda rng: (
+        *map(tuple, rng.integers((1, 0), (5, 5), (3, 2)).T),
+        tuple(rng.permutation(3)),
+        1.0,
+    )
+    for lengths, history, rows, size in e.cases(fixed, draw):
         edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        q = np.asarray(e.normal(int(edges[-1]), H, D))
+        q = np.asarray(e.normal(int(edges[-1]), H, D, scale=size))
         k, v = (np.asarray(e.normal(3, G, S, D)) for _ in range(2))
         history, rows = np.array(history, np.int32), np.array(rows, np.int32)
         for r, n in zip(rows, history + np.array(lengths)):
             if not history.any():
                 k[r, :, n:] = v[r, :, n:] = np.nan  # not written yet
         case = f"lengths {list(lengths)}, history {list(map(int, history))}, rows {list(map(int, rows))}, 4 query heads, 2 key/value heads"
+        case += ", large scores" * (size > 1)
         got = e.call(q, k, v, edges, history, rows, scale, case=case)
         e.need(got is not None, "Nothing is returned: return o (N, H, D).")
         clean_k, clean_v = np.nan_to_num(k), np.nan_to_num(v)
@@ -158,6 +170,7 @@ def context_attention(e):
         given = (q, clean_k, clean_v, edges, rows, scale)
         late = seen(*given, lambda a, i, past=history: past[a] + i)
         e.same("o", got, want(), {
+            "exp overflows: subtract the largest score of each query first.": lambda got: size > 1 and not np.isfinite(got).all(),
             "A query also attends to itself: query i attends to history + i + 1 keys; here it attends to one fewer.":
                 lambda got: _close_where(got, late, np.isfinite(late)),
             "Every query attends to all keys of its prompt, including later ones: query i attends to history + i + 1 keys.":

@@ -23,12 +23,18 @@ def ints(like, values):
 )  # fmt: skip
 def append_kernel(e):
     like = e.normal(1)
-    for rows, positions, D in (
+    fixed = (
         ((0,), (5,), 3),
         ((1, 0, 1), (0, 3, 1), 40),
         ((0, -1, 1, 0, 1), (1, 2, 4, 0, -1), 3),
-    ):
-        N, R, G, S = len(rows), 2, 2, 4 if -1 in rows else 6
+    )
+
+    def draw(rng):
+        places = rng.permutation([(r, p) for r in range(-1, 2) for p in range(-1, 5)])[:9]
+        return tuple(places[:, 0]), tuple(places[:, 1]), rng.integers(3, 70)
+
+    for rows, positions, D in e.cases(fixed, draw):
+        N, R, G, S = len(rows), 2, 2, 4 if -1 in rows or e.drawn else 6
         cache, new = e.blank(R, G, S, D), e.normal(N, G, D)
         case = f"rows {', '.join(map(str, rows))}, positions {', '.join(map(str, positions))}, capacity {S}"
         e.run((N, G), 32, cache, new, ints(like, rows), ints(like, positions), case=case)
@@ -62,13 +68,18 @@ def append_kernel(e):
 )  # fmt: skip
 def decode_attention(e):
     scale = 0.4
-    cases = (
+    fixed = (
         (2, 2, 4, 6, 4, 1.0),
         (2, 2, 3, 5, 1, 1.0),
         (6, 2, 4, 8, 7, 1.0),
         (2, 2, 4, 6, 4, 100.0),
     )
-    for H, G, D, S, length, large in cases:
+
+    def draw(rng):
+        G, each, D, S = rng.integers((1, 2, 2, 5), (4, 4, 6, 9))
+        return G * each, G, D, S, rng.integers(2, S + 1), 1.0
+
+    for H, G, D, S, length, large in e.cases(fixed, draw):
         q = np.asarray(e.normal(H, D, scale=large))
         k, v = (np.asarray(e.normal(G, S, D, scale=2.0)).copy() for _ in range(2))
         k[:, length:] = v[:, length:] = np.nan
@@ -117,11 +128,17 @@ def decode_attention(e):
     kernel=False,
 )  # fmt: skip
 def largest_batch(e):
-    for L, H, G, D, S, size, free in (
+    fixed = (
         (12, 12, 12, 64, 1024, 4, 10**9),
         (32, 32, 8, 128, 8192, 2, 64 * 10**9),
         (2, 4, 4, 8, 16, 4, 100),
-    ):
+    )
+
+    def draw(rng):
+        L, H, G, D, S = rng.integers((2, 9, 2, 16, 100), (40, 33, 9, 129, 5000))
+        return L, H, G, D, S, 2, rng.integers(10**9, 10**11)
+
+    for L, H, G, D, S, size, free in e.cases(fixed, draw):
         got = e.call(
             L,
             H,

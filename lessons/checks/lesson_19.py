@@ -42,13 +42,16 @@ def unshrunk(q, k, v, scale, chunk):
     },
 )  # fmt: skip
 def partial_kernel(e):
-    for n, chunk, big in ((4, 4, 1.0), (10, 4, 1.0), (7, 3, 8.0)):
+    fixed = (4, 4, 1.0), (10, 4, 1.0), (7, 3, 8.0)
+    for n, chunk, big in e.cases(fixed, lambda rng: (*rng.integers((8, 2), (20, 6)), 1.0)):
         q, k, v = e.normal(32, scale=big), e.normal(n, 32, scale=big), e.normal(n, 32)
         S = -(-n // chunk)
         m, total, acc = e.blank(S), e.blank(S), e.blank(S, 32)
         scale = np.float32(0.18)
         case = f"{n} keys, {chunk} per block" + (", scores up to a hundred" if big > 1 else "")
-        e.run(S, 32, m, total, acc, q, k, v, scale, np.int64(chunk), case=case)
+        trace = e.run(S, 32, m, total, acc, q, k, v, scale, np.int64(chunk), case=case, trace=True)
+        blocks = {x.block[0] for x in trace.of(e.name(k), write=False)}
+        reads = len(trace.of(e.name(k), write=False)), k.size
         wide = [np.asarray(a).astype(np.float64) for a in (q, k, v)]
         want = parts_of(*wide, float(scale), chunk)
         scores = wide[1] @ wide[0] * float(scale)
@@ -78,6 +81,15 @@ def partial_kernel(e):
                 lambda got: np.isnan(got[:, 1:]).all() and not np.isnan(got[:, 0]).any(),
             "acc is the sum of the weights times the VALUES, v[i, d].": parts_of(wide[0], wide[1], wide[1], float(scale), chunk)[2],
         }, rtol=1e-3, atol=1e-5)  # fmt: skip
+        e.need(
+            len(blocks) == S,
+            f"The values are right, but {len(blocks)} of {S} blocks read the keys, and the others wait for nothing. The point of splitting the "
+            "keys is that all blocks work at the same time: block s computes part s, and no other.",
+        )
+        e.need(
+            reads[0] <= 2 * reads[1],
+            f"The values are right, but the keys are read {reads[0] // reads[1]} times over: block s must read only the keys of part s.",
+        )
 
 
 @exercise(
@@ -86,7 +98,8 @@ def partial_kernel(e):
     kernel=False,
 )  # fmt: skip
 def merge(e):
-    for n, chunk, big in ((4, 4, 1.0), (8, 4, 1.0), (9, 4, 1.0), (12, 3, 900.0)):
+    fixed = (4, 4, 1.0), (8, 4, 1.0), (9, 4, 1.0), (12, 3, 5000.0)
+    for n, chunk, big in e.cases(fixed, lambda rng: (*rng.integers((8, 2), (20, 6)), 1.0)):
         q, k, v = (
             np.asarray(e.normal(*s, scale=b)).astype(np.float64)
             for s, b in (((3,), 1.0), ((n, 3), big), ((n, 3), 1.0))
@@ -115,6 +128,8 @@ def merge(e):
             "This is the mean of the parts. A part with larger scores must count more: weight it by exp(m_i - M).": mean if len(m) > 1 else np.empty(0),
             "l was not rescaled: multiply both sums by exp(m_i - M).": (share[:, None] * acc).sum(0) / total.sum() if len(m) > 1 else np.empty(0),
             "acc was not rescaled: multiply both sums by exp(m_i - M).": acc.sum(0) / (share * total).sum() if len(m) > 1 else np.empty(0),
+            "Only the part with the largest m is used: the others count too, with the factor exp(m_i - M).":
+                acc[m.argmax()] / total[m.argmax()] if len(m) > 1 else np.empty(0),
             "Divide by the sum of the rescaled l.": (share[:, None] * acc).sum(0) if len(m) > 1 else acc[0],
             "Neither sum was rescaled: multiply both acc and l of part i by exp(m_i - M).": acc.sum(0) / total.sum() if len(m) > 1 else np.empty(0),
             "The parts are weighted by exp(m_i - M) alone: the weight of part i is exp(m_i - M) l_i.":
@@ -124,7 +139,8 @@ def merge(e):
             "The NaN comes from the empty part. If M is the largest m, exp(-inf - M) is 0; but 0 / 0 is NaN: sum over the parts first, "
             "then divide once at the end.":
                 lambda got: empty and big == 1 and np.isnan(got).any(),
-            "exp overflows: subtract the largest m first.": lambda got: big > 1 and not np.isfinite(got).all(),
+            "exp overflows: subtract the largest m first, which is that of any part. M is not 0, not the mean, and not the m of the first part, which "
+            "may be empty (m = -inf).": lambda got: big > 1 and not np.isfinite(got).all(),
         }, rtol=1e-6)  # fmt: skip
 
 
@@ -134,13 +150,17 @@ def merge(e):
     kernel=False,
 )  # fmt: skip
 def splits(e):
-    for n, chunk, most in (
+    fixed = (
         (10, 4, 8),
         (256, 256, 32),
         (257, 256, 32),
         (10000, 256, 32),
         (1, 256, 32),
-    ):
+        (9, 2, 4),
+        (17, 2, 8),
+    )
+    draw = lambda rng: (rng.integers(100, 5000), rng.integers(2, 300), rng.integers(2, 40))
+    for n, chunk, most in e.cases(fixed, draw):
         got = e.call(
             n,
             chunk,
@@ -153,6 +173,7 @@ def splits(e):
         )
         used = min(most, -(-n // chunk))
         flat = [x for pair in got for x in pair]
+        e.need(all(a < b for a, b in got), f"A part has no keys: omit it. The parts are {got}.")
         e.need(
             flat and flat[0] == 0 and flat[-1] == n,
             f"The parts go from {flat[0] if flat else '-'} to {flat[-1] if flat else '-'}; they must cover all keys from 0 to {n}.",
@@ -161,15 +182,14 @@ def splits(e):
             all(a[1] == b[0] for a, b in itertools.pairwise(got)),
             "The parts overlap or leave a gap: each part begins where the previous one ends.",
         )
-        e.need(all(a < b for a, b in got), "A part is empty: omit it.")
         e.need(len(got) <= most, f"There are {len(got)} parts; at most {most} are allowed.")
         e.need(
             len(got) <= used,
             f"There are {len(got)} parts for {n} keys; at most {used} are allowed, one per {chunk} keys (rounded up).",
         )
         e.need(
-            len(got) >= used - 1 or used == 1,
-            f"There are only {len(got)} parts where {used} blocks could work.",
+            2 * len(got) >= used,
+            f"There are only {len(got)} parts where {used} blocks could work: at least half of them must get a part.",
         )
         sizes = [b - a for a, b in got]
         e.need(

@@ -19,7 +19,8 @@ from .pieces import Pieces
     },
 )  # fmt: skip
 def segment_best_kernel(e):
-    for V, ties in ((64, False), (310, False), (130, True), (5, True)):
+    fixed = (64, False), (310, False), (130, True), (5, True)
+    for V, ties in e.cases(fixed, lambda rng: (rng.integers(65, 400), rng.random() < 0.5)):
         x = e.normal(V, mean=-3.0)
         if ties:
             x[...] = np.minimum(np.round(np.asarray(x)), -1)
@@ -66,14 +67,17 @@ def best_of(x, k, segment, kept):
     kernel=False,
 )  # fmt: skip
 def top_k(e):
-    for V, k, segment, ties, grows in (
+    fixed = (
         (10, 3, 4, False, 0),
         (23, 5, 5, False, 0),
         (12, 4, 4, False, -1),
         (14, 4, 5, False, 1),
         (12, 4, 5, True, 0),
         (6, 2, 8, False, 0),
-    ):
+        (9, 4, 2, False, 0),
+    )
+    draw = lambda rng: (*rng.integers((20, 2, 5), (60, 6, 12)), rng.random() < 0.5, 0)
+    for V, k, segment, ties, grows in e.cases(fixed, draw):
         x = np.asarray(e.normal(V))
         x = np.round(x) if ties else np.sort(grows * x) * grows if grows else x
         trend = {0: "", 1: ", in ascending order", -1: ", in descending order"}[grows]
@@ -164,6 +168,26 @@ def choose(e):
         int(got) == 3,
         f"It chose {int(got)}; expected 3.\nexp overflows: subtract the largest logit first.",
     )
+    for _ in range(8):
+        V = int(e.rng.integers(3, 9))
+        x, temperature = e.rng.normal(size=V), float(e.rng.uniform(0.5, 2))
+        k, p, u = int(e.rng.integers(0, V)), float(e.rng.uniform(0.3, 1)), float(e.rng.random())
+        w = sorted(((np.exp(z / temperature), i) for i, z in enumerate(x)), reverse=True)
+        w = w[: k or V]
+        stay, total = [], sum(a for a, _ in w)
+        for a, i in w:  # as long as those before it have less than p
+            if sum(b for b, _ in stay) < p * total:
+                stay.append((a, i))
+        sums = np.cumsum([a for a, _ in stay]) / sum(a for a, _ in stay)
+        if np.abs(sums - u).min() < 1e-6:
+            continue  # decided by rounding
+        case = f"logits {x.round(3).tolist()}, temperature {temperature:.3f}, k = {k}, p = {p:.3f}, u = {u:.3f}"
+        got = e.call(x.copy(), temperature, k, p, u, case=case)
+        want = stay[int(np.argmax(sums > u))][1]
+        e.need(
+            int(got) == want,
+            f"It chose {int(got)}; expected {want}.\nThe ids that stay are {[i for _, i in stay]}, with the running sum {sums.round(3).tolist()}.",
+        )
 
 
 @exercise(
@@ -172,11 +196,13 @@ def choose(e):
     kernel=False,
 )  # fmt: skip
 def philox(e):
-    for counter, key in (
+    fixed = (
         ((1, 2, 3, 4), (5, 6)),
         ((0, 0, 0, 0), (0, 0)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2),
-    ):
+    )
+    draw = lambda rng: (tuple(rng.integers(0, 2**32, 4)), tuple(rng.integers(0, 2**32, 2)))
+    for counter, key in e.cases(fixed, draw):
         got = e.call(counter, key, case=f"counter {counter}, key {key}")
         want = philox_ref(counter, key)
         e.need(isinstance(got, (tuple, list)) and len(got) == 4, "Return four words.")

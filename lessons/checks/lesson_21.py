@@ -39,13 +39,16 @@ def round_robin(lengths, slots):
     kernel=False,
 )  # fmt: skip
 def schedule(e):
-    for lengths, slots in (
+    fixed = (
         ([3, 9, 2, 5, 1], 2),
         ([4, 4, 4], 3),
         ([2, 3], 4),
         ([5, 1, 1, 1, 1, 7, 2], 3),
         ([2, 2, 2], 1),
-    ):
+        ([], 2),
+    )
+    draw = lambda rng: (rng.integers(1, 10, 9), rng.integers(2, 5))
+    for lengths, slots in e.cases(fixed, draw):
         got = e.call(list(lengths), slots, case=f"lengths {lengths}, {slots} slots")
         e.need(
             isinstance(got, (list, tuple))
@@ -62,7 +65,7 @@ def schedule(e):
             "A pair is (first step, slot).",
         )
         e.need(
-            not np.array_equal(starts, want + lengths),
+            not lengths or not np.array_equal(starts, want + lengths),
             "These are the steps in which the slots become free again: a pair holds the step in which the request STARTS.",
         )
         e.need(
@@ -78,7 +81,7 @@ def schedule(e):
                     f"Requests {j} and {i} are in slot {chosen[i]} at the same time. Request {j} needs steps {starts[j]:g} to "
                     f"{starts[j] + early[j]:g}, so the slot is free from step {starts[j] + lengths[j]:g}.",
                 )
-        alone = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(float)
+        alone = (np.cumsum(lengths) - lengths).astype(float)
         e.same("the first steps", starts, want, {
             "This serves one request at a time: all slots can be used in parallel.": alone if slots > 1 else np.empty(0),
             "This is static batching: requests wait until the whole batch has ended. Reuse a free slot in the next step.":
@@ -100,8 +103,9 @@ def schedule(e):
     },
 )  # fmt: skip
 def advance_kernel(e):
-    for B, block in ((32, 32), (40, 16), (3, 32)):
-        rng = np.random.default_rng(B)
+    fixed = (32, 32), (40, 16), (3, 32)
+    for B, block in e.cases(fixed, lambda rng: (rng.integers(33, 90), 8 * rng.integers(1, 5))):
+        rng = e.rng if e.drawn else np.random.default_rng(B)
         arrays = [e.blank(B, dtype=np.int32) for _ in range(3)]
         lengths, step, slots = arrays
         lengths[:], step[:] = rng.integers(5, 90, B), rng.integers(1, 5, B)
@@ -135,7 +139,18 @@ def reusable(e):
         "the prompt is a prefix of the cached tokens": ([1, 2, 3, 4, 5], [1, 2, 3], 2),
         "nothing is cached": ([], [1, 2], 0),
     }
-    for case, (cached, prompt, want) in cases.items():
+
+    def draw(rng):
+        cached, prompt = (rng.integers(0, 9, n).tolist() for n in rng.integers(2, 9, 2))
+        n = int(rng.integers(0, min(len(cached), len(prompt))))
+        prompt[:n] = cached[:n]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b),
+            min(len(cached), len(prompt)),
+        )
+        return "random tokens", (cached, prompt, min(same, len(prompt) - 1))
+
+    for case, (cached, prompt, want) in e.cases(cases.items(), draw):
         got = e.call(list(cached), list(prompt), case=f"{case}: cached {cached}, prompt {prompt}")
         e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
         places = sum(a == b for a, b in zip(cached, prompt))
@@ -169,8 +184,38 @@ def whole_characters(e):
         "no bytes": (b"", "", b""),
         "a byte that never begins a character": (b"a\xffb", "a\ufffdb", b""),
         "half a character, then a letter": (b"\xc3a", "\ufffda", b""),
+        "a byte that never begins a character, at the end": (b"a\xff", "a\ufffd", b""),
+        "a byte that only continues a character, at the end": (b"a\x80", "a\ufffd", b""),
+        "the start of a character, then one that never is": (b"\xe2\xff", "\ufffd\ufffd", b""),
     }
-    for case, (data, text, rest) in cases.items():
+
+    def draw(rng):
+        pieces = [
+            b"a",
+            "é".encode(),
+            "€".encode(),
+            "🙂".encode(),
+            b"\xff",
+            b"\x80",
+            "🙂".encode()[:2],
+        ]
+        data = b"".join(pieces[i] for i in rng.integers(len(pieces), size=6))
+        data = data[: len(data) - int(rng.integers(0, 3))]
+        # the longest end that the start of a character may be: it becomes valid with some more bytes
+        more = (
+            [b"\x80" * n for n in (1, 2, 3)]
+            + [b"\x90" + b"\x80" * n for n in (0, 1, 2)]
+            + [b"\xa0\x80", b"\xa0"]
+        )
+
+        def begins(end):
+            return any(_is_character(end + m) for m in more)
+
+        n = next((n for n in (3, 2, 1) if begins(data[len(data) - n :])), 0)
+        text, rest = data[: len(data) - n].decode(errors="replace"), data[len(data) - n :]
+        return "random bytes", (data, text, rest)
+
+    for case, (data, text, rest) in e.cases(cases.items(), draw):
         got = e.call(data, case=f"{case}: {data!r}")
         e.need(
             isinstance(got, tuple) and len(got) == 2,
@@ -196,3 +241,10 @@ def whole_characters(e):
         else:
             why = "Return every whole character immediately."
         raise e.wrong(f"{shown}\n{why}")
+
+
+def _is_character(data) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False

@@ -44,16 +44,26 @@ def safetensors(tensors):
 )  # fmt: skip
 def read_safetensors(e):
     a = np.asarray(e.normal(2, 3))
-    cases = (
+    fixed = (
+        {},
         {"w": a},
         {"w": a, "b": np.arange(4)},
         {
             "n": np.asarray(e.normal(3)).astype(np.float16),
             "w": a,
             "one": np.asarray(e.normal(1)).reshape(()),
+            "empty": np.empty((0, 3), np.float32),
         },
     )
-    for tensors in cases:
+
+    def draw(rng):
+        kinds = list(KINDS.values())
+        some = {
+            f"layer.{i}": rng.normal(size=tuple(rng.integers(1, 5, i % 3 + 1))) for i in range(4)
+        }
+        return {n: (100 * x).astype(kinds[rng.integers(3)]) for n, x in some.items()}
+
+    for tensors in e.cases(fixed, draw):
         data = safetensors(tensors)
         got = e.call(
             data,
@@ -79,7 +89,8 @@ def read_safetensors(e):
             )
             e.need(
                 np.array_equal(x, want),
-                f"{name} has wrong values. data_offsets count from the END of the header, from byte 8 + n of the file.",
+                f"{name} has wrong values. data_offsets count from the END of the header, from byte 8 + n of the file. (The header may list the tensors "
+                "in another order than the data.)",
             )
 
 
@@ -89,7 +100,8 @@ def read_safetensors(e):
     kernel=False,
 )  # fmt: skip
 def pairs_to_halves(e):
-    for H, D, C in ((1, 6, 3), (2, 6, 4), (3, 8, 1)):
+    draw = lambda rng: (rng.integers(2, 5), 2 * rng.integers(2, 6), rng.integers(2, 5))
+    for H, D, C in e.cases(((1, 6, 3), (2, 6, 4), (3, 8, 1)), draw):
         w = np.asarray(e.normal(H * D, C))
         got = e.call(w.copy(), H, case=f"w ({H * D}, {C}), {H} heads of {D}")
         by = lambda order: np.concatenate([w[h * D : (h + 1) * D][order] for h in range(H)])
@@ -174,3 +186,9 @@ def first_parting(e):
          layer_0=5e-4)  # fmt: skip
     case("a NaN in layer 1", "layer 1", "A NaN counts as a difference, but `nan > tolerance` is False: test `not difference <= tolerance`.",
          layer_1=np.nan)  # fmt: skip
+    first, factor = int(e.rng.integers(1, 5)), 10.0 ** e.rng.uniform(-3, 3)
+    theirs = {f"stage {i}": e.rng.normal(size=(2, 5)) * factor for i in range(5)}
+    ours = {n: a + factor * (0.01 * (i >= first) + 1e-7) for i, (n, a) in enumerate(theirs.items())}
+    want = f"stage {first}"
+    got = e.call(ours, theirs, 1e-4, case=f"random numbers; from {want} on they differ")
+    e.need(got == want, f"It returns {got!r}; expected {want!r}.")

@@ -39,12 +39,10 @@ BYTES = 64 * 64 * 2
     },
 )  # fmt: skip
 def warpgroup_kernel(e):
-    for _ in range(2):
+    for case in e.cases(("q, k (64, 64)",), lambda rng: "q, k (64, 64), random numbers"):
         q, k = (e.normal(1, 64, 1, 64, dtype=ml_dtypes.bfloat16) for _ in range(2))
         s = e.blank(64, 64)
-        e.run(
-            1, 128, s, tensor_maps((q, 64), (k, 64)), shared=1024 + 2 * BYTES, case="q, k (64, 64)"
-        )
+        e.run(1, 128, s, tensor_maps((q, 64), (k, 64)), shared=1024 + 2 * BYTES, case=case)
         a, b = (np.asarray(x).astype(np.float64).reshape(64, 64) for x in (q, k))
         w, g, t = (
             x[:, None, None]
@@ -78,7 +76,9 @@ def warpgroup_kernel(e):
     kernel=False,
 )  # fmt: skip
 def mlp_shares(e):
-    for N, C, F, ranks in ((3, 4, 6, 1), (3, 4, 6, 2), (2, 5, 12, 4), (2, 6, 6, 3)):
+    fixed = (3, 4, 6, 1), (3, 4, 6, 2), (2, 5, 12, 4), (2, 6, 6, 3)
+    draw = lambda rng: (*rng.integers(2, 6, 2), 6 * (ranks := rng.integers(2, 6)), ranks)
+    for N, C, F, ranks in e.cases(fixed, draw):
         x, w1, w2 = (np.asarray(e.normal(*s)).astype(np.float64) for s in ((N, C), (F, C), (C, F)))
         got = e.call(
             x, w1, w2, ranks, case=f"x ({N}, {C}), w1 ({F}, {C}), w2 ({C}, {F}), {ranks} ranks"
@@ -135,12 +135,19 @@ def _slices(n, parts):
     kernel=False,
 )  # fmt: skip
 def fsdp_bytes(e):
-    for layers, size, ranks, ahead in (
+    fixed = (
         (4, 100, 1, 0),
         (32, 800, 8, 0),
         (32, 800, 8, 1),
         (10, 64, 4, 2),
-    ):
+    )
+    draw = lambda rng: (
+        rng.integers(5, 90),
+        64 * rng.integers(1, 90),
+        2 ** rng.integers(1, 7),
+        rng.integers(0, 4),
+    )
+    for layers, size, ranks, ahead in e.cases(fixed, draw):
         got = e.call(
             layers,
             size,
@@ -175,13 +182,15 @@ def fsdp_bytes(e):
     kernel=False,
 )  # fmt: skip
 def finish_time(e):
-    for tiles, load, compute, stages in (
+    fixed = (
         (3, 2.0, 3.0, 1),
         (3, 2.0, 3.0, 2),
         (4, 3.0, 1.0, 2),
         (5, 1.0, 2.0, 3),
         (1, 2.0, 3.0, 4),
-    ):
+    )
+    draw = lambda rng: (rng.integers(5, 12), *rng.uniform(0.5, 4, 2).round(2), rng.integers(1, 5))
+    for tiles, load, compute, stages in e.cases(fixed, draw):
         got = e.call(
             tiles,
             load,

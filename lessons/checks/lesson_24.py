@@ -14,7 +14,7 @@ from .attempt import exercise
     kernel=False,
 )  # fmt: skip
 def make_pool(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     for size, steps in ((1, 12), (3, 30), (8, 200), (40, 400)):
         functions = e.call(size, case=f"{size} blocks")
         pool = e.several(functions, "allocate", "share", "release")
@@ -78,7 +78,7 @@ def flat_all(x, table):
     },
 )  # fmt: skip
 def paged_attention_kernel(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     cases = [(10, 4, 1.0), (4, 4, 1.0), (1, 4, 1.0), (17, 8, 1.0), (9, 3, 40.0), (8, 16, 1.0)]
     cases.append((int(rng.integers(5, 30)), int(rng.integers(2, 7)), 1.0))
     for n, S, big in cases:
@@ -156,7 +156,7 @@ def paged_attention_kernel(e):
     kernel=False,
 )  # fmt: skip
 def block_names(e):
-    rng = np.random.default_rng()
+    rng = e.rng
 
     def names(tokens, S):
         got = e.call(list(tokens), S, case=f"tokens {list(tokens)}, blocks of {S}")
@@ -239,7 +239,7 @@ def block_names(e):
     kernel=False,
 )  # fmt: skip
 def next_place(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     cases = [  # what, n, S, sequences that use the last block
         ("no token yet", 0, 4, 1),
         ("the last block is full and its own", 8, 4, 1),

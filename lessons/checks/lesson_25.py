@@ -14,7 +14,8 @@ IGNORE = -100
 )  # fmt: skip
 def inputs_and_targets(e):
     rng = np.random.default_rng(1)
-    for flags in ("0011", "01", "000110010111", "1111", "0110"):
+    fixed = "0011", "01", "000110010111", "1111", "0110", "1"
+    for flags in e.cases(fixed, lambda rng: "".join(map(str, rng.integers(0, 2, 12)))):
         trained = np.array([x == "1" for x in flags])
         ids = rng.permutation(np.arange(1, 40))[: len(trained)]
         got = e.call(ids.copy(), trained.copy(), case=f"ids {ids.tolist()}, trained {flags}")
@@ -43,7 +44,8 @@ def inputs_and_targets(e):
     kernel=False,
 )  # fmt: skip
 def mask_and_positions(e):
-    for lengths in ((3,), (2, 3), (1, 1, 4), (5, 3, 1)):
+    fixed = (3,), (2, 3), (1, 1, 4), (5, 3, 1)
+    for lengths in e.cases(fixed, lambda rng: tuple(rng.integers(1, 5, 5))):
         starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
         got = e.call(starts.copy(), case=f"starts {starts.tolist()}")
         may_see, positions = e.several(got, "may_see", "positions")
@@ -78,7 +80,8 @@ def mask_and_positions(e):
     kernel=False,
 )  # fmt: skip
 def lora_backward(e):
-    for N, O, I, r, f in ((2, 3, 4, 1, 1.0), (5, 4, 6, 2, 2.0), (3, 6, 6, 3, 0.5)):
+    fixed = (2, 3, 4, 1, 1.0), (5, 4, 6, 2, 2.0), (3, 6, 6, 3, 0.5)
+    for N, O, I, r, f in e.cases(fixed, lambda rng: (*rng.integers(2, 8, 4), rng.uniform(0.3, 3))):
         dy, x, w, a, b = (
             np.asarray(e.normal(*shape)).astype(np.float64)
             for shape in ((N, O), (N, I), (O, I), (r, I), (O, r))

@@ -19,7 +19,7 @@ def not_finite(got):
     kernel=False,
 )  # fmt: skip
 def policy_gradient(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     more = int(rng.integers(5, 9))
     sizes = ((4, 1, 1.0), (3, 7, 1.0), (more, 12, 2.0), (more, 6, 1000.0), (4, 0, 1.0))
     for V, n, spread in sizes:
@@ -62,7 +62,7 @@ def policy_gradient(e):
     kernel=False,
 )  # fmt: skip
 def group_advantages(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     some, many = int(rng.integers(2, 5)), int(rng.integers(5, 9))
     shapes = ((some, many, ""), (3, 3, ""), (2, 4, "equal"), (some, many, "large"), (0, 4, "empty"))
     for P, G, kind in shapes:
@@ -121,7 +121,7 @@ def group_advantages(e):
     kernel=False,
 )  # fmt: skip
 def clipped(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     for kind, n in (("", 6), ("", 20), ("small", 8), ("empty", 0)):
         eps = float(rng.uniform(0.1, 0.3))
         ratio = np.exp(rng.normal(0.0, 0.6, n))
@@ -179,7 +179,7 @@ def clipped(e):
     kernel=False,
 )  # fmt: skip
 def kl_to_reference(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     more = int(rng.integers(2, 5))
     for kind, B, T in (("", 2, 3), ("some", more, 6), ("small", 3, 5), ("none", 2, 4)):
         now, reference = (rng.normal(-2.0, 0.6, (B, T)) for _ in range(2))

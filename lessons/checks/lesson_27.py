@@ -206,7 +206,7 @@ def next_text(e):
         ("", "END", ["END"]), ("", "a<<", ["<</>"]),
     ]  # fmt: skip
     cases = [(f"held {h!r}, new {n!r}, stops {s!r}", (h, n, s)) for h, n, s in fixed]
-    rng = np.random.default_rng()
+    rng = e.rng
     draw = lambda least: "".join(rng.choice(list("ab<"), rng.integers(least, 4)))
     for n in (3, *rng.integers(4, size=11)):  # whole texts, in random pieces
         stops, held = [draw(1) + "b" for _ in range(n)], ""
@@ -348,7 +348,7 @@ def complete_events(e):
         b"data: \n\ndata: after an empty one\n\n", b"data:  two spaces \n\n", b"data: atad\n\n", b"data: [DONE]\n\n",
         "data: a\u2028b\n\n".encode(), b'data: {"content":"\\n\\n"}\n\n', b"event: done\ndata: one\nid: 7\n\ndata: ",
     ]  # fmt: skip
-    rng = np.random.default_rng()
+    rng = e.rng
     for n in (5, *rng.integers(1, 6, 11)):
         texts = ["".join(rng.choice(list("ab :€🙂é,data"), rng.integers(12))) for _ in range(n)]
         lines = [f"data: {x}" if n == 5 or rng.random() < 0.8 else f": {x}" for x in texts]
@@ -481,7 +481,7 @@ def start_times(e):
         ([0, 1, 2, 3, 4, 5], [9, 1, 1, 1, 1, 1], 2), ([5, 5], [1, 1], 1), ([1, 2, 3], [4, 4, 4], 8), ([], [], 3), ([4], [1], 1),
         ([0, 0.1, 0.2, 0.3, 9], [5, 4, 1, 2, 1], 2), ([0, 1, 20, 20.5, 21], [3, 3, 3, 1, 1], 1), ([0, 0, 1, 2], [2, 0, 2, 2], 2),
     ]  # fmt: skip
-    rng = np.random.default_rng()
+    rng = e.rng
     for _ in range(8):
         n, slots = int(rng.integers(7, 12)), int(rng.integers(1, 4))
         arrivals = np.cumsum(rng.exponential(1 / slots, n)).round(2).tolist()

@@ -23,7 +23,8 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, key):
         rows = key[0] if isinstance(key, tuple) else key
-        picked = np.arange(len(self._x))[rows]
+        n = len(self._x)
+        picked = np.array(range(n)[rows]) if isinstance(rows, slice) else np.arange(n)[rows]
         most = self._most
         if self._chosen and not isinstance(rows, slice):
             most = max(most, self._chosen)

@@ -22,6 +22,37 @@ def is_empty(source):
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
 
 
+def divergent_barrier(source) -> str | None:
+    """The line of the first cuda.syncthreads() in an `if` or a loop that threads take differently, or None.
+
+    A value differs from thread to thread if it is computed from threadIdx, laneid or cuda.grid.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    differs = {"threadIdx", "laneid", "grid"}
+
+    def depends(node):
+        names = {getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(node)}
+        return bool(names & differs)
+
+    assigned = [n for n in ast.walk(tree) if isinstance(n, (ast.Assign, ast.AugAssign, ast.For))]
+    for _ in assigned:  # until nothing is added, which takes at most one round per assignment
+        for n in assigned:
+            if depends(n.iter if isinstance(n, ast.For) else n.value):
+                targets = n.targets if isinstance(n, ast.Assign) else [n.target]
+                stored = (x for t in targets for x in ast.walk(t) if isinstance(x, ast.Name))
+                differs |= {x.id for x in stored if not isinstance(x.ctx, ast.Load)}
+    for branch in ast.walk(tree):
+        test = branch.iter if isinstance(branch, ast.For) else getattr(branch, "test", None)
+        if isinstance(branch, (ast.If, ast.While, ast.For)) and depends(test):
+            for n in ast.walk(branch):
+                if isinstance(n, ast.Attribute) and n.attr.startswith("syncthreads"):
+                    return f"{ast.unparse(branch).splitlines()[0]} ... {ast.unparse(n)}()"
+    return None
+
+
 LIBRARY = ("xtrain", __package__)  # the packages whose functions an exercise may not use
 
 

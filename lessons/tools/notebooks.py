@@ -3,7 +3,9 @@
     python lessons/tools/notebooks.py run [NN ...]         write and execute the notebooks of these lessons (default: all)
     python lessons/tools/notebooks.py pairs                exit 1 if a notebook differs from its .py file, or shows outdated code
     python lessons/tools/notebooks.py outputs FOLDER       exit 1 if the outputs of a run in FOLDER differ from the committed ones
-    python lessons/tools/notebooks.py repository           write the repository name of mkdocs.yml into badges and install cells
+    python lessons/tools/notebooks.py repository [NAME]    write its name into mkdocs.yml, the Colab badges and the install cells
+
+With the placeholder OWNER/xtrain as its name there are no badges, and the site shows no link to the repository.
 
 A cell tagged "solution" is folded in Jupyter and on Colab. Cells are numbered, so that a new run changes only what differs.
 """
@@ -21,10 +23,19 @@ SECONDS = 120  # time limit of one cell
 SHOWS = re.compile(  # a cell that only shows sources and docstrings
     r"(((from|import) .+)?\n)*(((lesson\.)?source\(.+\)|print\(\S+\.__doc__.*\))\n?)+"
 )
-PLACES = (  # where a lesson names the repository: the Colab badge, the install cell
-    re.compile(r"(?<=colab\.research\.google\.com/github/)[\w.-]+/[\w.-]+(?=/blob/)"),
-    re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)"),
-)
+PLACEHOLDER = "OWNER/xtrain"  # the name of a repository that is not published yet
+SETTING = re.compile(r"(?<=^  repository: )[\w.-]+/[\w.-]+", re.M)  # in mkdocs.yml
+CLONED = re.compile(r"(?<=git clone -q --depth 1 https://github\.com/)[\w.-]+/[\w.-]+(?= xtrain)")
+BADGE = "[![Open in Colab](colab.svg)](https://colab.research.google.com/github/{name}/blob/main/lessons/{stem}.ipynb)"
+# How a lesson's title and badge look in the .py file and in the notebook: the line, then an empty one.
+FIRST = {
+    ".py": ("# {}\n#\n", r"^# # .+\n#\n", r"^# \[!\[Open in Colab\].*\n#\n"),
+    ".ipynb": (
+        '    "{}\\n",\n    "\\n",\n',
+        r'^    "# .+\\n",\n    "\\n",\n',
+        r'^    "\[!\[Open in Colab\].*\n    "\\n",\n',
+    ),
+}
 
 
 def sources(numbers: list[str]) -> list[Path]:
@@ -182,26 +193,44 @@ def outputs(paths, folder: Path) -> list[str]:
     return wrong
 
 
-def repository() -> str:
+def repository(settings: Path = LESSONS.parent / "mkdocs.yml") -> str:
     """-> the setting extra.repository of mkdocs.yml"""
-    text = (LESSONS.parent / "mkdocs.yml").read_text(encoding="utf-8")
-    found = re.search(r"^  repository: *([\w.-]+/[\w.-]+)\s", text, re.M)
+    found = SETTING.search(settings.read_text(encoding="utf-8"))
     if not found:
         sys.exit("mkdocs.yml does not name the repository: set extra: repository: OWNER/NAME")
-    return found[1]
+    return found[0]
+
+
+def badge(name: str, stem: str) -> str:
+    """The line that opens a lesson on Colab; "" while the repository has no name."""
+    return "" if name == PLACEHOLDER else BADGE.format(name=name, stem=stem)
 
 
 def name_repository(name: str, folder: Path = LESSONS) -> list[str]:
     """Write the repository name into lessons and notebooks, without executing them. -> the changed files"""
     changed = []
-    for path in sorted(folder.glob("[0-9][0-9]_*.*")):
-        text = new = path.read_text(encoding="utf-8")
-        for place in PLACES:
-            new = place.sub(name, new)
-        if new != text:
-            path.write_text(new, encoding="utf-8")
+    for path in sorted(p for p in folder.glob("[0-9][0-9]_*.*") if p.suffix in FIRST):
+        line, title, old = FIRST[path.suffix]
+        new = badge(name, path.stem)
+        text = path.read_text(encoding="utf-8")
+        named = CLONED.sub(name, re.sub(old, "", text, count=1, flags=re.M))
+        if new:
+            end = re.search(title, named, re.M).end()
+            named = named[:end] + line.format(new) + named[end:]
+        if named != text:
+            path.write_text(named, encoding="utf-8")
             changed.append(path.name)
     return changed
+
+
+def set_repository(name: str, settings: Path = LESSONS.parent / "mkdocs.yml") -> None:
+    """Write the repository name into mkdocs.yml."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        sys.exit(
+            f"{name!r} does not name a repository: give it as OWNER/NAME, as in its address on GitHub"
+        )
+    text = settings.read_text(encoding="utf-8")
+    settings.write_text(SETTING.sub(lambda _: name, text), encoding="utf-8")
 
 
 def main() -> int:
@@ -219,6 +248,8 @@ def main() -> int:
             print(f"{path.name}: {run(path):.1f} s", flush=True)
         return 0
     if options.command == "repository":
+        for name in options.rest[:1]:
+            set_repository(name)
         print(f"{repository()}: {len(name_repository(repository()))} files changed")
         return 0
     if options.command == "pairs":

@@ -5,6 +5,7 @@
 - Fold solution cells.
 - Remove everything that would be loaded from other sites.
 - Mark measurements that are older than the code that they measure.
+- While the repository has no name (OWNER/xtrain), show neither the cells that fetch it nor how to open a lesson on Colab.
 """
 
 import re
@@ -30,7 +31,7 @@ def on_config(config):
     Add a link to the repository below each page, if its name is set. (repo_url would request the number of stars from GitHub.)
     """
     name = config["extra"]["repository"]
-    if not name.startswith("OWNER/"):
+    if _is_named(config):
         link = {"icon": "fontawesome/brands/github", "link": f"https://github.com/{name}"}
         config["extra"]["social"] = [link]
     lessons = [
@@ -38,6 +39,17 @@ def on_config(config):
     ]
     config["nav"].insert(1, {"Lessons": lessons})
     return config
+
+
+def _is_named(config):
+    return not config["extra"]["repository"].startswith("OWNER/")
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Drop the tab about Colab while there is nothing to open there."""
+    if _is_named(config) or page.file.src_path != "index.md":
+        return markdown
+    return re.sub(r'^=== "On Google Colab"\n(\n|    .*\n)+', "", markdown, flags=re.M)
 
 
 def _title(path):
@@ -54,6 +66,8 @@ def on_page_content(html, page, config, files):
             script.decompose()
     for toolbar in soup.select(".celltoolbar"):  # the tags of a cell
         toolbar.decompose()
+    for cell in soup.select(".celltag_install") if not _is_named(config) else ():
+        cell.decompose()
     for tag, title in (("solution", "Solution"), ("install", "Only on Google Colab")):
         for cell in soup.select(f".celltag_{tag}"):
             _fold(soup, cell, title)

@@ -77,7 +77,7 @@ def planted(number, old, new, rename=()):
             last = re.sub(rf"\b{parameter}\b", f"{parameter}_", last)
         return f"{head}def {name}({last}"
 
-    return lesson.verdict(number, getattr(work(number, SOLVED, plant), name))
+    return lesson.verdict(number, getattr(work(number, SOLVED, plant), name), seed=1)
 
 
 @pytest.mark.parametrize("number, old, new, words", list(mistakes()))
@@ -101,7 +101,7 @@ def test_another_solution_passes(number, old, new):
 TRACED = {  # words in the answer to a mistake that only the memory accesses show
     "2.1": "neighbouring threads must touch", "2.3": "move 16 bytes per thread", "3.1": "one lane reads one element",
     "4.1": "in every iteration of the loop", "4.2": "multiply from the tiles", "11.2": "read back from memory",
-    "13.3": "lie in the future",
+    "13.3": "several threads of a block",
 }  # fmt: skip
 
 
@@ -185,6 +185,11 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text(mine.read_text() + lesson.tagged(text_of("1"), "solution"))
     done = command(tmp_path, "check", "1")
     assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
+    assert (tmp_path / "my_lessons" / "passed.txt").read_text().split() == ["1.1", "1.2", "1.3"]
+    shown = command(tmp_path, "list").stdout
+    assert re.search(r"^Kernels: 3 of \d+ exercises passed$", shown, re.M)
+    assert re.search(r"1  threads +\[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown)
+    assert "[ ] 2.1" in shown
     done = command(tmp_path, "check", "1.2")
     assert (
         done.returncode == 0 and done.stdout.startswith("1.2") and done.stdout.count("correct") == 1
@@ -194,6 +199,30 @@ def test_from_start_to_a_passed_check(tmp_path):
     mine.write_text("def broken(:\n")
     done = command(tmp_path, "check", "1")
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_exercise_that_no_longer_passes_is_taken_off_the_list(tmp_path):
+    api = lesson.load_checks("api")
+    api.note_passed(tmp_path / "new", {"2.1": False})
+    assert not (tmp_path / "new").exists()
+    api.note_passed(tmp_path / "new", {"10.1": True, "2.1": True, "2.2": False})
+    assert (tmp_path / "new" / "passed.txt").read_text() == "2.1\n10.1\n"
+    api.note_passed(tmp_path / "new", {"2.1": False})
+    assert api.passed(tmp_path / "new") == {"10.1"}
+
+
+def test_a_check_in_a_notebook_is_noted(tmp_path, monkeypatch, capsys):
+    api, solved = lesson.load_checks("api"), work("9", SOLVED)
+    monkeypatch.setattr(api, "LESSONS", tmp_path)
+    api.check("9.3", lambda gpu, launch: None)
+    assert "not yet" in capsys.readouterr().out and api.passed(tmp_path / "my_lessons") == set()
+    api.check("9.3", solved.queue_ends)
+    assert "correct" in capsys.readouterr().out and api.passed(tmp_path / "my_lessons") == {"9.3"}
+    (tmp_path / "my_lessons" / "passed.txt").unlink()
+    (tmp_path / "my_lessons").rmdir()
+    (tmp_path / "my_lessons").write_text("a file")
+    api.check("9.3", solved.queue_ends)  # the answer comes, without a note
+    assert "correct" in capsys.readouterr().out
 
 
 def test_my_lessons_cannot_be_written(tmp_path, monkeypatch, capsys):
@@ -252,12 +281,29 @@ def test_the_index_links_every_lesson():
         assert links == ([f"{file.stem}.ipynb"] if file else []), title
 
 
+def test_the_index_shows_the_tracks_and_their_time():
+    index = (ROOT / "lessons" / "index.md").read_text(encoding="utf-8")
+    minutes = dict(re.findall(r"^\| (\d+) \| \[.*\| (\d+) \| [^|]*\|$", index, re.M))
+    tracks = lesson.load_checks("api").TRACKS
+    in_tracks = sorted(n for numbers in tracks.values() for n in numbers)
+    assert in_tracks == sorted(map(int, NUMBERS)), (
+        "every lesson is in one of TRACKS in checks/api.py"
+    )
+    for track, numbers in tracks.items():
+        row = re.search(rf"^\| \*\*{track}\*\*: [^|]+ \| (.+) \| (\d+) \|$", index, re.M)
+        linked = [int(n) for n in re.findall(r"\[(\d+)\]\(\d\d_\w+\.ipynb\)", row[1])]
+        assert linked == list(numbers)
+        assert int(row[2]) == round(sum(int(minutes[str(n)]) for n in numbers) / 60)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_shape_of_a_lesson(path):
     text = path.read_text(encoding="utf-8")
-    badge = f"/github/{notebooks.repository()}/blob/main/lessons/{path.stem}.ipynb)"
-    assert badge in text, "the Colab badge: run lessons/tools/notebooks.py repository"
-    assert f"https://github.com/{notebooks.repository()} xtrain" in text, "the install cell"
+    name = notebooks.repository()
+    links = re.findall(r"^# (.*https://colab.*)$", text, re.M)
+    wanted = [line for line in [notebooks.badge(name, path.stem)] if line]
+    assert links == wanted, "the Colab badge: run lessons/tools/notebooks.py repository"
+    assert f"https://github.com/{name} xtrain" in text, "the install cell"
     assert path.with_suffix(".ipynb").exists(), "run lessons/tools/notebooks.py"
     headings = re.findall(r"^# ## (.+)$", text, re.M)
     for wanted in (
@@ -376,20 +422,42 @@ def test_a_notebook_that_shows_old_code_is_noticed(tmp_path):
     assert find() == "01_squares.ipynb shows an outdated version of: def square_ref(x):"
 
 
-def test_a_fork_changes_one_line(tmp_path):
-    """`notebooks.py repository` changes every place that names the repository, in both files of a lesson, and nothing else."""
+def test_one_command_names_a_fork(tmp_path):
+    """`notebooks.py repository` names it in both files of a lesson, adds the badge, and changes nothing else."""
     for path in SOURCES[:2]:
         for suffix in (".py", ".ipynb"):
             text = path.with_suffix(suffix).read_text(encoding="utf-8")
             (tmp_path / path.with_suffix(suffix).name).write_text(text, encoding="utf-8")
-    before = {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()}
-    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == sorted(before)
-    old = notebooks.repository()
-    for name, text in before.items():
-        assert text.count(old) == 2
-        new = (tmp_path / name).read_text(encoding="utf-8")
-        assert new == text.replace(old, "me.too/my-xtrain")
-    assert notebooks.name_repository("me.too/my-xtrain", tmp_path) == []
+    name, read = "me.too/my-xtrain", lambda: {p.name: p.read_text() for p in tmp_path.iterdir()}
+    notebooks.name_repository(notebooks.PLACEHOLDER, tmp_path)
+    before = read()
+    assert not any("colab.research" in text for text in before.values()), "a dead badge"
+    assert notebooks.name_repository(name, tmp_path) == sorted(before)
+    named = read()
+    for path in SOURCES[:2]:
+        badge = (
+            f"(https://colab.research.google.com/github/{name}/blob/main/lessons/{path.stem}.ipynb)"
+        )
+        cells = json.loads(named[f"{path.stem}.ipynb"])["cells"]
+        head, line = "".join(cells[0]["source"]).split("\n\n")[:2]
+        assert head.startswith("# ") and line == f"[![Open in Colab](colab.svg)]{badge}"
+        assert named[path.name].count(badge) == 1
+        assert f"https://github.com/{name} xtrain" in "".join(cells[1]["source"])
+        assert named[path.name].count(name) == 2 and "OWNER" not in named[path.name]
+        assert notebooks.out_of_step(tmp_path / path.name) is None
+    assert notebooks.name_repository(name, tmp_path) == []
+    assert notebooks.name_repository("an/other", tmp_path) == sorted(before)
+    notebooks.name_repository(notebooks.PLACEHOLDER, tmp_path)
+    assert read() == before
+
+
+def test_the_name_of_a_fork_is_one_setting(tmp_path):
+    settings = tmp_path / "mkdocs.yml"
+    settings.write_text((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), encoding="utf-8")
+    notebooks.set_repository("me/my-xtrain", settings)
+    assert notebooks.repository(settings) == "me/my-xtrain"
+    with pytest.raises(SystemExit, match="give it as OWNER/NAME"):
+        notebooks.set_repository("https://github.com/me/my-xtrain", settings)
 
 
 # ----------------------------------------------------------------------------- traces and figures
