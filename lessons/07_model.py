@@ -55,6 +55,35 @@ from xtrain.kernels.primitives.reduce import block_max, block_sum
 # norm -> head -> logits (N, V) -> cross-entropy with the next tokens
 # ```
 #
+# The same with every operation and the shape of its result. The green line is the residual stream,
+# the boxes to its right are what a block computes from it and adds to it. H query heads and G
+# key/value heads have D numbers each; F is the width of the MLP.
+
+# %%
+lesson.figures.stack(
+    [
+        ("ids", "(B, T)", False),
+        ("embedding", "h (N, C)", False),
+        ("RMSNorm", "(N, C)", True),
+        ("q, k, v projections", "(N, H D), 2 (N, G D)", True),
+        ("RoPE on q and k", "(B, T, H or G, D)", True),
+        ("causal attention", "(B, T, H, D)", True),
+        ("output projection", "(N, C)", True),
+        ("h", "(N, C)", False),
+        ("RMSNorm", "(N, C)", True),
+        ("gate, up projections", "2 (N, F)", True),
+        ("SwiGLU", "(N, F)", True),
+        ("down projection", "(N, C)", True),
+        ("h", "(N, C)", False),
+        ("RMSNorm", "(N, C)", False),
+        ("head", "logits (N, V)", False),
+        ("cross-entropy", "one number", False),
+    ],
+    "N = B T rows through L blocks",
+    repeat=(2, 12, "L times"),
+)
+
+# %% [markdown]
 # The **embedding** is a table with one row per token of the vocabulary, and the op is a lookup:
 # `h[n] = w[ids[n]]`. Its backward pass adds the gradient of every position to the row of its token
 # (rule 1 of lesson 6: a row that is used several times accumulates all its gradients).

@@ -63,6 +63,23 @@ numerator, denominator = (sum(math.exp(part[0] - M) * part[i] for part in parts)
 print(f"merged:   {numerator:.4f} / {denominator:.4f} = {numerator / denominator:.4f}")
 
 # %% [markdown]
+# The same as a picture. The two boxes in the middle are all that the blocks pass on: three numbers
+# each here, D + 2 numbers for values of D numbers.
+
+# %%
+keys = ["keys 0, 1, 2\nscores 1, 2, 0", "keys 3, 4, 5\nscores 3, 1, 2"]
+sums = [f"m {m:g}\nl {l:.2f}\nacc {acc:.1f}" for m, l, acc in parts]
+factors = [math.exp(m - M) for m, _, _ in parts]
+scaled = [" + ".join(f"{f:.2f} {x}" for f in factors) for x in ("acc", "l")]
+merged = f"M {M:g}\no = ({scaled[0]}) / ({scaled[1]})"
+lesson.figures.graph(
+    {keys[0]: (0, 0), keys[1]: (1, 0), sums[0]: (0, 1.3), sums[1]: (1, 1.3), merged: (0.5, 2.6)},
+    [(keys[0], sums[0]), (keys[1], sums[1]), (sums[0], merged), (sums[1], merged)],
+    "two blocks, one part of the keys each; then the merge",
+    width=lesson.figures.NARROW,
+)
+
+# %% [markdown]
 # Each part computed its exponentials relative to its own m. To rescale them to a common M, multiply
 # both sums of part i by $e^{m_i - M}$:
 #

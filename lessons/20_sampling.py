@@ -72,6 +72,16 @@ print(
 )
 
 # %% [markdown]
+# Top-p and the draw as a picture, for p = 0.8 and u = 0.6. Every token is a step of the running
+# sum. The step that crosses the dashed line still belongs to the set (green); the pale ones are
+# removed. The draw is at 0.6 of what is left, which is the dotted line: it meets the dark step.
+
+# %%
+lesson.figures.nucleus(
+    p[order], order, top_p=0.8, u=0.6, title="top-p keeps ids 1, 3, 4; u draws 3"
+)
+
+# %% [markdown]
 # ## The best of many
 #
 # Start with the simplest rule, the best token. With one block for 150 000 logits, each of 256

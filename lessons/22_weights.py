@@ -391,6 +391,23 @@ for _, p in model.named_parameters():
 print(f"{views} tensors are contiguous views of the arena, {copies} would have to be copied")
 
 # %% [markdown]
+# The rows of the two packed matrices of a layer, in the order in which they are in memory (each row
+# has C = 32 numbers). Hugging Face's names are ranges of rows, so nothing moves on export:
+
+# %%
+c = model.config
+q, kv, F = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_dim
+lesson.figures.timeline(
+    {
+        "qkv": [(0, q, "q_proj"), (q, q + kv, "k_proj"), (q + kv, q + 2 * kv, "v_proj")],
+        "gate_up": [(0, F, "gate_proj"), (F, 2 * F, "up_proj")],
+    },
+    "packed weights: a tensor is a range of rows",
+    "row",
+    width=lesson.figures.NARROW,
+)
+
+# %% [markdown]
 # The alternative, packing them column by column, would have made each of them a strided view: one
 # copy on every save and another on every load. For a model of 8 billion parameters, 32 GB would be
 # moved twice for no benefit. The vocabulary is padded to a multiple of 128 in memory (an odd size
@@ -398,7 +415,6 @@ print(f"{views} tensors are contiguous views of the arena, {copies} would have t
 # exported table is a view too:
 
 # %%
-c = model.config
 print("rows in memory:", c.padded_vocab_size, " exported:", tensors["lm_head.weight"].shape[0])
 
 # %% [markdown]

@@ -160,6 +160,13 @@ may_see, positions = mask_and_positions(starts)
 print("\n".join("".join(".x"[int(x)] for x in row) for row in may_see))
 print("positions", positions.tolist())
 
+# %%
+lesson.figures.ownership(
+    np.where(may_see, np.arange(9), -1),
+    "row t: the keys that the query at column t may read; –: hidden from it",
+    width=lesson.figures.NARROW,
+)
+
 # %% [markdown]
 # The mask has blocks on its diagonal. A kernel needs no such matrix: a query has a first and a last
 # key, and [FlashAttention](13_flash_attention.ipynb) skips the tiles outside. Does the library's

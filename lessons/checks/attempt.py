@@ -589,8 +589,13 @@ def _addresses(a) -> np.ndarray:
 
 @contextlib.contextmanager
 def _time_limit():
-    """Raises TimeoutError after SECONDS, if the system has SIGALRM and this is the main thread."""
-    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+    """Raises TimeoutError after SECONDS of CPU time (other programs must not shorten it), if the system has such a timer
+    and this is the main thread.
+    """
+    if (
+        not hasattr(signal, "SIGVTALRM")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
 
@@ -599,13 +604,13 @@ def _time_limit():
             f"It did not end within {SECONDS} seconds: is there a loop whose condition never changes?"
         )
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _line_of(error, work):

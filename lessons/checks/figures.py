@@ -6,6 +6,10 @@ timeline(rows)               what runs when
 roofline(points, ...)        arithmetic intensity against speed, under the two roofs of a machine
 bars(values, unit)           a few numbers side by side
 tiles(...)                   which part of A and B a block of C needs
+stack(steps)                 the layers of a model along its residual stream, with shapes
+nucleus(p, ids, top_p, u)    which tokens top-p keeps, and which one a random number draws
+
+A phone shows a figure about 4 inches wide: NARROW ones keep their letters readable there.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +20,7 @@ from matplotlib.figure import Figure
 INK, PALE, ACCENT, WASTE = "#263238", "#eceff1", "#00796b", "#ffab91"
 COLORS = ["#80cbc4", "#ffcc80", "#9fa8da", "#f48fb1", "#c5e1a5", "#b0bec5", "#fff59d", "#ce93d8"]
 LINES = ["#00796b", "#e65100", "#3949ab", "#ad1457", "#558b2f"]
-WIDTH = 8.0  # inches
+WIDTH, NARROW = 8.0, 4.6  # inches
 
 
 def _axes(height, width=WIDTH):
@@ -29,11 +33,11 @@ def _shown(figure) -> Figure:
     return figure
 
 
-def ownership(owner: np.ndarray, title="", what="thread", text=True) -> Figure:
+def ownership(owner: np.ndarray, title="", what="thread", text=True, width=WIDTH) -> Figure:
     """owner: (N,) or (R, C) integers, one per element; -1 means no owner. The colour is the owner modulo 8."""
     grid = np.atleast_2d(np.asarray(owner))
     rows, columns = grid.shape
-    figure, axes = _axes(0.45 * rows + 0.9)
+    figure, axes = _axes(0.45 * rows + 0.9, width)
     shade = np.where(grid < 0, len(COLORS), grid % len(COLORS))
     axes.pcolormesh(
         np.arange(columns + 1), np.arange(rows + 1), shade,
@@ -93,10 +97,12 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
     return _shown(figure)
 
 
-def timeline(rows: dict[str, list[tuple[float, float, str]]], title="", unit="time") -> Figure:
+def timeline(
+    rows: dict[str, list[tuple[float, float, str]]], title="", unit="time", width=WIDTH
+) -> Figure:
     """rows: {label: [(begin, end, text), ...]}. The same text has the same colour everywhere."""
     words = list(dict.fromkeys(w for spans in rows.values() for _, _, w in spans))
-    figure, axes = _axes(0.5 * len(rows) + 1.0)
+    figure, axes = _axes(0.5 * len(rows) + 1.0, width)
     for i, spans in enumerate(rows.values()):
         for begin, end, word in spans:
             color = COLORS[words.index(word) % len(COLORS)]
@@ -244,11 +250,13 @@ def curves(
     return _shown(figure)
 
 
-def graph(places: dict[str, tuple[float, float]], edges: list[tuple[str, str]], title="") -> Figure:
+def graph(
+    places: dict[str, tuple[float, float]], edges: list[tuple[str, str]], title="", width=WIDTH
+) -> Figure:
     """places: {text of a box: (column, row)}. edges: (from, to). Boxes with an incoming edge have another colour."""
     rows = max(r for _, r in places.values()) + 1
     columns = max(c for c, _ in places.values()) + 1
-    figure, axes = _axes(0.75 * rows + 0.5)
+    figure, axes = _axes(0.75 * rows + 0.5, width)
     for text, (c, r) in places.items():
         kind = COLORS[0] if any(b == text for _, b in edges) else COLORS[1]
         box = dict(boxstyle="round,pad=0.35", fc=kind, ec=INK, lw=0.6)
@@ -261,6 +269,86 @@ def graph(places: dict[str, tuple[float, float]], edges: list[tuple[str, str]], 
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_axis_off()
     axes.set_title(title, fontsize=10)
+    return _shown(figure)
+
+
+def stack(
+    steps: list[tuple[str, str, bool]], title="", repeat: tuple[int, int, str] | None = None
+) -> Figure:
+    """Layers from top to bottom, each with the shape of its result on the right.
+
+    steps: (name, shape, branch?); what branches off reads the residual stream, and its last step adds to it.
+    repeat: (first step, last step, text) of a frame, "L times".
+    """
+    figure, axes = _axes(0.42 * len(steps) + 0.5, NARROW)
+    on_stream = [i for i, (_, _, branch) in enumerate(steps) if not branch]
+    axes.plot([0.45] * 2, [on_stream[0], on_stream[-1]], color=LINES[0], lw=3, zorder=0)
+    for i, (name, shape, branch) in enumerate(steps):
+        left = 1.0 if branch else 0.0
+        axes.add_patch(
+            plt.Rectangle(
+                (left, i - 0.34), 2.6, 0.68, fc=COLORS[1 if branch else 0], ec=INK, lw=0.5
+            )
+        )
+        axes.text(left + 1.3, i, name, ha="center", va="center", fontsize=9, color=INK)
+        axes.text(3.75, i, shape, ha="left", va="center", fontsize=9, color=INK)
+        arrow = dict(arrowstyle="->", color=LINES[0], lw=1.3)
+        if branch and not steps[i - 1][2]:
+            axes.annotate("", (1.0, i), (0.45, i), arrowprops=arrow)
+        if branch and not steps[i + 1][2]:
+            axes.annotate("", (0.45, i + 0.5), (1.4, i + 0.5), arrowprops=arrow)
+            axes.plot([1.4, 1.4], [i + 0.34, i + 0.5], color=LINES[0], lw=1.3)
+            axes.text(0.25, i + 0.5, "+", ha="center", va="center", fontsize=11, color=LINES[0])
+        elif branch:
+            axes.plot([2.3, 2.3], [i + 0.34, i + 0.66], color="#607d8b", lw=1)
+    if repeat:
+        first, last, text = repeat
+        box = (-0.25, first - 0.45), 6.0, last - first + 1.1
+        axes.add_patch(plt.Rectangle(*box, fill=False, ec="#90a4ae", lw=1, ls="--"))
+        axes.text(5.7, last + 0.55, text, ha="right", va="bottom", fontsize=9, color=INK)
+    axes.set_xlim(-0.35, 5.85)
+    axes.set_ylim(len(steps) - 0.4, -0.6)
+    axes.set_axis_off()
+    axes.set_title(title, fontsize=10)
+    return _shown(figure)
+
+
+def nucleus(p, ids, top_p: float, u: float, title="") -> Figure:
+    """Tokens in descending order of probability: the running sum as steps, those that top-p keeps in colour.
+
+    u: the random number; a dotted line at u times the kept sum shows which token it draws.
+    """
+    p = np.asarray(p, float)
+    sums = np.cumsum(p)
+    kept = sums - p < top_p * sums[-1]
+    drawn = u * sums[kept][-1]
+    figure, axes = _axes(3.0, NARROW)
+    for i, (a, b) in enumerate(zip(sums - p, p)):
+        chosen = kept[i] and a <= drawn < a + b
+        color = ACCENT if chosen else COLORS[0] if kept[i] else PALE
+        axes.bar(i, b, bottom=a, width=0.9, color=color, edgecolor=INK, lw=0.5)
+        label = f"{b:.2g}"
+        axes.text(
+            i,
+            a + b / 2,
+            label,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="white" if chosen else INK,
+        )
+    for y, text, style in (
+        (top_p * sums[-1], f"p = {top_p:g}", "--"),
+        (drawn, f"u = {u:g} of the kept", ":"),
+    ):
+        axes.axhline(y, color=INK, ls=style, lw=1)
+        axes.text(len(p) - 0.45, y, text, fontsize=9, color=INK, ha="right", va="bottom")
+    axes.set_xticks(range(len(p)), ids)
+    axes.set_ylim(0, sums[-1] * 1.08)
+    axes.set_xlabel("token, the most likely first")
+    axes.set_ylabel("running sum")
+    axes.set_title(title, fontsize=10)
+    _plain(axes)
     return _shown(figure)
 
 

@@ -113,7 +113,7 @@ def place(e):
     },
 )  # fmt: skip
 def scores_kernel(e):
-    for M in e.cases((16, 48), lambda rng: 16 * rng.integers(2, 5)):
+    for M in e.cases((16, 48), lambda rng: 16 * rng.integers(2, 4)):
         a, b, s = e.normal(M, 64, dtype=BF16), e.normal(16, 64, dtype=BF16), e.blank(M * 16)
         bits = [x.view(np.uint16).reshape(-1) for x in (a, b)]
         e.run(M // 16, 32, s, *bits, case=f"M = {M}")

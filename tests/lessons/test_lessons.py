@@ -528,5 +528,22 @@ def test_figures_are_drawn():
         f.butterfly([1, 2, 3, 4], (2, 1)),
         f.graph({"x": (0, 0), "y": (1, 0)}, [("x", "y")]),
         f.curves([1, 10], {"a": [1, 2]}, "x", "y"),
+        f.stack(
+            [("a", "(N,)", False), ("b", "(N,)", True), ("c", "(N,)", False)],
+            repeat=(1, 2, "L times"),
+        ),
     ]
     assert all(figure.axes for figure in made)
+
+
+def test_the_picture_of_top_p_marks_what_is_kept_and_what_is_drawn():
+    f = lesson.figures
+    (axes,) = f.nucleus([0.4, 0.3, 0.15, 0.1, 0.05], [1, 3, 4, 0, 2], 0.8, 0.6).axes
+    colors = [f.plt.matplotlib.colors.to_hex(bar.get_facecolor()) for bar in axes.patches]
+    assert colors == [f.COLORS[0], f.ACCENT, f.COLORS[0], f.PALE, f.PALE]
+    np.testing.assert_allclose([bar.get_y() for bar in axes.patches], [0, 0.4, 0.7, 0.85, 0.95])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_every_lesson_has_a_figure(path):
+    assert "lesson.figures." in path.read_text(encoding="utf-8")
