@@ -179,7 +179,7 @@ def muon_update_kernel(
 
 # Weights, moments and gradients are the whole arena, of which a launch touches as many elements as x has.
 declare_cost(momentum_kernel, nbytes=lambda x, squares, *_: x.nbytes + squares.nbytes + 12 * x.size)
-declare_cost(normalize_kernel, in_place=("x_n",))
+declare_cost(normalize_kernel, nbytes=lambda x, squares, *_: 2 * x.nbytes + squares.nbytes)
 declare_cost(add_to_diagonal_kernel, nbytes=lambda A, rows, *_: 2 * int(rows) * A.itemsize)
 declare_cost(
     muon_update_kernel,
