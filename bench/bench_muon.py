@@ -35,7 +35,10 @@ from xtrain.training.memory_plan import planning
 
 WARM_UP = 50  # steps before the CUDA graph and the clocks are warm
 STEPS = 20  # of --time-only
-PRODUCT_TFLOPS, COPY_TBS = 600, 2.8  # of an H100: bf16 products of a training step, device-to-device copy
+PRODUCT_TFLOPS, COPY_TBS = (
+    600,
+    2.8,
+)  # of an H100: bf16 products of a training step, device-to-device copy
 
 
 def lines(path):

@@ -55,7 +55,10 @@ def test_against_float64(kind):
 def test_frozen_parameters_keep_their_value():
     model = Transformer(TINY)
     model.model.embed_tokens.weight.requires_grad = False
-    before, optimizer = model.model.embed_tokens.weight.data.copy(), AdamW(model, 0.1, ema_decay=0.9)
+    before, optimizer = (
+        model.model.embed_tokens.weight.data.copy(),
+        AdamW(model, 0.1, ema_decay=0.9),
+    )
     for _ in range(2):
         model.arena.grads[...] = 1
         optimizer.step()
@@ -72,7 +75,12 @@ def test_the_average_is_saved_resumed_and_a_model_of_its_own(tmp_path):
         run(tmp_path / "b", steps=6, save_every=3, resume=True)
     run(tmp_path / "b", **ema, resume=True)
     last = [tmp_path / name / "run/checkpoints/step-000006" for name in "ab"]
-    for name in ("model.safetensors", "optimizer.safetensors", "ema/model.safetensors", "manifest.json"):
+    for name in (
+        "model.safetensors",
+        "optimizer.safetensors",
+        "ema/model.safetensors",
+        "manifest.json",
+    ):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
     assert metrics(tmp_path / "a/run") == metrics(tmp_path / "b/run")
     averaged, model = (Transformer.from_pretrained(last[0] / x) for x in ("ema", ""))

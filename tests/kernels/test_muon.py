@@ -59,9 +59,7 @@ def test_kernels(shape, dtype, factor, monkeypatch):
     for what, got, exact, rounded in zip(("x", "m", "w"), kernel, want, single):
         assert_as_good(got, exact.astype(np.float64), rounded, what=what)
     for a, b in zip(state, arena):
-        assert np.array_equal(
-            kernel[3][b : b + size], kernel[2][a : a + size].astype(copy.dtype)
-        )
+        assert np.array_equal(kernel[3][b : b + size], kernel[2][a : a + size].astype(copy.dtype))
     for offsets, pairs in ((state, ((1, m), (2, w))), (arena, ((3, copy),))):
         untouched = np.ones(n, bool)
         for first in offsets:

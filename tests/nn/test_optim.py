@@ -236,14 +236,16 @@ def test_warm_up_stable_decay(shape, middle):
 
 def test_up_to_the_decay_the_number_of_steps_does_not_matter():
     wsd = Decay(0.2, "sqrt")
-    short, long = (
-        [learning_rate(i, n, 1.0, 5, 0.0, wsd) for i in range(80)] for n in (100, 1000)
-    )
+    short, long = ([learning_rate(i, n, 1.0, 5, 0.0, wsd) for i in range(80)] for n in (100, 1000))
     assert short == long
 
 
-@pytest.mark.parametrize("steps, warmup, fraction", [(1, 0, 0.2), (3, 2, 0.9), (5, 0, 0.1), (4, 0, 1.0)])
+@pytest.mark.parametrize(
+    "steps, warmup, fraction", [(1, 0, 0.2), (3, 2, 0.9), (5, 0, 0.1), (4, 0, 1.0)]
+)
 def test_short_runs_with_a_stable_phase(steps, warmup, fraction):
-    rates = [learning_rate(i, steps, 1.0, warmup, 0.0, Decay(fraction, "linear")) for i in range(steps)]
+    rates = [
+        learning_rate(i, steps, 1.0, warmup, 0.0, Decay(fraction, "linear")) for i in range(steps)
+    ]
     want = {1: [1.0], 3: [0.5, 1.0, 1.0], 5: [1.0] * 5, 4: [1.0, 2 / 3, 1 / 3, 0.0]}[steps]
     assert rates == pytest.approx(want)

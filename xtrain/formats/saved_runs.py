@@ -109,7 +109,8 @@ def open_checkpoint(folder: Path) -> Saved:
 def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
     """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
 
-    RUN/ema: the moving average of the weights in that checkpoint. The name of a model of the Hub, OWNER/NAME, is its folder in the cache of huggingface_hub, if it was downloaded there before.
+    RUN/ema: the moving average of the weights in that checkpoint.
+    The name of a model of the Hub, OWNER/NAME, is its folder in the cache of huggingface_hub, if it was downloaded there before.
     Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
     """
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix())
@@ -118,7 +119,9 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     if folder.name == EMA and not folder.exists() and folders(folder.parent):
         found = newest(folder.parent, warn, "there is nothing to load").folder / EMA
         if not is_folder(found):
-            raise UserError(f"{found.parent} has no moving average of the weights: train with --ema 0.999")
+            raise UserError(
+                f"{found.parent} has no moving average of the weights: train with --ema 0.999"
+            )
         return found
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"

@@ -43,7 +43,9 @@ from .runtime.cost import declare_cost
 from .runtime.launch import check_array, empty, launch, on_host
 
 TILE = STRIDE  # elements of a block: one chunk per thread, as in adamw.py
-PARTIALS = 256  # sums of squares per matrix at most: the next kernel adds them with one load per thread
+PARTIALS = (
+    256  # sums of squares per matrix at most: the next kernel adds them with one load per thread
+)
 QUINTIC = (3.4445, -4.7750, 2.0315)  # a, b, c: Jordan's
 ITERATIONS = 5
 EPS = 1e-7  # smallest norm that is divided by: a zero gradient stays zero
@@ -96,9 +98,7 @@ def muon_update_ref(w_n, x_BRC, weight_B, arena_B, factor_1, hyper_3, weight_dec
 
 # ----------------------------------------------------------------------------- kernels
 @kernel(BLOCK)
-def momentum_kernel(
-    x_n, squares_BP, m_n, g_n, state_B, arena_B, factor_1, size, mu, rest, aligned
-):
+def momentum_kernel(x_n, squares_BP, m_n, g_n, state_B, arena_B, factor_1, size, mu, rest, aligned):
     """Grid B P, block BLOCK. Block b P + p owns tiles p, p + P, ... of matrix b, of `size` elements. rest = 1 - mu."""
     P = squares_BP.shape[1]
     b, p = int64(cuda.blockIdx.x) // P, int64(cuda.blockIdx.x) % P
@@ -147,7 +147,7 @@ def normalize_kernel(x_n, squares_BP, size, tiles, eps, aligned):
 
 @kernel(BLOCK)
 def add_to_diagonal_kernel(A_n, rows, n, value):
-    """Grid ceil(rows / BLOCK), block BLOCK. Thread r: A of n x n matrices, flat, += value on the diagonal in row r of all rows."""
+    """Grid ceil(rows / BLOCK), block BLOCK. Thread r adds to the diagonal in row r of all n x n matrices."""
     r = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if r < rows:
         i = r * n + r % n
@@ -158,7 +158,7 @@ def add_to_diagonal_kernel(A_n, rows, n, value):
 def muon_update_kernel(
     w_n, copy_n, x_n, weight_B, arena_B, factor_1, hyper_3, size, tiles, scale, weight_decay, with_copy, aligned
 ):  # fmt: skip
-    """Grid B tiles, block BLOCK. Block b tiles + t owns tile t of matrix b, of `size` elements. copy_n is unused without a copy."""
+    """Grid B tiles, block BLOCK. Block b tiles + t owns tile t of matrix b, of `size` elements. copy_n may be unused."""
     b, t = int64(cuda.blockIdx.x) // tiles, int64(cuda.blockIdx.x) % tiles
     w = cuda.local.array(CHUNK, float32)
     x = cuda.local.array(CHUNK, float32)
@@ -171,7 +171,9 @@ def muon_update_kernel(
     keep, step = float32(1.0) - lr * weight_decay, lr * scale
     for j in range(CHUNK):
         w[j] = w[j] * keep - step * x[j]
-    if factor == factor:  # False for NaN; the test is here and not at the top, where all loads would wait for it
+    if (
+        factor == factor
+    ):  # False for NaN; the test is here and not at the top, where all loads would wait for it
         store(w_n, weight + i, GAP, weight + size, w, vectorized)
         if with_copy:
             store(copy_n, arena + i, GAP, arena + size, w, vectorized)

@@ -225,9 +225,7 @@ class Muon(AdamW):
             w_n, as_moments = self.owned_weights()
             weight_B = state_B if as_moments else arena_B
             offsets = (weight_B, arena_B)
-            muon_update(
-                w_n, x_BRC, *offsets, factor_1, hyper_3, self.weight_decay, arena.half
-            )
+            muon_update(w_n, x_BRC, *offsets, factor_1, hyper_3, self.weight_decay, arena.half)
         super().update_owned(hyper_3, factor_1)
 
 

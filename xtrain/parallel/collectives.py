@@ -36,7 +36,6 @@ from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.runtime.launch import empty
 from .ranks import Ranks
 
-
 Slices = list[tuple[int, int]]  # slices [start, end) of the arena
 Pieces = dict[tuple[int, int], list[tuple[int, int, int]]]  # slice -> (start, end, rank), in order
 

@@ -286,7 +286,9 @@ class DataParallel(SingleDevice):
         if not self.sharded:
             return OPTIMIZERS[name](self.model, **options)
         kind = {"adamw": ShardedAdamW, "muon": ShardedMuon}[name]
-        share = dict(collectives=self.collectives, slices=self.slices, guarded=self.config.check_ranks > 0)
+        share = dict(
+            collectives=self.collectives, slices=self.slices, guarded=self.config.check_ranks > 0
+        )
         return kind(self.model, **share, **options)
 
     @contextlib.contextmanager

@@ -218,8 +218,8 @@ def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slice
     """-> slices that cover the arena, the last ones first; and of those that are not divided evenly, the pieces.
 
     A piece of a slice with matrices of Muon is one of them, with the gap behind it. Such a slice has about nbytes bytes, but at
-    least as many pieces as there are ranks: with copy engines its ranks copy at the same time. Each piece belongs to the rank that
-    has the fewest operations so far, the largest pieces of a slice first.
+    least as many pieces as there are ranks: with copy engines its ranks copy at the same time. The largest pieces of a slice are
+    given away first, each to the rank that has the fewest operations so far.
     """
     arena, ours = model.arena, muon_matrices(model)
     ordered = sorted((p for _, p in model.storage()), key=lambda p: p.offset)
@@ -230,7 +230,7 @@ def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slice
         if p in ours:
             matrices = [(at, newton_schulz_flops(rows, cols)) for at, rows, cols in parts_of(p)]
         same_kind = runs and bool(runs[-1][2]) == bool(matrices)
-        if same_kind and not (runs[-1][1] == arena.n_decay):
+        if same_kind and p.offset != arena.n_decay:
             start, _, before = runs.pop()
             runs.append((start, end, before + matrices))
         else:
@@ -243,7 +243,9 @@ def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slice
             for a, b in cut(start, end, world, nbytes):
                 slices.append((a, b))
                 if (b - a) % arena_unit(world):
-                    pieces[a, b] = [(*shard, r) for r, shard in enumerate(equal_shards(a, b, world))]
+                    pieces[a, b] = [
+                        (*shard, r) for r, shard in enumerate(equal_shards(a, b, world))
+                    ]
             continue
         stop, group = end, []
         for i, (at, work) in reversed(list(enumerate(matrices))):

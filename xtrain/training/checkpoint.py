@@ -52,7 +52,8 @@ TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer
 class Snapshot:
     """A copy of the state in host memory, which later steps do not change. Another thread may write it.
 
-    tensors, moments, ema: {name: array in the Hugging Face shape}; ema empty without a moving average.  wait(): blocks until the copies have arrived.
+    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving average.
+    wait(): blocks until the copies have arrived.
     """
 
     config: ModelConfig
@@ -147,7 +148,9 @@ def _write_files(folder, snapshot):
     if snapshot.ema:
         averaged = folder / EMA
         averaged.mkdir()
-        huggingface.write_files(replace(snapshot, tensors=snapshot.ema), averaged, snapshot.tokenizer)
+        huggingface.write_files(
+            replace(snapshot, tensors=snapshot.ema), averaged, snapshot.tokenizer
+        )
         write_manifest(averaged, checksums_of(prefixed(snapshot.ema)))
     huggingface.write_files(snapshot, folder, snapshot.tokenizer)
     write_safetensors(folder / OPTIMIZER, {n: Tensor(x) for n, x in snapshot.moments.items()})

@@ -39,7 +39,9 @@ from .trackers import check_installed
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
-CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32; 4 more for a moving average
+CHECKPOINT_BYTES = (
+    12  # per parameter: weight and two moments in float32; 4 more for a moving average
+)
 Evaluation = Callable[[], Iterator[dict[str, float]]]  # of all tasks -> the metrics of each
 
 

@@ -88,7 +88,11 @@ class Run:
         """AdamW or Muon with the options of this run."""
         c = self.config
         options: dict[str, Any] = dict(
-            lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay, ema_decay=c.ema
+            lr=c.lr,
+            betas=(c.beta1, c.beta2),
+            eps=c.eps,
+            weight_decay=c.weight_decay,
+            ema_decay=c.ema,
         )
         return self.parallel.make_optimizer(c.optimizer, **options)
 

@@ -1,5 +1,6 @@
 """4 ranks x batch 2 equal 2 ranks x batch 4 and 1 rank x batch 8, whatever the stage.   mpirun -n 4 python equality.py FOLDER"""
 
+import itertools
 import sys
 import time
 
@@ -133,7 +134,7 @@ def matrices_stay_whole(folder):
     slices, collectives.pieces = whole_matrices(shared, 3, 20_000)
     edges = sorted(slices)
     assert edges[0][0] == 0 and edges[-1][1] == shared.arena.grads.size
-    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:]))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
     options = dict(lr=1e-2, ema_decay=0.9)
     plain = Muon(alone, **options)
     sharded = ShardedMuon(shared, collectives=collectives, slices=slices, guarded=True, **options)
@@ -198,7 +199,14 @@ def a_flipped_bit_is_noticed(folder):
         plain, _ = ten_steps(make_run(folder, ranks, zero=1))
         guarded, _ = ten_steps(make_run(folder, ranks, zero=1, check_ranks=every))
         assert np.array_equal(plain, guarded)
-        places = [(0, "m", 3), (1, "v", -5), (0, "w", 0), (0, "w", -1), (1, "w", 77), (1, "w", -200)]
+        places = [
+            (0, "m", 3),
+            (1, "v", -5),
+            (0, "w", 0),
+            (0, "w", -1),
+            (1, "w", 77),
+            (1, "w", -200),
+        ]
         muon = dict(optimizer="muon", ema=0.9)
         cases = [({}, *place) for place in places] + [(muon, 0, "e", 5), (muon, 1, "m", -70)]
         for kind, rank, name, index in cases:

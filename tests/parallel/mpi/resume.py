@@ -75,7 +75,12 @@ def loaded_state(run, kind):
         if ranks is not None:
             for sharded in (0, 1):
                 config = options(
-                    run.parent, name=f"again{n}{sharded}", zero=sharded, batch=12, micro_batch=1, **kind
+                    run.parent,
+                    name=f"again{n}{sharded}",
+                    zero=sharded,
+                    batch=12,
+                    micro_batch=1,
+                    **kind,
                 )
                 corpus = prepare(TEXT, config.vocab_size)
                 shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
