@@ -115,8 +115,8 @@ def steepest(G):
 
 
 # %% [markdown]
-# Does it matter for a real gradient? A small model learns sums: in a row `a b = c`, c is a + b modulo
-# 10. After some steps of AdamW we look at the gradient of one matrix, and at three steps made from it.
+# Does it matter for a real gradient? A small model learns sums: in a row `a b = c`, c is a + b modulo 10.
+# After some steps of AdamW we look at the gradient of one matrix, and at three steps made from it.
 
 
 # %%
@@ -420,7 +420,9 @@ print("both end below 0.1:", all(losses[-1] < 0.1 for losses in tens.values()))
 lesson.figures.curves(range(10, 201, 10), tens, "step", "mean loss of ten steps", log=False)
 
 # %% [markdown]
-# A toy. The measured comparison has a model of 12 layers, 2,000 steps on 40 MB of text, four learning
+# ## Measure: fewer steps, at a price
+#
+# That was a toy. The measured comparison has a model of 12 layers, 2,000 steps on 40 MB of text, four learning
 # rates for each optimizer, of which the best one is shown:
 
 # %%
