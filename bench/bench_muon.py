@@ -8,9 +8,18 @@ Muon's validation loss is at most the one that AdamW ends with, as a share of Ad
 AdamW's, so a shorter schedule may need fewer. ms is the median of a step, batches included, validation not.
 
 TEXT: a file or folder, as for `xtrain.train --data`. Its name and size are in the record, not the text.
+
+    python bench/bench_muon.py --time-only [--presets dim384 dim768 gpt124m]      a step of each, random tokens
+    python bench/bench_muon.py --count [--presets ...]                            without a GPU: launches, operations, bytes
+
+--time-only: bf16, the vocabulary, batch and length of bench_train.py, AdamW and Muon in one process, median of the second half
+of 2 x STEPS steps. `value` of Muon is what it adds to AdamW's step, in percent. --count: of Muon's share of a step, the matrices
+of the blocks. Products, at PRODUCT_TFLOPS, and the other kernels, at COPY_TBS, one after the other, are its shortest time;
+AdamW needs 30 bytes per element for the same matrices.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -18,9 +27,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _timing import record
+from xtrain.config import PRESETS, ModelConfig
+from xtrain.kernels.runtime.launch import observe_launches
+from xtrain.nn.model import Transformer
+from xtrain.nn.optim import OPTIMIZERS, parts_of
+from xtrain.training.memory_plan import planning
 
 WARM_UP = 50  # steps before the CUDA graph and the clocks are warm
+STEPS = 20  # of --time-only
+PRODUCT_TFLOPS, COPY_TBS = (
+    600,
+    2.8,
+)  # of an H100: bf16 products of a training step, device-to-device copy
 
 
 def lines(path):
@@ -46,16 +64,73 @@ def train(o, out, optimizer, rate):
     return curve, ms, timing[-1]["memory_bytes"] / 1e9
 
 
+def time_steps(preset):
+    """Time a step with each optimizer and write the records. (Imports what needs a GPU.)"""
+    import cupy as cp
+    from _timing import record
+    from bench_train import batches, model_config, run, xtrain_step
+
+    config, B, T = model_config(preset)
+    data, times = batches(config, B, T, 2 * STEPS), {}
+    for name, kind in OPTIMIZERS.items():
+        model = Transformer(config, device="gpu", precision="bf16")
+        step = xtrain_step(model, kind=kind)
+        _, times[name] = run(step, data, cp.cuda.Device().synchronize)
+        del model, step
+        gc.collect()
+        cp.get_default_memory_pool().free_all_blocks()
+    for name, ms in times.items():
+        record(
+            "bench_muon", f"{preset}/step/{name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype="bf16", ms=ms[0],
+            value=100 * (ms[0] / times["adamw"][0] - 1), unit="% added to AdamW's step",
+            p20_p80=[round(x, 3) for x in ms[1:]],
+        )  # fmt: skip
+
+
+def count(preset):
+    """Print launches, operations and bytes of Muon's part of a step, and the time that they need at least."""
+    events = []
+    with planning(0):
+        config = ModelConfig(vocab_size=16384, **PRESETS[preset].model)
+        model = Transformer(config, None, "gpu", "bf16")
+        muon = OPTIMIZERS["muon"](model, 1e-3)
+        with observe_launches(lambda event, start: events.append(event)):
+            muon.apply(model.arena.weights[:3])  # no values: nothing is launched
+    events = [e for e in events if e.name != "adamw_kernel"]
+    elements = sum(rows * columns for p in muon.matrices for _, rows, columns in parts_of(p))
+    products = [e.cost() for e in events if e.is_product]
+    flops = sum(cost.flops for cost in products)
+    moved = sum(cost.nbytes for cost in products)
+    others = sum(e.cost().nbytes for e in events if not e.is_product)
+    ms = flops / PRODUCT_TFLOPS / 1e9 + others / COPY_TBS / 1e9
+    saved = 30 * elements / COPY_TBS / 1e9
+    print(
+        f"{preset}: {len(events)} launches, {len(products)} products of {flops / 1e9:.0f} GFLOP that move {moved / 1e6:.0f} MB, "
+        f"other kernels {others / 1e6:.0f} MB: at least {ms:.2f} ms, {ms - saved:.2f} more than AdamW"
+    )
+
+
 def main():
     """Run all rates of both optimizers and write one record each for the best."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text")
+    parser.add_argument("text", nargs="?")
+    parser.add_argument("--time-only", action="store_true")
+    parser.add_argument("--count", action="store_true")
+    parser.add_argument("--presets", nargs="+", default=["dim384", "dim768", "gpt124m"])
     parser.add_argument("--preset", default="dim384")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3])
     o = parser.parse_args()
+    if o.time_only or o.count:
+        for preset in o.presets:
+            (count if o.count else time_steps)(preset)
+        return
+    if o.text is None:
+        parser.error("give TEXT, --time-only or --count")
+    from _timing import record  # needs a GPU, which --count does not
+
     best = {}
     with tempfile.TemporaryDirectory() as out:
         for optimizer in ("adamw", "muon"):

@@ -72,12 +72,12 @@ def learning_rate(step: int) -> float:
     return LR * min((step + 1) / WARMUP, 1.0)
 
 
-def xtrain_step(model, graph=True, invariant=False):
+def xtrain_step(model, graph=True, invariant=False, kind=xtrain.AdamW):
     """-> xtrain's training step: host arrays in, loss (on the GPU) out.
 
-    graph: capture it in a CUDA graph.  invariant: the forward in batch-invariant mode.
+    graph: capture it in a CUDA graph.  invariant: the forward in batch-invariant mode.  kind: class of the optimizer.
     """
-    optimizer = xtrain.AdamW(model, LR, BETAS, weight_decay=DECAY)
+    optimizer = kind(model, LR, betas=BETAS, weight_decay=DECAY)
 
     def compute(ids, targets, hyper):
         model.zero_grad()

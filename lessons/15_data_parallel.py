@@ -474,7 +474,10 @@ lesson.source(ddp.Flat)
 lesson.source(ddp.Overlap.added)
 
 # %%
+from xtrain.parallel import zero
+
 lesson.source(ddp.buckets)
+lesson.source(zero.cut)
 
 # %% [markdown]
 # The library also verifies that the ranks agree: `--check-ranks 100` compares a hash of all weights

@@ -430,7 +430,7 @@ lesson.source(Recompute)
 # %%
 from xtrain.parallel.zero import ShardedAdamW
 
-lesson.source(ShardedAdamW.apply)
+lesson.source(ShardedAdamW.update_owned)
 
 # %% [markdown]
 # And here is the plan's model of CuPy's pool: your `take` and `give`, with best fit.

@@ -54,7 +54,7 @@ FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no
 # for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
-    "eps", "clip", "seed", "precision", "grad_comm", "optimizer",
+    "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule", "decay_fraction", "decay_shape", "ema",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
@@ -296,8 +296,12 @@ class TrainConfig(ShapeOptions):
     micro_batch: int | None = None
     seq_len: int | None = None  # T, tokens per sequence; none: the preset's
     lr: float | None = None  # peak learning rate; none: the preset's
-    # final learning rate of the cosine schedule, as a fraction of the peak
-    min_lr_ratio: float = 0.1
+    # after the warm-up, cosine: half a cosine down; wsd: the peak (stable), then a decay over the last steps
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_fraction: float = 0.2  # with --schedule wsd: the steps of the decay, as a fraction of all
+    # with --schedule wsd: the form of the decay; sqrt: 1 - sqrt(progress)
+    decay_shape: Literal["sqrt", "linear", "cosine"] = "sqrt"
+    min_lr_ratio: float = 0.1  # final learning rate of the schedule, as a fraction of the peak
     # steps of linear warm-up; none: the preset's, or if the run is too short for it, half of the run
     warmup: int | None = None
     # muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with the same --lr and --weight-decay
@@ -307,6 +311,8 @@ class TrainConfig(ShapeOptions):
     beta2: float = 0.95  # AdamW: decay of the running mean of the squared gradient
     eps: float = 1e-8  # AdamW: added to the square root of the mean squared gradient
     clip: float = 1.0  # clip the global gradient norm to this; 0: no clipping
+    # decay of a moving average of the weights, such as 0.999; checkpoints hold it as a second model, in ema; 0: none
+    ema: float = 0.0
     # vocabulary size of the tokenizer that is trained on the text; none: the preset's
     vocab_size: int | None = None
     # use this tokenizer.json instead of training one; none: with --init the model's own
@@ -409,6 +415,17 @@ class TrainConfig(ShapeOptions):
             0 <= self.min_lr_ratio <= 1,
             f"--min-lr-ratio must be between 0 and 1, got {self.min_lr_ratio}",
         )
+        _need(
+            0 < self.decay_fraction <= 1,
+            f"--decay-fraction must be above 0 and at most 1, got {self.decay_fraction}",
+        )
+        defaults = {f.name: f.default for f in fields(TrainConfig)}
+        for name in ("decay_fraction", "decay_shape"):
+            _need(
+                self.schedule == "wsd" or getattr(self, name) == defaults[name],
+                f"{_option(name)} is for --schedule wsd, but the schedule is {self.schedule}: give both or neither",
+            )
+        _need(0 <= self.ema < 1, f"--ema must be at least 0 and below 1, got {self.ema}")
         _need(
             0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
             "--beta1 and --beta2 must be at least 0 and below 1",

@@ -43,7 +43,8 @@ from xtrain.kernels.decoding.penalties import (
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
-from xtrain.kernels.muon import momentum, muon_update
+from xtrain.kernels.moving_average import moving_average
+from xtrain.kernels.muon import momentum, muon_update, orthogonalize
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
@@ -134,7 +135,7 @@ def tables(dtype):
 
 
 def optimizer():
-    """AdamW with all its options, Muon without its products, norms and checksums of few and of many numbers, a skipped step."""
+    """AdamW with all its options, Muon, a moving average, norms and checksums of few and of many numbers, a skipped step."""
     for n in (1, 37, 4096, 100_003, 3_000_001):
         w, g, m, v = (cp.abs(draw(n)) for _ in range(4))
         norm, factor = grad_norm(g, 1.0)[:, None]
@@ -146,13 +147,15 @@ def optimizer():
         hyper = cp.asarray(adamw_hyper(1e-3, 0.9, 0.95, 1))
         for half, zero in itertools.product((None, cp.zeros(n, BFLOAT16)), (False, True)):
             adamw(w, g, m, v, factor, hyper, n // 3, 0.9, 0.95, 1e-8, 0.1, half, zero)
+        moving_average(v, w, factor, norm)
     for (R, C), dtype in itertools.product(((1, 1), (5, 300), (384, 37)), DTYPES):
         w, g, m = (draw(3 * R * C + 7) for _ in range(3))
         first = cp.asarray(np.array([0, R * C + 7], np.int64))
         x = draw(2, R, C, dtype=dtype)
-        momentum(x, m, g, first, factor, 0.95)
+        momentum(x, m, g, first, first, factor, 0.95)
         for half in (None, cp.zeros(w.size, BFLOAT16)):
-            muon_update(w, x, first, factor, hyper, 0.1, half)
+            muon_update(w, x, first, first, factor, hyper, 0.1, half)
+        orthogonalize(x)
 
 
 def serving(dtype):

@@ -24,6 +24,7 @@ from xtrain.kernels import (
     embedding,
     grad_norm,
     layout,
+    moving_average,
     muon,
     qk_norm_rope,
     residual,
@@ -86,8 +87,10 @@ def launch_everything(dtype):
     checksum.compare(total, total, sim(np.zeros(1, np.int32)))
     hyper = sim(adamw.adamw_hyper(1e-3, 0.9, 0.95, 1))
     first, x = sim(np.zeros(1, np.int64)), new(1, 2, 4)
-    muon.momentum(x, f32(8), f32(8), first, f32(1), 0.95)
-    muon.muon_update(f32(8), x, first, f32(1), hyper, 0.1, sim(np.ones(8, BF16)))
+    muon.momentum(x, f32(8), f32(8), first, first, f32(1), 0.95)
+    muon.muon_update(f32(8), x, first, first, f32(1), hyper, 0.1, sim(np.ones(8, BF16)))
+    muon.orthogonalize(x)
+    moving_average.moving_average(f32(8), f32(8), f32(1), f32(1))
     arrays, half = [f32(8) for _ in range(4)], new(8) if dtype == BF16 else None
     adamw.adamw(*arrays, stats[1:], hyper, 4, 0.9, 0.95, 1e-8, 0.1, copy_n=half)
     if dtype == np.float32:

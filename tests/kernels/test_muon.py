@@ -1,5 +1,7 @@
 """Muon: kernels in the simulator against the reference, the optimizer against torch.optim.Muon."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,18 +12,27 @@ from runs import run
 from xtrain import ModelConfig, Transformer, UserError
 from xtrain.kernels import muon
 from xtrain.nn.optim import AdamW, Muon
-from xtrain.parallel.ddp import ParallelConfig
 
-FIRST = np.array([64, 3], np.int64)  # two matrices in memory of 200 floats, in any order
 TINY = ModelConfig(
     vocab_size=50, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, hidden_dim=24, max_seq_len=16
 )  # fmt: skip
 
 
+# offsets in the state (m, and w with ZeRO-1 in bf16) and in the arena, which may lie in any order
+PLACES = {(5, 7): ([64, 3], [110, 75]), (8, 12): ([100, 0], [4, 104]), (50, 128): ([16], [32])}
+
+
 @pytest.mark.parametrize("factor", [0.5, np.nan])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_kernels(dtype, factor):
-    m, g, w = (normal(i, 200) for i in range(3))
+@pytest.mark.parametrize("shape", list(PLACES))
+def test_kernels(shape, dtype, factor, monkeypatch):
+    """Odd offsets; whole 16-byte words; several tiles, of which a block sums two."""
+    monkeypatch.setattr(muon, "PARTIALS", 2)
+    size, n = math.prod(shape), max(200, 64 + math.prod(shape))
+    if size > 1000 and (np.isnan(factor) or dtype == np.float32):
+        pytest.skip("many elements once")
+    state, arena = (np.array(x, np.int64) for x in PLACES[shape])
+    m, g, w = (normal(i, n) for i in range(3))
     factor, hyper = np.full(1, factor, np.float32), np.array([0.1, 1, 1], np.float32)
     copy = w.astype(ml_dtypes.bfloat16)
 
@@ -29,17 +40,14 @@ def test_kernels(dtype, factor):
         arrays = [
             put(x.astype(wide) if x.dtype == np.float32 else x) for x in (m, g, w, factor, hyper)
         ]
-        first, x, half = (
-            put(FIRST),
-            put(np.zeros((2, 5, 7), wide if wide == np.float64 else dtype)),
-            put(copy),
-        )
-        mine, grads, weights, f, h = arrays
+        x = put(np.zeros((len(state), *shape), wide if wide == np.float64 else dtype))
+        (mine, grads, weights, f, h), half = arrays, put(copy)
+        offsets = put(state), put(arena)
         functions = (muon.momentum, muon.muon_update)
         if wide == np.float64:
             functions = (muon.momentum_ref, muon.muon_update_ref)
-        functions[0](x, mine, grads, first, f, 0.95)
-        functions[1](weights, x, first, f, h, 0.1, half)
+        functions[0](x, mine, grads, *offsets, f, 0.95)
+        functions[1](weights, x, *offsets, f, h, 0.1, half)
         return [np.array(to_host(a)) for a in (x, mine, weights, half)]
 
     kernel = steps(to_kernel, np.float32)
@@ -48,13 +56,30 @@ def test_kernels(dtype, factor):
         for got, old in zip(kernel[1:], (m, w, copy)):
             assert np.array_equal(got, old)
         return
-    for what, got, exact, rounded in zip(("x", "m", "w", "copy"), kernel, want, single):
+    for what, got, exact, rounded in zip(("x", "m", "w"), kernel, want, single):
         assert_as_good(got, exact.astype(np.float64), rounded, what=what)
-    untouched = np.ones(200, bool)
-    for first in FIRST:
-        untouched[first : first + 35] = False
-    assert np.array_equal(kernel[1][untouched], m[untouched])
-    assert np.array_equal(kernel[2][untouched], w[untouched])
+    for a, b in zip(state, arena):
+        assert np.array_equal(kernel[3][b : b + size], kernel[2][a : a + size].astype(copy.dtype))
+    for offsets, pairs in ((state, ((1, m), (2, w))), (arena, ((3, copy),))):
+        untouched = np.ones(n, bool)
+        for first in offsets:
+            untouched[first : first + size] = False
+        for i, old in pairs:
+            assert np.array_equal(kernel[i][untouched], old[untouched])
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8), (2, 6, 20), (1, 20, 6), (1, 1, 3)])
+def test_newton_schulz_with_the_square_completed(shape):
+    """The launched form against the polynomial as it is written, in float64."""
+    x = normal(0, *shape, mean=0.1)
+    x /= np.linalg.norm(x, axis=(1, 2), keepdims=True)
+    want = muon.orthogonalize_ref(x.astype(np.float64))
+    got = muon.orthogonalize(to_kernel(x))
+    np.testing.assert_allclose(to_host(got), want, atol=1e-5)
+    half = muon.orthogonalize(to_kernel(x.astype(ml_dtypes.bfloat16)))
+    assert half.dtype == ml_dtypes.bfloat16
+    error = np.linalg.norm(to_host(half).astype(np.float64) - want) / np.linalg.norm(want)
+    assert error < 0.05
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 8), (2, 6, 20), (2, 20, 6)])
@@ -124,9 +149,3 @@ def test_a_resumed_run_is_the_same_and_another_optimizer_is_refused(tmp_path):
             tmp_path / x / f"run/checkpoints/step-000006/{name}.safetensors" for x in ("a", "b")
         )
         assert a.read_bytes() == b.read_bytes()
-
-
-def test_zero_is_refused():
-    with pytest.raises(UserError, match="use --zero 0"):
-        ParallelConfig(optimizer="muon", zero=1).validate()
-    assert not ParallelConfig(optimizer="muon").sharded and ParallelConfig().sharded

@@ -10,7 +10,7 @@ from checks import normal, to_host
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.nn import modules as nn
-from xtrain.nn.optim import clip, learning_rate
+from xtrain.nn.optim import Decay, clip, learning_rate
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 TINY = ModelConfig(
@@ -217,4 +217,35 @@ def test_learning_rate_at_the_corners():
 )
 def test_short_runs(steps, warmup, want):
     rates = [learning_rate(step, steps, 1.0, warmup, 0.0) for step in range(steps)]
+    assert rates == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "shape, middle", [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)]
+)
+def test_warm_up_stable_decay(shape, middle):
+    """100 steps: 10 of warm-up, the peak, and a decay over the last 20."""
+    rate = lambda step: learning_rate(step, 100, 2.0, 10, 0.1, Decay(0.2, shape))
+    assert [rate(0), rate(9)] == pytest.approx([0.2, 2.0])
+    assert {rate(step) for step in range(9, 80)} == {2.0}
+    assert rate(80) < 2.0 and rate(89) == pytest.approx(2.0 * (0.1 + 0.9 * middle))
+    assert rate(99) == pytest.approx(0.2) and rate(1000) == pytest.approx(0.2)
+    decay = [rate(step) for step in range(79, 100)]
+    assert decay == sorted(decay, reverse=True) and len(set(decay)) == 21
+
+
+def test_up_to_the_decay_the_number_of_steps_does_not_matter():
+    wsd = Decay(0.2, "sqrt")
+    short, long = ([learning_rate(i, n, 1.0, 5, 0.0, wsd) for i in range(80)] for n in (100, 1000))
+    assert short == long
+
+
+@pytest.mark.parametrize(
+    "steps, warmup, fraction", [(1, 0, 0.2), (3, 2, 0.9), (5, 0, 0.1), (4, 0, 1.0)]
+)
+def test_short_runs_with_a_stable_phase(steps, warmup, fraction):
+    rates = [
+        learning_rate(i, steps, 1.0, warmup, 0.0, Decay(fraction, "linear")) for i in range(steps)
+    ]
+    want = {1: [1.0], 3: [0.5, 1.0, 1.0], 5: [1.0] * 5, 4: [1.0, 2 / 3, 1 / 3, 0.0]}[steps]
     assert rates == pytest.approx(want)

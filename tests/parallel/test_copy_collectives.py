@@ -132,7 +132,10 @@ def numbers(rank, step, n):
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_collective_at_random(fake_gpu, size, half):
-    """Steps of random collectives, with odd and even numbers of barriers, every rank at its own speed."""
+    """Steps of random collectives, with odd and even numbers of barriers, every rank at its own speed.
+
+    Every third slice is not divided evenly: its pieces belong to any ranks, and some ranks have none.
+    """
     n, steps = 384 * size, 12
     plans = np.random.default_rng(size)
     plan = []
@@ -144,6 +147,11 @@ def test_every_collective_at_random(fake_gpu, size, half):
         slices = [(a, b - int(plans.integers(0, 5))) for a, b in itertools.pairwise(edges)]
         plan.append([(plans.choice(["all_reduce", "reduce_scatter"]), *s) for s in slices])
     idle = plans.random(steps) < 0.5
+    slices = [(a, b) for calls in plan for _, a, b in calls][::3]
+    pieces = {}
+    for a, b in [*slices, (0, n)]:
+        edges = [a, *sorted(plans.integers(a, b, 3).tolist()), b]
+        pieces[a, b] = [(*edge, int(plans.integers(size))) for edge in itertools.pairwise(edges)]
 
     def work(ranks):
         grads = array(n)
@@ -151,6 +159,7 @@ def test_every_collective_at_random(fake_gpu, size, half):
         arena = SimpleNamespace(grads=grads, weights=weights, half=weights if half else None)
         c, norms = copy_collectives.CopyCollectives(ranks, arena), array(n // 4)
         c.register(norms)
+        c.pieces = pieces
         value = lambda step: array(1, fill=ranks.rank + step)
         for step, calls in enumerate(plan):
             grads[...] = numbers(ranks.rank, step, n)
@@ -160,16 +169,17 @@ def test_every_collective_at_random(fake_gpu, size, half):
                 getattr(c, what)(a, b, idle=idle[step])
             c.join()
             for what, a, b in calls:
-                where = slice(a, b) if what == "all_reduce" else c.shard(a, b)
-                assert np.array_equal(grads[where], expected[where]), (step, what, a, b)
+                parts = [(a, b)] if what == "all_reduce" else c.own(grads, a, b)
+                for start, end in parts:
+                    assert np.array_equal(grads[start:end], expected[start:end]), (step, what, a, b)
             assert losses.tolist() == [rank + step for rank in range(size)]
             before = weights.astype(np.float32)  # still the old values, whatever the other ranks do
             assert np.array_equal(before, numbers(7, step - 1, n) if step else np.zeros(n))
             if step % 3:
                 assert c.gather_1(value(2 * step)).tolist() == [r + 2 * step for r in range(size)]
             for target in (weights, norms, array(n)):
-                own = c.shard(0, target.size)
-                target[own] = numbers(7, step, target.size)[own]
+                for start, end in c.own(target, 0, target.size):
+                    target[start:end] = numbers(7, step, target.size)[start:end]
                 c.all_gather(target, 0, target.size)
             c.join()
             assert np.array_equal(weights.astype(np.float32), numbers(7, step, n))

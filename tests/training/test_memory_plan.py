@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from checks import GPU, normal
 
 from xtrain import device
 from xtrain.config import ModelConfig
-from xtrain.kernels.runtime.launch import launch_observers
+from xtrain.kernels.runtime.launch import launch_observers, observe_launches
 from xtrain.nn import autograd
 from xtrain.nn.model import Transformer
 from xtrain.nn.observers import Op
+from xtrain.nn.optim import Muon
 from xtrain.training import memory_plan as memory
 from xtrain.training.memory_plan import Meter, Pool, largest, plan, planning, saved_bytes, zero1
 
@@ -223,6 +225,24 @@ def test_a_model_that_no_machine_here_could_hold():
     config = ModelConfig(vocab_size=128000, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, max_seq_len=4096)  # fmt: skip
     p = plan(config, 1, 4096, "bf16", "block")
     assert 70e9 < memory.parameters(config) < 73e9 and p.reserved > 18 * 70e9
+
+
+def test_muon_and_a_moving_average():
+    """One more array of the arena's size; and what Newton-Schulz launches: five iterations for each shape of matrix."""
+    p, plain = plan(SMALL, 4, 32, "bf16", optimizer="muon", ema=0.9), plan(SMALL, 4, 32, "bf16")
+    assert p.kinds["moving average"] == p.kinds["weights"]
+    assert p.reserved >= plain.reserved + p.kinds["weights"]
+    saved = p.reserved - zero1(p, 4)
+    assert saved == 0.75 * sum(p.kinds[k] for k in ("moments", "weights", "moving average"))
+    names = Counter()
+    with planning(0):
+        optimizer = Muon(Transformer(SMALL, None, "gpu", "bf16"), 1e-3)
+        with observe_launches(lambda event, start: names.update([event.name.split()[0]])):
+            optimizer.apply(optimizer.arena.weights[:3])
+    shapes = len(optimizer.batches)
+    once = {f"{name}_kernel": shapes for name in ("momentum", "normalize", "muon_update")}
+    products = {"product": 15 * shapes, "add_to_diagonal_kernel": 10 * shapes}
+    assert names == {**once, **products, "adamw_kernel": 2}
 
 
 def test_zero1_divides_moments_and_masters():

@@ -109,7 +109,11 @@ def load_into(model: Any, folder: Path) -> None:
 
     Raises UserError if they do not fit; the model is then unchanged.
     """
-    folder = saved_runs.model_folder(Path(folder), _warn)
+    _fill(model, tensors_for(model, saved_runs.model_folder(Path(folder), _warn)))
+
+
+def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
+    """{name: tensor} of all parameters of the model, in a folder. Raises UserError if they do not fit or are not finite."""
     if model.adapter is not None and is_adapter(folder):
         stored = read_adapters(folder)
     elif is_adapter(folder):
@@ -121,7 +125,7 @@ def load_into(model: Any, folder: Path) -> None:
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:
         stored[name].read_finite()
-    _fill(model, stored)
+    return stored
 
 
 def _fill(model: Any, stored: dict[str, Stored]) -> None:

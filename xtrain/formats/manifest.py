@@ -62,7 +62,7 @@ def unlisted(folder: Path) -> list[str]:
 
     Raises Damaged if there is no valid manifest.
     """
-    own = {MANIFEST, *_read(folder / MANIFEST)["files"]}
+    own = {MANIFEST, *(name.split("/")[0] for name in _read(folder / MANIFEST)["files"])}
     return [p.name for p in folder.iterdir() if p.name not in own and not p.name.startswith(".")]
 
 
@@ -73,17 +73,19 @@ def tensor_checksum(values: np.ndarray) -> int:
 
 
 def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
-    """Write the manifest of all files in `folder`, after reading them back.
+    """Write the manifest of all files in `folder`, after reading them back. Of a folder inside, the manifest that it has counts.
 
     tensors: {name: tensor_checksum} of all tensors in them. Raises OSError if a file does not hold
     the bytes that these checksums describe.
     """
     files = {}
     for path in sorted(folder.iterdir()):
+        path = path / MANIFEST if path.is_dir() else path
         wrong = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
         if wrong:
             raise OSError(f"{path.name} was not written correctly: {listed(wrong)}")
-        files[path.name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
     content = {"format": FORMAT, "files": files, "tensors": tensors}
     content["itself"] = _hash_of(content)
     (folder / MANIFEST).write_bytes(_dump(content))
@@ -97,6 +99,9 @@ def verify(folder: Path) -> None:
     content = _read(folder / MANIFEST)
     with reading(folder), _checking_access(folder):
         present = {path.name for path in folder.iterdir()}
+    inside = [name for name in content["files"] if "/" in name]
+    with _checking_access(folder):
+        present |= {name for name in inside if (folder / name).is_file()}
     wrong = [f"{name} is missing" for name in content["files"] if name not in present]
     weights = [
         name for name in sorted(present - content["files"].keys()) if WEIGHT_FILES.fullmatch(name)
@@ -107,6 +112,8 @@ def verify(folder: Path) -> None:
             wrong += _wrong(folder / name, entry, content["tensors"])
     if wrong:
         raise Damaged(f"{folder}: {'; '.join(wrong)}")
+    for name in inside:
+        verify((folder / name).parent)
 
 
 def verify_weights(folder: Path) -> None:

@@ -19,6 +19,7 @@ from ..json_files import is_folder, read_json, reading
 from .manifest import Damaged, Unreadable, verify
 
 CONFIG, STATE = "config.json", "state.json"
+EMA = "ema"  # folder in a checkpoint: the same model with the moving average of the weights
 _natural = lambda x: type(x) is int and 0 <= x < 2**53
 _object = lambda x: isinstance(x, dict)
 STATE_VALUES: dict[
@@ -109,12 +110,20 @@ def open_checkpoint(folder: Path) -> Saved:
 def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
     """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
 
+    RUN/ema: the moving average of the weights in that checkpoint.
     The name of a model of the Hub, OWNER/NAME, is its folder in the cache of huggingface_hub, if it was downloaded there before.
     Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
     """
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix())
     if hub_name and not folder.exists() and (cached := _in_hub_cache(hub_name[0])):
         return cached
+    if folder.name == EMA and not folder.exists() and folders(folder.parent):
+        found = newest(folder.parent, warn, "there is nothing to load").folder / EMA
+        if not is_folder(found):
+            raise UserError(
+                f"{found.parent} has no moving average of the weights: train with --ema 0.999"
+            )
+        return found
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         hint = ""

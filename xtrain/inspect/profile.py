@@ -363,7 +363,8 @@ def _writing(path: str) -> Iterator[None]:
 
 def _plan_of(run: Run) -> memory.Plan:
     c, model = run.config, run.model
-    return memory.plan(model.config, c.micro_batch, c.seq_len, c.precision, c.recompute)
+    shape = c.micro_batch, c.seq_len, c.precision, c.recompute
+    return memory.plan(model.config, *shape, optimizer=c.optimizer, ema=c.ema)
 
 
 def _eager(run: Run) -> None:

@@ -56,18 +56,9 @@ _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
 def matmul(
-    out: Array,
-    a: Array,
-    b: Array,
-    *,
-    trans_a=False,
-    trans_b=False,
-    alpha=1.0,
-    accumulate: bool | float = False,
+    out: Array, a: Array, b: Array, *, trans_a=False, trans_b=False, alpha=1.0, accumulate=False
 ) -> Array:
     """out = alpha op(a) op(b), or out += ... with accumulate. Returns out.
-
-    accumulate: a number instead of True multiplies the old out (beta of a GEMM).
 
     a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All three may have one more
     leading axis, the batch. dtypes: see COMBINATIONS; NumPy arrays may also be float64. Rows must be contiguous, and out
@@ -86,8 +77,6 @@ def matmul(
         a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
         if accumulate:
             product = np.matmul(a, b)
-            if accumulate != 1:
-                out *= out.dtype.type(accumulate)
             out += product if alpha == 1.0 else product * out.dtype.type(alpha)
         else:
             np.matmul(a, b, out=out)
@@ -168,7 +157,7 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
     nbytes = 0 if is_batch_invariant() else workspace_bytes(m, n, batch, context.multiprocessors)
     stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
-    beta = _ONE if accumulate == 1 else np.full(1, accumulate, np.float32) if accumulate else _ZERO
+    beta = _ONE if accumulate else _ZERO
     operands = []
     for x, kind in zip((a, b, c), (types[1], types[2], types[0])):
         batch_stride = (x.strides[0] // x.itemsize,) if c.ndim == 3 else ()

@@ -1,10 +1,12 @@
-"""AdamW and Muon over the arena, gradient clipping and the learning-rate schedule.
+"""AdamW and Muon over the arena, a moving average of the weights, gradient clipping and the learning-rate schedules.
 
 One kernel updates every parameter of the model. What changes from step to step (learning rate, bias corrections, clip
 factor) is passed in device arrays, so that a captured step can be replayed.
 """
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from ..errors import UserError
 from ..kernels.adamw import adamw, adamw_hyper
 from ..kernels.cast import BFLOAT16
 from ..kernels.grad_norm import grad_norm
+from ..kernels.moving_average import averaging_rest, moving_average
 from ..kernels.muon import momentum, muon_update, orthogonalize
 from ..kernels.runtime.launch import empty, zeros
 from .model import Transformer
@@ -29,6 +32,8 @@ class AdamW:
 
     owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
     m, v: the moments of the owned slices, concatenated.  t: number of steps so far.  lr may be changed between steps.
+    ema_decay: 0, or the decay of a moving average of the weights (kernels/moving_average.py).  ema: that average of the owned
+    slices, float32, concatenated like m; None without. Skipped steps do not change it.
     Raises UserError when a value is out of range, a parameter is not in the model's arena, or the model has no gradients.
     """
 
@@ -40,12 +45,14 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         owned: list[tuple[int, int]] | None = None,
+        ema_decay: float = 0.0,
     ):
         for name, ok in (
             ("lr", 0 <= lr < math.inf),
             ("betas", all(0 <= b < 1 for b in betas)),
             ("eps", eps > 0),
             ("weight_decay", weight_decay >= 0),
+            ("ema_decay", 0 <= ema_decay < 1),
         ):
             if not ok:
                 raise UserError(f"AdamW: {name} is out of range")
@@ -60,6 +67,8 @@ class AdamW:
         self.owned = [(0, weights.size)] if owned is None else owned
         n = sum(end - start for start, end in self.owned)
         self.m, self.v = zeros(weights, n), zeros(weights, n)
+        self.ema_decay = ema_decay
+        self.ema: Array | None = zeros(weights, n) if ema_decay else None
         self._one = to_device(np.ones(1, np.float32), device)
 
     def step(self, factor_1: Array | None = None) -> None:
@@ -67,32 +76,60 @@ class AdamW:
         self.apply(to_device(self.advance(), self.arena.kind[0]), factor_1)
 
     def advance(self) -> np.ndarray:
-        """The host's part of a step: count it. -> the kernel's numbers for this step, (3,) float32: see `update`."""
-        self.t += 1
+        """The host's part of a step: count it. -> the kernels' numbers for this step, float32: (3,), see `update`, and with a
+        moving average a fourth, see `apply`."""
         a = self.arena
         if self.model.arena is not a:
             raise UserError("the model's arena was replaced after AdamW was made: make AdamW last")
         a.refresh()  # in case weights were assigned since the last step: a captured step does not check
         a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
-        return adamw_hyper(self.lr, *self.betas, self.t)
+        if self.t == 0:
+            self.start_average()
+        self.t += 1
+        hyper_3 = adamw_hyper(self.lr, *self.betas, self.t)
+        if self.ema is None:
+            return hyper_3
+        return np.append(hyper_3, np.float32(averaging_rest(self.ema_decay, self.t - 1)))
 
-    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
-        """The device's part: one launch and no work on the host, so it can be captured in a CUDA graph."""
+    def start_average(self) -> None:
+        """The moving average, if there is one, = the weights. Called before the first step."""
+        if self.ema is not None:
+            for start, end, first in self.owned_at():
+                self.ema[first : first + end - start] = self.weights(start, end, first)
+
+    def apply(self, hyper: Array, factor_1: Array | None = None) -> None:
+        """The device's part: no work on the host, so it can be captured in a CUDA graph.
+
+        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in this step.
+        """
+        factor_1 = self._one if factor_1 is None else factor_1
+        self.update_owned(hyper[:3], factor_1)
+        if self.ema is not None:
+            for start, end, first in self.owned_at():
+                e_n = self.ema[first : first + end - start]
+                moving_average(e_n, self.weights(start, end, first), factor_1, hyper[3:])
+
+    def owned_at(self) -> Iterator[tuple[int, int, int]]:
+        """(start, end, first) of each owned slice. first: the index of its start in m, v and ema."""
         first = 0
         for start, end in self.owned:
-            self.update_trained(start, end, first, hyper_3, factor_1)
+            yield start, end, first
             first += end - start
+
+    def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
+        """Update the owned slices: one launch each if nothing is excluded."""
+        for start, end, first in self.owned_at():
+            self.update_trained(start, end, first, hyper_3, factor_1)
 
     def excludes(self, parameter: Parameter) -> bool:
         """Whether `update` must leave this parameter unchanged."""
         return not parameter.requires_grad
 
     def update_trained(
-        self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array | None
+        self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array
     ) -> None:
         """`update` of [start, end) without the excluded parameters: one call if there are none."""
-        factor_1 = self._one if factor_1 is None else factor_1
         excluded = [p for _, p in self.model.storage() if self.excludes(p)]
         at = start
         for p in sorted(excluded, key=lambda p: p.offset):
@@ -106,7 +143,13 @@ class AdamW:
 
     def weights(self, start: int, end: int, first: int) -> Array:
         """The float32 weights of an owned slice, whose moments begin at `first`."""
-        return self.arena.weights[start:end]
+        array, as_moments = self.owned_weights()
+        at = first if as_moments else start
+        return array[at : at + end - start]
+
+    def owned_weights(self) -> tuple[Array, bool]:
+        """-> an array with the float32 weights of the owned slices; are they concatenated like m, or as in the arena?"""
+        return self.arena.weights, False
 
     def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
         """Update elements [start, end) of the arena; their moments begin at `first`.
@@ -136,40 +179,32 @@ class Muon(AdamW):
     LoRA's factors stay with AdamW: only their product changes the model, and orthogonal factors do not make it orthogonal.
     Newton-Schulz computes in bf16 on a GPU, in float32 on a CPU. The momentum is in m; v of these matrices stays zero.
 
-    momentum: weight of the old mean.  Other options: those of AdamW. Raises UserError if no matrix is left for Muon.
-    Freeze parameters before making it.
+    momentum: weight of the old mean.  Other options: those of AdamW; with `owned`, which must not divide a matrix, those inside
+    are updated. Raises UserError if no matrix is left for Muon. Freeze parameters before making it.
     """
 
     def __init__(self, model: Transformer, lr: float, momentum: float = 0.95, **options: Any):
-        super().__init__(model, lr, **options)
+        super().__init__(model, lr=lr, **options)
         if not 0 <= momentum < 1:
             raise UserError("Muon: momentum is out of range")
-        if self.owned != [(0, self.m.size)]:
-            raise UserError("Muon needs whole matrices: use AdamW where the state is divided")
-        self.momentum = momentum
-        self.matrices = {
-            p for name, p in model.storage() if "layers." in name and self._is_matrix(p)
-        }
-        shapes: dict[tuple[int, int], list[int]] = {}  # (rows, columns) -> offsets in the arena
-        for p in self.matrices:
-            row, columns = 0, p.declared_shape[1]
-            for rows in p.parts.values():
-                shapes.setdefault((rows, columns), []).append(p.offset + row * columns)
-                row += rows
-        if not shapes:
+        self.momentum, self.matrices = momentum, muon_matrices(model)
+        if not self.matrices:
             raise UserError(
                 "Muon found no trainable matrix in the model's blocks (LoRA's stay with AdamW): use AdamW"
             )
-        device = self.arena.kind[0]
+        # (rows, columns) -> of each matrix its offsets in the arena and in the owned slices
+        shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for p in self.matrices:
+            for offset, rows, columns in parts_of(p):
+                for start, end, first in self.owned_at():
+                    if start <= offset < end:
+                        at = offset, first + offset - start
+                        shapes.setdefault((rows, columns), []).append(at)
+        on_device = lambda offsets: to_device(np.array(offsets, np.int64), self.arena.kind[0])
         self.batches = [  # in the order of the arena: the same on all ranks
-            (shape, to_device(np.array(sorted(firsts), np.int64), device))
-            for shape, firsts in sorted(shapes.items())
+            (shape, *(on_device(column) for column in zip(*sorted(offsets))))
+            for shape, offsets in sorted(shapes.items())
         ]
-
-    @staticmethod
-    def _is_matrix(p):
-        lora = any("lora" in name for name in p.parts)
-        return len(p.declared_shape) == 2 and p.requires_grad and not lora
 
     def excludes(self, parameter: Parameter) -> bool:
         """The matrices of Muon too."""
@@ -181,18 +216,42 @@ class Muon(AdamW):
             raise UserError("a matrix was frozen after Muon was made: make Muon last")
         return super().advance()
 
-    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
-        """As AdamW.apply: no work on the host."""
-        super().apply(hyper_3, factor_1)
-        factor_1 = self._one if factor_1 is None else factor_1
+    def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
+        """The matrices, then as AdamW.update_owned."""
         arena, dtype = self.arena, np.float32 if self.arena.kind[0] == "cpu" else BFLOAT16
-        for shape, first_B in self.batches:
-            x_BRC = empty(self.m, (len(first_B), *shape), dtype)
-            momentum(x_BRC, self.m, arena.grads, first_B, factor_1, self.momentum)
+        for shape, arena_B, state_B in self.batches:
+            x_BRC = empty(self.m, (arena_B.size, *shape), dtype)
+            momentum(x_BRC, self.m, arena.grads, state_B, arena_B, factor_1, self.momentum)
             x_BRC = orthogonalize(x_BRC)
-            muon_update(
-                arena.weights, x_BRC, first_B, factor_1, hyper_3, self.weight_decay, arena.half
-            )
+            w_n, as_moments = self.owned_weights()
+            weight_B = state_B if as_moments else arena_B
+            offsets = (weight_B, arena_B)
+            muon_update(w_n, x_BRC, *offsets, factor_1, hyper_3, self.weight_decay, arena.half)
+        super().update_owned(hyper_3, factor_1)
+
+
+OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}  # --optimizer
+
+
+def muon_matrices(model: Transformer) -> set[Parameter]:
+    """The parameters that Muon updates: the trainable matrices of the blocks, but not LoRA's factors."""
+    return {
+        p
+        for name, p in model.storage()
+        if "layers." in name
+        and len(p.declared_shape) == 2
+        and p.requires_grad
+        and not any("lora" in part for part in p.parts)
+    }
+
+
+def parts_of(parameter: Parameter) -> list[tuple[int, int, int]]:
+    """(offset in the arena, rows, columns) of each matrix that is packed in a parameter."""
+    found, columns, row = [], parameter.declared_shape[1], 0
+    for rows in parameter.parts.values():
+        found.append((parameter.offset + row * columns, rows, columns))
+        row += rows
+    return found
 
 
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
@@ -205,9 +264,34 @@ def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
     return stats[:1], stats[1:]
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int, min_ratio: float) -> float:
-    """Linear warm-up over `warmup` steps, then half a cosine down to min_ratio * peak at the last step. step counts from 0."""
+@dataclass(frozen=True)
+class Decay:
+    """How the learning rate decays. fraction: of all steps, the last ones, in which it does; 1: all steps after the warm-up.
+
+    Less than 1 is WSD: warm-up, stable, decay (Hu et al. 2024, MiniCPM). Up to the decay nothing depends on the number of steps,
+    so one long run has a checkpoint from which a run of any length can be finished. Hägele et al. 2024 ("Scaling laws and
+    compute-optimal training beyond fixed training durations") find a fifth of the steps and 1 - sqrt to reach cosine's loss.
+    """
+
+    fraction: float = 1.0
+    shape: str = "cosine"
+
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay, 0 to 1 -> 1 to 0
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "linear": lambda progress: 1 - progress,
+}
+COSINE = Decay()
+
+
+def learning_rate(
+    step: int, steps: int, peak: float, warmup: int, min_ratio: float, decay: Decay = COSINE
+) -> float:
+    """Linear warm-up over `warmup` steps, then down to min_ratio * peak at the last step as `decay` says. step counts from 0."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    last = steps - 1
+    start = max(warmup, last - math.floor(decay.fraction * steps)) if decay.fraction < 1 else warmup
+    progress = min(1.0, max(0.0, (step - start) / max(1, last - start)))
+    return peak * (min_ratio + (1 - min_ratio) * DECAY_SHAPES[decay.shape](progress))

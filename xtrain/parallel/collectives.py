@@ -6,7 +6,8 @@
 
 A collective on slice [a, b) of the arena is only *started*; `join` makes everything after it wait for all
 that were started. Computation between the two hides the communication. Every rank must start the same
-collectives in the same order. With R ranks, rank r's shard of [a, b) is its r-th part of equal length.
+collectives in the same order. With R ranks, rank r's shard of [a, b) is its r-th part of equal length; a slice that must be
+divided otherwise (Muon's whole matrices) is in `pieces`, which says what belongs to whom. "shard" below means either.
 
     all_reduce(a, b)             grads[a:b] = the sum over ranks
     reduce_scatter(a, b)         as all_reduce, but each rank gets only its shard: half the traffic
@@ -35,8 +36,49 @@ from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.runtime.launch import empty
 from .ranks import Ranks
 
+Slices = list[tuple[int, int]]  # slices [start, end) of the arena
+Pieces = dict[tuple[int, int], list[tuple[int, int, int]]]  # slice -> (start, end, rank), in order
 
-class HostCollectives:
+
+def equal_shards(a: int, b: int, world: int) -> Slices:
+    """[a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be shorter."""
+    n = -(-(b - a) // (4 * world)) * 4
+    return [(min(b, a + rank * n), min(b, a + (rank + 1) * n)) for rank in range(world)]
+
+
+class Division:
+    """Which part of a slice belongs to which rank. pieces: of slices of the arena that are not divided evenly."""
+
+    def __init__(self, ranks: Ranks, arena: Any):
+        self.ranks, self.grads = ranks, arena.grads
+        self.pieces: Pieces = {}
+
+    def shard(self, a: int, b: int, rank: int | None = None) -> slice:
+        """A rank's shard of an evenly divided [a, b). None: this rank's."""
+        rank, n = self.ranks.rank if rank is None else rank, (b - a) // self.ranks.world
+        return slice(a + rank * n, a + (rank + 1) * n)
+
+    def pieces_of(self, array: Array, a: int, b: int) -> list[tuple[int, int, int]] | None:
+        """The pieces of array[a:b]; None if it is divided evenly. An array of another size is not laid out like the arena."""
+        return self.pieces.get((a, b)) if array.size == self.grads.size else None
+
+    def own(self, array: Array, a: int, b: int, rank: int | None = None) -> Slices:
+        """What a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones joined. None: this rank."""
+        rank = self.ranks.rank if rank is None else rank
+        pieces = self.pieces_of(array, a, b)
+        if pieces is None:
+            shard = self.shard(a, b, rank)
+            return [(shard.start, shard.stop)] if shard.start < shard.stop else []
+        found: Slices = []
+        for start, end, owner in pieces:
+            if owner == rank and start < end:
+                if found and found[-1][1] == start:
+                    start = found.pop()[0]
+                found.append((start, end))
+        return found
+
+
+class HostCollectives(Division):
     """Collectives on an arena in NumPy memory.
 
     bf16: round gradients to bf16 before they are added (in float32, since MPI does not support bf16):
@@ -46,7 +88,8 @@ class HostCollectives:
     """
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
-        self.ranks, self.grads, self.bf16 = ranks, arena.grads, bf16
+        super().__init__(ranks, arena)
+        self.bf16 = bf16
         self.in_flight: list[_Request] = []
         self.clear()
 
@@ -58,11 +101,6 @@ class HostCollectives:
     def close(self) -> None:
         """Free resources. (None here.)"""
 
-    def shard(self, a: int, b: int) -> slice:
-        """This rank's shard of [a, b)."""
-        n = (b - a) // self.ranks.world
-        return slice(a + self.ranks.rank * n, a + (self.ranks.rank + 1) * n)
-
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
         """Start grads[a:b] = the sum over ranks."""
         x = self._gradients(a, b)
@@ -70,15 +108,27 @@ class HostCollectives:
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
-        x, own = self._gradients(a, b), self.shard(a, b)
+        x = self._gradients(a, b)
+        pieces = self.pieces_of(self.grads, a, b)
+        if pieces is not None:
+            for start, end, owner in pieces:
+                piece = x[start - a : end - a]
+                buffers = (_in_place(), piece) if self.ranks.rank == owner else (piece, None)
+                self._started(self.ranks.comm.Ireduce(*buffers, root=owner))
+            return
+        own = self.shard(a, b)
         received = np.empty(own.stop - own.start, x.dtype)
         request = self.ranks.comm.Ireduce_scatter_block(x, received)
         self._started(request, self.grads[own], received)
 
     def all_gather(self, array: np.ndarray, a: int, b: int) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
-        x = array[a:b].view(np.uint8)
-        self._started(self.ranks.comm.Iallgather(_in_place(), x))
+        comm, pieces = self.ranks.comm, self.pieces_of(array, a, b)
+        if pieces is None:
+            self._started(comm.Iallgather(_in_place(), array[a:b].view(np.uint8)))
+            return
+        for start, end, owner in pieces:
+            self._started(comm.Ibcast(array[start:end].view(np.uint8), root=owner))
 
     def register(self, array: np.ndarray) -> None:
         """Prepare an array for all_gather. Every rank must call it. (Needed only by CopyCollectives.)"""
@@ -142,7 +192,7 @@ class _Request:
     received: np.ndarray | None
 
 
-class GpuCollectives:
+class GpuCollectives(Division):
     """Common code of the collectives between GPUs. bf16: gradients are sent in bf16, half the bytes.
 
     All calls run on a separate stream, which first waits for an event of the computing stream; `join`
@@ -153,14 +203,13 @@ class GpuCollectives:
     exposed = hidden = None  # unknown inside a replayed graph: bench/bench_ddp.py measures both
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
-        self.ranks, self.grads = ranks, arena.grads
+        super().__init__(ranks, arena)
         self.half = empty(arena.grads, arena.grads.shape, BFLOAT16) if bf16 else None
         # its operations are short and other ranks wait for them: high priority
         self.stream = cupy().cuda.Stream(non_blocking=True, priority=-1)
         self.events: list[Any] = []  # never freed: a captured graph uses them
         self.used = 0  # events since the last `join`
 
-    shard: Any = HostCollectives.shard
     register: Any = HostCollectives.register
 
     def clear(self) -> None:
@@ -231,21 +280,46 @@ class NcclCollectives(GpuCollectives):
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
-        own = self.shard(a, b)
         with self._on_own_stream() as stream:
             x = self._gradients(a, b)
+            kind, pieces = self.types[x.itemsize], self.pieces_of(self.grads, a, b)
+            if pieces is not None:
+                with self._grouped():
+                    for start, end, owner in pieces:
+                        at = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.reduce(at, at, end - start, kind, self.sum, owner, stream)
+                for start, end in self.own(self.grads, a, b):
+                    self._widen(slice(start, end))
+                return
+            own = self.shard(a, b)
             to = x.data.ptr + (own.start - a) * x.itemsize
             n = own.stop - own.start
-            self.nccl.reduceScatter(x.data.ptr, to, n, self.types[x.itemsize], self.sum, stream)
+            self.nccl.reduceScatter(x.data.ptr, to, n, kind, self.sum, stream)
             self._widen(own)
 
     def all_gather(self, array: Array, a: int, b: int) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
-        own, x = self.shard(a, b), array[a:b]
+        x = array[a:b]
         with self._on_own_stream() as stream:
+            kind, pieces = self.types[x.itemsize], self.pieces_of(array, a, b)
+            if pieces is not None:
+                with self._grouped():
+                    for start, end, owner in pieces:
+                        at = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.bcast(at, end - start, kind, owner, stream)
+                return
+            own = self.shard(a, b)
             start = x.data.ptr + (own.start - a) * x.itemsize
             n = own.stop - own.start
-            self.nccl.allGather(start, x.data.ptr, n, self.types[x.itemsize], stream)
+            self.nccl.allGather(start, x.data.ptr, n, kind, stream)
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """NCCL starts all calls inside as one kernel."""
+        nccl = load_nccl()
+        nccl.groupStart()
+        yield
+        nccl.groupEnd()
 
     def start_gather(self, own_1: Array) -> Array:
         """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""

@@ -40,7 +40,7 @@ from ..device import Array, cupy
 from ..errors import UserError
 from ..kernels.elementwise import add_into
 from ..kernels.runtime.launch import empty, zeros
-from .collectives import GpuCollectives, NcclCollectives
+from .collectives import GpuCollectives, NcclCollectives, Slices, equal_shards
 from .ranks import Ranks
 
 CHUNK = 1 << 22  # elements per copy, to the staging buffer or through the window
@@ -81,16 +81,15 @@ class CopyCollectives(GpuCollectives):
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
         """A rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter. None: this rank's."""
-        rank, world = self.ranks.rank if rank is None else rank, self.ranks.world
-        n = -(-(b - a) // (4 * world)) * 4
-        return slice(min(b, a + rank * n), min(b, a + (rank + 1) * n))
+        shards = equal_shards(a, b, self.ranks.world)
+        return slice(*shards[self.ranks.rank if rank is None else rank])
 
     # ------------------------------------------------------------------------- the collectives
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
         """Start grads[a:b] = the sum over ranks."""
         with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
-            self._send(self.grads, self.shard(a, b), stream)
+            self._send(self.grads, self.own(self.grads, a, b), stream)
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
@@ -106,7 +105,7 @@ class CopyCollectives(GpuCollectives):
             if not self.aligned:
                 self._barrier(stream)
                 self.aligned = True
-            self._send(array, self.shard(a, b), stream)
+            self._send(array, self.own(array, a, b), stream)
 
     def start_gather(self, own_1: Array) -> Array:
         """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
@@ -115,7 +114,7 @@ class CopyCollectives(GpuCollectives):
         self.input = own_1  # keep it alive: the other stream reads it after the return
         with self._on_own_stream() as stream:
             row[me, :1] = own_1
-            self._send(self.gathered, slice(first, first + 4), stream)
+            self._send(self.gathered, [(first, first + 4)], stream)
             self._barrier(stream)
             all_R[...] = row[:, 0]
         return all_R
@@ -139,9 +138,8 @@ class CopyCollectives(GpuCollectives):
     def _reduce(self, a: int, b: int, idle: bool, stream: int) -> None:
         """grads[own shard of [a, b)] += the same slice of every neighbour."""
         self._barrier(stream)
-        own, address = self.shard(a, b), self.grads.data.ptr
-        for first in range(own.start, own.stop, CHUNK):
-            n = min(CHUNK, own.stop - first)
+        address = self.grads.data.ptr
+        for first, n in self._chunks(self.grads, a, b, self.ranks.rank):
             for rank in self._neighbours():
                 theirs = self.addresses[address][rank] + first * self.grads.itemsize
                 if idle:
@@ -151,23 +149,29 @@ class CopyCollectives(GpuCollectives):
                     _copy(x.data.ptr, theirs, x.nbytes, stream)
                 add_into(self.grads[first : first + n], x)
 
-    def _send(self, array: Array, shard: slice, stream: int) -> None:
-        """Copy array[shard] to every neighbour."""
-        n, start = shard.stop - shard.start, shard.start * array.itemsize
-        for rank in self._neighbours() if n > 0 else ():
-            there = self.addresses[array.data.ptr][rank]
-            _copy(there + start, array.data.ptr + start, n * array.itemsize, stream)
+    def _chunks(self, array: Array, a: int, b: int, rank: int) -> list[tuple[int, int]]:
+        """(first, n) of chunks of at most CHUNK elements that cover what a rank owns of array[a:b]."""
+        return [
+            (first, min(CHUNK, end - first))
+            for start, end in self.own(array, a, b, rank)
+            for first in range(start, end, CHUNK)
+        ]
+
+    def _send(self, array: Array, parts: Slices, stream: int) -> None:
+        """Copy these parts of the array to every neighbour."""
+        for rank in self._neighbours():
+            there, here, size = self.addresses[array.data.ptr][rank], array.data.ptr, array.itemsize
+            for start, end in parts:
+                _copy(there + start * size, here + start * size, (end - start) * size, stream)
 
     def _gather_through_window(self, array: Array, a: int, b: int, stream: int) -> None:
         """all_gather of an array that is not registered, one chunk after the other."""
         window = self.window.view(array.dtype)
-        longest = self.shard(a, b, 0)
-        for first in range(0, longest.stop - longest.start, CHUNK):
+        chunks = [self._chunks(array, a, b, rank) for rank in range(self.ranks.world)]
+        for i in range(max(map(len, chunks))):
             for rank in (self.ranks.rank, *self._neighbours()):
-                shard = self.shard(a, b, rank)
-                start = shard.start + first
-                n = max(0, min(CHUNK, shard.stop - start))
-                here = array[start : start + n]
+                first, n = chunks[rank][i] if i < len(chunks[rank]) else (0, 0)
+                here = array[first : first + n]
                 if rank == self.ranks.rank:
                     window[:n] = here
                     self._barrier(stream)

@@ -22,17 +22,17 @@ from ..formats import saved_runs
 from ..kernels.elementwise import add_fwd
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
-from ..nn.modules import Parameter, arena_unit
-from ..nn.optim import AdamW
+from ..nn.modules import Parameter
+from ..nn.optim import OPTIMIZERS, AdamW
 from ..training import checkpoint
 from ..training.loop import train
 from ..training.run import Run
 from ..training.single_device import SingleDevice
-from .collectives import HostCollectives, load_nccl
+from .collectives import HostCollectives, Slices, load_nccl
 from .copy_collectives import gpu_collectives
 from .ranks import Ranks, choose_gpu
 from .watchdog import AbortOnError, Watchdog
-from .zero import ShardedAdamW, Slices
+from .zero import ShardedAdamW, ShardedMuon, cut, whole_matrices
 
 LONGEST_WATCHDOG = 10**8  # seconds, three years; system timers overflow at about 10^10
 
@@ -43,7 +43,7 @@ class ParallelConfig(TrainConfig):
 
     # how gradients are summed over the ranks, from the simplest to the fastest
     dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket and AdamW, else 0
+    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
     zero: Literal[0, 1] | None = None
     bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
@@ -65,10 +65,6 @@ class ParallelConfig(TrainConfig):
             raise UserError(
                 f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
             )
-        if self.optimizer == "muon" and self.zero:
-            raise UserError(
-                "--optimizer muon needs whole matrices on every rank, but --zero 1 divides them: use --zero 0"
-            )
         if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"
@@ -81,7 +77,7 @@ class ParallelConfig(TrainConfig):
         This saves memory, and time with --dp bucket: each rank updates only its shard and sends half the bytes.
         """
         if self.zero is None:
-            return self.dp == "bucket" and self.optimizer != "muon"
+            return self.dp == "bucket"
         return bool(self.zero)
 
 
@@ -194,10 +190,7 @@ def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
 
     Each region is cut from its end, and `world` ranks can divide every slice evenly.
     """
-    unit = arena_unit(world)
-    step = max(1, round(nbytes / 4 / unit)) * unit
-    cut = lambda a, b: [(max(a, end - step), end) for end in range(b, a, -step)]
-    return cut(n_decay, size) + cut(0, n_decay)
+    return cut(n_decay, size, world, nbytes) + cut(0, n_decay, world, nbytes)
 
 
 # ----------------------------------------------------------------------------- a step on several ranks
@@ -219,7 +212,10 @@ class DataParallel(SingleDevice):
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
         nbytes = config.bucket_mb * 2**20
-        self.slices = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
+        if config.sharded and config.optimizer == "muon":
+            self.slices, self.collectives.pieces = whole_matrices(model, ranks.world, nbytes)
+        else:
+            self.slices = buckets(arena.n_decay, arena.grads.size, ranks.world, nbytes)
         self.stage = STAGES[config.dp](model, self.collectives, self.slices, config.sharded)
         self.losses: list[Array] = []  # of this rank's micro-batches in the current step
         self.all_losses: Array = None  # of all ranks
@@ -286,11 +282,14 @@ class DataParallel(SingleDevice):
         self.collectives.close()
 
     # ------------------------------------------------------------------------- optimizer state
-    def make_adamw(self, **options: Any) -> AdamW:
-        if self.sharded:
-            guarded = self.config.check_ranks > 0
-            return ShardedAdamW(self.model, self.collectives, self.slices, guarded, **options)
-        return AdamW(self.model, **options)
+    def make_optimizer(self, name: str, **options: Any) -> AdamW:
+        if not self.sharded:
+            return OPTIMIZERS[name](self.model, **options)
+        kind = {"adamw": ShardedAdamW, "muon": ShardedMuon}[name]
+        share = dict(
+            collectives=self.collectives, slices=self.slices, guarded=self.config.check_ranks > 0
+        )
+        return kind(self.model, **share, **options)
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
@@ -306,8 +305,9 @@ class DataParallel(SingleDevice):
         if not isinstance(optimizer, ShardedAdamW):
             super().load(saved, optimizer)
             return
-        m, v = (np.zeros(self.model.arena.grads.shape, np.float32) for _ in range(2))
-        moments = SimpleNamespace(m=m, v=v, t=0)
+        whole = lambda: np.zeros(self.model.arena.grads.shape, np.float32)
+        ema = None if optimizer.ema is None else whole()
+        moments = SimpleNamespace(m=whole(), v=whole(), ema=ema, t=0)
         optimizer.restore()
         checkpoint.load(saved, self.model, moments)
         optimizer.set_moments(moments)

@@ -68,11 +68,12 @@ class Ranks(SingleProcess):
     def gather(self, thing: Any) -> list[Any]:
         return self.comm.allgather(thing)
 
-    def gather_on_rank_0(self, own_n: np.ndarray) -> np.ndarray | None:
-        """(n,), n the same on all ranks -> (world, n) on rank 0, None elsewhere."""
-        all_Rn = np.empty((self.world, own_n.size), own_n.dtype) if self.rank == 0 else None
-        self.comm.Gather(np.ascontiguousarray(own_n), all_Rn)
-        return all_Rn
+    def gather_on_rank_0(self, own_n: np.ndarray) -> list[np.ndarray] | None:
+        """(n,) of each rank, of any length -> all of them on rank 0, None elsewhere."""
+        sizes = self.gather(own_n.size)
+        whole = np.empty(sum(sizes), own_n.dtype) if self.rank == 0 else None
+        self.comm.Gatherv(np.ascontiguousarray(own_n), None if whole is None else (whole, sizes))
+        return None if whole is None else np.split(whole, np.cumsum(sizes)[:-1])
 
     def check_same(self, things: dict[str, Any], needed: str) -> None:
         """Raises UserError, on every rank, if a value differs on any rank.

@@ -10,6 +10,10 @@ rank, with R ranks:
     fp32, ZeRO-1             4          4            8 / R                   8 + 8 / R
     bf16                     4          4            8          2            18
     bf16, ZeRO-1             4 / R      4            8 / R      2            6 + 12 / R
+
+Muon needs whole matrices: `whole_matrices` cuts slices between them and gives each to one rank, so that every rank has about
+the same number of operations of Newton-Schulz. The rest of the arena is divided as for AdamW, and the traffic is the same.
+A moving average of the weights is divided like the moments.
 """
 
 import functools
@@ -22,11 +26,12 @@ from ..device import Array, cupy, is_gpu, to_numpy
 from ..kernels.checksum import checksum, compare
 from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import norm_and_factor, sum_of_squares
+from ..kernels.muon import newton_schulz_flops
 from ..kernels.runtime.launch import zeros
 from ..nn.model import Transformer
-from ..nn.optim import AdamW
-
-Slices = list[tuple[int, int]]  # slices [start, end) of the arena
+from ..nn.modules import arena_unit
+from ..nn.optim import AdamW, Muon, muon_matrices, parts_of
+from .collectives import Pieces, Slices, equal_shards
 
 
 class ShardedAdamW(AdamW):
@@ -37,6 +42,7 @@ class ShardedAdamW(AdamW):
     weights of matrices: `release` keeps each only on its owner, `restore` gathers all of them for a
     checkpoint.
 
+    slices: of the arena, each communicated separately.  own: of each slice, what this rank owns.
     master: (n,) float32, the weights of the owned shards, concatenated; None in fp32.  norms: all norm weights.
     guarded: whether `changed` is kept up to date, for --check-ranks. What a rank owns exists once, so there is no other copy to
     compare it with; and the all-gather makes a wrong weight of its owner identical on all ranks.
@@ -51,9 +57,9 @@ class ShardedAdamW(AdamW):
         guarded: bool = False,
         **options: Any,
     ):
-        shards = [collectives.shard(a, b) for a, b in slices]
-        super().__init__(model, **options, owned=[(s.start, s.stop) for s in shards])
-        self.collectives, self.slices = collectives, slices
+        own = [collectives.own(model.arena.grads, a, b) for a, b in slices]
+        super().__init__(model, **options, owned=[part for parts in own for part in parts])
+        self.collectives, self.slices, self.own = collectives, slices, own
         self.master: Array = None
         self.norms: Array = None
         self.release()
@@ -75,10 +81,8 @@ class ShardedAdamW(AdamW):
             self.master = zeros(arena.weights, self.m.shape)
             self.norms = zeros(arena.weights, arena.weights.size - arena.n_decay)
             self.collectives.register(self.norms)
-        first = 0
-        for start, end in self.owned:
+        for start, end, first in self.owned_at():
             self.master[first : first + end - start] = arena.weights[start:end]
-            first += end - start
         self.norms[...] = arena.weights[arena.n_decay :]
         arena.weights = None
         for _, p in self.model.storage():
@@ -95,50 +99,54 @@ class ShardedAdamW(AdamW):
             return
         grads: Array = arena.grads
         arena.weights = zeros(grads, grads.shape)
-        first = 0
-        for start, end in self.owned:
+        for start, end, first in self.owned_at():
             arena.weights[start:end] = self.master[first : first + end - start]
-            first += end - start
         for a, b in self.slices:
             self.collectives.all_gather(arena.weights, a, b)
         self.collectives.join()
         for _, p in self.model.storage():
             p._data = arena.weights[p.offset : p.offset + p.size].reshape(p.shape)
 
-    def weights(self, start: int, end: int, first: int) -> Array:
-        """float32 weights of the owned [start, end) of the arena. first: their offset among the owned ones."""
-        if self.master is None:
-            return self.arena.weights[start:end]
-        return self.master[first : first + end - start]
+    def owned_weights(self) -> tuple[Array, bool]:
+        """As AdamW.owned_weights."""
+        return (self.arena.weights, False) if self.master is None else (self.master, True)
 
     def advance(self) -> np.ndarray:
         """As AdamW.advance. Weights that were assigned, or a state that was loaded, are no change."""
-        if self.summed_version != self.arena.version.count:
+        fresh = self.summed_version != self.arena.version.count
+        hyper = super().advance()  # starts a moving average
+        if fresh:
             self._sum_state(self.expected)
-        hyper_3 = super().advance()
         self.summed_version = self.arena.version.count
-        return hyper_3
+        return hyper
 
-    def apply(self, hyper_3: Array, factor_1: Array | None = None) -> None:
-        """The update of the owned shards, and the all-gather of the new weights."""
+    def apply(self, hyper: Array, factor_1: Array | None = None) -> None:
+        """As AdamW.apply, until all ranks have the new weights."""
+        super().apply(hyper, factor_1)
+        self.collectives.join()
+        self._sum_state(self.expected)
+
+    def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
+        """Update what this rank owns of each slice, then start the all-gather of its new weights."""
         first, n_decay = 0, self.arena.n_decay
-        for (a, b), (start, end) in zip(self.slices, self.owned):
-            self.update_trained(start, end, first, hyper_3, factor_1)
+        for (a, b), own in zip(self.slices, self.own):
+            for start, end in own:
+                self.update_trained(start, end, first, hyper_3, factor_1)
+                if self.master is not None and a >= n_decay:
+                    norms = slice(start - n_decay, end - n_decay)
+                    self.norms[norms] = self.weights(start, end, first)
+                first += end - start
             if self.master is None:
                 self.collectives.all_gather(self.arena.weights, a, b)
             elif a < n_decay:
                 self.collectives.all_gather(self.arena.half, a, b)
             else:
-                own = slice(start - n_decay, end - n_decay)
-                self.norms[own] = self.weights(start, end, first)
                 self.collectives.all_gather(self.norms, a - n_decay, b - n_decay)
-            first += end - start
-        self.collectives.join()
-        self._sum_state(self.expected)
 
     def _state(self) -> list[Array]:
         """The arrays that only an update may change."""
-        return [*self.in_use(), *([] if self.master is None else [self.master]), self.m, self.v]
+        optional = [x for x in (self.master, self.ema) if x is not None]
+        return [*self.in_use(), *optional, self.m, self.v]
 
     def _sum_state(self, sums_K: Array) -> None:
         """Compute the checksums, if guarded."""
@@ -169,30 +177,95 @@ class ShardedAdamW(AdamW):
         return stats[:1], stats[1:]
 
     def gather_moments(self) -> SimpleNamespace:
-        """m and v of the whole arena in host memory on rank 0 (None elsewhere), and t. Every rank must call it."""
-        moments = [self.collectives.ranks.gather_on_rank_0(to_numpy(x)) for x in (self.m, self.v)]
-        return SimpleNamespace(
-            m=self._in_arena_order(moments[0]), v=self._in_arena_order(moments[1]), t=self.t
-        )
+        """m, v and ema of the whole arena in host memory on rank 0 (None elsewhere), and t. Every rank must call it."""
+        m, v = self._gathered(self.m), self._gathered(self.v)
+        ema = None if self.ema is None else self._gathered(self.ema)
+        return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
-    def _in_arena_order(self, all_Rn: np.ndarray | None) -> np.ndarray | None:
-        """The concatenated shards of each rank, (R, n) -> the arena."""
-        if all_Rn is None:
+    def _gathered(self, own_n: Array) -> np.ndarray | None:
+        """What the ranks own, as in the arena, on rank 0."""
+        parts = self.collectives.ranks.gather_on_rank_0(to_numpy(own_n))
+        if parts is None:
             return None
         grads: Array = self.arena.grads
-        array, first = np.zeros(grads.shape, np.float32), 0
-        for a, b in self.slices:
-            n = (b - a) // len(all_Rn)
-            array[a:b] = all_Rn[:, first : first + n].reshape(-1)
-            first += n
-        return array
+        whole = np.zeros(grads.shape, np.float32)
+        for rank, part_n in enumerate(parts):
+            first = 0
+            for a, b in self.slices:
+                for start, end in self.collectives.own(grads, a, b, rank):
+                    whole[start:end] = part_n[first : first + end - start]
+                    first += end - start
+        return whole
 
     def set_moments(self, whole: Any) -> None:
-        """The opposite of gather_moments. whole: m, v of the whole arena and t, the same on every rank."""
-        for mine, array in ((self.m, whole.m), (self.v, whole.v)):
+        """The opposite of gather_moments. whole: m, v and ema of the whole arena and t, the same on every rank."""
+        for mine, array in ((self.m, whole.m), (self.v, whole.v), (self.ema, whole.ema)):
+            if mine is None:
+                continue
             values = np.concatenate([array[start:end] for start, end in self.owned])
             if is_gpu(mine):
                 mine.set(values)
             else:
                 mine[...] = values
         self.t, self.summed_version = whole.t, -1
+
+
+class ShardedMuon(Muon, ShardedAdamW):
+    """Muon on this rank's matrices, AdamW on its shards of the rest. slices: of `whole_matrices`."""
+
+
+def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slices, Pieces]:
+    """-> slices that cover the arena, the last ones first; and of those that are not divided evenly, the pieces.
+
+    A piece of a slice with matrices of Muon is one of them, with the gap behind it. Such a slice has about nbytes bytes, but at
+    least as many pieces as there are ranks: with copy engines its ranks copy at the same time. The largest pieces of a slice are
+    given away first, each to the rank that has the fewest operations so far.
+    """
+    arena, ours = model.arena, muon_matrices(model)
+    ordered = sorted((p for _, p in model.storage()), key=lambda p: p.offset)
+    ends = [*(p.offset for p in ordered[1:]), arena.grads.size]
+    runs: list[tuple[int, int, list[tuple[int, int]]]] = []  # (start, end, [(start, flops)])
+    for p, end in zip(ordered, ends):
+        matrices = []
+        if p in ours:
+            matrices = [(at, newton_schulz_flops(rows, cols)) for at, rows, cols in parts_of(p)]
+        same_kind = runs and bool(runs[-1][2]) == bool(matrices)
+        if same_kind and p.offset != arena.n_decay:
+            start, _, before = runs.pop()
+            runs.append((start, end, before + matrices))
+        else:
+            runs.append((p.offset, end, matrices))
+    slices: Slices = []
+    pieces: Pieces = {}
+    flops = [0] * world
+    for start, end, matrices in reversed(runs):
+        if not matrices:
+            for a, b in cut(start, end, world, nbytes):
+                slices.append((a, b))
+                if (b - a) % arena_unit(world):
+                    pieces[a, b] = [
+                        (*shard, r) for r, shard in enumerate(equal_shards(a, b, world))
+                    ]
+            continue
+        stop, group = end, []
+        for i, (at, work) in reversed(list(enumerate(matrices))):
+            group.append((at, matrices[i + 1][0] if i + 1 < len(matrices) else end, work))
+            if i == 0 or (4 * (stop - at) >= nbytes and len(group) >= world):
+                owned = []
+                for a, b, work in sorted(group, key=lambda piece: -piece[2]):
+                    rank = flops.index(min(flops))
+                    flops[rank] += work
+                    owned.append((a, b, rank))
+                slices.append((at, stop))
+                pieces[at, stop] = sorted(owned)
+                stop, group = at, []
+    return slices, pieces
+
+
+def cut(a: int, b: int, world: int, nbytes: float) -> Slices:
+    """Cut [a, b) from its end into slices of about nbytes bytes. `world` ranks can divide each evenly, but the last one only if
+    they can divide [a, b).
+    """
+    unit = arena_unit(world)
+    step = max(1, round(nbytes / 4 / unit)) * unit
+    return [(max(a, end - step), end) for end in range(b, a, -step)]

@@ -3,6 +3,7 @@
     runs/NAME/checkpoints/step-000200/
         config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
         optimizer.safetensors                                 both AdamW moments of each tensor: m.NAME, v.NAME
+        ema/                                                  with --ema: the model again, with the average of its weights
         state.json                                            step, position in the data, options of the run
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
 
@@ -17,14 +18,14 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import HostCopies, is_gpu, to_device
+from ..device import HostCopies, is_gpu, to_device, to_numpy
 from ..errors import UserError
 from ..files import cannot_write, publish, sync, sync_folder
 from ..formats import huggingface
@@ -35,7 +36,7 @@ from ..formats.manifest import (
     unlisted,
     write_manifest,
 )
-from ..formats.saved_runs import STATE, Saved, folders, open_checkpoint, step_of
+from ..formats.saved_runs import EMA, STATE, Saved, folders, open_checkpoint, step_of
 from ..formats.tensor_file import read_header, write_safetensors
 from ..json_files import read_json
 from ..nn.autograd import Tensor
@@ -51,7 +52,8 @@ TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer
 class Snapshot:
     """A copy of the state in host memory, which later steps do not change. Another thread may write it.
 
-    tensors, moments: {name: array in the Hugging Face shape}.  wait(): blocks until the copies have arrived.
+    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving average.
+    wait(): blocks until the copies have arrived.
     """
 
     config: ModelConfig
@@ -64,11 +66,13 @@ class Snapshot:
     adapter: dict[str, Any] | None = None  # Transformer.adapter
     special_tokens: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] | None = None
+    ema: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, nearly the size of the checkpoint."""
-        return sum(x.nbytes for x in (*self.tensors.values(), *self.moments.values()))
+        groups = (self.tensors, self.moments, self.ema)
+        return sum(x.nbytes for group in groups for x in group.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The interface of a model that huggingface.write_files needs."""
@@ -78,7 +82,7 @@ class Snapshot:
 def snapshot(
     model: Transformer, moments: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
 ) -> Snapshot:
-    """Copy everything that a checkpoint holds. moments: an object with m and v of the whole arena, and t (AdamW).
+    """Copy everything that a checkpoint holds. moments: an object with m, v and ema of the whole arena, and t (AdamW).
 
     The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in use.
     """
@@ -86,6 +90,7 @@ def snapshot(
         copies(name, array)
         for name, array in (("w", model.arena.weights), ("m", moments.m), ("v", moments.v))
     )
+    ema = {} if moments.ema is None else dict(model.views(copies("ema", moments.ema)))
     return Snapshot(
         config=model.config,
         tensors=dict(model.views(w)),
@@ -101,6 +106,7 @@ def snapshot(
         adapter=model.adapter,
         special_tokens=model.special_tokens,
         generation=model.generation,
+        ema=ema,
     )
 
 
@@ -137,13 +143,20 @@ def write(run: Path, snapshot: Snapshot) -> Path:
 
 def _write_files(folder, snapshot):
     prefix = PREFIX if snapshot.adapter else ""
-    tensors = {prefix + name: x for name, x in snapshot.tensors.items()} | snapshot.moments
-    checksums = {name: tensor_checksum(values) for name, values in tensors.items()}
+    checksums_of = lambda tensors: {name: tensor_checksum(x) for name, x in tensors.items()}
+    prefixed = lambda tensors: {prefix + name: x for name, x in tensors.items()}
+    if snapshot.ema:
+        averaged = folder / EMA
+        averaged.mkdir()
+        huggingface.write_files(
+            replace(snapshot, tensors=snapshot.ema), averaged, snapshot.tokenizer
+        )
+        write_manifest(averaged, checksums_of(prefixed(snapshot.ema)))
     huggingface.write_files(snapshot, folder, snapshot.tokenizer)
     write_safetensors(folder / OPTIMIZER, {n: Tensor(x) for n, x in snapshot.moments.items()})
     text = json.dumps(snapshot.state, indent=2, sort_keys=True)
     (folder / STATE).write_text(text + "\n", encoding="utf-8")
-    write_manifest(folder, checksums)
+    write_manifest(folder, checksums_of(prefixed(snapshot.tensors) | snapshot.moments))
 
 
 def _aside(folder):
@@ -227,7 +240,7 @@ def too_little_room(run: Path, needed: int, keep: int, left: int) -> str | None:
 
 def _bytes(folder):
     with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in folder.iterdir())
+        return sum(path.stat().st_size for path in folder.rglob("*"))
     return 0
 
 
@@ -264,8 +277,8 @@ def _best(past):
 def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
     """Fill model and optimizer. Raises UserError if the files are damaged or belong to another model.
 
-    optimizer: AdamW, or any object with the moments m and v of the whole arena, and t.
-    Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
+    optimizer: AdamW, or any object with m, v and ema of the whole arena, and t. A run that was saved without a moving average
+    begins it with the weights. Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
     """
     path, moments = saved.folder / OPTIMIZER, {"m": optimizer.m, "v": optimizer.v}
     stored = read_header(path)
@@ -276,6 +289,9 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
                 raise UserError(
                     f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
                 )
+    averaged = saved.folder / EMA
+    has_average = optimizer.ema is not None and averaged.is_dir()
+    average = huggingface.tensors_for(model, averaged) if has_average else {}
     huggingface.load_into(model, saved.folder)
     huggingface.read_companions(model, saved.folder)
     for letter, array in moments.items():
@@ -283,4 +299,10 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
         for name, view in model.views(values):
             view[...] = stored[f"{letter}.{name}"].read()
         array[...] = to_device(values, model.device) if is_gpu(array) else values
+    if optimizer.ema is not None:
+        values = to_numpy(model.arena.weights).copy()
+        for name, view in model.views(values):
+            if has_average:
+                view[...] = average[name].read()
+        optimizer.ema[...] = to_device(values, model.device) if is_gpu(optimizer.ema) else values
     optimizer.t = saved.state["optimizer_step"]

@@ -40,7 +40,9 @@ from .trackers import check_installed
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
-CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32
+CHECKPOINT_BYTES = (
+    12  # per parameter: weight and two moments in float32; 4 more for a moving average
+)
 Evaluation = Callable[[], Iterator[dict[str, float]]]  # of all tasks -> the metrics of each
 
 
@@ -298,7 +300,8 @@ def train(
 
 
 def _checkpoint_bytes(run: Run) -> int:
-    return CHECKPOINT_BYTES * sum(math.prod(x.shape) for _, x in run.model.named_parameters())
+    per_parameter = CHECKPOINT_BYTES + (4 if run.config.ema else 0)
+    return per_parameter * sum(math.prod(x.shape) for _, x in run.model.named_parameters())
 
 
 def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> None:

@@ -402,21 +402,24 @@ def plan(
     recompute: str = "none",
     accumulate: int = 1,
     lora: int = 0,
+    optimizer: str = "adamw",
+    ema: float = 0.0,
 ) -> Plan:
     """Plan the training step of a model.
 
     batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
     precision, recompute: as in Transformer.  lora: rank of adapters on all matrices of a frozen model, 0 for none.
+    optimizer, ema: as in TrainConfig.
     Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
-        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora)
-        arena, optimizer = run.model.arena, run.optimizer
+        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema)
+        arena, made = run.model.arena, run.optimizer
         frozen: Any = getattr(run.model, "base_arena", SimpleNamespace(weights=None, half=None))
         for name, array in (
             ("frozen weights", frozen.weights), ("frozen weights", frozen.half),
             ("weights", arena.weights), ("bf16 copy of the weights", arena.half), ("gradients", arena.grads),
-            ("moments", optimizer.m), ("moments", optimizer.v),
+            ("moments", made.m), ("moments", made.v), ("moving average", made.ema),
         ):  # fmt: skip
             if array is not None:
                 array.allocation.rename(name)
@@ -439,12 +442,14 @@ def measure(
     recompute: str = "none",
     accumulate: int = 1,
     lora: int = 0,
+    optimizer: str = "adamw",
+    ema: float = 0.0,
 ) -> int:
     """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
-        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora)
+        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema)
         most = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
@@ -453,10 +458,10 @@ def measure(
         return most + WORKSPACE
 
 
-def _run(config, batch, seq_len, precision, recompute, accumulate, lora):
+def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema):
     c = TrainConfig(
         batch=batch * accumulate, micro_batch=batch, seq_len=seq_len, steps=2, lr=1e-3, warmup=0,
-        precision=precision, recompute=recompute, graph=False,
+        precision=precision, recompute=recompute, graph=False, optimizer=optimizer, ema=ema,
     )  # fmt: skip
     if lora:
         options = config, None, "gpu", precision, recompute
@@ -471,7 +476,8 @@ def _run(config, batch, seq_len, precision, recompute, accumulate, lora):
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
     batch = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
-    run.train_step(zeros(3, np.float32), zeros(1, np.float32), *batch)
+    hyper = device.to_device(run.optimizer.advance(), "gpu")
+    run.train_step(hyper, zeros(1, np.float32), *batch)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -481,10 +487,10 @@ def parameters(config: ModelConfig) -> int:
 
 
 def zero1(plan: Plan, ranks: int) -> float:
-    """Bytes reserved on each of `ranks` GPUs that divide moments and float32 master weights among them (Rajbhandari et al.
-    2020, stage 1). In fp32 every rank keeps all weights, because the forward pass reads them.
+    """Bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32 master weights among them
+    (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all weights, because the forward pass reads them.
     """
-    divided = plan.kinds["moments"]
+    divided = plan.kinds["moments"] + plan.kinds.get("moving average", 0)
     if "bf16 copy of the weights" in plan.kinds:
         divided += plan.kinds["weights"]
     return plan.reserved - divided * (1 - 1 / ranks)

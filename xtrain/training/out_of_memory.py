@@ -98,7 +98,7 @@ def _less(c, model, device):
 def _plan(model, c):
     accumulate = max(1, c.batch // c.micro_batch)
     shape = c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
-    return memory_plan.plan(model, *shape, getattr(c, "lora", 0))
+    return memory_plan.plan(model, *shape, getattr(c, "lora", 0), c.optimizer, c.ema)
 
 
 def _whole(plan, device):

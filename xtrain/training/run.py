@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import blas
-from ..config import SHAPES, ModelConfig, ResolvedConfig
+from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, free_cached, to_device, to_numpy
 from ..errors import UserError
@@ -25,7 +25,7 @@ from ..nn.autograd import Tensor, no_grad
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
-from ..nn.optim import AdamW, Muon, learning_rate
+from ..nn.optim import COSINE, AdamW, Decay, learning_rate
 from . import checkpoint
 from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
@@ -89,11 +89,13 @@ class Run:
         """AdamW or Muon with the options of this run."""
         c = self.config
         options: dict[str, Any] = dict(
-            lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay
+            lr=c.lr,
+            betas=(c.beta1, c.beta2),
+            eps=c.eps,
+            weight_decay=c.weight_decay,
+            ema_decay=c.ema,
         )
-        if c.optimizer == "muon":
-            return Muon(self.model, **options)
-        return self.parallel.make_adamw(**options)
+        return self.parallel.make_optimizer(c.optimizer, **options)
 
     def make_parallel(self) -> SingleDevice:
         """How this run's steps are divided among the ranks."""
@@ -192,7 +194,8 @@ class Run:
     def learning_rate(self) -> float:
         """Learning rate of the next step; self.done steps have been made."""
         c = self.config
-        return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio)
+        decay = Decay(c.decay_fraction, c.decay_shape) if c.schedule == "wsd" else COSINE
+        return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio, decay)
 
     def next_batch(self) -> tuple[np.ndarray, ...]:
         """-> ids, targets (batch / ranks, T), and if a row holds several documents, their starts (Transformer.loss).
@@ -414,7 +417,8 @@ def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # an older xtrain had fewer fields, and its models what their defaults mean
     known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    known["optimizer"] = "adamw"
+    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema")
+    known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
     then = {name: default for name, default in known.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {

@@ -15,7 +15,7 @@ from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
 from ..nn.autograd import Tensor
 from ..nn.model import Transformer
-from ..nn.optim import AdamW, clip
+from ..nn.optim import OPTIMIZERS, AdamW, clip
 from . import checkpoint
 from .single_process import SingleProcess
 
@@ -62,13 +62,13 @@ class SingleDevice:
         """Release the communicator. No captured step may use it any more."""
 
     # ------------------------------------------------------------------------- optimizer state
-    def make_adamw(self, **options: Any) -> AdamW:
-        """AdamW, or its sharded form. options: those of AdamW."""
-        return AdamW(self.model, **options)
+    def make_optimizer(self, name: str, **options: Any) -> AdamW:
+        """The optimizer, or its sharded form. name: a key of OPTIMIZERS.  options: those of AdamW."""
+        return OPTIMIZERS[name](self.model, **options)
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
-        """-> an object with the moments m and v of the whole arena and t, for a checkpoint; the weights are whole too."""
+        """-> an object with m, v and ema of the whole arena and t, for a checkpoint; the weights are whole too."""
         yield optimizer
 
     def load(self, saved: Saved, optimizer: AdamW) -> None:

@@ -1,5 +1,6 @@
 """4 ranks x batch 2 equal 2 ranks x batch 4 and 1 rank x batch 8, whatever the stage.   mpirun -n 4 python equality.py FOLDER"""
 
+import itertools
 import sys
 import time
 
@@ -10,12 +11,13 @@ from xtrain.config import ModelConfig
 from xtrain.data.dataset import prepare
 from xtrain.device import to_device, to_numpy
 from xtrain.errors import UserError
+from xtrain.kernels.muon import newton_schulz_flops
 from xtrain.nn import functional
 from xtrain.nn.model import Transformer
-from xtrain.nn.optim import AdamW
+from xtrain.nn.optim import AdamW, Muon
 from xtrain.parallel.collectives import HostCollectives
 from xtrain.parallel.ddp import ParallelRun, buckets
-from xtrain.parallel.zero import ShardedAdamW
+from xtrain.parallel.zero import ShardedAdamW, ShardedMuon, whole_matrices
 from xtrain.training.run import Run
 
 STAGES = ("naive", "flat", "overlap", "bucket")
@@ -108,12 +110,51 @@ def three_ranks(folder):
     compare(folder, (3,), {"bucket 1": dict(zero=1), "bucket 0": dict(zero=0)}, batch=6)
 
 
-def muon_on_two_ranks(folder):
-    """Every rank makes the same update from the summed gradients."""
-    variants = {dp: dict(dp=dp) for dp in ("naive", "bucket")}
-    found = compare(folder, (2,), variants, optimizer="muon")
-    if found:
-        assert np.array_equal(found[2, "naive"], found[2, "bucket"])
+def muon(folder):
+    """Every rank makes the same update from the summed gradients, or with ZeRO-1 that of its own matrices."""
+    variants = {
+        f"{dp} {zero}": dict(dp=dp, zero=zero) for dp in ("naive", "bucket") for zero in (0, 1)
+    }
+    found = compare(folder, (2, 3), variants, optimizer="muon", batch=6)
+    for (n, name), weights in found.items():
+        reference = found[n, "naive 0"]
+        if n == 2 and name.endswith("0"):  # a sum of two numbers has one value
+            assert np.array_equal(weights, reference), name
+        np.testing.assert_allclose(weights, reference, atol=2e-5, err_msg=f"{n} ranks, {name}")
+
+
+def matrices_stay_whole(folder):
+    """Three ranks share the matrices, about evenly: from equal gradients the weights, moments and averages of one process."""
+    ranks = some_ranks(3)
+    if ranks is None:
+        return
+    config = ModelConfig(vocab_size=40, **SHAPE)
+    alone, shared = (Transformer(config, 0, "cpu", world=3) for _ in range(2))
+    collectives = HostCollectives(ranks, shared.arena)
+    slices, collectives.pieces = whole_matrices(shared, 3, 20_000)
+    edges = sorted(slices)
+    assert edges[0][0] == 0 and edges[-1][1] == shared.arena.grads.size
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
+    options = dict(lr=1e-2, ema_decay=0.9)
+    plain = Muon(alone, **options)
+    sharded = ShardedMuon(shared, collectives=collectives, slices=slices, guarded=True, **options)
+    work = [
+        B.size * newton_schulz_flops(*shape) for optimizer in (sharded, plain) for shape, B, _ in optimizer.batches
+    ]  # fmt: skip
+    own = sum(work[: len(sharded.batches)])
+    largest = max(newton_schulz_flops(*shape) for shape, *_ in plain.batches)
+    all_ranks = ranks.gather(own)
+    assert sum(all_ranks) == sum(work) - own and max(all_ranks) - min(all_ranks) <= largest
+    for step in range(3):
+        gradients = np.random.default_rng(step).standard_normal(plain.m.size, np.float32)
+        for optimizer in (plain, sharded):
+            optimizer.arena.grads[...] = gradients
+            optimizer.step()
+        assert np.array_equal(shared.arena.weights, alone.arena.weights)
+    moments = sharded.gather_moments()
+    if ranks.rank == 0:
+        for name in ("m", "v", "ema"):
+            assert np.array_equal(getattr(moments, name), getattr(plain, name)), name
 
 
 def bf16_communication_stays_close(folder):
@@ -158,13 +199,23 @@ def a_flipped_bit_is_noticed(folder):
         plain, _ = ten_steps(make_run(folder, ranks, zero=1))
         guarded, _ = ten_steps(make_run(folder, ranks, zero=1, check_ranks=every))
         assert np.array_equal(plain, guarded)
-        for rank, name, index in ((0, "m", 3), (1, "v", -5), (0, "w", 0), (0, "w", -1), (1, "w", 77), (1, "w", -200)):  # fmt: skip
-            run = make_run(folder, ranks, zero=1, check_ranks=every)
+        places = [
+            (0, "m", 3),
+            (1, "v", -5),
+            (0, "w", 0),
+            (0, "w", -1),
+            (1, "w", 77),
+            (1, "w", -200),
+        ]
+        muon = dict(optimizer="muon", ema=0.9)
+        cases = [({}, *place) for place in places] + [(muon, 0, "e", 5), (muon, 1, "m", -70)]
+        for kind, rank, name, index in cases:
+            run = make_run(folder, ranks, zero=1, check_ranks=every, **kind)
             for _ in range(steps):
                 run.step()
             if ranks.rank == rank:
-                w = run.model.arena.weights
-                array = {"m": run.optimizer.m, "v": run.optimizer.v, "w": w}[name]
+                o, w = run.optimizer, run.model.arena.weights
+                array = {"m": o.m, "v": o.v, "w": w, "e": o.ema}[name]
                 array.view(np.int32)[index] ^= 1
             try:
                 for _ in range(every):
@@ -194,10 +245,13 @@ class EarlyNeighbour(HostCollectives):
 
 
 def masters_exist_once(folder):
-    """ZeRO-1 in bf16: float32 weights on their owners only; the steps are those of AdamW, bit for bit. (In the simulator.)"""
+    """ZeRO-1 in bf16: float32 weights on their owners only; the steps are those of one process, bit for bit. (Simulator.)"""
     ranks = some_ranks(2)
-    if ranks is None:
-        return
+    for kinds in ((AdamW, ShardedAdamW), (Muon, ShardedMuon)) if ranks else ():
+        _masters_exist_once(ranks, *kinds)
+
+
+def _masters_exist_once(ranks, kind, sharded_kind):
     shape = dict(
         vocab_size=24, dim=16, n_layers=1, n_heads=1, head_dim=16, hidden_dim=16, max_seq_len=8
     )
@@ -205,21 +259,26 @@ def masters_exist_once(folder):
         Transformer(ModelConfig(**shape), 0, "sim", "bf16", world=2) for _ in range(2)
     )
     arena = sharded.arena
-    slices = buckets(arena.n_decay, arena.grads.size, 2, 2000)
     collectives = EarlyNeighbour(ranks, arena)
-    optimizers = AdamW(plain, 1e-2), ShardedAdamW(sharded, collectives, slices, True, lr=1e-2)
-    assert arena.weights is None and optimizers[1].master.size == arena.grads.size // 2
+    slices = buckets(arena.n_decay, arena.grads.size, 2, 8000)
+    if kind is Muon:
+        slices, collectives.pieces = whole_matrices(sharded, 2, 8000)
+    share = dict(collectives=collectives, slices=slices, guarded=kind is AdamW)
+    options = dict(lr=1e-2, ema_decay=0.99 if kind is Muon else 0)
+    optimizers = kind(plain, **options), sharded_kind(sharded, **share, **options)
+    assert arena.weights is None
+    assert sum(ranks.gather(optimizers[1].master.size)) == arena.grads.size
     a, b = next((a, b) for a, b in slices if a < arena.n_decay)
-    first = a if ranks.rank else (a + b) // 2
+    first = collectives.own(arena.grads, a, b, 1 - ranks.rank)[0][0]
     collectives.neighbours_weight = arena.half.view(np.uint16)[first : first + 1]
 
     def update(optimizer):
         hyper = to_device(optimizer.advance(), arena.kind[0])
-        if optimizer is optimizers[1]:
+        if optimizer is optimizers[1] and kind is AdamW:
             optimizer.clip(1.0)
         optimizer.apply(hyper)
 
-    for step in range(2):
+    for step in range(2 if kind is AdamW else 1):  # a step takes seconds
         gradients = np.random.default_rng(step).standard_normal(arena.grads.size, np.float32)
         for optimizer in optimizers:
             optimizer.arena.grads[...] = gradients
@@ -240,6 +299,9 @@ def masters_exist_once(folder):
             optimizers[1].release()
             assert arena.weights is None and optimizers[1].master is master
             assert ranks.rank or np.array_equal(before.m, optimizers[0].m)
+            if kind is Muon:
+                assert ranks.rank or np.array_equal(before.ema, optimizers[0].ema)
+                return
     assert to_numpy(optimizers[1].changed).tolist() == [0]
     if ranks.rank == 1:  # a flipped bit of a master, which no other rank has
         optimizers[1].master.view(np.int32)[5] ^= 1
@@ -306,7 +368,8 @@ CHECKS = [
     accumulation,
     tied_embeddings_recompute_and_ignored_targets,
     three_ranks,
-    muon_on_two_ranks,
+    muon,
+    matrices_stay_whole,
     bf16_communication_stays_close,
     validation_is_global,
     without_communication_ranks_part,

@@ -35,6 +35,8 @@ SILENT = Console(quiet=True)
 NO_REPORT = dict(write_report=lambda *about: None)
 STEPS = 12
 FILES = ("model.safetensors", "optimizer.safetensors")
+EMA_FILES = ("ema/model.safetensors", "ema/manifest.json")
+MUON = dict(optimizer="muon", ema=0.9, schedule="wsd")
 
 
 def losses(run):
@@ -51,27 +53,34 @@ def train_on(n, config):
 
 
 def elastic(folder):
-    if WORLD.rank == 0:
-        whole = losses(train(options(folder / "alone", steps=STEPS), SILENT))
-    for zero in (0, 1):
-        at = dict(out=folder / f"elastic{zero}", steps=STEPS)
-        train_on(4, options(**at, zero=zero, stop_at=4))
-        loaded_state(folder / f"elastic{zero}" / "run", zero)
-        train_on(2, options(**at, zero=1 - zero, stop_at=8, resume=True))
-        run = train_on(1, options(**at, resume=True))
+    for name, kind in (("", {}), (" muon", MUON)):
         if WORLD.rank == 0:
-            np.testing.assert_allclose(losses(run), whole, rtol=1e-6)
+            whole = losses(train(options(folder / f"alone{name}", steps=STEPS, **kind), SILENT))
+        for zero in (1,) if kind else (0, 1):
+            at = dict(out=folder / f"elastic{zero}{name}", steps=STEPS, **kind)
+            train_on(4, options(**at, zero=zero, stop_at=4))
+            loaded_state(at["out"] / "run", kind)
+            train_on(2, options(**at, zero=1 - zero, stop_at=8, resume=True))
+            run = train_on(1, options(**at, resume=True))
+            if WORLD.rank == 0:
+                np.testing.assert_allclose(losses(run), whole, rtol=1e-6)
 
 
-def loaded_state(run, zero):
+def loaded_state(run, kind):
     """2, 3 or 4 ranks that load it and save it again write the same bytes."""
+    files = FILES + EMA_FILES if kind else FILES
     saved = saved_runs.newest(run)
     for n in (2, 3, 4):
         ranks = some_ranks(n)
         if ranks is not None:
             for sharded in (0, 1):
                 config = options(
-                    run.parent, name=f"again{n}{sharded}", zero=sharded, batch=12, micro_batch=1
+                    run.parent,
+                    name=f"again{n}{sharded}",
+                    zero=sharded,
+                    batch=12,
+                    micro_batch=1,
+                    **kind,
                 )
                 corpus = prepare(TEXT, config.vocab_size)
                 shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
@@ -81,7 +90,7 @@ def loaded_state(run, zero):
                 again.save(run.parent / config.name)
                 if ranks.rank == 0:
                     copy = run.parent / config.name / "checkpoints" / "step-000000"
-                    for name in FILES:
+                    for name in files:
                         assert (copy / name).read_bytes() == (saved.folder / name).read_bytes(), (
                             n,
                             name,
@@ -90,13 +99,14 @@ def loaded_state(run, zero):
 
 
 def the_same_world_is_byte_exact(folder):
-    for zero in (0, 1):
-        whole = train_on(4, options(folder / f"whole{zero}", steps=STEPS, zero=zero, eval_every=5))
-        parts = dict(out=folder / f"parts{zero}", steps=STEPS, zero=zero, eval_every=5)
+    for i, kind in enumerate((dict(zero=0), dict(zero=1), dict(zero=1, **MUON))):
+        whole = train_on(4, options(folder / f"whole{i}", steps=STEPS, eval_every=5, **kind))
+        parts = dict(out=folder / f"parts{i}", steps=STEPS, eval_every=5, **kind)
         train_on(4, options(**parts, stop_at=7))  # where nothing else is due
         halves = train_on(4, options(**parts, resume=True))
         if WORLD.rank == 0:
-            names = [f"checkpoints/step-{STEPS:06d}/{name}" for name in (*FILES, "state.json")]
+            files = FILES + EMA_FILES if "ema" in kind else FILES
+            names = [f"checkpoints/step-{STEPS:06d}/{name}" for name in (*files, "state.json")]
             for name in ("metrics.jsonl", "samples.txt", *names):
                 assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
 
