@@ -244,6 +244,7 @@ class Attempt:
     def cases(self, fixed, draw):
         """The fixed cases, and then the random case of this run: draw(rng)."""
         yield from fixed
+        self.settle()  # before an error would name the seed
         yield _plain(draw(self.rng))
 
     @property
@@ -452,6 +453,7 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("does not support item",), NUMBER),
     (("'Array'", "unsupported operand"), WHOLE),
     (("'Array'", "not iterable"), WHOLE),
+    (("truth value of an array",), "An array of several elements is neither true nor false: ask whether it `is None`, or use .any() or .all()."),
     (("is not callable",), "A number is called like a function: remove the () after it."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),

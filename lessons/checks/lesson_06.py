@@ -120,8 +120,7 @@ def add_bias(e):
 @exercise(
     "6.3", "backward",
     first_step="set root.grad to ones. Then, while there are tensors left to process, take the one with the largest `order`.",
-    hints={"ValueError": "A grad is an array, which may have several elements: ask whether it `is None`, not whether it is true.",
-           "TypeError": "A grad is None until it is set: set root.grad to ones at the start, and do not add the first gradient of a parent "
+    hints={"TypeError": "A grad is None until it is set: set root.grad to ones at the start, and do not add the first gradient of a parent "
            "to None.",
            "AttributeError": "A Tensor has data, parents, grad and order; each parent is a pair (tensor, function).",
            "RecursionError": "One nested call per op exceeds Python's recursion limit: use a loop and a list."},
@@ -204,7 +203,7 @@ def backward(e):
 
     leaves = [Tensor(e.rng.normal(size=3)) for _ in range(3)]
     nodes, names = list(leaves), ["a", "b", "c"]
-    for _ in range(int(e.rng.integers(4, 9))):
+    for _ in range(int(e.rng.integers(4, 7))):
         i, j = (int(k) for k in e.rng.integers(len(nodes), size=2))
         join, sign = ((add, "+"), (mul, "*"))[int(e.rng.integers(2))]
         nodes.append(join(nodes[i], nodes[j]))

@@ -83,7 +83,7 @@ def partial_kernel(e):
         }, rtol=1e-3, atol=1e-5)  # fmt: skip
         e.need(
             len(blocks) == S,
-            f"The values are right, but {len(blocks)} of {S} blocks read the keys, and the others wait for nothing. The point of splitting the "
+            f"The values are right, but {len(blocks)} of {S} blocks read the keys, and the others do nothing. The point of splitting the "
             "keys is that all blocks work at the same time: block s computes part s, and no other.",
         )
         e.need(
