@@ -202,11 +202,11 @@ def dequantize_kernel(w, codes, scale_O, K):
 
 
 # ----------------------------------------------------------------------------- launchers
-def quantize(w_OK: Array, kind: str, name: str = "a matrix") -> Quantized:
+def quantize(w_OK: Array, kind: str) -> Quantized:
     """-> the matrix in codes of this kind, "int8" or "fp8". w: float32 or bf16.
 
-    Waits for the GPU. Raises UserError, with the name, if w holds NaN or infinity; ValueError or TypeError for another shape or
-    dtype.
+    A row with NaN or infinity has no codes: its scale is not finite, which check_finite finds. Raises ValueError or TypeError for
+    another kind, shape or dtype.
     """
     check(kind in CODES, f"quantize: kind {kind!r}, expected one of {', '.join(CODES)}")
     check_array("quantize", "w", w_OK, (None, None), FLOATS)
@@ -216,12 +216,16 @@ def quantize(w_OK: Array, kind: str, name: str = "a matrix") -> Quantized:
     else:
         codes_OK, scale_O = empty(w_OK, (O, K), CODES[kind]), empty(w_OK, O, np.float32)
         launch(make_quantize_kernel(kind), O, BLOCK, codes_OK.reshape(-1), scale_O, w_OK.reshape(-1), K)  # fmt: skip
-    bad_O = ~np.isfinite(to_numpy(scale_O))
+    return Quantized(codes_OK, scale_O, w_OK.dtype)
+
+
+def check_finite(w: Quantized, name: str) -> None:
+    """Raises UserError, with the name of the matrix, if it held NaN or infinity. Waits for the GPU."""
+    bad_O = ~np.isfinite(to_numpy(w.scale_O))
     if bad_O.any():
         raise UserError(
-            f"{name} holds NaN or infinity in row {int(bad_O.argmax())}: it cannot be quantized, use weights that are numbers"
+            f"{name} holds NaN or infinity in row {int(bad_O.argmax())}, so it cannot be quantized: use another copy of the model"
         )
-    return Quantized(codes_OK, scale_O, w_OK.dtype)
 
 
 def check_quantized(op: str, w: Quantized, K: int | None = None) -> None:

@@ -15,7 +15,7 @@ The codes of all matrices are in memory before the matrices themselves are freed
 """
 
 from ..errors import UserError
-from ..kernels.quantize import CODES, quantize
+from ..kernels.quantize import CODES, check_finite, quantize
 from .lora import AdaptedTransformer
 from .model import Transformer
 from .modules import Linear, Module, Parameter
@@ -45,7 +45,9 @@ def quantize_weights(model: Transformer, kind: str) -> None:
             raise UserError(
                 f"the model is quantized to {p.quantized.kind} already: load it again for weights {kind!r}"
             )
-    codes = [quantize(p.data, kind, f"{name}weight") for name, p in found]
+    codes = [quantize(p.data, kind) for _, p in found]
+    for (name, _), quantized in zip(found, codes):
+        check_finite(quantized, f"{name}weight")
     for (_, parameter), quantized in zip(found, codes):
         parameter.quantized = quantized
     if adapted:

@@ -404,7 +404,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
 
-    @kernel(32 * WARPS, BLOCKS)
+    @kernel(32 * WARPS, BLOCKS if GROUPS == 1 else 1)  # more groups need more registers
     def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
         """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
 
@@ -478,11 +478,11 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) ->
     start while its neighbours still run.
     """
     chunks, tiles = K // (CHUNK_QUANTIZED if quantized else CHUNK), -(-F // TILE)
-    # a chunk of codes has the bytes of w of one in bf16, and twice the columns of x
-    at_once, most_of_16 = (AT_ONCE // 2, 6) if quantized else (AT_ONCE, MOST_OF_16)
+    # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold fewer chunks then
+    at_once, most_of_16 = (AT_ONCE // 2, 4) if quantized else (AT_ONCE, MOST_OF_16)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and chunks > 8 * at_once:
         each = -(-chunks // 16)
-        return Config(16, each if each <= most_of_16 else 4, 1)
+        return Config(16, each if each <= most_of_16 else min(4, -(-each // 2)), 1)
     large = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
     warps = min(4 if large else 16 if norm else 8, chunks)
     each = -(-chunks // warps)
