@@ -7,7 +7,8 @@ and where it multiplies by the parameter, the product takes the codes. What is n
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read
     head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B model's bytes, and its error
-                 goes to the logits directly, without a later layer that averages it
+                 goes to the logits directly. Errors of standard deviation e raise the cross-entropy by about e^2 / 2: with
+                 logits of size 3, fp8's 2.6 % would cost 0.3 % of perplexity by the head alone
     norms, bias  few numbers
     LoRA         adapters add to the product of the quantized matrix, in the model's precision
 

@@ -87,7 +87,8 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
     load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
-    load_group(fx (E / 4, 2), x, group, step, u, N) one chunk of rows 8 group, ... of x, which is bf16 and used unchanged
+    load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of x,
+                                                    which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
     """
@@ -166,16 +167,15 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
                     fx[u, e // 4 + j // 2, j % 2] = words[j]
 
     @device
-    def load_group(fx, x, group, step, u, N):
+    def load_group(fx, x, group, step, u, e, N):
         lane, words = cuda.threadIdx.x & 31, cuda.local.array(4, uint32)
         n, c = int64(8 * group + (lane >> 2)), chunk_of(step, u, cuda.threadIdx.x >> 5)
-        for e in range(0, E, 8):
-            for j in range(4):
-                words[j] = uint32(0)
-            if n < N and (EVEN or c < CHUNKS):
-                load_words8(words, x, n * K + c * WIDTH + E * (lane & 3) + e)
-            for j in range(4):
-                fx[e // 4 + j // 2, j % 2] = words[j]
+        for j in range(4):
+            words[j] = uint32(0)
+        if n < N and (EVEN or c < CHUNKS):
+            load_words8(words, x, n * K + c * WIDTH + E * (lane & 3) + e)
+        for j in range(4):
+            fx[j // 2, j % 2] = words[j]
 
     return load_w, load_x, load_staged_x, load_group
 
@@ -294,15 +294,16 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
 
     @device
     def multiply_groups(s, words, x, step, N, w):
-        fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, STEPS, 2), uint32)
+        fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, 2, 2), uint32)
         for u in range(U):
-            for group in range(GROUPS):
-                load_group(fx[group], x, group, step, u, N)
-            for m in range(M):
-                for i in range(STEPS):
-                    operand(fa, words, u, m, i, w)
-                    for group in range(GROUPS):
-                        mma_bf16(s[group * M + m], fa, fx[group, i])
+            for first in range(0, STEPS, 2):
+                for group in range(GROUPS):
+                    load_group(fx[group], x, group, step, u, 4 * first, N)
+                for m in range(M):
+                    for i in range(2):
+                        operand(fa, words, u, m, first + i, w)
+                        for group in range(GROUPS):
+                            mma_bf16(s[group * M + m], fa, fx[group, i])
 
     @device
     def copy_words(words, next_words):
