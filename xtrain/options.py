@@ -56,7 +56,14 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
 VALUES = {  # option -> {what others write: xtrain's word}
     "device": {"cuda": "gpu", "cuda:0": "gpu"},
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "bf16-mixed": "bf16"},
-    "weights": {"none": "full", "int8wo": "int8", "w8a16": "int8", "e4m3": "fp8", "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8"},
+    "weights": {
+        "none": "full",
+        "int8wo": "int8",
+        "w8a16": "int8",
+        "e4m3": "fp8",
+        "fp8_e4m3": "fp8",
+        "float8_e4m3fn": "fp8",
+    },
     "recompute": {"true": "block", "full": "block"},
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
 }

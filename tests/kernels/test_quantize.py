@@ -187,7 +187,7 @@ def test_weights_that_are_not_numbers(kind, bad):
     check_finite(quantize(w, kind), "w")
     w[2, 270] = bad
     for put in (np.array, to_kernel):
-        with pytest.raises(UserError, match="q_proj.weight holds NaN or infinity in row 2, so"):
+        with pytest.raises(UserError, match=r"q_proj\.weight holds NaN or infinity in row 2, so"):
             check_finite(quantize(put(w), kind), "q_proj.weight")
 
 

@@ -220,9 +220,7 @@ def _check_two(op, x, w):
         check_array(op, name, array, (None, None), FLOATS, strided=True)
 
 
-def linear_fwd(
-    x_NI: Array, w_OI: Array | Quantized, dtype=None, b_O: Array | None = None
-) -> Array:
+def linear_fwd(x_NI: Array, w_OI: Array | Quantized, dtype=None, b_O: Array | None = None) -> Array:
     """x (N, I), w (O, I), b (O,) -> y (N, O) = x w^T + b in `dtype` (default: that of x). Errors as in matmul."""
     w_OI = dense(w_OI, x_NI.dtype)
     _check_two("linear", x_NI, w_OI)

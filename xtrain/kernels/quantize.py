@@ -60,14 +60,16 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: also the scale of a row of zeros
 BLOCK = 256
 EACH = 16  # codes of a thread: one 16-byte access
-ROUND = 1.5 * 2.0**23  # float32 from here on have no fractions: adding it rounds to a whole number, in the lowest bits
+ROUND = (
+    1.5 * 2.0**23
+)  # float32 from here on have no fractions: adding it rounds to a whole number, in the lowest bits
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A matrix (O, K) as codes and scales. Ops that know it take it in place of the matrix.
 
-    codes_OK: int8, or uint8 for e4m3.  scale_O: float32.  dtype: of the matrix, float32 or bf16: what products with it compute in.
+    codes_OK: int8, or uint8 for e4m3.  scale_O: float32.  dtype: of the matrix, float32 or bf16, in which products compute.
     """
 
     codes_OK: Array

@@ -63,7 +63,7 @@ def linear_weights(model: Module) -> list[tuple[str, Parameter]]:
     found: dict[int, tuple[str, Parameter]] = {}
     for name, module in model.modules():
         weight = vars(module).get("weight")
-        if isinstance(module, Linear) and type(module).__call__ is Linear.__call__:
-            if isinstance(weight, Parameter):
-                found.setdefault(id(weight), (name, weight))
+        multiplies = isinstance(module, Linear) and type(module).__call__ is Linear.__call__
+        if multiplies and isinstance(weight, Parameter):
+            found.setdefault(id(weight), (name, weight))
     return list(found.values())

@@ -67,9 +67,7 @@ def serve(options: Options) -> None:
     p = load(o.model, o.device, o.precision)
     context = p.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(
-        p.model, o.max_batch, size, o.batch_invariant, warm_up=True, weights=o.weights
-    )
+    engine = Engine(p.model, o.max_batch, size, o.batch_invariant, warm_up=True, weights=o.weights)
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     ready = f"; {engine.ready}" if engine.ready else ""

@@ -17,7 +17,9 @@ from .stream import Stream
 from .text_stream import TextStream
 
 MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
-LESS_MEMORY = "use a smaller model, a smaller --max-batch, fewer tokens, --precision bf16, or --weights int8"
+LESS_MEMORY = (
+    "use a smaller model, a smaller --max-batch, fewer tokens, --precision bf16, or --weights int8"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

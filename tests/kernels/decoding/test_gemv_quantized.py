@@ -229,11 +229,17 @@ def test_planted_bugs_are_found(dtype, name, old, new):
 
 def test_bad_input():
     x, w = normal(1, 33, 64).astype(BF16), matrix("int8", 6, 64)
-    with pytest.raises(ValueError, match=r"the codes of w has shape \(6, 64\), expected \(any, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"the codes of w has shape \(6, 64\), expected \(any, 32\)"
+    ):
         gemv(x[:2, :32].copy(), w)
-    with pytest.raises(ValueError, match="33 rows of 64, the GPU supports 1 to 32 of a multiple of 64"):
+    with pytest.raises(
+        ValueError, match="33 rows of 64, the GPU supports 1 to 32 of a multiple of 64"
+    ):
         product(x, w)
-    with pytest.raises(ValueError, match="9 rows of 64, the GPU supports 1 to 8 of a multiple of 64"):
+    with pytest.raises(
+        ValueError, match="9 rows of 64, the GPU supports 1 to 8 of a multiple of 64"
+    ):
         fused(normal(1, 9, 64), None, normal(3, 64), w)
     with pytest.raises(ValueError, match="2 rows of 96, the GPU"):
         product(normal(1, 2, 96), matrix("fp8", 6, 96))

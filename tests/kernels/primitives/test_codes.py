@@ -74,7 +74,7 @@ def test_the_bits_by_hand(dtype):
     halves = lambda bits: np.array([bits << 16, bits & 0xFFFF0000], np.uint64).astype(np.uint32)
     for word, values in zip(codes.view(np.uint32), code_values(codes).reshape(-1, 4)):
         word, found, pairs = int(word), [], []
-        for j, value in enumerate(values):
+        for j in range(4):
             if dtype == np.int8:
                 shifted = word ^ 0x80808080
                 found.append(as_float(permute(shifted, 0x4B000000, 0x7540 | j)) - (2.0**23 + 128))

@@ -14,8 +14,8 @@ be idle, and every fused kernel saves a gap between two kernels:
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
-    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype that the codes stand for. With
-                   tensor cores up to 32 rows, where nothing precedes the product: half the bytes are worth reading directly
+    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype that the codes stand for.
+                   With tensor cores up to 32 rows, where nothing precedes the product: a GEMM would need a dequantized copy
 
 Every block needs all of h, so every block computes it; each writes a part of it to memory.
 Bytes moved: read w; x, y and delta are small.

@@ -9,8 +9,8 @@ columns of row g of x: the inner index of a product may have any order if both o
 
 Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are 16 of them, a chunk is 64
 columns and four steps. Just before a step its codes become bf16, exactly (primitives/codes.py), and the scale of a row of w
-multiplies its sum at the end. Codes are so small that more than 8 rows of x are worth reading them directly: x is then multiplied in
-up to four groups of 8 rows, by the same order of additions, and a lane reads its columns of x where it needs them.
+multiplies its sum at the end. A GEMM would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to
+four groups of 8 rows, by the same order of additions, and a lane reads its columns of x where it needs them.
 
 The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
 next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
@@ -75,7 +75,7 @@ class Config:
 
 
 def staged(K: int, config: Config, quantized: bool = False) -> bool:
-    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on the number of rows, so a row's bits do not either."""
+    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a row's bits do not either."""
     return config.stage and shared_bytes(MAX_ROWS, K, quantized) + MOST_SUMS <= MOST_SHARED
 
 
@@ -87,8 +87,8 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
     load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
-    load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of x,
-                                                    which is bf16 and used unchanged
+    load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of
+                                                    x, which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
     """
@@ -240,7 +240,9 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
 
 @functools.cache
 def make_reduce(M, WARPS, GROUPS):
-    """-> store_sums(s (GROUPS M, 4), sums): write a warp's tiles to shared memory; total(sums, m, row, n): add the warps in order"""
+    """-> store_sums(s (GROUPS M, 4), sums): write a warp's tiles to shared memory
+    total(sums, m, row, n): add the warps in order
+    """
     COLUMNS = GROUPS * MAX_ROWS
     SIZE = M * TILE * COLUMNS
 
@@ -405,7 +407,9 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
 
-    @kernel(32 * WARPS, BLOCKS if GROUPS == 1 else 1)  # more groups need more registers (with 16 warps, 4 groups spill some 7)
+    @kernel(
+        32 * WARPS, BLOCKS if GROUPS == 1 else 1
+    )  # more groups need more registers (with 16 warps, 4 groups spill some 7)
     def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
         """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
 
