@@ -158,7 +158,8 @@ SIM = dict(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=
 @pytest.mark.parametrize("kind, precision, most", [("int8", "bf16", 0.05), ("fp8", "fp32", 1e-5)])
 def test_logits_in_the_simulator(kind, precision, most):
     """Prefill and decoding with the kernels of a GPU against the reference on the CPU, with biases."""
-    model = random_model(small(**SIM, qk_norm=False, qkv_bias=True), device="cpu")
+    widths = {} if precision == "bf16" else dict(dim=32, n_heads=2, n_kv_heads=1, hidden_dim=32)
+    model = random_model(small(**SIM | widths, qk_norm=False, qkv_bias=True), device="cpu")
     logits = []
     for device, p in (("sim", precision), ("cpu", "fp32")):
         served = copy_of(model, device=device, precision=p)
@@ -197,7 +198,9 @@ def bytes_of(arena):
 @pytest.mark.parametrize("precision, each", [("fp32", 4), ("bf16", 2)])
 def test_a_weight_takes_one_byte(precision, each):
     device = "gpu" if DEVICE == "gpu" else "sim" if precision == "bf16" else "cpu"
-    config = small(dim=32, hidden_dim=64, head_dim=16, n_layers=1, vocab_size=9)
+    config = small(
+        dim=16, hidden_dim=16, head_dim=16, n_heads=1, n_kv_heads=1, n_layers=1, vocab_size=9
+    )
     model = copy_of(random_model(config, device="cpu"), device=device, precision=precision)
     whole, matrices = bytes_of(model.arena), [p for _, p in linear_weights(model)]
     elements, rows = sum(p.size for p in matrices), sum(p.shape[0] for p in matrices)

@@ -34,8 +34,8 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
-    adapted = isinstance(model, AdaptedTransformer) and model.lora is not None
-    arena = model.base_arena if adapted else model.arena
+    adapted = model if isinstance(model, AdaptedTransformer) and model.lora else None
+    arena = adapted.base_arena if adapted else model.arena
     if arena.trainable:
         raise UserError(
             f"weights {kind!r} is for serving, this model can be trained: make it with trainable=False"
@@ -52,8 +52,8 @@ def quantize_weights(model: Transformer, kind: str) -> None:
     for (_, parameter), quantized in zip(found, codes):
         parameter.quantized = quantized
     if adapted:
-        model.frozen = ()  # views of the arena that is freed
-        model.base_arena = arena.without_quantized()
+        adapted.frozen = ()  # views of the arena that is freed
+        adapted.base_arena = arena.without_quantized()
     else:
         model.arena = arena.without_quantized()
 
