@@ -1,6 +1,7 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
-    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--peers plain compile] [--profile]
+    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
+        [--profile]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
 weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
@@ -11,6 +12,9 @@ greedy tokens.
     bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
                    every weight once (except the embedding's rows) and all keys and values so far, on average those of
                    context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
+
+--weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another one of the same shape, and
+`bytes of weights` are those of its codes and scales; the speed of `full` in the same run is the one to compare with.
 
 The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs it by default, and
 `compile` with a static cache, where generate() decodes through torch.compile. Each step is timed to its end.
@@ -31,6 +35,7 @@ from xtrain.device import memory_peak_bytes
 from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
+from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.serving.engine import graph_size
 
 SHAPE = dict(
@@ -46,6 +51,8 @@ class Options:
     context: list[int] = field(default_factory=lambda: [128, 4096])
     new: int = 64  # tokens per sequence
     peers: list[Literal["plain", "compile"]] = field(default_factory=list)
+    # of the matrices; peers are measured with "full" alone
+    weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
     layers: int = 22  # fewer: for a quick look
 
@@ -120,8 +127,10 @@ def step_bytes(model, B, T, new):
     """-> bytes of weights, of keys and values"""
     c = model.config
     table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
-    return model.arena.half.nbytes - table, 4 * c.n_layers * c.n_kv_heads * c.head_dim * B * (
-        T + new / 2
+    codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
+    return (
+        model.arena.half.nbytes + codes - table,
+        4 * c.n_layers * c.n_kv_heads * c.head_dim * B * (T + new / 2),
     )
 
 
@@ -173,14 +182,14 @@ def their_times(theirs, prompts, new, static):
 
 
 # ----------------------------------------------------------------------------- all of it
-def bench(model, theirs, B, T, o, bandwidth):
+def bench(model, theirs, B, T, o, bandwidth, kind="full"):
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
     engine, first, ms, tokens = ours(model, prompts, o.new)
     gpu, step = step_ms(engine, B, T + o.new // 2)
     weights, kv = step_bytes(model, B, T, o.new)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"weights {kind}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
         f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
@@ -198,9 +207,10 @@ def bench(model, theirs, B, T, o, bandwidth):
     layers = SHAPE["n_layers"]
     name = NAME if o.layers == layers else f"{NAME}, {o.layers} of {layers} layers"
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in o.peers]
+    dtype, peers = ("bf16", o.peers) if kind == "full" else (kind, [])
+    found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     for peer in [p for p in found if p] or [{}]:
-        record("bench_decode", name, shape=shape, dtype="bf16", **speeds, **more, **peer)
+        record("bench_decode", name, shape=shape, dtype=dtype, **speeds, **more, **peer)
 
 
 def measure_peer(theirs, peer, prompts, new, tokens):
@@ -221,11 +231,16 @@ def measure_peer(theirs, peer, prompts, new, tokens):
 def main(o: Options) -> None:
     bandwidth = copy_bandwidth(1 << 30)
     print(f"copy {bandwidth / 1e9:,.0f} GB/s", flush=True)
-    model = random_model(o)
-    theirs = their_model(model) if o.peers else None
-    for T in o.context:
-        for B in o.batch:
-            bench(model, theirs, B, T, o, bandwidth)
+    for kind in o.weights:
+        model = random_model(o)
+        theirs = their_model(model) if o.peers and kind == "full" else None
+        quantize_weights(model, kind)
+        for T in o.context:
+            for B in o.batch:
+                bench(model, theirs, B, T, o, bandwidth, kind)
+        del model, theirs
+        gc.collect()
+        cp.get_default_memory_pool().free_all_blocks()
 
 
 if __name__ == "__main__":

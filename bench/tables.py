@@ -207,7 +207,8 @@ def decode() -> str:
     runs: dict[tuple, dict] = {}
     records = latest("bench_decode")
     for r in records:
-        runs.setdefault((r["name"], r["shape"]), {})[r["peer"]] = r
+        weights = "" if r["dtype"] == "bf16" else f", {r['dtype']} weights"
+        runs.setdefault((r["name"] + weights, r["shape"]), {})[r["peer"]] = r
     rows = []
     for (name, shape), peers in runs.items():
         raced = [r for peer, r in peers.items() if peer]

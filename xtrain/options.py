@@ -24,6 +24,7 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "steps": "max-steps num-steps n-steps train-steps total-steps max-iters num-iterations iterations iters",
     "seq-len": "block-size sequence-length seq-length context-length context max-length max-seq-len max-seq-length length",
     "precision": "dtype torch-dtype",
+    "weights": "quantization quantize quant weight-dtype",
     "out": "output-dir out-dir output save-dir",
     "name": "run-name exp-name",
     "data": "dataset data-dir data-path train-file input",
@@ -60,6 +61,14 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
 VALUES = {  # option -> {what others write: xtrain's word}
     "device": {"cuda": "gpu", "cuda:0": "gpu"},
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "bf16-mixed": "bf16"},
+    "weights": {
+        "none": "full",
+        "int8wo": "int8",
+        "w8a16": "int8",
+        "e4m3": "fp8",
+        "fp8_e4m3": "fp8",
+        "float8_e4m3fn": "fp8",
+    },
     "recompute": {"true": "block", "full": "block"},
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
 }
@@ -93,6 +102,8 @@ HINTS = {  # options that xtrain does not have -> what to do
     "tensorboard": "use --log tensorboard",
     "dropout": "there is no dropout: leave it out",
     "stream-output": "use --stream",
+    "load-in-8bit": "use --weights int8",
+    "load-in-4bit": "4-bit weights are not supported: use --weights int8",
     "lora": "use xtrain finetune --lora, see lessons/howto/finetune.md",
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
 from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
+from xtrain.kernels.quantize import CODES, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.skip_nonfinite import skip_unless_finite
@@ -188,6 +189,17 @@ def serving(dtype):
             gemv(x, w, b_O=draw(M))
             add_norm_gemv(x, None, norm, w, 1e-6, True)
             add_norm_gemv(x, draw(N, K), norm, w, 1e-6)
+    for kind, N, K, M in itertools.product(
+        CODES, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
+    ):
+        w = quantize(draw(M, K, dtype=dtype), kind)
+        if gemv_fits(N, K, dtype, quantized=True):
+            x, norm = draw(N, K, dtype=dtype), draw(K)
+            gemv(x, w, b_O=draw(M))
+            if gemv_fits(N, K, dtype, quantized=True, fused=True):
+                add_norm_gemv(x, draw(N, K), norm, w, 1e-6, True)
+    for kind, K in itertools.product(CODES, (1, 37, 48, 1040)):
+        dequantize(quantize(draw(5, K, dtype=dtype), kind))
 
 
 def choosing(dtype):

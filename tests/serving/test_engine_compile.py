@@ -12,6 +12,7 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatur
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
+from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -75,6 +76,29 @@ def multiply(full, dtype):
     normed(x, full(1, 2048), norm_w, full(128, 2048), 1e-6, b_O=sim(np.ones(128, np.float32)))
     product(full(1, 2048), full(64, 2048))
     product(full(1, 5632), full(64, 5632))
+    for kind in CODES:
+        multiply_codes(full, functools.partial(codes, kind, dtype), x, norm_w)
+        quantize(full(2, 48), kind)
+
+
+def codes(kind, dtype, rows, K):
+    ones = sim(np.ones((rows, K), CODES[kind])), sim(np.ones(rows, np.float32))
+    return Quantized(*ones, np.dtype(dtype))
+
+
+def multiply_codes(full, codes, x, norm_w):
+    """The same with quantized weights; those without a norm also for more rows."""
+    normed = functools.partial(gemv.add_norm_gemv, weights_ready=True)
+    normed(x, full(1, 2048), norm_w, codes(128, 2048), 1e-6, True)
+    bias = sim(np.ones(128, np.float32))
+    normed(x, full(1, 2048), norm_w, codes(128, 2048), 1e-6, b_O=bias)
+    gemv.gemv(full(1, 2048), codes(64, 2048), weights_ready=True)  # all of a tile at once
+    gemv.gemv(full(1, 5632), codes(64, 5632), weights_ready=True)  # 16 warps, two steps
+    if full(1).dtype == BF16:
+        gemv.gemv(full(9, 5632), codes(64, 5632), weights_ready=True)
+        gemv.gemv(full(32, 4096), codes(4096, 4096), weights_ready=True)
+    for K in (37, 48):
+        dequantize(codes(3, K))
 
 
 # NVVM 13.5 keeps an array of this kernel in local memory, NVVM 13.0 (CUDA 13.0) does not

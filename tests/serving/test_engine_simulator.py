@@ -44,7 +44,7 @@ def test_logits_in_the_simulator(precision, most, few_rows, changes, monkeypatch
     """Both kinds of products (gemv, GEMM), with an idle entry in the batch."""
     there, here = pair(precision, **changes)
     if not few_rows:
-        monkeypatch.setattr(functional, "few_rows", lambda x, w: False)
+        monkeypatch.setattr(functional, "few_rows", lambda *_, **__: False)
     logits = []
     for model in (there, here):
         cached = Cached(model, 3, 16)

@@ -15,6 +15,7 @@ import tyro
 from ..cli import say
 from ..console import PrintableConsole
 from ..errors import UserError
+from ..nn.quantized import quantize_weights
 from ..serving.pretrained import Pretrained, load
 from .benchmarks import KINDS
 from .exams import ChoiceExam, ClozeExam, Exam, QuestionExam, TextExam, together
@@ -22,7 +23,7 @@ from .results import Result, table, write_json
 from .scorer import Scorer
 from .tasks import Choice, Cloze, Item, Question, Task, read_task
 
-LESS_MEMORY = "use a smaller --max-batch, a smaller --context, or --precision bf16"
+LESS_MEMORY = "use a smaller --max-batch, a smaller --context, --precision bf16, or --weights int8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class Options:
     batch_invariant: bool = False
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
+    weights: Literal["full", "int8", "fp8"] = "full"
 
 
 def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:
@@ -61,6 +64,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     _check(o)
     tasks = read_tasks(o)
     p = pretrained or load(o.model, o.device, o.precision)
+    quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
     width = None if sys.stdout.isatty() else 160  # long names of files stay on one line

@@ -1,6 +1,6 @@
 """Matrix products: cuBLAS for CuPy arrays, numpy.matmul for NumPy arrays. The only op without a kernel in this library.
 
-    linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it   y: (N, O)
+    linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it, or quantized (quantize.py)   y: (N, O)
                y = x w^T + b       b: (O,)     the product is added to rows of b (beta = 1), see bias.py
     backward   dx = dy w           dw += dy^T x  (beta = 1: the GEMM adds; or =, with beta = 0)
 
@@ -13,6 +13,7 @@ stream has its own, because products of two streams may run at the same time; a 
 captured. Only products with few tiles get one: there several blocks share one sum (split-K) and need memory for its terms.
 With many tiles cuBLAS would keep a counter in it, from which blocks take their next tile, and clear it before each product.
 In batch-invariant mode no product gets it, so there is no split-K, and `linear` computes a fixed number of rows at a time.
+A quantized w is dequantized, in the dtype of x, for the time of the product.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from ..device import Array, cupy
 from .bias import fill_rows
+from .quantize import Quantized, dense
 from .runtime.cost import product_cost
 from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
@@ -207,8 +209,9 @@ def _check_two(op, x, w):
         check_array(op, name, array, (None, None), FLOATS, strided=True)
 
 
-def linear_fwd(x_NI: Array, w_OI: Array, dtype=None, b_O: Array | None = None) -> Array:
+def linear_fwd(x_NI: Array, w_OI: Array | Quantized, dtype=None, b_O: Array | None = None) -> Array:
     """x (N, I), w (O, I), b (O,) -> y (N, O) = x w^T + b in `dtype` (default: that of x). Errors as in matmul."""
+    w_OI = dense(w_OI, x_NI.dtype)
     _check_two("linear", x_NI, w_OI)
     return linear_into(empty(x_NI, (x_NI.shape[0], w_OI.shape[0]), dtype), x_NI, w_OI, b_O)
 

@@ -36,6 +36,7 @@ from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.primitives.flat import same_place
+from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from .autograd import Context, Function, is_inference, is_unit
@@ -56,11 +57,23 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
     return None if offer is None else offer(edge.node.ctx, edge.index)
 
 
-def few_rows(x_NK: Array, w_OK: Array) -> bool:
-    """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it."""
+def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
+    """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it.
+
+    fused: together with the norm before it."""
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
-    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype)
+    quantized = isinstance(w_OK, Quantized)
+    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
+
+
+def product(
+    ctx: Context, i: int, x_NI: Array, w_OI: Array | Quantized, dtype, b_O: Array | None
+) -> Array:
+    """x w^T + b, where w is argument i: by the kernel for few rows, or a GEMM. dtype: of the result, None: as x."""
+    if few_rows(x_NI, w_OI):
+        return _gemv.gemv(x_NI, w_OI, dtype or x_NI.dtype, ctx.parameters[i], b_O)
+    return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
 
 
 def with_bias_gradient(
@@ -110,10 +123,7 @@ class Linear(Function):
     @staticmethod
     def forward(ctx, x_NI, w_OI, dtype=None, b_O=None):
         ctx.save(x_NI, w_OI, b_O)
-        if few_rows(x_NI, w_OI):
-            dtype = dtype or x_NI.dtype
-            return _gemv.gemv(x_NI, w_OI, dtype, ctx.parameters[1], b_O)
-        return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
+        return product(ctx, 1, x_NI, w_OI, dtype, b_O)
 
     @staticmethod
     def backward(ctx, dy_NO):
@@ -130,10 +140,7 @@ class Linear(Function):
 class LoraLinear(Function):
     @staticmethod
     def forward(ctx, x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O=None):
-        if few_rows(x_NI, w_OI):
-            y_NO = _gemv.gemv(x_NI, w_OI, x_NI.dtype, ctx.parameters[1], bias_O)
-        else:
-            y_NO = _gemm.linear_fwd(x_NI, w_OI, None, bias_O)
+        y_NO = product(ctx, 1, x_NI, w_OI, None, bias_O)
         u_NA = empty(x_NI, (x_NI.shape[0], a_AI.shape[0]))
         _gemm.linear_into(u_NA, x_NI, a_AI, alpha=factor)
         parts = lora_parts(slices, b_Br)
@@ -202,14 +209,14 @@ class AddNormLinear(Function):
 
     @staticmethod
     def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False, b_O=None):
-        if few_rows(x_NC, v_OC):
+        if few_rows(x_NC, v_OC, fused=True):
             ready = ctx.parameters[2] and ctx.parameters[3]
             return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O)
         if delta_NC is None:
             h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, v_OC.dtype)
         else:
             h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
-        y_NO = _gemm.linear_fwd(n_NC, v_OC, b_O=b_O)
+        y_NO = product(ctx, 3, n_NC, v_OC, None, b_O)
         ctx.save(h_NC, w_C, rstd_N, v_OC, b_O, y_NO if swiglu else None)
         return h_NC, _swiglu.swiglu_fwd(y_NO) if swiglu else y_NO
 

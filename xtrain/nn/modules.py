@@ -12,6 +12,9 @@ step is then written over the old contents, later ones are added (tensor.py). Th
 them again. Reading `parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a parameter that
 backward did not reach is zero. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
 
+For serving, a matrix may be stored as int8 or fp8 codes instead (`Parameter.quantized`, made by quantized.py). It then has memory
+of its own, outside the arena, and only products can use it.
+
 A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
 rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
 """
@@ -27,6 +30,7 @@ import numpy as np
 from ..device import Array, free_cached, to_device, zeros_on
 from ..errors import UserError
 from ..kernels.cast import BFLOAT16, cast_into
+from ..kernels.quantize import Quantized
 from ..kernels.runtime.launch import empty
 from . import functional as F
 from .tensor import Tensor, Version
@@ -65,6 +69,11 @@ class _ArenaTensor(Tensor):
 
     @property
     def data(self) -> Array:
+        if isinstance(self._data, Quantized):
+            raise UserError(
+                f"a parameter of shape {self.declared_shape} is quantized to {self._data.kind}, so only products can use it: load the "
+                "model again for anything else"
+            )
         if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
@@ -95,9 +104,10 @@ class Parameter(_ArenaTensor):
     std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
     requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
     on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (parallel/ddp.py).
+    quantized: None, or what stands in place of the weights, which are then no longer there.
     """
 
-    __slots__ = ("decay", "half", "on_gradient", "parts", "std")
+    __slots__ = ("_quantized", "decay", "half", "on_gradient", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
@@ -115,10 +125,23 @@ class Parameter(_ArenaTensor):
             raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
         self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
         self.on_gradient = None
+        self._quantized: Quantized | None = None
 
     @property
-    def value(self) -> Array:
-        """What ops compute with: the bf16 copy if there is one, else the weights themselves."""
+    def quantized(self) -> Quantized | None:
+        return self._quantized
+
+    @quantized.setter
+    def quantized(self, codes: Quantized) -> None:
+        """The codes take the place of the weights: the parameter is no view of an arena any more."""
+        self._quantized, self._data, self.half, self.offset = codes, codes, None, -1
+        self.requires_grad = False
+
+    @property
+    def value(self) -> Any:
+        """What ops compute with: codes, or the bf16 copy if there is one, else the weights themselves."""
+        if self._quantized is not None:
+            return self._quantized
         return self.data if self.half is None else self.half
 
 
@@ -198,6 +221,7 @@ class Arena:
         ordered = decayed + rest
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
         self.trainable, self.version, self.half_version = trainable, Version(), -1
+        self.parameters = ordered
         self.matrices, self.all_written = decayed, True  # no gradient is unwritten
         only_half = bf16 and not trainable
         first = self.n_decay if only_half else 0  # offset at which weights begins
@@ -263,6 +287,14 @@ class Arena:
         for parameter in self.matrices:
             parameter.grad_written = False
         self.all_written = False
+
+    def without_quantized(self) -> "Arena":
+        """A new arena for the parameters that are not quantized, with their values."""
+        kept = [(p, p.data) for p in self.parameters if p.quantized is None]
+        arena = Arena([p for p, _ in kept], *self.kind)
+        for parameter, values in kept:
+            parameter.data = values
+        return arena
 
     def refresh(self) -> None:
         """Update the bf16 copy if anything but AdamW has changed the weights."""
@@ -338,6 +370,10 @@ class Module:
         Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so the values
         depend neither on packing nor on padding nor on the order of the layers.
         """
+        if any(p.quantized is not None for _, p in self.storage()):
+            raise UserError(
+                "a model with quantized weights cannot get a new arena: replace or add modules first, then quantize"
+            )
         names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(

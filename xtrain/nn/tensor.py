@@ -134,7 +134,7 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """The values on the host (from a GPU: a copy, and a wait for it)."""
-        return to_numpy(self._data)
+        return to_numpy(self.data)
 
     def item(self) -> float:
         """The value of a tensor with one element, as a Python number."""

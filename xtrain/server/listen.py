@@ -15,7 +15,7 @@ from ..serving.pretrained import load
 MAX_SEQ_LEN = 8192  # tokens, if --max-seq-len is not given and the model supports more
 SWITCH_SECONDS = 5e-4  # after which a thread that runs Python lets another: the engine must not wait for the HTTP side
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, or --precision bf16"
+LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights int8"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Options:
     batch_invariant: bool = False
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
+    weights: Literal["full", "int8", "fp8"] = "full"
 
 
 def serve(options: Options) -> None:
@@ -65,7 +67,7 @@ def serve(options: Options) -> None:
     p = load(o.model, o.device, o.precision)
     context = p.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(p.model, o.max_batch, size, o.batch_invariant, warm_up=True)
+    engine = Engine(p.model, o.max_batch, size, o.batch_invariant, warm_up=True, weights=o.weights)
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     ready = f"; {engine.ready}" if engine.ready else ""

@@ -47,6 +47,7 @@ from ..kernels.runtime.launch import compile_noted, note_launches
 from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
+from ..nn.quantized import quantize_weights
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import PagedCache
 from .requests import (
@@ -121,6 +122,9 @@ class Engine:
     reuse_prefix: sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first
     of them has ended (earlier turns of a chat). New weights are detected if AdamW has written them or if they are assigned as
     `parameter.data = x`; if they are written in place, call `forget_prefixes`.
+    weights: "int8" or "fp8" stores the matrices of the model's Linear modules in one byte per weight, in place
+    (nn/quantized.py): half of bf16's memory, and decoding reads half the bytes. The model must have been made with
+    trainable=False, and can only be served from then on. "full": the model stays as it is.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
@@ -152,6 +156,7 @@ class Engine:
         cache_bytes: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
         warm_up: bool = False,
+        weights: str = "full",
     ):
         if not isinstance(model, Transformer):
             raise UserError(
@@ -180,7 +185,10 @@ class Engine:
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
         self.max_prefill_tokens = prefill_tokens
+        quantize_weights(model, weights)
         model.arena.refresh()
+        # that a forward pass multiplies by, about
+        self.n_weights = sum(p.size for _, p in model.storage() if p.decay)
         self.cache = PagedCache(model, self.max_seq_len, block_tokens)
         table_blocks = -(-self.max_seq_len // block_tokens)
         n_blocks = self._affordable_blocks(max_batch * table_blocks, gpu_memory, cache_bytes)
@@ -653,7 +661,7 @@ class Engine:
 
     def _flops_of_token(self, past: int) -> float:
         """About how many floating-point operations the forward of one token after `past` others takes."""
-        products = 2 * self.model.arena.n_decay
+        products = 2 * self.n_weights
         keys = 4 * past * self.config.n_heads * self.cache.heads[0].D * len(self.cache.heads)
         return products + keys
 

@@ -17,7 +17,9 @@ from .stream import Stream
 from .text_stream import TextStream
 
 MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
-LESS_MEMORY = "use a smaller model, a smaller --max-batch, fewer tokens, or --precision bf16"
+LESS_MEMORY = (
+    "use a smaller model, a smaller --max-batch, fewer tokens, --precision bf16, or --weights int8"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Options(SamplingOptions):
     batch_invariant: bool = False
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
+    weights: Literal["full", "int8", "fp8"] = "full"
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
     max_batch = min(len(tokens) * o.samples, MAX_BATCH if o.max_batch is None else o.max_batch)
-    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant)
+    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant, weights=o.weights)
 
 
 def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:

@@ -213,7 +213,9 @@ def test_planted_bugs_are_found(stage, old, new):
     scope = with_bug(make, old, new, dict(vars(gemv_tensor_cores)))
     x, delta, norm_w, w, *_, b = case(2, 128, 40, norm=True, delta=BF16, bias=True)
     y, h = sim(np.zeros((2, 40), np.float32)), sim(np.zeros((2, 128), np.float32))
-    arrays = [a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), sim(norm_w), sim(b))]
+    arrays = [
+        a.reshape(-1) for a in (y, h, sim(x), sim(delta), sim(w), sim(norm_w), sim(norm_w), sim(b))
+    ]
     variant = Variant(
         norm=True, add=True, half=False, swiglu=False, bias=True, overlap=True, ready=True, once=False, staged=stage
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations before and after it.
 
-    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it    y: (N, O)    b: (O,), optional
+    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it, or quantized    y: (N, O)    b: (O,), optional
 
     add        x is first replaced by h = x + delta, the residual stream, which is a result too
     norm       h is RMS-normalized: h r nw,  r = 1 / sqrt(mean_k(h^2) + eps)       (rmsnorm.py)
@@ -14,6 +14,8 @@ be idle, and every fused kernel saves a gap between two kernels:
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
+    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype that the codes stand for.
+                   With tensor cores up to 32 rows, where nothing precedes the product: a GEMM would need a dequantized copy
 
 Every block needs all of h, so every block computes it; each writes a part of it to memory.
 Bytes moved: read w; x, y and delta are small.
@@ -22,19 +24,23 @@ Bytes moved: read w; x, y and delta are small.
 import functools
 
 import numpy as np
-from numba import cuda, float32, int64
+from numba import cuda, float32, int64, uint32
 from numba.cuda.libdevice import rsqrtf
 
 from ...device import Array
 from ..cast import cast_fwd
+from ..primitives.codes import codes_to_floats, load_codes16
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import kernel, let_next_start, load4, store1, store4, wait_for_previous
 from ..primitives.reduce import warp_sum
+from ..quantize import Quantized, check_quantized, dense
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ..swiglu import sigmoid, silu_ref
 from .gemv_tensor_cores import (
     CHUNK,
+    CHUNK_QUANTIZED,
     MAX_ROWS,
+    MAX_ROWS_QUANTIZED,
     MULTIPROCESSORS,
     TILE,
     Variant,
@@ -82,20 +88,21 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 
 @functools.cache
-def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, overlap):
+def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
     """-> the kernel without tensor cores, for any dtypes.
 
-    A warp reads a row of w (two with swiglu), 4 columns per lane, and all rows of x.
+    A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or 16 if w is quantized.
     """
-    M = 2 if SWIGLU else 1
+    M, E = 2 if SWIGLU else 1, 16 if QUANTIZED else 4
 
     @kernel(BLOCK)
-    def gemv_plain_kernel(y, h, x, delta, w, norm_w, b, F, eps):
-        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y."""
+    def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, b, F, eps):
+        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.  scale: of the rows of quantized weights."""
         lane, o = cuda.threadIdx.x & 31, int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
-        x_4, w_M4 = cuda.local.array(4, float32), cuda.local.array((M, 4), float32)
+        x_4, w_ME = cuda.local.array(4, float32), cuda.local.array((M, E), float32)
         acc_NM, squares = cuda.local.array((N, M), float32), cuda.local.array(N, float32)
         nw_4, delta_4 = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        words = cuda.local.array(4, uint32)
         if overlap:
             wait_for_previous()
             let_next_start()
@@ -105,34 +112,44 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, overlap):
             squares[n] = float32(0.0)
             for m in range(M):
                 acc_NM[n, m] = float32(0.0)
-        for k in range(4 * lane, K, 128):
+        for first in range(E * lane, K, 32 * E):
             for m in range(M):
-                load4(w_M4[m], w, (o + m * F) * K + k)
-            if NORM:
-                load4(nw_4, norm_w, k)
-            for n in range(N):
-                load4(x_4, x, n * K + k)
-                if ADD:
-                    load4(delta_4, delta, n * K + k)
+                if QUANTIZED:
+                    load_codes16(words, w, (o + m * F) * K + first)
+                    codes_to_floats(w_ME[m], words, w)
+                else:
+                    load4(w_ME[m], w, (o + m * F) * K + first)
+            for e in range(0, E, 4):
+                k = first + e
+                if NORM:
+                    load4(nw_4, norm_w, k)
+                for n in range(N):
+                    load4(x_4, x, n * K + k)
+                    if ADD:
+                        load4(delta_4, delta, n * K + k)
+                        for j in range(4):
+                            x_4[j] += delta_4[j]
+                        if k // 128 % F == o:  # the warps share the work of writing h
+                            store4(h, n * K + k, x_4)
                     for j in range(4):
-                        x_4[j] += delta_4[j]
-                    if k // 128 % F == o:  # the warps share the work of writing h
-                        store4(h, n * K + k, x_4)
-                for j in range(4):
-                    if NORM:
-                        squares[n] += x_4[j] * x_4[j]
-                        x_4[j] *= nw_4[j]
-                    for m in range(M):
-                        acc_NM[n, m] += x_4[j] * w_M4[m, j]
+                        if NORM:
+                            squares[n] += x_4[j] * x_4[j]
+                            x_4[j] *= nw_4[j]
+                        for m in range(M):
+                            acc_NM[n, m] += x_4[j] * w_ME[m, e + j]
         for n in range(N):
             r = float32(1.0)
             if NORM:
                 r = rsqrtf(warp_sum(squares[n]) * float32(1 / K) + eps)
             value = warp_sum(acc_NM[n, 0]) * r
+            if QUANTIZED:
+                value *= scale[o]
             if BIAS:
                 value += b[o]
             if SWIGLU:
                 up = warp_sum(acc_NM[n, 1]) * r
+                if QUANTIZED:
+                    up *= scale[F + o]
                 if BIAS:
                     up += b[F + o]
                 value *= sigmoid(value) * up
@@ -143,14 +160,24 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, overlap):
 
 
 # ----------------------------------------------------------------------------- launchers
-def gemv_fits(N: int, K: int, dtype) -> bool:
-    """True if gemv supports N rows and weights of width K and this dtype on a GPU."""
-    return 0 < N <= MAX_ROWS and K % _unit(dtype) == 0
+def gemv_fits(N: int, K: int, dtype, quantized: bool = False, fused: bool = False) -> bool:
+    """True if gemv supports N rows and weights of width K and this dtype on a GPU.
+
+    fused: also add_norm_gemv.  quantized: the weights stand for a matrix of this dtype.
+    """
+    return 0 < N <= _most_rows(dtype, quantized, fused) and K % _unit(dtype, quantized) == 0
 
 
-def _unit(dtype):
+def _most_rows(dtype, quantized, fused):
+    wide = quantized and not fused and np.dtype(dtype) != np.float32
+    return MAX_ROWS_QUANTIZED if wide else MAX_ROWS
+
+
+def _unit(dtype, quantized):
     """-> the number of which K must be a multiple for weights of this dtype"""
-    return 4 if np.dtype(dtype) == np.float32 else CHUNK
+    if np.dtype(dtype) == np.float32:
+        return 16 if quantized else 4
+    return CHUNK_QUANTIZED if quantized else CHUNK
 
 
 def gemv(
@@ -158,10 +185,10 @@ def gemv(
 ) -> Array:
     """-> y (N, O) = x w^T + b.
 
-    x (N, K), w (O, K): float32 or bf16. b (O,): float32. dtype: of y; by default w's. A row's bits do not depend on other rows.
+    x (N, K), w (O, K): float32 or bf16, w also quantized. b (O,): float32. dtype: of y; by default w's. A row's bits do not
+    depend on other rows.
     weights_ready: the previous kernel does not write w, so it may be read before that kernel ends.
-    On a GPU, N <= MAX_ROWS, and K is a multiple of 32 (of 4 for float32 weights). Raises ValueError or TypeError if shapes or
-    dtypes do not match.
+    On a GPU, gemv_fits says which N and K are supported. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     return _checked("gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype, b_O)[1]
 
@@ -183,7 +210,11 @@ def add_norm_gemv(
 def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O):
     check_array(op, "x", x_NK, (None, None), FLOATS)
     N, K = x_NK.shape
-    check_array(op, "w", w_OK, (None, K), FLOATS)
+    quantized = isinstance(w_OK, Quantized)
+    if quantized:
+        check_quantized(op, w_OK, K)
+    else:
+        check_array(op, "w", w_OK, (None, K), FLOATS)
     check(
         not swiglu or w_OK.shape[0] % 2 == 0,
         f"{op}: swiglu of {w_OK.shape[0]} rows of w, expected an even number",
@@ -197,11 +228,14 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
     if b_O is not None:
         check_array(op, "b", b_O, (w_OK.shape[0],))
     dtype = np.dtype(dtype or w_OK.dtype)
-    if on_host(x_NK, w_OK, *given):
-        h, y = gemv_ref(x_NK, w_OK, norm_w_K, eps, delta_NK, swiglu, b_O)
+    stored = (w_OK.codes_OK, w_OK.scale_O) if quantized else (w_OK,)
+    if on_host(x_NK, *stored, *given):
+        h, y = gemv_ref(x_NK, dense(w_OK, np.float32), norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
-    unit, fits = _unit(w_OK.dtype), gemv_fits(N, K, w_OK.dtype)
-    check(fits, f"{op}: {N} rows of {K}, the GPU supports 1 to {MAX_ROWS} of a multiple of {unit}")
+    fused = norm_w_K is not None or swiglu
+    unit, most = _unit(w_OK.dtype, quantized), _most_rows(w_OK.dtype, quantized, fused)
+    fits = gemv_fits(N, K, w_OK.dtype, quantized, fused)
+    check(fits, f"{op}: {N} rows of {K}, the GPU supports 1 to {most} of a multiple of {unit}")
     h_NK, y = x_NK if delta_NK is None else empty(x_NK, x_NK.shape), empty(x_NK, shape, dtype)
     _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O=b_O)
     return h_NK, y
@@ -216,15 +250,20 @@ def _launch(
     delta, norm_w = (x_NK if a is None else a for a in (delta_NK, norm_w_K))
     if add and w_OK.dtype != np.float32:
         delta = cast_fwd(delta, w_OK.dtype)  # usually it is already
-    arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w_OK, norm_w)]
+    quantized = isinstance(w_OK, Quantized)
+    w = w_OK.codes_OK if quantized else w_OK
+    groups = -(-N // MAX_ROWS)
+    if groups > 1:
+        x_NK = cast_fwd(x_NK, w_OK.dtype)  # usually it is already
+    arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w, norm_w)]
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
     eps, bias = np.float32(eps), b_O is not None
-    arrays.append(b_O if bias else arrays[-1])
+    arrays += [w_OK.scale_O if quantized else arrays[-1], b_O if bias else arrays[-1]]
     if w_OK.dtype == np.float32:
-        plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, overlap)
+        plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, quantized, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
-    config = config or choose(K, F, swiglu, norm)
-    tiles = -(-F // TILE)
+    config = config or choose(K, F, swiglu, norm, quantized)
+    tiles, chunk = -(-F // TILE), CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
         norm=norm,
@@ -234,10 +273,12 @@ def _launch(
         bias=bias,
         overlap=overlap,
         ready=weights_ready,
-        once=tiles == grid and config.warps * config.chunks * CHUNK >= K,
-        staged=staged(K, config),
+        once=tiles == grid and config.warps * config.chunks * chunk >= K,
+        staged=groups == 1 and staged(K, config, quantized),
+        quantized=quantized,
+        groups=groups,
     )
     tensor_kernel = make_tensor_kernel(K, variant, config)
-    shared = shared_bytes(N, K) if variant.staged else 0
+    shared = shared_bytes(N, K, quantized) if variant.staged else 0
     block = 32 * config.warps
     launch(tensor_kernel, grid, block, *arrays, N, F, eps, shared=shared, overlap=overlap)

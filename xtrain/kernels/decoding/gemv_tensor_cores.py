@@ -1,4 +1,4 @@
-"""gemv.py on tensor cores: bf16 weights, up to 8 rows of x.
+"""gemv.py on tensor cores: weights in bf16, up to 8 rows of x, or of one byte, up to 32 rows.
 
 One mma multiplies 16 rows of w with 8 rows of x, so one kernel serves all N, and a row's result does not depend on the
 others. Lane 4 g + t reads 16 contiguous bytes of rows g and g + 8 of w directly into the operand of mma_bf16, and the same
@@ -6,6 +6,11 @@ columns of row g of x: the inner index of a product may have any order if both o
 
     chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
              step 0 multiplies the first 4 of each lane, step 1 its last 4
+
+Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are 16 of them, a chunk is 64
+columns and four steps. Just before a step its codes become bf16, exactly (primitives/codes.py), and the scale of a row of w
+multiplies its sum at the end. A GEMM would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to
+four groups of 8 rows, by the same order of additions, and a lane reads its columns of x where it needs them.
 
 The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
 next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
@@ -21,6 +26,7 @@ from dataclasses import dataclass
 from numba import cuda, float32, int64, uint16, uint32
 from numba.cuda.libdevice import rsqrtf
 
+from ..primitives.codes import codes_to_bf16, load_codes16
 from ..primitives.ptx import (
     device,
     kernel,
@@ -38,21 +44,24 @@ from ..primitives.words import load_words8, load_words8_shared, store_words8_sha
 from ..swiglu import sigmoid
 
 MAX_ROWS = 8  # columns of one tensor-core tile
+MAX_ROWS_QUANTIZED = 4 * MAX_ROWS
 TILE = 16  # rows of w that a block multiplies at a time
-CHUNK = 32  # columns of w that a warp multiplies at a time: 8 for each of 4 lanes
+CHUNK = 32  # columns of w in bf16 that a warp multiplies at a time: 8 for each of 4 lanes
+CHUNK_QUANTIZED = 2 * CHUNK
 AT_ONCE = 8  # chunks of w that a warp loads at once if they are all it needs
 MOST_OF_16 = 11  # the same with 16 warps and x in shared memory: their registers hold no more
 MULTIPROCESSORS = 132  # of an H200; on other GPUs this number affects only the speed
 PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows have no bank conflicts
+PAD_QUANTIZED = 8  # the same where a lane has 16 columns and reads 8 of them at a time
 MOST_SHARED = 99 << 10  # bytes that a block may use on every GPU since compute capability 8.0
 MOST_SUMS = 8704  # bytes of a block's sums, with 16 warps or with swiglu and 8
 ROWS_AT_ONCE = 4  # of x that a thread loads
 PREFETCH = 1024  # elements of one prefetch instruction
 
 
-def shared_bytes(N: int, K: int) -> int:
+def shared_bytes(N: int, K: int, quantized: bool = False) -> int:
     """-> bytes of shared memory for N rows of x"""
-    return 2 * N * (K + PAD)
+    return 2 * N * (K + (PAD_QUANTIZED if quantized else PAD))
 
 
 @dataclass(frozen=True)
@@ -65,23 +74,27 @@ class Config:
     stage: bool = True  # x passes through shared memory, if it fits
 
 
-def staged(K: int, config: Config) -> bool:
-    """True if x passes through shared memory. Does not depend on the number of rows, so a row's bits do not either."""
-    return config.stage and shared_bytes(MAX_ROWS, K) + MOST_SUMS <= MOST_SHARED
+def staged(K: int, config: Config, quantized: bool = False) -> bool:
+    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a row's bits do not either."""
+    return config.stage and shared_bytes(MAX_ROWS, K, quantized) + MOST_SUMS <= MOST_SHARED
 
 
 @functools.cache
-def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
-    """-> load_w, load_x, load_staged_x: operands of mma_bf16
+def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
+    """-> load_w, load_x, load_staged_x, load_group: operands of mma_bf16
 
     load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows
-    load_x(fx (U, 2, 2), h, x, delta, norm_w, step, N)
+    load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
+    load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of
+                                                    x, which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
     """
-    CHUNKS = K // CHUNK
+    E = 16 if QUANTIZED else 8  # columns of a lane in a chunk
+    WIDTH, X_PAD = 4 * E, PAD_QUANTIZED if QUANTIZED else PAD
+    CHUNKS, load_words = K // WIDTH, load_codes16 if QUANTIZED else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
 
     @device
@@ -98,7 +111,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
                     o = tile * TILE + 8 * r + (lane >> 2)
                     o = (o if o < F else F - 1) + m * F
                     if EVEN or c < CHUNKS:
-                        load_words8(words[u, m, r], w, o * K + c * CHUNK + 8 * (lane & 3))
+                        load_words(words[u, m, r], w, o * K + c * WIDTH + E * (lane & 3))
                     else:
                         for j in range(4):
                             words[u, m, r, j] = uint32(0)
@@ -111,30 +124,31 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
         nw_8, delta_4 = cuda.local.array(8, float32), cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
-            k = c * CHUNK + 8 * (lane & 3)
-            for j in range(4):
-                words[j] = uint32(0)
-            if n < N and (EVEN or c < CHUNKS):
-                if HALF:
-                    load_words8(words, x, n * K + k)
-                else:
-                    load8(x_8, x, n * K + k)
-                    if ADD:
-                        load_words8(delta_4, delta, n * K + k)
+            for e in range(0, E, 8):
+                k = c * WIDTH + E * (lane & 3) + e
+                for j in range(4):
+                    words[j] = uint32(0)
+                if n < N and (EVEN or c < CHUNKS):
+                    if HALF:
+                        load_words8(words, x, n * K + k)
+                    else:
+                        load8(x_8, x, n * K + k)
+                        if ADD:
+                            load_words8(delta_4, delta, n * K + k)
+                            for j in range(4):
+                                x_8[2 * j] += low_bf16(delta_4[j])
+                                x_8[2 * j + 1] += high_bf16(delta_4[j])
+                            if uint32(c) % uint32(cuda.gridDim.x) == uint32(cuda.blockIdx.x):
+                                store8(h, n * K + k, x_8)
+                        if NORM:
+                            load8(nw_8, norm_w, k)
+                            for j in range(8):
+                                squares += x_8[j] * x_8[j]
+                                x_8[j] *= nw_8[j]
                         for j in range(4):
-                            x_8[2 * j] += low_bf16(delta_4[j])
-                            x_8[2 * j + 1] += high_bf16(delta_4[j])
-                        if uint32(c) % uint32(cuda.gridDim.x) == uint32(cuda.blockIdx.x):
-                            store8(h, n * K + k, x_8)
-                    if NORM:
-                        load8(nw_8, norm_w, k)
-                        for j in range(8):
-                            squares += x_8[j] * x_8[j]
-                            x_8[j] *= nw_8[j]
-                    for j in range(4):
-                        words[j] = pack_bf16(x_8[2 * j], x_8[2 * j + 1])
-            for j in range(4):
-                fx[u, j // 2, j % 2] = words[j]
+                            words[j] = pack_bf16(x_8[2 * j], x_8[2 * j + 1])
+                for j in range(4):
+                    fx[u, e // 4 + j // 2, j % 2] = words[j]
         return squares
 
     @device
@@ -143,23 +157,37 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U):
         n, words = lane >> 2, cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
-            for j in range(4):
-                words[j] = uint32(0)
-            if n < N and (EVEN or c < CHUNKS):
-                load_words8_shared(words, x_s, n * (K + PAD) + c * CHUNK + 8 * (lane & 3))
-            for j in range(4):
-                fx[u, j // 2, j % 2] = words[j]
+            for e in range(0, E, 8):
+                k = c * WIDTH + E * (lane & 3) + e
+                for j in range(4):
+                    words[j] = uint32(0)
+                if n < N and (EVEN or c < CHUNKS):
+                    load_words8_shared(words, x_s, n * (K + X_PAD) + k)
+                for j in range(4):
+                    fx[u, e // 4 + j // 2, j % 2] = words[j]
 
-    return load_w, load_x, load_staged_x
+    @device
+    def load_group(fx, x, group, step, u, e, N):
+        lane, words = cuda.threadIdx.x & 31, cuda.local.array(4, uint32)
+        n, c = int64(8 * group + (lane >> 2)), chunk_of(step, u, cuda.threadIdx.x >> 5)
+        for j in range(4):
+            words[j] = uint32(0)
+        if n < N and (EVEN or c < CHUNKS):
+            load_words8(words, x, n * K + c * WIDTH + E * (lane & 3) + e)
+        for j in range(4):
+            fx[j // 2, j % 2] = words[j]
+
+    return load_w, load_x, load_staged_x, load_group
 
 
 @functools.cache
-def make_stage(K, NORM, ADD, HALF, THREADS):
+def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
     """-> stage(x_s, squares_s, h, x, delta, norm_w, N): write x to shared memory in bf16, the warps' sums of squares to squares_s
 
     ADD: as in make_operands. The result for a row does not depend on the number of rows.
     """
     SHARE = 256  # columns: what a warp handles at a time
+    X_PAD = PAD_QUANTIZED if QUANTIZED else PAD
 
     @device
     def stage(x_s, squares_s, h, x, delta, norm_w, N):
@@ -185,7 +213,7 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
                                 load_words8(delta_R4[i], delta, int64(low + i) * K + k)
                 mine = ADD and uint32(k) // uint32(SHARE) % grid == block
                 for i in range(ROWS_AT_ONCE):
-                    at = (low + i) * (K + PAD) + k
+                    at = (low + i) * (K + X_PAD) + k
                     if low + i < N:
                         if HALF:
                             store_words8_shared(x_s, at, words_R4[i])
@@ -211,43 +239,73 @@ def make_stage(K, NORM, ADD, HALF, THREADS):
 
 
 @functools.cache
-def make_reduce(M, WARPS):
-    """-> store_sums(s (M, 4), sums): write a warp's tile to shared memory; total(sums, m, row, n): add the warps in order"""
-    SIZE = M * TILE * MAX_ROWS
+def make_reduce(M, WARPS, GROUPS):
+    """-> store_sums(s (GROUPS M, 4), sums): write a warp's tiles to shared memory
+    total(sums, m, row, n): add the warps in order
+    """
+    COLUMNS = GROUPS * MAX_ROWS
+    SIZE = M * TILE * COLUMNS
 
     @device
     def store_sums(s, sums):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        for m in range(M):
-            for i in range(4):
-                row, n = (lane >> 2) + 8 * (i >> 1), 2 * (lane & 3) + (i & 1)
-                sums[warp * SIZE + (m * TILE + row) * MAX_ROWS + n] = s[m, i]
+        for group in range(GROUPS):
+            for m in range(M):
+                for i in range(4):
+                    row, n = (lane >> 2) + 8 * (i >> 1), 8 * group + 2 * (lane & 3) + (i & 1)
+                    sums[warp * SIZE + (m * TILE + row) * COLUMNS + n] = s[group * M + m, i]
 
     @device
     def total(sums, m, row, n):
         acc = float32(0.0)
         for warp in range(WARPS):
-            acc += sums[warp * SIZE + (m * TILE + row) * MAX_ROWS + n]
+            acc += sums[warp * SIZE + (m * TILE + row) * COLUMNS + n]
         return acc
 
     return store_sums, total
 
 
 @functools.cache
-def make_multiply(M, U):
-    """-> multiply(s (M, 4), words, fx): s += U chunks of w times x
+def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
+    """-> multiply(s (M, 4), words, fx, w): s += U chunks of w times x.  w: for its dtype
+    multiply_groups(s (GROUPS M, 4), words, x, step, N, w): the same for all rows of x, which it reads itself
     copy_words(words, next_words), copy_fx(fx, next_fx)
     """
+    STEPS = 4 if QUANTIZED else 2  # of a chunk
 
     @device
-    def multiply(s, words, fx):
+    def operand(fa, words, u, m, i, w):
+        if QUANTIZED:
+            pairs = cuda.local.array(2, uint32)
+            for r in range(2):
+                codes_to_bf16(pairs, words[u, m, r, i], w)
+                for j in range(2):
+                    fa[r + 2 * j] = pairs[j]
+        else:
+            for j in range(4):
+                fa[j] = words[u, m, j % 2, 2 * i + j // 2]
+
+    @device
+    def multiply(s, words, fx, w):
         fa = cuda.local.array(4, uint32)
         for u in range(U):
             for m in range(M):
-                for i in range(2):
-                    for j in range(4):
-                        fa[j] = words[u, m, j % 2, 2 * i + j // 2]
+                for i in range(STEPS):
+                    operand(fa, words, u, m, i, w)
                     mma_bf16(s[m], fa, fx[u, i])
+
+    @device
+    def multiply_groups(s, words, x, step, N, w):
+        fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, 2, 2), uint32)
+        for u in range(U):
+            for first in range(0, STEPS, 2):
+                for group in range(GROUPS):
+                    load_group(fx[group], x, group, step, u, 4 * first, N)
+                for m in range(M):
+                    for i in range(2):
+                        operand(fa, words, u, m, first + i, w)
+                        for group in range(GROUPS):
+                            mma_bf16(s[group * M + m], fa, fx[group, i])
 
     @device
     def copy_words(words, next_words):
@@ -260,20 +318,21 @@ def make_multiply(M, U):
     @device
     def copy_fx(fx, next_fx):
         for u in range(U):
-            for i in range(4):
+            for i in range(2 * STEPS):
                 fx[u, i // 2, i % 2] = next_fx[u, i // 2, i % 2]
 
-    return multiply, copy_words, copy_fx
+    return multiply, multiply_groups, copy_words, copy_fx
 
 
 @functools.cache
-def make_finish(K, NORM, SWIGLU, BIAS, WARPS):
-    """-> finish(y, sums, squares_s, b, tile, N, F, eps): apply r, b and SwiGLU to a tile of 16 x 8 elements, and write y"""
-    total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS)[1], 32 * WARPS
-    EACH = -(-TILE * MAX_ROWS // THREADS)
+def make_finish(K, NORM, SWIGLU, BIAS, WARPS, QUANTIZED, GROUPS):
+    """-> finish(y, sums, squares_s, scale, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 x 8 GROUPS elements,
+    and write y"""
+    total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS, GROUPS)[1], 32 * WARPS
+    EACH = -(-TILE * MAX_ROWS * GROUPS // THREADS)
 
     @device
-    def finish(y, sums, squares_s, b, tile, N, F, eps):
+    def finish(y, sums, squares_s, scale, b, tile, N, F, eps):
         for j in range(EACH):
             i = cuda.threadIdx.x + j * THREADS
             n, row = i // TILE, i % TILE
@@ -285,10 +344,14 @@ def make_finish(K, NORM, SWIGLU, BIAS, WARPS):
                         acc += squares_s[warp * MAX_ROWS + n]
                     r = rsqrtf(acc * float32(1 / K) + eps)
                 value = total(sums, 0, row, n) * r
+                if QUANTIZED:
+                    value *= scale[tile * TILE + row]
                 if BIAS:
                     value += b[tile * TILE + row]
                 if SWIGLU:
                     up = total(sums, 1, row, n) * r
+                    if QUANTIZED:
+                        up *= scale[F + tile * TILE + row]
                     if BIAS:
                         up += b[F + tile * TILE + row]
                     value *= sigmoid(value) * up
@@ -318,33 +381,47 @@ class Variant:
     ready: bool  # the weights may be read before the previous kernel has ended
     once: bool  # a block has one tile and loads all of it at once
     staged: bool  # x passes through shared memory
+    quantized: bool = False  # the weights are codes, with a scale per row
+    groups: int = 1  # of 8 rows of x; above 1, x is bf16 in memory, and there is no norm
 
 
 @functools.cache
 def make_tensor_kernel(K: int, variant: Variant, config: Config):
     """-> the kernel for weights of K columns.
 
-    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K) of shared memory.
+    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K, variant.quantized) of shared memory.
     """
     NORM, ADD, HALF, SWIGLU = variant.norm, variant.add, variant.half, variant.swiglu
     overlap, ready, once = variant.overlap, variant.ready, variant.once
     STAGED, WARPS, U, BLOCKS = variant.staged, config.warps, config.chunks, config.blocks
-    M, SQUARES = 2 if SWIGLU else 1, WARPS * MAX_ROWS
-    STEPS, SUMS = -(-(K // CHUNK) // (WARPS * U)), WARPS * M * TILE * MAX_ROWS
-    load_w, load_x, load_staged_x = make_operands(K, NORM, ADD, HALF, M, WARPS, U)
-    (multiply, copy_words, copy_fx), store_sums = make_multiply(M, U), make_reduce(M, WARPS)[0]
-    finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS)
-    stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS)
+    QUANTIZED, GROUPS = variant.quantized, variant.groups
+    M, SQUARES, X_STEPS = 2 if SWIGLU else 1, WARPS * MAX_ROWS, 4 if QUANTIZED else 2
+    TILES = GROUPS * M  # of sums
+    CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
+    STEPS, SUMS = -(-CHUNKS // (WARPS * U)), WARPS * M * TILE * MAX_ROWS * GROUPS
+    operands = make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED)
+    load_w, load_x, load_staged_x, load_group = operands
+    products = make_multiply(M, U, QUANTIZED, GROUPS, load_group)
+    multiply, multiply_groups, copy_words, copy_fx = products
+    store_sums = make_reduce(M, WARPS, GROUPS)[0]
+    finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
+    stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
 
-    @kernel(32 * WARPS, BLOCKS)
-    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, b, N, F, eps):
-        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y."""
+    @kernel(
+        32 * WARPS, BLOCKS if GROUPS == 1 else 1
+    )  # more groups need more registers (with 16 warps, 4 groups spill some 7)
+    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
+        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
+
+        scale: of the rows of quantized weights.
+        """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
         words = cuda.local.array((U, M, 2, 4), uint32)
         next_words = cuda.local.array((U, M, 2, 4), uint32)
-        fx, next_fx = cuda.local.array((U, 2, 2), uint32), cuda.local.array((U, 2, 2), uint32)
-        s = cuda.local.array((M, 4), float32)
+        fx = cuda.local.array((U, X_STEPS, 2), uint32)
+        next_fx = cuda.local.array((U, X_STEPS, 2), uint32)
+        s = cuda.local.array((TILES, 4), float32)
         first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
         squares = float32(0.0)
         if overlap:
@@ -360,10 +437,10 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
         if STAGED:
             stage(x_s, squares_s, h, x, delta, norm_w, N)
             cuda.syncthreads()  # x is in shared memory
-        else:
+        elif GROUPS == 1:
             squares = load_x(fx, h, x, delta, norm_w, 0, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
-            for m in range(M):
+            for m in range(TILES):
                 for j in range(4):
                     s[m, j] = float32(0.0)
             for step in range(STEPS):
@@ -373,13 +450,16 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                     load_w(next_words, w, following, (step + 1) % STEPS, F)
                 if STAGED:
                     load_staged_x(fx, x_s, step, N)
-                elif more:
+                elif GROUPS == 1 and more:
                     new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, N)
                     squares += new if following == first else float32(0.0)
-                multiply(s, words, fx)
+                if GROUPS == 1:
+                    multiply(s, words, fx, w)
+                else:
+                    multiply_groups(s, words, x, step, N, w)
                 if more:
                     copy_words(words, next_words)
-                    if not STAGED:
+                    if not STAGED and GROUPS == 1:
                         copy_fx(fx, next_fx)
             store_sums(s, sums)
             if NORM and not STAGED and tile == first:
@@ -388,29 +468,31 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, sums, squares_s, b, tile, N, F, eps)
+            finish(y, sums, squares_s, scale, b, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
 
     return gemv_tensor_kernel
 
 
 # ----------------------------------------------------------------------------- the tuned configuration
-def choose(K: int, F: int, swiglu: bool, norm: bool) -> Config:
-    """-> the configuration for weights of K columns and F columns of y. Measured on one H200 with bench/tune_decode.py.
+def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) -> Config:
+    """-> the configuration for weights of K columns and F columns of y. Measured on one H200 with bench/tune_decode.py, in bf16.
 
     The number of bytes of w in flight decides. A block with a single narrow tile loads it at once; a wide tile is read by as
     many warps as a block may have. Large products (gate/up, lm_head) use small blocks: when one ends, the next kernel can
     start while its neighbours still run.
     """
-    chunks, tiles = K // CHUNK, -(-F // TILE)
-    if not (swiglu or norm) and tiles <= MULTIPROCESSORS and K > 8 * AT_ONCE * CHUNK:
+    chunks, tiles = K // (CHUNK_QUANTIZED if quantized else CHUNK), -(-F // TILE)
+    # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold fewer chunks then
+    at_once, most_of_16 = (AT_ONCE // 2, 4) if quantized else (AT_ONCE, MOST_OF_16)
+    if not (swiglu or norm) and tiles <= MULTIPROCESSORS and chunks > 8 * at_once:
         each = -(-chunks // 16)
-        return Config(16, each if each <= MOST_OF_16 else 4, 1)
+        return Config(16, each if each <= most_of_16 else min(4, -(-each // 2)), 1)
     large = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
     warps = min(4 if large else 16 if norm else 8, chunks)
     each = -(-chunks // warps)
     if swiglu or norm:
         return Config(warps, min(4, each), 3 if swiglu else 4 if large else 1)
-    once = each <= AT_ONCE and tiles <= 2 * MULTIPROCESSORS
+    once = each <= at_once and tiles <= 2 * MULTIPROCESSORS
     # more chunks would spill registers
     return Config(warps, each if once else min(4, each), 2, not once)

@@ -1,0 +1,105 @@
+"""codes.py: every int8 and every e4m3 is unpacked exactly, in order; the instructions are those that the file promises."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import to_host, to_kernel
+from numba import cuda, float32, uint32
+from offline import CARDS_BF16, nvvm, ptx_for, signatures
+
+from xtrain.kernels.primitives.codes import (
+    code_values,
+    codes_to_bf16,
+    codes_to_floats,
+    load_codes16,
+)
+from xtrain.kernels.primitives.ptx import kernel
+from xtrain.kernels.runtime.launch import launch
+
+__all__ = ["nvvm"]
+CODES = [np.int8, np.uint8]
+
+
+@kernel(32)
+def unpack_kernel(values, pairs, codes):
+    """Grid 1, block 32: thread t unpacks codes 16 t, ..., 16 t + 15."""
+    t = cuda.threadIdx.x
+    words, floats = cuda.local.array(4, uint32), cuda.local.array(16, float32)
+    pair = cuda.local.array(2, uint32)
+    if 16 * t < codes.size:
+        load_codes16(words, codes, 16 * t)
+        codes_to_floats(floats, words, codes)
+        for j in range(16):
+            values[16 * t + j] = floats[j]
+        for j in range(4):
+            codes_to_bf16(pair, words[j], codes)
+            for i in range(2):
+                pairs[8 * t + 2 * j + i] = pair[i]
+
+
+def unpack(codes):
+    values = to_kernel(np.zeros(codes.size, np.float32))
+    pairs = to_kernel(np.zeros(codes.size // 2, np.uint32))
+    launch(unpack_kernel, 1, 32, values, pairs, to_kernel(codes))
+    return to_host(values), to_host(pairs).view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def numbers(dtype):
+    """All codes that quantize.py writes, and further ones that are numbers."""
+    codes = np.arange(256).astype(np.uint8).view(dtype)
+    return np.where(np.isnan(code_values(codes)), dtype(0), codes)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_code(dtype):
+    codes = np.random.default_rng(0).permutation(numbers(dtype))
+    for found in unpack(codes):
+        assert np.array_equal(found, code_values(codes))
+        assert np.array_equal(np.signbit(found), np.signbit(code_values(codes)))
+
+
+def permute(a, b, selector):
+    """PTX's prmt, without sign replication."""
+    source = [int(x) >> 8 * j & 0xFF for x in (a, b) for j in range(4)]
+    return sum(source[selector >> 4 * j & 7] << 8 * j for j in range(4))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_bits_by_hand(dtype):
+    """The integer arithmetic of codes.py, once more in Python: the simulator runs NumPy's conversion instead."""
+    codes = numbers(dtype)
+    as_float = lambda bits: np.array([bits], np.uint32).view(np.float32)[0]
+    halves = lambda bits: np.array([bits << 16, bits & 0xFFFF0000], np.uint64).astype(np.uint32)
+    for word, values in zip(codes.view(np.uint32), code_values(codes).reshape(-1, 4)):
+        word, found, pairs = int(word), [], []
+        for j in range(4):
+            if dtype == np.int8:
+                shifted = word ^ 0x80808080
+                found.append(as_float(permute(shifted, 0x4B000000, 0x7540 | j)) - (2.0**23 + 128))
+            else:
+                top = word << 24 - 8 * j & 0xFF000000
+                found.append(as_float(top & 0x80008000 | top >> 4 & 0x07F007F0) * 2.0**120)
+        for selector in (0x4140, 0x4342) if dtype == np.int8 else (0x1404, 0x3424):
+            if dtype == np.int8:
+                low, sign = (permute(word & m, 0x43, selector) for m in (0x7F7F7F7F, 0x80808080))
+                pairs += list(halves(low).view(np.float32) - halves(sign).view(np.float32))
+            else:
+                bits = permute(word, 0, selector)
+                placed = halves(bits & 0x80008000 | bits >> 4 & 0x07F007F0)
+                pairs += list(placed.view(np.float32) * np.float32(2.0**120))
+        assert found == values.tolist() and pairs == values.tolist()
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_instructions(monkeypatch, nvvm, dtype):
+    """No conversion of integers, whose rate is a quarter or less."""
+    call = functools.partial(unpack, numbers(dtype)[:16])
+    monkeypatch.setattr("checks.GPU", False)
+    ((found, types),) = signatures(monkeypatch, call)
+    for ptx in ptx_for(monkeypatch, found, types, CARDS_BF16).values():
+        assert ".rn.f32.s" not in ptx and ".local " not in ptx
+        assert ptx.count("fma.rn.bf16x2") == 8  # two numbers each
+        assert "ld.global.v4.u32" in ptx or "ld.global.v4.b32" in ptx
+        assert ptx.count("prmt.b32") >= (16 + 16 if dtype == np.int8 else 8)

@@ -1,0 +1,166 @@
+"""Weights of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
+
+    load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
+    codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
+    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word as two pairs of bf16. Compute capability 8.0
+
+The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a bf16). Every int8 and every
+e4m3 is a bf16, so nothing is rounded here; the scale of the row is applied to the sum.
+
+A conversion instruction is slow: at the speed of an H200's memory a multiprocessor gets 18 codes a cycle, and converts 16
+integers to float32 in one. So bits are moved to where a float has them, by instructions of which 64 to 128 run in a cycle:
+
+    int8 -> float32   0x4B0000uu is the float 2^23 + uu. With uu = code + 128: one byte permutation, one subtraction
+    int8 -> bf16      0x43mm is 128 + mm for the low seven bits of a code, and 0x4300 or 0x4380 is 128 or 256 for its sign bit.
+                      The difference of the two is the code. Both halves of a register at once: for 4 codes 2 masks, 4
+                      permutations and 2 subtractions
+    e4m3              sign, exponent and fraction move to their places in the wider float. The exponent is then too small by
+                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal numbers): times 2^120. For 4
+                      codes as bf16 2 permutations, 2 shifts, 4 masks and 2 products
+"""
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from ...simulator import simulates
+from .ptx import F32, GLOBAL, I32, _data, _register, _vector, intrinsic
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+# ----------------------------------------------------------------------------- code generation
+def _constant(bits):
+    return ir.Constant(I32, bits)
+
+
+def _permute(builder, a, b, selector):
+    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last. "prmt" """
+    function = ir.FunctionType(I32, [I32, I32])
+    text = f"prmt.b32 $0, $1, $2, {selector:#06x};"
+    return builder.call(ir.InlineAsm(function, text, "=r,r,r", side_effect=False), [a, b])
+
+
+def _fma_pairs(builder, a, b, c):
+    """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are not flushed."""
+    function = ir.FunctionType(I32, [I32, I32, I32])
+    text = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    asm = ir.InlineAsm(function, text, "=r,r,r,r", side_effect=False)
+    return builder.call(asm, [a, b, c])
+
+
+def _e4m3_in_place(builder, bits):
+    """Each e4m3 at the top of a 32-bit float, or of both halves of a word -> its bits where the wider float has them"""
+    sign = builder.and_(bits, _constant(0x80008000))
+    rest = builder.and_(builder.lshr(bits, _constant(4)), _constant(0x07F007F0))
+    return builder.or_(sign, rest)
+
+
+def _int8_floats(builder, word):
+    shifted = builder.xor(word, _constant(0x80808080))  # code + 128
+    for j in range(4):
+        bits = _permute(builder, shifted, _constant(0x4B000000), 0x7540 | j)
+        wide = builder.bitcast(bits, F32)
+        yield builder.fsub(wide, ir.Constant(F32, 2.0**23 + 128))
+
+
+def _e4m3_floats(builder, word):
+    for j in range(4):
+        top = builder.and_(builder.shl(word, _constant(24 - 8 * j)), _constant(0xFF000000))
+        # the lower half of the masks of _e4m3_in_place finds zeros
+        value = builder.bitcast(_e4m3_in_place(builder, top), F32)
+        yield builder.fmul(value, ir.Constant(F32, 2.0**120))
+
+
+def _int8_pairs(builder, word):
+    low, sign = (builder.and_(word, _constant(mask)) for mask in (0x7F7F7F7F, 0x80808080))
+    for selector in (0x4140, 0x4342):
+        a, b = (_permute(builder, x, _constant(0x43), selector) for x in (low, sign))
+        yield _fma_pairs(builder, b, _constant(0xBF80BF80), a)  # a - b
+
+
+def _e4m3_pairs(builder, word):
+    for selector in (0x1404, 0x3424):
+        bits = _e4m3_in_place(builder, _permute(builder, word, _constant(0), selector))
+        yield _fma_pairs(builder, bits, _constant(0x7B807B80), _constant(0x80008000))  # 2^120, -0
+
+
+@intrinsic
+def load_codes16(typingctx, words, x, i):
+    """words[0:4] = x[i : i + 16]"""
+
+    def codegen(context, builder, sig, args):
+        pointer = _vector(context, builder, sig, args, 1, 2, I32, 4, GLOBAL)
+        vector, out = builder.load(pointer, align=16), _data(context, builder, sig.args[0], args[0])
+        for j in range(4):
+            builder.store(builder.extract_element(vector, _constant(j)), _register(builder, out, j))
+        return context.get_dummy_value()
+
+    return types.void(words, x, i), codegen
+
+
+@intrinsic
+def codes_to_floats(typingctx, values, words, x):
+    """values[0:16] = the codes in words[0:4]"""
+    unpack = _int8_floats if x.dtype == types.int8 else _e4m3_floats
+
+    def codegen(context, builder, sig, args):
+        source = _data(context, builder, sig.args[1], args[1])
+        loaded = [builder.load(_register(builder, source, j)) for j in range(4)]
+        floats = [value for word in loaded for value in unpack(builder, word)]
+        out = _data(context, builder, sig.args[0], args[0])
+        for j, value in enumerate(floats):
+            builder.store(value, _register(builder, out, j))
+        return context.get_dummy_value()
+
+    return types.void(values, words, x), codegen
+
+
+@intrinsic
+def codes_to_bf16(typingctx, pairs, word, x):
+    """pairs[0:2] = the codes of a word, in their order"""
+    unpack = _int8_pairs if x.dtype == types.int8 else _e4m3_pairs
+
+    def codegen(context, builder, sig, args):
+        out = _data(context, builder, sig.args[0], args[0])
+        for j, pair in enumerate(unpack(builder, args[1])):
+            builder.store(pair, _register(builder, out, j))
+        return context.get_dummy_value()
+
+    return types.void(pairs, types.uint32, x), codegen
+
+
+# ----------------------------------------------------------------------------- the same in the simulator
+def code_values(codes: np.ndarray) -> np.ndarray:
+    """The numbers that int8 or e4m3 codes stand for, in float32."""
+    return (codes if codes.dtype == np.int8 else codes.view(E4M3)).astype(np.float32)
+
+
+@simulates(load_codes16)
+def _simulated_load(thread, site, words, x, i):
+    if i % 16:
+        raise ValueError(
+            f"{site.what}: access to 16 codes at element {i}: the index must be a multiple of 16"
+        )
+    codes = np.array([thread.load(x, i + j, site) for j in range(16)], x.dtype)
+    for j, word in enumerate(codes.view(np.uint32)):
+        thread.store(words, j, word, site)
+
+
+def _codes(words, x):
+    return np.array(words, np.uint32).view(x.dtype)
+
+
+@simulates(codes_to_floats)
+def _simulated_floats(thread, site, values, words, x):
+    codes = _codes([thread.load(words, j, site) for j in range(4)], x)
+    for j, value in enumerate(code_values(codes)):
+        thread.store(values, j, value, site)
+
+
+@simulates(codes_to_bf16)
+def _simulated_pairs(thread, site, pairs, word, x):
+    values = code_values(_codes([word], x)).astype(ml_dtypes.bfloat16)
+    for j, pair in enumerate(values.view(np.uint32)):
+        thread.store(pairs, j, pair, site)
