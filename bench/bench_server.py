@@ -12,10 +12,12 @@ small model, for a look without a GPU. The clients are processes of their own on
 """
 
 import asyncio
+import functools
 import json
 import multiprocessing
+import os
+import signal
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -25,14 +27,11 @@ from typing import Any
 
 import numpy as np
 import tyro
-import uvicorn
 
 import xtrain
-from xtrain.server.app import Limits, create_app
-from xtrain.server.listen import SWITCH_SECONDS
-from xtrain.serving.pretrained import Pretrained
-
-CLIENTS = 4  # processes
+from xtrain.server.app import Limits
+from xtrain.server.listen import Address, serve_engine
+from xtrain.serving.pretrained import Texts
 
 
 @dataclass
@@ -42,18 +41,22 @@ class Options:
     tokens: int = 256  # of an answer
     prompt: int = 128
     load: float = 0.7  # of the rate of the closed loop, for the Poisson arrivals
-    tiny: bool = False
+    emulate: bool = False
+    clients: int = 4  # processes
 
 
-def make_model(o: Options) -> xtrain.Transformer:
-    if o.tiny:
-        shape = dict(vocab_size=400, dim=64, n_layers=2, n_heads=4, head_dim=16)
-        return xtrain.Transformer(xtrain.ModelConfig(**shape), device="cpu", trainable=False)
+def make_engine(o: Options) -> xtrain.Engine:
+    sizes = (o.streams, o.prompt + o.tokens + 1)
+    if o.emulate:
+        from emulated_engine import EmulatedEngine
+
+        return EmulatedEngine(*sizes, reuse_prefix=False)
     shape = dict(
         vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
         max_seq_len=2048, rope_theta=1e6, tie_embeddings=True,
     )  # fmt: skip
-    return xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
+    model = xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
+    return xtrain.Engine(model, *sizes, reuse_prefix=False, warm_up=True)
 
 
 def prompts(o: Options, vocab_size: int) -> list[list[int]]:
@@ -61,20 +64,34 @@ def prompts(o: Options, vocab_size: int) -> list[list[int]]:
 
 
 # ----------------------------------------------------------------------------- clients
-async def ask(port: int, body: bytes) -> tuple[float, float, int]:
-    """One streamed completion. -> seconds to the first text, seconds in all, tokens"""
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    first, last = 0.0, b""
-    while chunk := await reader.read(1 << 16):
-        if not first and b'"text":"' in chunk:
-            first = time.perf_counter() - start
-        last = (last + chunk)[-4000:]
-    writer.close()
-    tokens = int(last.rsplit(b'"completion_tokens":', 1)[1].split(b",", 1)[0])
-    return first, time.perf_counter() - start, tokens
+class Ask(asyncio.Protocol):
+    """One streamed completion. done: -> seconds to the first text, seconds in all, tokens, pieces of the stream"""
+
+    def __init__(self, body: bytes):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.request, self.start = head.encode() + body, time.perf_counter()
+        self.first, self.last, self.pieces = 0.0, b"", 0
+        self.done: asyncio.Future = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if b'"text":"' in data:
+            self.first = self.first or time.perf_counter() - self.start
+            self.pieces += 1
+        self.last = data if len(data) > 1000 else self.last[-1000:] + data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        found = self.last.rsplit(b'"completion_tokens":', 1)[-1].split(b",", 1)[0]
+        tokens = int(found) if found.isdigit() else 0
+        self.done.set_result((self.first, time.perf_counter() - self.start, tokens, self.pieces))
+
+
+async def ask(port: int, body: bytes) -> tuple[float, float, int, int]:
+    loop = asyncio.get_running_loop()
+    _, protocol = await loop.create_connection(lambda: Ask(body), "127.0.0.1", port)
+    return await protocol.done
 
 
 async def closed(port: int, bodies: list[bytes], streams: int) -> list[tuple]:
@@ -110,12 +127,12 @@ def client(port, bodies, streams, rate, seed, ready, results) -> None:
 def load(o: Options, port: int, bodies: list[bytes], rate: float = 0.0) -> tuple[float, np.ndarray]:
     """-> seconds from the first request to the end of the last, (requests, 3) as from `ask`"""
     context = multiprocessing.get_context("spawn")
-    results, ready = context.Queue(), context.Barrier(CLIENTS + 1)
-    shares = [bodies[i::CLIENTS] for i in range(CLIENTS)]
+    results, ready = context.Queue(), context.Barrier(o.clients + 1)
+    shares = [bodies[i :: o.clients] for i in range(o.clients)]
     jobs = [
         context.Process(
             target=client,
-            args=(port, share, o.streams // CLIENTS, rate / CLIENTS, i, ready, results),
+            args=(port, share, o.streams // o.clients, rate / o.clients, i, ready, results),
         )
         for i, share in enumerate(shares)
     ]
@@ -143,9 +160,7 @@ def alone(o: Options, engine: xtrain.Engine, texts: list[list[int]]) -> float:
     return sum(map(len, found)) / seconds
 
 
-def serve(engine: xtrain.Engine, model: xtrain.Transformer) -> tuple[uvicorn.Server, int]:
-    """A server of this process in a thread. -> it, its port"""
-    V = model.config.vocab_size
+def texts_of(V: int) -> Texts:
     tokenizer: Any = SimpleNamespace(
         vocab_size=V,
         token_bytes=[b" word"] * V,
@@ -153,40 +168,41 @@ def serve(engine: xtrain.Engine, model: xtrain.Transformer) -> tuple[uvicorn.Ser
         eos_token_id=None,
         encode=None,
     )
-    p = Pretrained(Path("random"), model, tokenizer, frozenset())
-    app = create_app(engine, p, limits=Limits(queue=1 << 16))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", backlog=4096))
-    threading.Thread(target=server.run, daemon=True).start()
-    while not server.started:
-        time.sleep(0.01)
-    return server, port
+    return Texts(Path("random"), tokenizer, frozenset())
 
 
-def main(o: Options) -> None:
-    sys.setswitchinterval(SWITCH_SECONDS)  # as xtrain serve does
-    model = make_model(o)
-    engine = xtrain.Engine(
-        model, o.streams, o.prompt + o.tokens + 1, reuse_prefix=False, warm_up=True
-    )
-    texts = prompts(o, model.config.vocab_size)
-    bodies = [
-        json.dumps(
-            {"prompt": text, "max_tokens": o.tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        ).encode()
-        for text in texts
-    ]  # fmt: skip
-    peer = alone(o, engine, texts)
-    server, port = serve(engine, model)
+def measure(o: Options, port: int, texts: list[list[int]], peer: float) -> None:
+    """Load the server on this port, and record."""
+    common = {"max_tokens": o.tokens, "temperature": 0, "stream": True}
+    common["stream_options"] = {"include_usage": True}
+    bodies = [json.dumps({"prompt": text} | common).encode() for text in texts]
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.05)
     load(o, port, bodies)  # captures the graphs of all numbers of sequences
     seconds, found = load(o, port, bodies)
     show(o, "closed", found, seconds, peer)
     rate = o.load * o.requests / seconds
     seconds, found = load(o, port, bodies, rate)
     show(o, f"poisson {rate:.1f}/s", found, seconds, None)
-    server.should_exit = True
+
+
+def main(o: Options) -> None:
+    engine = make_engine(o)
+    texts = prompts(o, engine.config.vocab_size)
+    peer = alone(o, engine, texts)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def clients() -> None:
+        try:
+            measure(o, port, texts, peer)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=clients).start()
+    make_texts = functools.partial(texts_of, engine.config.vocab_size)
+    serve_engine(engine, make_texts, Address("127.0.0.1", port), limits=Limits(queue=1 << 16))
 
 
 def show(o: Options, name: str, found: np.ndarray, seconds: float, peer: float | None) -> None:
@@ -198,7 +214,7 @@ def show(o: Options, name: str, found: np.ndarray, seconds: float, peer: float |
     }
     shape = f"{o.streams} slots, {o.requests} requests, {o.prompt} + {o.tokens} tokens"
     more = {} if peer is None else {"peer": "engine alone", "peer_value": peer}
-    if o.tiny:
+    if o.emulate:
         print(name, shape, f"{value:,.0f} tok/s", times, more)
         return
     from _timing import record

@@ -60,7 +60,7 @@ def happened(served, what):
 
 # ----------------------------------------------------------------------------- scheduling
 def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
-    served = Engine(model, 2)
+    served = Engine(model, 2, prefill_interval=1)
     prompts, wanted = [[1, 2], [3], [4, 5, 6], [7], [8, 9]], [3, 9, 2, 5, 1]
     out = served.generate(prompts, wanted)
     assert [len(x) for x in out] == wanted and all(x.reason == "length" for x in out)
