@@ -1,8 +1,8 @@
-"""An Engine without a GPU whose steps take as long as on one: for measuring what surrounds the engine (bench_server.py --emulate).
+"""An Engine without a GPU whose steps take as long as on one, to measure what surrounds the engine (bench_server.py --emulate).
 
-The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute nothing: launching one takes CPU time
-in Python, which holds the interpreter's lock, and the pass itself is a time at which the emulated GPU is done, which the host
-sleeps for. The constants are those of Qwen3-0.6B's shape on an H100. Every token of an answer is 1.
+The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute nothing. Launching one takes CPU
+time in Python, which holds the interpreter's lock; then the emulated GPU is busy for a while, and the host sleeps until it is
+done. The constants are those of Qwen3-0.6B's shape on an H100. Every token of an answer is 1.
 """
 
 import time

@@ -1,11 +1,11 @@
 """The HTTP side of the connection to an engine (engine_loop.py): asyncio code submits jobs and reads their pieces.
 
-A job is one HTTP request: some sequences. In a round, the event loop hands the engine's news to the jobs and wakes the requests that
-wait for them; then it asks for more. Tokens become text here, so the engine's side has little to do for a token.
+A job is one HTTP request: some sequences. In a round, the event loop hands the engine's news to the jobs and wakes the requests
+that wait for them; then it asks for more. Tokens become text here, so that the engine's side has little to do for a token.
 
-In one process, both sides run Python, and only one thread at a time can. A loop that writes an event for every token of 256 streams
-would slow the engine down. There the loop takes at most a part of the time, LOOP_SHARE: it asks for more only after the engine had
-the rest. With few streams a round is so short that each token is still an event of its own.
+If both sides are in one process, only one of them can run Python at a time: a loop that writes an event for each token of 256
+streams would slow the engine down. There the loop takes at most a part of the time, LOOP_SHARE: it asks for more only after the
+engine had the rest. With few streams a round is so short that each token is still an event of its own.
 """
 
 import asyncio

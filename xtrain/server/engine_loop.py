@@ -1,12 +1,12 @@
-"""The engine's side of the server: one loop that owns the engine and talks with the HTTP side (engine_client.py) over a connection.
+"""The engine's side of the server: a loop that owns the engine and talks to the HTTP side (engine_client.py) over a connection.
 
-The loop runs in a process of its own (`xtrain serve`) or in a thread next to the event loop (create_app with an Engine). Messages
-are the same. From the HTTP side come calls of the methods below: ("submit", job, requests), ("cancel", job, index), ... To it go
-news: for each sequence its new tokens. News are sent when the HTTP side has asked for `more`, which it does when the events of the
-last ones are written. If it is slow, tokens of several steps become one piece, and the engine does not wait.
+The HTTP side is another process (`xtrain serve`), or the loop runs in a thread next to it (create_app with an Engine). The
+messages are the same. The HTTP side calls the methods below: ("submit", job, requests), ("cancel", job, index), ... The loop
+sends news: the new tokens of each sequence. It does so when the HTTP side has asked for `more`, that is, has written the events
+of the last news. If that takes long, tokens of several steps become one piece, and the engine does not wait.
 
-A step with a prefill takes the host as long for one request as for many. So while the HTTP side reads and tokenizes requests, a step
-waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.
+A step with a prefill takes the host as long for one request as for many. So while the HTTP side reads and tokenizes requests, a
+step waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.
 """
 
 import contextlib

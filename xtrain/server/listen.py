@@ -37,8 +37,8 @@ class Options:
     max_batch: int = 32  # sequences at a time, the others wait
     # tokens of a sequence, prompt and answer; none: what the model supports, at most 8192
     max_seq_len: int | None = None
-    # while answers are computed, new requests are admitted every so many steps: more tokens per second, a later first token; none:
-    # 8 on a GPU, else 1
+    # while answers are computed, admit new requests every so many steps: more tokens per second, a later first token;
+    # none: 8 on a GPU, else 1
     prefill_interval: int | None = None
     max_queue: int = 256  # sequences that may wait; more are refused with 429
     max_body: int = 4 << 20  # bytes of a request

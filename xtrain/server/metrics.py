@@ -10,7 +10,6 @@ from prometheus_client.registry import Collector
 
 from .engine_client import EngineClient, Job
 
-
 GAUGES = {
     "slots": "sequences at a time, at most",
     "slots_used": "sequences that have a slot",

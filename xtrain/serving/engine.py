@@ -123,10 +123,10 @@ class Engine:
     warm_up: on a GPU, compile every kernel that a request may need before the constructor returns (`ready` says how long that
     took: seconds, also with all machine code in the cache), so that no request waits for the compiler. Otherwise a kernel is
     compiled when a request needs it.
-    prefill_interval: while sequences decode, admit pending requests at most every so many steps. On a GPU, launching a prefill takes
-    the host as long for one prompt as for many, and the other sequences wait for it. A larger interval gives more tokens per second
-    to requests that arrive or end at random; a request may wait so many steps longer for its first token. None: 8 on a GPU, else 1,
-    as soon as there is room.
+    prefill_interval: while sequences decode, admit pending requests at most every so many steps. On a GPU, launching a prefill
+    takes the host as long for one prompt as for many, and the other sequences wait for it. A larger interval gives more tokens
+    per second to requests that arrive or end at random; a request may wait so many steps longer for its first token. None: 8 on
+    a GPU, else 1, as soon as there is room.
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
     method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
