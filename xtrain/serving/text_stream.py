@@ -24,16 +24,17 @@ class TextStream:
         """-> the text that is certain after these tokens, often empty. Special and unknown ids add nothing."""
         size, special = self.tokenizer.vocab_size, self.tokenizer.special_ids
         known = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
-        return self._release(self.decoder.decode(b"".join(known)))
+        new = self.decoder.decode(b"".join(known))
+        if self.stop:
+            return self._release(new)
+        self.text += new
+        return new
 
     def finish(self) -> str:
         """End the text: no token follows. -> the rest; the bytes of an unfinished character become U+FFFD"""
         return self._release(self.decoder.decode(b"", final=True), at_the_end=True)
 
     def _release(self, new: str, at_the_end: bool = False) -> str:
-        if not self.stop:
-            self.text += new
-            return new
         if self.stopped:
             return ""
         self.held_back += new
