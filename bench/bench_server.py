@@ -1,23 +1,30 @@
-"""What the HTTP layer costs: a server under load, next to the engine alone, in one process each time.
+"""What the HTTP layer costs: a server under load, next to the engine alone.
 
-    python bench/bench_server.py [--streams 256] [--requests 512] [--tiny]
+    python bench/bench_server.py [--streams 256] [--requests 512] [--emulate]
 
-closed     --streams clients, each sends its next streamed completion when the last one has ended. value: output tokens a second;
-           peer: the engine alone with the same requests and slots, all submitted at once
-poisson    requests arrive at random, at --load of the rate that the closed loop reached. value: output tokens per second;
-           first_ms, last_ms: median and 99th percentile of the time to the first byte of text, and of the whole answer
+closed     --streams clients, each sends its next streamed completion when the last one has ended; all answers have --tokens
+           tokens. value: output tokens a second; peer: the engine alone with the same requests and slots, all submitted at once
+mixed      the same with answers of half to one and a half times --tokens, so that they do not end together
+poisson    requests arrive at random, at --load of the rate that the engine alone reaches in `closed`; peer: the engine alone
+           with requests that arrive at random at the same rate, and first_alone_ms, its times to the first token
+first_ms, last_ms: median and 99th percentile of the time to the first byte of text, and of the whole answer. tokens_per_event: of
+the streams, in the mean.
 
-Prompts of 128 random tokens, answers of 256 (greedy, no stop tokens), Qwen3-0.6B's shape with random weights in bf16; --tiny: a
-small model, for a look without a GPU. The clients are processes of their own on this machine, over HTTP/1.1 on 127.0.0.1.
+Prompts of 128 random tokens, answers of 256 (greedy, no stop tokens), Qwen3-0.6B's shape with random weights in bf16. The engine
+is in this process, the HTTP side in another one, as in `xtrain serve`; the clients are further processes, over HTTP/1.1 on
+127.0.0.1. --emulate: the same without a GPU, on an engine whose steps only take as long (emulated_engine.py), for a look. It
+needs four idle cores. Nothing is recorded.
 """
 
 import asyncio
+import functools
 import json
 import multiprocessing
+import os
+import signal
 import socket
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +32,13 @@ from typing import Any
 
 import numpy as np
 import tyro
-import uvicorn
 
 import xtrain
-from xtrain.server.app import Limits, create_app
-from xtrain.server.listen import SWITCH_SECONDS
-from xtrain.serving.pretrained import Pretrained
-
-CLIENTS = 4  # processes
+from xtrain.server.app import Limits
+from xtrain.server.listen import Address, serve_engine
+from xtrain.serving.engine import PREFILL_INTERVAL
+from xtrain.serving.pretrained import Texts
+from xtrain.serving.requests import make_requests
 
 
 @dataclass
@@ -41,40 +47,58 @@ class Options:
     requests: int = 512
     tokens: int = 256  # of an answer
     prompt: int = 128
-    load: float = 0.7  # of the rate of the closed loop, for the Poisson arrivals
-    tiny: bool = False
+    load: float = 0.5
+    emulate: bool = False
+    clients: int = 4  # processes
 
 
-def make_model(o: Options) -> xtrain.Transformer:
-    if o.tiny:
-        shape = dict(vocab_size=400, dim=64, n_layers=2, n_heads=4, head_dim=16)
-        return xtrain.Transformer(xtrain.ModelConfig(**shape), device="cpu", trainable=False)
+def make_engine(o: Options) -> xtrain.Engine:
+    sizes = (o.streams, o.prompt + 3 * o.tokens // 2 + 1)
+    if o.emulate:
+        from emulated_engine import EmulatedEngine
+
+        return EmulatedEngine(*sizes, reuse_prefix=False, prefill_interval=PREFILL_INTERVAL["gpu"])
     shape = dict(
         vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
         max_seq_len=2048, rope_theta=1e6, tie_embeddings=True,
     )  # fmt: skip
-    return xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
+    model = xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
+    return xtrain.Engine(model, *sizes, reuse_prefix=False, warm_up=True)
 
 
-def prompts(o: Options, vocab_size: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(0, vocab_size, (o.requests, o.prompt)).tolist()
+def arrival_times(n: int, rate: float, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).exponential(1 / rate, n).cumsum()
 
 
 # ----------------------------------------------------------------------------- clients
-async def ask(port: int, body: bytes) -> tuple[float, float, int]:
-    """One streamed completion. -> seconds to the first text, seconds in all, tokens"""
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    first, last = 0.0, b""
-    while chunk := await reader.read(1 << 16):
-        if not first and b'"text":"' in chunk:
-            first = time.perf_counter() - start
-        last = (last + chunk)[-4000:]
-    writer.close()
-    tokens = int(last.rsplit(b'"completion_tokens":', 1)[1].split(b",", 1)[0])
-    return first, time.perf_counter() - start, tokens
+class Ask(asyncio.Protocol):
+    """One streamed completion. done: -> seconds to the first text, seconds in all, tokens, pieces of the stream"""
+
+    def __init__(self, body: bytes):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.request, self.start = head.encode() + body, time.perf_counter()
+        self.first, self.last, self.pieces = 0.0, b"", 0
+        self.done: asyncio.Future = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if b'"text":"' in data:
+            self.first = self.first or time.perf_counter() - self.start
+            self.pieces += 1
+        self.last = data if len(data) > 1000 else self.last[-1000:] + data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        found = self.last.rsplit(b'"completion_tokens":', 1)[-1].split(b",", 1)[0]
+        tokens = int(found) if found.isdigit() else 0
+        self.done.set_result((self.first, time.perf_counter() - self.start, tokens, self.pieces))
+
+
+async def ask(port: int, body: bytes) -> tuple[float, float, int, int]:
+    loop = asyncio.get_running_loop()
+    _, protocol = await loop.create_connection(lambda: Ask(body), "127.0.0.1", port)
+    return await protocol.done
 
 
 async def closed(port: int, bodies: list[bytes], streams: int) -> list[tuple]:
@@ -89,13 +113,12 @@ async def closed(port: int, bodies: list[bytes], streams: int) -> list[tuple]:
 
 
 async def arriving(port: int, bodies: list[bytes], rate: float, seed: int) -> list[tuple]:
-    gaps = np.random.default_rng(seed).exponential(1 / rate, len(bodies)).cumsum()
 
     async def later(seconds, body):
         await asyncio.sleep(seconds)
         return await ask(port, body)
 
-    return await asyncio.gather(*map(later, gaps, bodies))
+    return await asyncio.gather(*map(later, arrival_times(len(bodies), rate, seed), bodies))
 
 
 def client(port, bodies, streams, rate, seed, ready, results) -> None:
@@ -108,14 +131,14 @@ def client(port, bodies, streams, rate, seed, ready, results) -> None:
 
 
 def load(o: Options, port: int, bodies: list[bytes], rate: float = 0.0) -> tuple[float, np.ndarray]:
-    """-> seconds from the first request to the end of the last, (requests, 3) as from `ask`"""
+    """-> seconds from the first request to the end of the last, (requests, 4) as from `ask`"""
     context = multiprocessing.get_context("spawn")
-    results, ready = context.Queue(), context.Barrier(CLIENTS + 1)
-    shares = [bodies[i::CLIENTS] for i in range(CLIENTS)]
+    results, ready = context.Queue(), context.Barrier(o.clients + 1)
+    shares = [bodies[i :: o.clients] for i in range(o.clients)]
     jobs = [
         context.Process(
             target=client,
-            args=(port, share, o.streams // CLIENTS, rate / CLIENTS, i, ready, results),
+            args=(port, share, o.streams // o.clients, rate / o.clients, i, ready, results),
         )
         for i, share in enumerate(shares)
     ]
@@ -133,77 +156,102 @@ def load(o: Options, port: int, bodies: list[bytes], rate: float = 0.0) -> tuple
     return seconds, np.array(found)
 
 
-# ----------------------------------------------------------------------------- server and engine
-def alone(o: Options, engine: xtrain.Engine, texts: list[list[int]]) -> float:
-    """-> output tokens per second of the engine without a server, the second time"""
-    for _ in range(2):
-        start = time.perf_counter()
-        found = engine.generate(texts, o.tokens)
-        seconds = time.perf_counter() - start
-    return sum(map(len, found)) / seconds
+# ----------------------------------------------------------------------------- the engine alone
+def alone(engine: xtrain.Engine, texts: list[list[int]], lengths: list[int]) -> float:
+    """-> output tokens per second of the engine without a server"""
+    start = time.perf_counter()
+    engine.generate(texts, lengths)
+    return sum(lengths) / (time.perf_counter() - start)
 
 
-def serve(engine: xtrain.Engine, model: xtrain.Transformer) -> tuple[uvicorn.Server, int]:
-    """A server of this process in a thread. -> it, its port"""
-    V = model.config.vocab_size
-    tokenizer: Any = SimpleNamespace(
-        vocab_size=V,
-        token_bytes=[b" word"] * V,
-        special_ids=frozenset(),
-        eos_token_id=None,
-        encode=None,
+def arriving_alone(
+    o: Options, engine: xtrain.Engine, texts: list[list[int]], rate: float
+) -> tuple[float, list[float]]:
+    """-> output tokens per second, median and 99th percentile of the milliseconds to the first token"""
+    requests = make_requests(
+        texts, engine.config, engine.max_seq_len, (), 0, max_new_tokens=o.tokens
     )
-    p = Pretrained(Path("random"), model, tokenizer, frozenset())
-    app = create_app(engine, p, limits=Limits(queue=1 << 16))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", backlog=4096))
-    threading.Thread(target=server.run, daemon=True).start()
-    while not server.started:
-        time.sleep(0.01)
-    return server, port
+    times, first, submitted = arrival_times(o.requests, rate, 0), [], 0
+    waiting, start = [], time.perf_counter()
+    while submitted < o.requests or engine.unfinished_requests or engine.steps_in_flight:
+        now = time.perf_counter() - start
+        while submitted < o.requests and times[submitted] <= now:
+            engine.submit(requests[submitted])
+            waiting.append(submitted)
+            submitted += 1
+        if not engine.step() and not engine.unfinished_requests and submitted < o.requests:
+            time.sleep(max(0.0, times[submitted] - (time.perf_counter() - start)))
+        now = time.perf_counter() - start
+        first += [1e3 * (now - times[i]) for i in waiting if requests[i].completion]
+        waiting = [i for i in waiting if not requests[i].completion]
+    value = o.requests * o.tokens / (time.perf_counter() - start)
+    return value, np.percentile(first, [50, 99]).tolist()
+
+
+# ----------------------------------------------------------------------------- the server
+def texts_of(V: int) -> Texts:
+    tokenizer: Any = SimpleNamespace(
+        vocab_size=V, token_bytes=[b" word"] * V, special_ids=frozenset(), encode=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    return Texts(Path("random"), tokenizer, frozenset())
 
 
 def main(o: Options) -> None:
-    sys.setswitchinterval(SWITCH_SECONDS)  # as xtrain serve does
-    model = make_model(o)
-    engine = xtrain.Engine(
-        model, o.streams, o.prompt + o.tokens + 1, reuse_prefix=False, warm_up=True
-    )
-    texts = prompts(o, model.config.vocab_size)
-    bodies = [
-        json.dumps(
-            {"prompt": text, "max_tokens": o.tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        ).encode()
-        for text in texts
-    ]  # fmt: skip
-    peer = alone(o, engine, texts)
-    server, port = serve(engine, model)
-    load(o, port, bodies)  # captures the graphs of all numbers of sequences
-    seconds, found = load(o, port, bodies)
-    show(o, "closed", found, seconds, peer)
-    rate = o.load * o.requests / seconds
-    seconds, found = load(o, port, bodies, rate)
-    show(o, f"poisson {rate:.1f}/s", found, seconds, None)
-    server.should_exit = True
+    engine = make_engine(o)
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, engine.config.vocab_size, (o.requests, o.prompt)).tolist()
+    equal = [o.tokens] * o.requests
+    mixed = rng.integers(o.tokens // 2, 3 * o.tokens // 2 + 1, o.requests).tolist()
+    alone(engine, texts, mixed)  # captures the graphs of all numbers of sequences
+    peers = [alone(engine, texts, lengths) for lengths in (equal, mixed)]
+    rate = o.load * peers[0] / o.tokens
+    random_peer, first_alone = arriving_alone(o, engine, texts, rate)
+
+    def clients(port: int) -> None:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.05)
+        load(o, port, bodies(texts, [2] * o.requests))  # the server's first requests
+        for name, lengths, peer in (("closed", equal, peers[0]), ("mixed", mixed, peers[1])):
+            show(o, name, lengths, *load(o, port, bodies(texts, lengths)), peer)
+        found = load(o, port, bodies(texts, equal), rate)
+        times = {"first_alone_ms": [round(x, 1) for x in first_alone]}
+        show(o, f"poisson {rate:.1f}/s", equal, *found, random_peer, **times)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(clients, port)
+        work.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        make_texts = functools.partial(texts_of, engine.config.vocab_size)
+        serve_engine(engine, make_texts, Address("127.0.0.1", port), limits=Limits(queue=1 << 16))
+        work.result()
 
 
-def show(o: Options, name: str, found: np.ndarray, seconds: float, peer: float | None) -> None:
-    assert (found[:, 2] == o.tokens).all(), "an answer is incomplete"
-    value = found[:, 2].sum() / seconds
-    times = {
-        f"{what}_ms": [round(1e3 * float(x), 1) for x in np.percentile(found[:, i], [50, 99])]
-        for i, what in enumerate(("first", "last"))
-    }
-    shape = f"{o.streams} slots, {o.requests} requests, {o.prompt} + {o.tokens} tokens"
-    more = {} if peer is None else {"peer": "engine alone", "peer_value": peer}
-    if o.tiny:
-        print(name, shape, f"{value:,.0f} tok/s", times, more)
+def bodies(texts: list[list[int]], lengths: list[int]) -> list[bytes]:
+    common = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    pairs = zip(texts, lengths)
+    return [json.dumps({"prompt": x, "max_tokens": n} | common).encode() for x, n in pairs]
+
+
+def show(
+    o: Options, name: str, lengths: list[int], seconds: float, found: np.ndarray, peer: float, **times: Any
+) -> None:  # fmt: skip
+    assert sorted(found[:, 2]) == sorted(lengths), "an answer is incomplete"
+    value = sum(lengths) / seconds
+    for i, what in enumerate(("first_ms", "last_ms")):
+        times[what] = [round(1e3 * float(x), 1) for x in np.percentile(found[:, i], [50, 99])]
+    times["tokens_per_event"] = round(sum(lengths) / float(found[:, 3].sum()), 1)
+    answers = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else o.tokens
+    shape = f"{o.streams} slots, {o.requests} requests, {o.prompt} + {answers} tokens"
+    more = {"peer": "engine alone", "peer_value": peer, **times}
+    if o.emulate:
+        print(name, shape, f"{value:,.0f} tok/s, {value / peer:.2f} x", more)
         return
     from _timing import record
 
-    record("bench_server", name, shape=f"Qwen3-0.6B, {shape}", dtype="bf16", ms=1e3 * seconds, value=value, unit="tok/s", **times, **more)  # fmt: skip
+    record("bench_server", name, shape=f"Qwen3-0.6B, {shape}", dtype="bf16", ms=1e3 * seconds, value=value, unit="tok/s", **more)  # fmt: skip
 
 
 if __name__ == "__main__":

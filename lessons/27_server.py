@@ -61,7 +61,7 @@ import uvicorn
 
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.server import app as app_module
-from xtrain.server import engine_thread
+from xtrain.server import engine_client, engine_loop
 from xtrain.server.api import ChatRequest
 from xtrain.serving import pretrained
 from xtrain.serving.requests import make_requests
@@ -104,8 +104,9 @@ app = app_module.create_app(engine, loaded, name="tea")
 # A server has three kinds of threads. **The event loop** is one thread that serves all connections: it
 # never waits for one of them, but switches to another. A few **worker threads** do what takes long and
 # needs no engine: templates, tokenizing. **The engine's thread** owns the engine: no other one calls
-# `engine.step`. Here the notebook is the client, so the loop gets a thread, too. uvicorn reads and
-# writes HTTP, on a free port of this machine that other machines cannot reach:
+# `engine.step`. (`xtrain serve` puts the event loop into a process of its own; the messages between the
+# two sides are the same.) Here the notebook is the client, so the loop gets a thread, too. uvicorn reads
+# and writes HTTP, on a free port of this machine that other machines cannot reach:
 
 # %%
 loop = asyncio.new_event_loop()
@@ -248,12 +249,12 @@ print(prompt)
 # %% [markdown]
 # ## From the queue to a token, with timestamps
 #
-# The next cell puts a clock around twelve functions of the library and follows one request. `submit`
-# puts it into a **queue**, the only way into the engine's thread. This thread takes everything that
-# waits there, then runs `engine.step()`: **admission** gives a sequence a slot and blocks of the cache,
-# **prefill** computes its prompt, **decode** one token for each active sequence. After each step
-# `collect` turns new ids into text, and the event loop is woken: a round of it wakes the requests that
-# have news.
+# The next cell puts a clock around thirteen functions of the library and follows one request. `submit`
+# puts it into a **queue**, the only way to the engine's side. Its loop takes everything that waits
+# there, then runs `engine.step()`: **admission** gives a sequence a slot and blocks of the cache,
+# **prefill** computes its prompt, **decode** one token for each active sequence. After each step it
+# sends the new ids, if the event loop has asked for more. A **round** of the event loop wakes the
+# requests that have news, which turn ids into text and write events.
 
 
 # %%
@@ -295,13 +296,14 @@ stages = {
     "chat template": (loaded.template, "render"),
     "tokenizer": (loaded.tokenizer, "encode"),
     "options, limits": (app_module, "make_requests"),
-    "into the queue": (server.thread, "submit"),
+    "into the queue": (server.engine, "submit"),
     "admission": (engine, "_admit"),
     "prefill": (engine, "_prefill"),
     "decode": (engine, "_launch"),
     "sampling": (engine, "_sample"),
-    "ids to text": (engine_thread.Job, "collect"),
-    "wake the requests": (server.thread, "_round"),
+    "news": (engine_loop.EngineLoop, "_report"),
+    "wake the requests": (server.engine, "_round"),
+    "ids to text": (engine_client.Job, "_add"),
     "an event": (app_module, "_event"),
 }
 run(ask(body))  # once before, so that nothing is done for the first time
@@ -312,7 +314,7 @@ with watched(stages) as notes:
     status, pieces = run(ask(body))
 notes += [(t, t, "event loop", "bytes to the socket") for t, _ in pieces]
 notes = sorted((1e3 * (a - start), 1e3 * (b - a), *rest) for a, b, *rest in notes)
-idle = ("admission", "prefill")  # called in each step, also without anything to do
+idle = ("admission", "prefill", "news")  # called in each step, also without anything to do
 notes = [note for note in notes if note[3] not in idle or note[1] > 0.01]
 rows = [f"{'ms':>7}  {'took':>6}  {'thread':10}  stage"]
 rows += [f"{at:7.2f}  {took:6.2f}  {thread:10}  {label}" for at, took, thread, label in notes]
@@ -549,8 +551,8 @@ print("texts that differ: ", len({text_of(pieces) for _, pieces in alone}))
 # ## A client that leaves
 #
 # A closed browser tab is the most frequent event of a server. ASGI tells it as a message that `receive`
-# returns. Starlette then cancels the response, whose `finally` closes the job: the completion gets the
-# reason "cancelled", and the next step of the engine frees slot and blocks. The event loop does not
+# returns. The response then ends, and its `finally` closes the job: the engine's side is told, gives the
+# completion the reason "cancelled", and the next step frees slot and blocks. The event loop does not
 # wait for that.
 
 # %%
@@ -564,63 +566,50 @@ print(
 )
 
 # %% [markdown]
-# ## Measure: when to wake the event loop
+# ## Measure: when to ask for more
 #
 # Both the event loop and the engine's thread run Python, and only one thread at a time can hold
-# Python's global interpreter lock (GIL). So what the loop does for a token is time that the engine's thread may lack. We measure
-# it with the library's `EngineThread` and an engine that only pretends: a step sleeps for 2 ms, as
-# Python does while a GPU computes, and gives each request the letter a. Two policies:
+# Python's global interpreter lock (GIL). So what the loop does for a token is time that the engine's
+# thread may lack. We measure it with the library's `EngineThread` and an engine that only pretends: a
+# step sleeps for 2 ms, as Python does while a GPU computes, and gives each request the letter a. The
+# loop asks for the next news when it has written the events of the last ones. Two policies:
 #
-# 1. *wake for each token*: the engine's thread sends every piece to the loop at once;
-# 2. *one round*: the library's. The loop is woken once for all pieces. It measures how long a round
-#    takes, and is not woken again before nine times as long has passed. Pieces of the same stream that
-#    arrive until then become one.
+# 1. *ask at once*, as soon as they are written;
+# 2. *ask after a pause*, the library's in one process: the loop measures how long a round takes, and
+#    asks when nine times as long has passed. Tokens of the same stream that arrive until then become one
+#    piece.
 
 
 # %%
-class PretendEngine:
-    """Steps of a fixed time. A step that admits requests takes `prefill` seconds, for any number of them."""
+class PretendEngine(xtrain.Engine):
+    """Steps of a fixed time. A step with new requests takes `prefill` seconds, for any number of them."""
 
     def __init__(self, prefill, decode):
-        self.prefill, self.decode, self.steps, self.prefills = prefill, decode, 0, 0
-        self.pending, self.active, self.steps_in_flight = [], [], []
-
-    @property
-    def unfinished_requests(self):
-        return self.pending + self.active
+        super().__init__(loaded.model, max_batch=4)
+        self.prefill, self.decode, self.prefills = prefill, decode, 0
 
     def submit(self, *requests):
-        self.pending += requests
+        self.unfinished_requests.update((id(r), r) for r in requests)
 
     def step(self):
-        new, self.pending = self.pending, []
+        running = list(self.unfinished_requests.values())
+        new = any(not r.completion for r in running)
         time.sleep(self.prefill if new else self.decode)
-        self.active += new
-        self.steps, self.prefills = self.steps + 1, self.prefills + bool(new)
-        for r in self.active:
+        self.steps, self.prefills = self.steps + 1, self.prefills + new
+        for r in running:
             r.completion.append(97)
             if len(r.completion) == r.max_new_tokens:
                 r.completion.end("length")
-        self.active = [r for r in self.active if r.completion.reason is None]
-
-
-class WakeForEachToken(engine_thread.EngineThread):
-    """The first policy."""
-
-    def put(self, job, pieces):
-        for piece in pieces:
-            job.pieces.append(piece)
-            self.loop.call_soon_threadsafe(job.news.set)
+                del self.unfinished_requests[id(r)]
 
 
 def new_job(tokens):
     requests = make_requests([[1]], loaded.model.config, 256, (), 0, max_new_tokens=tokens)
-    return engine_thread.Job(requests, loaded.tokenizer)
+    return engine_client.Job(requests, loaded.tokenizer)
 
 
-async def stream(thread, job):
+async def events_of(job):
     """-> the number of events"""
-    thread.submit(job)
     chunk = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": "tea"}
     events = 0
     async for piece in job:
@@ -630,25 +619,37 @@ async def stream(thread, job):
     return events
 
 
+async def stream(thread, job):
+    thread.submit(job)
+    return await events_of(job)
+
+
 async def streams(thread, jobs):
     return await asyncio.gather(*(stream(thread, job) for job in jobs))
 
 
-sys.setswitchinterval(5e-4)  # as `xtrain serve`: how long a thread may keep the GIL
-rows, steps, ms = ["streams   policy               ms per step   events"], 60, {}
+def started(pretend):
+    """-> an engine's thread that runs"""
+    thread = engine_client.EngineThread(pretend)
+    loop.call_soon_threadsafe(thread.start)
+    return thread
+
+
+sys.setswitchinterval(5e-4)  # how long a thread may keep the GIL if another one wants it
+rows, steps, ms = ["streams   policy              ms per step   events"], 60, {}
 for n in (8, 64, 256):
-    for name, kind in (
-        ("wake for each token", WakeForEachToken),
-        ("one round", engine_thread.EngineThread),
+    for name, share in (
+        ("ask at once", 1.0),
+        ("ask after a pause", engine_client.LOOP_SHARE),
     ):
         pretend = PretendEngine(0.002, 0.002)
-        thread = kind(pretend)
-        thread.start()
+        thread = started(pretend)
+        thread.share = share
         begin = time.perf_counter()
         counts = run(streams(thread, [new_job(steps) for _ in range(n)]))
         ms.setdefault(name, []).append(1e3 * (time.perf_counter() - begin) / pretend.steps)
         thread.stop()
-        rows.append(f"{n:7}   {name:20} {ms[name][-1]:11.2f}   {sum(counts):6}")
+        rows.append(f"{n:7}   {name:19} {ms[name][-1]:11.2f}   {sum(counts):6}")
 Shown("\n".join(rows))
 
 # %%
@@ -657,9 +658,9 @@ lesson.figures.curves(
 )
 
 # %% [markdown]
-# With few streams the policies are the same: a round is so short that every token is an event of its
-# own. With many, the reader of a stream sees several tokens at once, at most a tenth of a second later,
-# and the engine gets its time.
+# With few streams a round is short, and the policies differ little. With many, the reader of a stream sees several tokens at once, at most a tenth of a second
+# later, and the engine gets its time. With an event loop in another process, nothing has to be shared:
+# it asks at once, and a slow loop still only makes longer pieces. That is what `xtrain serve` does.
 #
 # ## Requests that arrive together
 #
@@ -679,8 +680,9 @@ async def arrive_together(thread, n):
     async def one(i):
         with thread.arrival():
             await asyncio.sleep(0.0005 * (i + 1))
-        job = new_job(4)
-        await stream(thread, job)
+            job = new_job(4)
+            thread.submit(job)
+        await events_of(job)
         return 1e3 * (job.first_token - begin)
 
     return await asyncio.gather(*(one(i) for i in range(n)))
@@ -689,24 +691,63 @@ async def arrive_together(thread, n):
 rows = ["policy               prefills   ms to the first token: median, last"]
 for name, seconds in (
     ("start at once", 0.0),
-    ("wait up to 10 ms", engine_thread.ADMISSION_SECONDS),
+    ("wait up to 10 ms", engine_loop.ADMISSION_SECONDS),
 ):
-    usual, engine_thread.ADMISSION_SECONDS = engine_thread.ADMISSION_SECONDS, seconds
+    usual, engine_loop.ADMISSION_SECONDS = engine_loop.ADMISSION_SECONDS, seconds
     prefills, times = [], []
     for _ in range(10):
         pretend = PretendEngine(0.02, 0.005)
-        thread = engine_thread.EngineThread(pretend)
-        thread.start()
+        thread = started(pretend)
         times.append(run(arrive_together(thread, 16)))
         prefills.append(pretend.prefills)
         thread.stop()
-    engine_thread.ADMISSION_SECONDS = usual
+    engine_loop.ADMISSION_SECONDS = usual
     median, last = np.median(times), np.mean(np.max(times, 1))
     rows.append(f"{name:20} {np.mean(prefills):8.1f}   {median:6.1f}, {last:6.1f}")
 Shown("\n".join(rows))
 
 # %% [markdown]
 # Without waiting there are two prefills, and the requests that missed the first wait for both.
+#
+# And if requests come one by one, at random? Each would cost a step with a prefill, and every stream that
+# is running waits for it. `Engine(prefill_interval=k)` admits new requests at most every k steps while
+# others decode. A simulation with a decode step of 5 ms, 25 ms more for a prefill of any size, and
+# answers of 200 tokens, 60 requests per second:
+
+
+# %%
+def at_intervals(interval, rate=60, tokens=200, n=600):
+    """-> steps with a prefill, median ms to the first token, median s of a whole answer"""
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, n)).tolist()
+    now, step, last, waiting, left, first, whole, prefills = 0.0, 0, -interval, [], {}, [], [], 0
+    while len(whole) < n:
+        while arrivals and arrivals[0] <= now:
+            waiting.append(arrivals.pop(0))
+        if not waiting and not left:
+            now = arrivals[0]
+            continue
+        admitted = waiting if not left or step - last >= interval else []
+        now, step = now + 0.005 + 0.025 * bool(admitted), step + 1
+        for arrival in list(left):
+            left[arrival] -= 1
+            if not left[arrival]:
+                whole.append(now - arrival)
+                del left[arrival]
+        if admitted:
+            first += [now - arrival for arrival in admitted]
+            left |= dict.fromkeys(admitted, tokens - 1)
+            waiting, last, prefills = [], step, prefills + 1
+    return prefills, 1e3 * np.median(first), np.median(whole)
+
+
+print("interval   prefills   first token, ms   whole answer, s")
+for interval in (1, 2, 4, 8, 16, 32):
+    prefills, first, whole = at_intervals(interval)
+    print(f"{interval:8} {prefills:10} {first:17.0f} {whole:17.2f}")
+
+# %% [markdown]
+# A short wait costs the first token little, and all the others come sooner. The default is 8 on a GPU; on
+# a CPU a prefill takes as long as its tokens, there is nothing to share, and the default is 1.
 #
 # ## Queueing
 #
@@ -850,8 +891,8 @@ Shown("\n".join(rows))
 # running. So answers become slower even before there is a queue.
 #
 # The same measurement of a server with a GPU: *closed* are 256 clients that each send the next request
-# when the last one has ended; *poisson* is 70 % of the rate that they reached. Times are until the first
-# text and until the end.
+# when the last one has ended; *poisson* are requests at random times, so many per second as its name
+# says. Times are until the first text and until the end.
 
 # %%
 lesson.table(
@@ -882,20 +923,19 @@ print(f"poisson: {arriving} requests/s x {seconds:.2f} s = {arriving * seconds:.
 #
 # ## The library's kernel, and the way to it
 #
-# The engine's thread, from the queue to the step and back to the loop:
+# The engine's side, from a message to the step and to the news:
 
 # %%
-lesson.source(engine_thread.EngineThread._run)
-lesson.source(engine_thread.EngineThread._admit)
+lesson.source(engine_loop.EngineLoop.run)
+lesson.source(engine_loop.EngineLoop._listen)
+lesson.source(engine_loop.EngineLoop._report)
 
 # %% [markdown]
-# Rounds of the event loop, and the pause after them, which is `1 / LOOP_SHARE - 1` times as long:
+# Rounds of the event loop, and the pause after them, which is `1 / share - 1` times as long:
 
 # %%
-lesson.source(engine_thread.EngineThread.hand_over)
-lesson.source(engine_thread.EngineThread._round)
-lesson.source(engine_thread.EngineThread._after_round)
-lesson.source(engine_thread.EngineThread._after_pause)
+lesson.source(engine_client.EngineClient._round)
+lesson.source(engine_client.EngineClient._after_round)
 
 # %% [markdown]
 # Your 27.1, and what writes the events of your 27.2:
@@ -919,7 +959,7 @@ lesson.source(sampling_kernels.random_fraction)
 # %%
 http_server.should_exit = True
 serving.result(20)
-print("the engine's thread has ended:", not server.thread.alive)
+print("the engine's thread has ended:", not server.engine.alive)
 
 # %% [markdown]
 # ## What did not help

@@ -112,7 +112,7 @@ def run(folder: Path, requests: int, streams: int) -> str:
     end = time.monotonic() + 10
     left = lambda: (
         engine.unfinished_requests, engine.max_batch - len(engine.free_slots), engine.pool.size - engine.pool.available,
-        app.state.server.waiting, len(app.state.server.thread.jobs), max(0, len(os.listdir("/proc/self/fd")) - files),
+        app.state.server.waiting, len(app.state.server.engine.jobs), max(0, len(os.listdir("/proc/self/fd")) - files),
     )  # fmt: skip
     while any(left()) and time.monotonic() < end:
         time.sleep(0.02)

@@ -1,5 +1,6 @@
 """Continuous batching: scheduling, why sequences end, invalid requests, and the state after a failure."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -60,7 +61,7 @@ def happened(served, what):
 
 # ----------------------------------------------------------------------------- scheduling
 def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
-    served = Engine(model, 2)
+    served = Engine(model, 2, prefill_interval=1)
     prompts, wanted = [[1, 2], [3], [4, 5, 6], [7], [8, 9]], [3, 9, 2, 5, 1]
     out = served.generate(prompts, wanted)
     assert [len(x) for x in out] == wanted and all(x.reason == "length" for x in out)
@@ -82,6 +83,29 @@ def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
     assert all(len(step.decoded) <= 2 for step in served.trace)
     alone = [Engine(model, 1).generate([p], n)[0] for p, n in zip(prompts, wanted)]
     assert out == alone
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_sequences_that_decode_wait_for_a_prefill_once_in_an_interval(model, interval):
+    served = Engine(model, 3, prefill_interval=interval)
+    prompts, wanted = [[i, i + 1] for i in range(1, 13)], [3, 9, 2, 5, 1, 7, 4, 4, 8, 2, 3, 6]
+    out = served.generate(prompts, wanted)
+    admitted = [s for s in served.trace if s.admitted]
+    between = [b.number - a.number for a, b in itertools.pairwise(admitted)]
+    # Sooner only if nothing was left to decode.
+    early = [b for a, b in itertools.pairwise(admitted) if b.number - a.number < interval]
+    assert not any(s.decoded for s in early) and all(s.prefilled for s in admitted)
+    assert (min(between) == 1) == (interval == 1), between
+    assert len(admitted) < len(prompts) - 2 or interval == 1
+    assert out == Engine(model, 1).generate(prompts, wanted)
+
+
+def test_an_idle_engine_admits_at_once(model):
+    served = Engine(model, 2, prefill_interval=100)
+    for _ in range(2):
+        before = served.steps
+        served.generate([[1, 2]], 3)
+        assert served.steps - before == 3 + served.run_ahead
 
 
 def test_all_pending_prompts_are_prefilled_together(model):
@@ -265,6 +289,7 @@ def test_invalid_requests(model, options, words):
         (dict(max_seq_len=1), "max_seq_len 1 must be at least 2 and at most 48"),
         (dict(max_seq_len=49), "at most 48, the longest sequence of the model"),
         (dict(prefill_tokens=0), "prefill_tokens"),
+        (dict(prefill_interval=0), "prefill_interval"),
         (dict(max_batch=True), "max_batch must be a positive whole number, got True"),
         (dict(max_seq_len="40"), "max_seq_len must be a positive whole number, got '40'"),
         (dict(max_seq_len=40.0), "max_seq_len must be"),

@@ -26,7 +26,7 @@ def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
     o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)
     known = as_ids(run.model.special_tokens.get("eos_token_id"))
     end = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-    pretrained = Pretrained(Path(), run.model, tokenizer, known or end)
+    pretrained = Pretrained(Path(), tokenizer, known or end, run.model)
     exams, names = TaskExams(pretrained, read_tasks(o), o), names_of(c.eval_tasks)
 
     def evaluate() -> Iterator[dict[str, float]]:

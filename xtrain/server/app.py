@@ -10,7 +10,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
 from ..serving.engine import Engine
-from ..serving.pretrained import Pretrained
+from ..serving.pretrained import Texts
 from ..serving.requests import make_requests
 from .api import ChatRequest, CompletionRequest, Error, Sampling, Usage
-from .engine_thread import EngineThread, Job, Piece
+from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
 
@@ -58,32 +58,46 @@ class ApiError(Exception):
         return {"error": self.error.model_dump()}
 
 
-class JobResponse(StreamingResponse):
-    """Server-sent events of a job, which is closed however the response ends."""
+class JobResponse(Response):
+    """Server-sent events. `close` is called however the response ends.
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self.close = close
+    Not Starlette's StreamingResponse, which costs more for each event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.events, self.close = events, close
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the events."""
+        """Send the events, until the client disconnects."""
         try:
-            await super().__call__(scope, receive, send)
+            await _unless_disconnected(receive, self._send(send))
+        except ClientDisconnect:
+            pass
         finally:
             self.close()
+
+    async def _send(self, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async with contextlib.aclosing(self.events):  # type: ignore[type-var]
+            async for event in self.events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 class Server:
     """The routes' functions and what they share. Arguments: see create_app."""
 
     def __init__(
-        self, engine: Engine, p: Pretrained, name: str, api_key: str | None, limits: Limits
+        self, engine: EngineClient, texts: Texts, name: str, api_key: str | None, limits: Limits
     ):
-        self.engine, self.pretrained, self.name, self.limits = engine, p, name, limits
+        self.engine, self.texts, self.name, self.limits = engine, texts, name, limits
         self.api_key, self.created, self.waiting = api_key, int(time.time()), 0
-        self.thread, self.metrics = EngineThread(engine), Metrics(engine)
+        self.metrics = Metrics(engine)
 
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:
@@ -111,7 +125,7 @@ class Server:
 
     async def health(self, http: HttpRequest) -> Response:
         """/health"""
-        alive = self.thread.alive
+        alive = self.engine.alive
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def show_metrics(self, http: HttpRequest) -> Response:
@@ -152,48 +166,58 @@ class Server:
         self._check_model(body.model)
         return body
 
-    def _chat_tokens(self, body: ChatRequest) -> list[list[int]]:
-        template = self.pretrained.template
+    async def _chat_tokens(self, body: ChatRequest) -> list[list[int]]:
+        template = self.texts.template
         if template is None:
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions", code="no_chat_template"
             )
-        text = template.render([message.plain() for message in body.messages])
-        return [self.pretrained.tokenizer.encode(text)]
+        messages, encode = (
+            [message.plain() for message in body.messages],
+            self.texts.tokenizer.encode,
+        )
+        return [await run_in_threadpool(lambda: encode(template.render(messages)))]
 
-    def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
+    async def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        encode = self.pretrained.tokenizer.encode
-        prompts = prompt if several else [prompt]
-        return [encode(x, special=True) if isinstance(x, str) else x for x in prompts]
+        encode, prompts = self.texts.tokenizer.encode, prompt if several else [prompt]
+        if not any(isinstance(x, str) for x in prompts):
+            return prompts
+        return await run_in_threadpool(
+            lambda: [encode(x, special=True) if isinstance(x, str) else x for x in prompts]
+        )
 
     async def _answer(
-        self, http: HttpRequest, body: Sampling, tokens_of: Callable[[Any], list[list[int]]], wanted: int,
+        self, http: HttpRequest, body: Sampling, tokens_of: Callable[[Any], Awaitable[list[list[int]]]],
+        wanted: int,
         top: int | None, form: "Form",
     ) -> Response:  # fmt: skip
         """Compute the answers to a body. tokens_of: makes its prompts.  top: log-probabilities.  form: of the answer"""
-        with self.thread.arrival():
-            prompts = await run_in_threadpool(tokens_of, body)
-        n, most = body.n or 1, self.engine.max_batch + self.limits.queue
-        if len(prompts) * n > most:
-            raise ApiError(
-                400, f"a request may have {most} answers in all: give fewer prompts or a smaller n"
-            )
-        seed = secrets.randbits(62) if body.seed is None else body.seed
-        requests = make_requests(
-            prompts, self.engine.config, self.engine.max_seq_len, form.stop(), seed, n,
-            max_new_tokens=min(wanted, self.engine.max_seq_len), logprobs=top, **body.options(),
-        )  # fmt: skip
-        if self.waiting + len(requests) > most:
-            self.metrics.refused.inc()
-            raise ApiError(
-                429, "the queue is full: try again later", {"Retry-After": "1"}, type="rate_limit_error",
-                code="queue_full",
+        with self.engine.arrival():
+            await asyncio.sleep(0)  # others that have arrived are counted before this one is ready
+            prompts = await tokens_of(body)
+            n, most = body.n or 1, self.engine.max_batch + self.limits.queue
+            if len(prompts) * n > most:
+                raise ApiError(
+                    400,
+                    f"a request may have {most} answers in all: give fewer prompts or a smaller n",
+                )
+            seed = secrets.randbits(62) if body.seed is None else body.seed
+            requests = make_requests(
+                prompts, self.engine.config, self.engine.max_seq_len, form.stop(), seed, n,
+                max_new_tokens=min(wanted, self.engine.max_seq_len), logprobs=top, **body.options(),
             )  # fmt: skip
+            if self.waiting + len(requests) > most:
+                self.metrics.refused.inc()
+                raise ApiError(
+                    429, "the queue is full: try again later", {"Retry-After": "1"}, type="rate_limit_error",
+                    code="queue_full",
+                )  # fmt: skip
+            job = Job(requests, self.texts.tokenizer, body.stops)
+            self.waiting += len(requests)
+            self.engine.submit(job)
         form.n_prompt = sum(map(len, prompts))
-        job = Job(requests, self.pretrained.tokenizer, body.stops)
-        self.waiting += len(requests)
         pieces = self._pieces(job)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -201,24 +225,19 @@ class Server:
                 _events(pieces, form, len(requests), usage), lambda: self._close(job)
             )
         try:
-            return JSONResponse(
-                form.whole(await _unless_disconnected(http, _all(pieces)), len(requests))
-            )
+            whole = await _unless_disconnected(http.receive, _all(pieces))
+            return JSONResponse(form.whole(whole, len(requests)))
         finally:
             self._close(job)
 
     async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
-        """The pieces of a job, which is submitted now. Raises ApiError if it fails."""
-        self.thread.submit(job)
+        """The pieces of a job. Raises ApiError if it fails."""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 async for piece in job:
-                    if piece.reason is not None and piece.reason not in FINISH:
-                        why = (
-                            "the model's logits are NaN"
-                            if piece.reason == "nan"
-                            else "the engine failed"
-                        )
+                    if piece.reason not in (None, *FINISH):
+                        nan = piece.reason == "nan"
+                        why = "the model's logits are NaN" if nan else "the engine failed"
                         raise ApiError(500, f"{why}: see the server's log", type="server_error")
                     yield piece
         except TimeoutError:
@@ -227,7 +246,7 @@ class Server:
 
     def _close(self, job: Job) -> None:
         """Free what a job occupies; called once."""
-        job.close()
+        self.engine.close(job)
         self.waiting -= len(job.requests)
         self.metrics.observe(job)
 
@@ -239,7 +258,7 @@ class Form:
     prefix, whole_object, chunk_object, n_prompt = "", "", "", 0
 
     def __init__(self, server: Server):
-        self.p, self.tokens = server.pretrained, 0
+        self.p, self.tokens = server.texts, 0
         self.head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": server.name,
         }  # fmt: skip
@@ -364,11 +383,11 @@ async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
         return [piece async for piece in pieces]
 
 
-async def _unless_disconnected(http: HttpRequest, answer: Any) -> Any:
+async def _unless_disconnected(receive: Any, answer: Any) -> Any:
     """await answer, but cancel it if the client disconnects. Raises ClientDisconnect."""
 
     async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(gone())]
@@ -385,7 +404,7 @@ async def _unless_disconnected(http: HttpRequest, answer: Any) -> Any:
 
 async def _events(
     pieces: AsyncIterator[Piece], form: Form, n: int, usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first one is an event, too."""
     try:
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
@@ -400,11 +419,14 @@ async def _events(
             yield _event({**form.chunk([]), "usage": form.usage()})
     except ApiError as error:
         yield _event(error.body())
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {_json(content)}\n\n".encode()
 
 
 async def _refuse(http: HttpRequest, error: Any) -> Response:
@@ -422,26 +444,26 @@ async def _refuse(http: HttpRequest, error: Any) -> Response:
 
 
 def create_app(
-    engine: Engine,
-    pretrained: Pretrained,
+    engine: Engine | EngineClient,
+    texts: Texts,
     name: str | None = None,
     api_key: str | None = None,
     limits: Limits = Limits(),
 ) -> Starlette:
     """-> an ASGI application that serves `engine`
 
-    pretrained: tokenizer, stop tokens and chat template of the engine's model.  name: of the model for clients; None: the
-    folder's.  api_key: what clients must send; None: nothing.
-    The engine's thread runs between the application's startup and shutdown.
+    engine: an Engine, which gets a thread of this process, between startup and shutdown; or a connection to one elsewhere.
+    texts: tokenizer, stop tokens and chat template of the engine's model; a Pretrained has them.  name: of the model for clients;
+    None: the folder's.  api_key: what clients must send; None: nothing.
     """
-    name = name or pretrained.folder.resolve().name
-    server = Server(engine, pretrained, name, api_key, limits)
+    client = EngineThread(engine) if isinstance(engine, Engine) else engine
+    server = Server(client, texts, name or texts.folder.resolve().name, api_key, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        server.thread.start()
+        client.start()
         yield
-        await run_in_threadpool(server.thread.stop)
+        await run_in_threadpool(client.stop)
 
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),

@@ -1,19 +1,25 @@
 """Load a model and serve it: the command `xtrain serve`."""
 
+import functools
+import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..cli import say
+from ..config import ModelConfig
 from ..errors import UserError
 from ..serving.engine import Engine
-from ..serving.pretrained import load
+from ..serving.pretrained import Texts, load, load_texts
+from .engine_loop import EngineLoop
 
 MAX_SEQ_LEN = 8192  # tokens, if --max-seq-len is not given and the model supports more
-SWITCH_SECONDS = 5e-4  # after which a thread that runs Python lets another: the engine must not wait for the HTTP side
+CANNOT_LISTEN = 3  # exit code of the HTTP process
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights int8"
 
@@ -31,6 +37,9 @@ class Options:
     max_batch: int = 32  # sequences at a time, the others wait
     # tokens of a sequence, prompt and answer; none: what the model supports, at most 8192
     max_seq_len: int | None = None
+    # while answers are computed, admit new requests every so many steps: more tokens per second, a later first token;
+    # none: 8 on a GPU, else 1
+    prefill_interval: int | None = None
     max_queue: int = 256  # sequences that may wait; more are refused with 429
     max_body: int = 4 << 20  # bytes of a request
     timeout: float = 600.0  # seconds for a request
@@ -50,9 +59,9 @@ def serve(options: Options) -> None:
     """
     o = options
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401  (before the model is loaded)
 
-        from .app import Limits, create_app
+        from .app import Limits
     except ImportError as error:
         raise UserError(f"{error.name} is not installed: pip install -e '.[serve]'") from None
     if not 0 < o.port < 65536:
@@ -67,23 +76,92 @@ def serve(options: Options) -> None:
     p = load(o.model, o.device, o.precision)
     context = p.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(p.model, o.max_batch, size, o.batch_invariant, warm_up=True, weights=o.weights)
+    engine = Engine(
+        p.model, o.max_batch, size, o.batch_invariant, warm_up=True,
+        prefill_interval=o.prefill_interval, weights=o.weights,
+    )  # fmt: skip
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     ready = f"; {engine.ready}" if engine.ready else ""
     say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
     name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
-    app = create_app(engine, p, name, api_key, Limits(o.max_body, o.max_queue, o.timeout))
-    sys.setswitchinterval(SWITCH_SECONDS)
-    # After its shutdown uvicorn raises the signal again: SIGTERM is then no reason to fail.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, o.host, o.port, log_level="warning", timeout_graceful_shutdown=o.drain,
-            server_header=False,
-        )
+    limits = Limits(o.max_body, o.max_queue, o.timeout)
+    texts = functools.partial(load_texts, p.folder)
+    serve_engine(
+        engine, texts, Address(o.host, o.port, o.drain), name=name, api_key=api_key, limits=limits
+    )
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen.   drain: seconds that running answers get at the end"""
+
+    host: str
+    port: int
+    drain: int = 30
+
+
+def serve_engine(
+    engine: Engine, texts: Callable[[], Texts], address: Address, **options: Any
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C: the HTTP side in a process of its own, the engine in this thread.
+
+    texts: called in the other process, so it must be picklable.  options: of create_app.
+    """
+    spawn = multiprocessing.get_context("spawn")  # a fork could not use CUDA, nor threads
+    ours, theirs = spawn.Pipe()
+    facts = (engine.config, engine.max_seq_len, engine.max_batch)
+    http = spawn.Process(target=_http, args=(theirs, facts, texts, address, options), daemon=True)
+    signals: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        signals.append(number)
+        if http.is_alive():
+            os.kill(http.pid or 0, number)
+
+    http.start()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        theirs.close()
+        EngineLoop(engine, ours).run()
+        http.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if http.exitcode == CANNOT_LISTEN:  # uvicorn has logged why
+        where = f"{address.host}:{address.port}"
+        raise UserError(f"cannot listen on {where}: choose another --port")
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if http.exitcode and not signals:
+        raise RuntimeError(f"the HTTP process ended with exit code {http.exitcode}")
+
+
+def _http(
+    connection: Connection, facts: tuple[ModelConfig, int, int], texts: Callable[[], Texts], address: Address,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """The HTTP process."""
+    import uvicorn
+
+    from .app import create_app
+    from .engine_client import EngineClient
+
+    os.setpgid(0, 0)  # Ctrl-C goes to the engine's process, which forwards it
+
+    def lost(*_: Any) -> None:
+        server.should_exit = True
+
+    app = create_app(EngineClient(connection, *facts, lost=lost), texts(), **options)
+    config = uvicorn.Config(
+        app, address.host, address.port, log_level="warning", server_header=False,
+        timeout_graceful_shutdown=address.drain,
     )  # fmt: skip
+    server = uvicorn.Server(config)
+    # After its shutdown uvicorn raises the signal again: it is then no reason to fail.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lost)
     try:
         server.run()
-    except SystemExit:  # uvicorn has logged why
-        raise UserError(f"cannot listen on {o.host}:{o.port}: choose another --port") from None
+    except SystemExit:
+        sys.exit(CANNOT_LISTEN)

@@ -8,36 +8,34 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..serving.engine import Engine
-from .engine_thread import Job
+from .engine_client import EngineClient, Job
+
+GAUGES = {
+    "slots": "sequences at a time, at most",
+    "slots_used": "sequences that have a slot",
+    "pending": "sequences that wait for a slot",
+    "blocks": "blocks of the KV cache",
+    "blocks_available": "free blocks, and those kept only for reuse",
+}
+COUNTERS = {
+    "steps": "steps of the engine",
+    "prompt_tokens": "prompt tokens computed",
+    "reused_tokens": "prompt tokens found in the KV cache",
+    "decoded_tokens": "tokens of answers, without the first of each",
+}
 
 
 class EngineFigures(Collector):
-    """Reads the engine when /metrics is asked for. Nothing is locked: figures may be one step apart."""
+    """The figures that the engine has sent last."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineClient):
         self.engine = engine
 
     def collect(self) -> Iterator[Any]:
         """The metrics."""
-        e = self.engine
-        gauges = {
-            "slots": ("sequences at a time, at most", e.max_batch),
-            "slots_used": ("sequences that have a slot", e.max_batch - len(e.free_slots)),
-            "pending": ("sequences that wait for a slot", len(e.pending_requests)),
-            "blocks": ("blocks of the KV cache", e.pool.size),
-            "blocks_available": ("free blocks, and those kept only for reuse", e.pool.available),
-        }
-        counters = {
-            "steps": ("steps of the engine", e.steps),
-            "prompt_tokens": ("prompt tokens computed", e.prefilled_tokens),
-            "reused_tokens": ("prompt tokens found in the KV cache", e.reused_tokens),
-            "decoded_tokens": ("tokens of answers, without the first of each", e.decoded_tokens),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"xtrain_{name}", text, value)
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"xtrain_{name}", text, value)
+        for kind, names in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text in names.items():
+                yield kind(f"xtrain_{name}", text, getattr(self.engine.figures, name))
 
 
 class Metrics:
@@ -45,7 +43,7 @@ class Metrics:
 
     media_type = prometheus.CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineClient):
         self.registry = prometheus.CollectorRegistry()
         self.registry.register(EngineFigures(engine))
         names: dict[str, Any] = dict(registry=self.registry)

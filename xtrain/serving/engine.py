@@ -67,6 +67,7 @@ from .stream import Stream
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 # Floating-point operations of a prefill pass while other sequences wait for their next token, at most: some 25 ms of an H200.
 PREFILL_FLOPS = {"gpu": 9e12, "cpu": 4e9, "sim": 4e9}
+PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
 BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 TRACE_STEPS = 4096  # steps that the trace keeps
 MOST_ROWS = 1025  # no kernel is chosen because there are more
@@ -134,6 +135,10 @@ class Engine:
     warm_up: on a GPU, compile every kernel that a request may need before the constructor returns (`ready` says how long that
     took: seconds, also with all machine code in the cache), so that no request waits for the compiler. Otherwise a kernel is
     compiled when a request needs it.
+    prefill_interval: while sequences decode, admit pending requests at most every so many steps. On a GPU, launching a prefill
+    takes the host as long for one prompt as for many, and the other sequences wait for it. A larger interval gives more tokens
+    per second to requests that arrive or end at random; a request may wait so many steps longer for its first token. None: 8 on
+    a GPU, else 1, as soon as there is room.
 
     Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
     method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
@@ -157,6 +162,7 @@ class Engine:
         block_tokens: int = BLOCK_TOKENS,
         warm_up: bool = False,
         weights: str = "full",
+        prefill_interval: int | None = None,
     ):
         if not isinstance(model, Transformer):
             raise UserError(
@@ -166,10 +172,13 @@ class Engine:
         context = model.config.context
         if prefill_tokens is None:
             prefill_tokens = PREFILL_TOKENS[model.device]
+        if prefill_interval is None:
+            prefill_interval = PREFILL_INTERVAL[model.device]
         self.max_seq_len = context if max_seq_len is None else max_seq_len
         sizes = dict(
             max_batch=max_batch, prefill_tokens=prefill_tokens, max_seq_len=self.max_seq_len,
             block_tokens=block_tokens, cache_bytes=1 if cache_bytes is None else cache_bytes,
+            prefill_interval=prefill_interval,
         )  # fmt: skip
         for name, value in sizes.items():
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
@@ -184,7 +193,7 @@ class Engine:
             raise UserError(f"gpu_memory must be a share, above 0 and at most 1, got {gpu_memory}")
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
-        self.max_prefill_tokens = prefill_tokens
+        self.max_prefill_tokens, self.prefill_interval = prefill_tokens, prefill_interval
         quantize_weights(model, weights)
         model.arena.refresh()
         # that a forward pass multiplies by, about
@@ -201,6 +210,7 @@ class Engine:
         self.cache_bytes = self.cache.nbytes
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
+        self.last_prefill = -1  # number of the last step that had one
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
         # By request_id: all below.
         self.unfinished_requests: dict[int, Request] = {}
@@ -282,7 +292,7 @@ class Engine:
             graphed,
         )  # lists are allocated when a request needs them
         self.trace.clear()
-        self.steps = self.submitted = 0
+        self.steps, self.submitted, self.last_prefill = 0, 0, -1
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
         self.ready = f"{compiled} kernels compiled, ready in {time.perf_counter() - start:.1f} s"
 
@@ -513,6 +523,9 @@ class Engine:
         if self.weights_version != version:  # keys and values of other weights cannot be reused
             self.weights_version = version
             self.pool.forget_all()
+        waited = step.number - self.last_prefill >= self.prefill_interval
+        if self.active_requests and not (self.prefilling_requests or waited):
+            return
         for request in list(self.pending_requests):
             if not self.free_slots:
                 break
@@ -592,6 +605,7 @@ class Engine:
         chunks = self._next_chunks()
         if not chunks:
             return
+        self.last_prefill = step.number
         requests, counts = [c.request for c in chunks], [c.n_tokens for c in chunks]
         starts = [r.cached_tokens for r in requests]
         tokens = [r.tokens for r in requests]

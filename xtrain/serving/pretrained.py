@@ -23,11 +23,10 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Pretrained:
-    """The contents of a folder, as returned by `load`."""
+class Texts:
+    """What a folder says about text, as returned by `load_texts`: everything but the model."""
 
     folder: Path
-    model: Transformer
     tokenizer: Tokenizer
     stop: frozenset[int]  # tokens that end an answer, as in transformers
 
@@ -41,6 +40,13 @@ class Pretrained:
         """Tokens that end an answer in a chat: also the tokenizer's, if there is a template."""
         eos = self.tokenizer.eos_token_id
         return self.stop | ({eos} if self.template and eos is not None else set())
+
+
+@dataclass(frozen=True)
+class Pretrained(Texts):
+    """The contents of a folder, as returned by `load`."""
+
+    model: Transformer
 
 
 def load(
@@ -59,6 +65,18 @@ def load(
     chosen, obstacle = choose_precision(precision, device, config.head_dim)
     if obstacle and device == "gpu":
         say(f"precision fp32: {obstacle}")
+    texts = load_texts(folder)
+    if texts.tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
+            "use the tokenizer that belongs to the model"
+        )
+    model = Transformer.from_pretrained(folder, device, chosen, trainable=False)
+    return Pretrained(folder, texts.tokenizer, texts.stop, model)
+
+
+def load_texts(folder: Path) -> Texts:
+    """Load tokenizer and stop tokens of a Hugging Face folder. Raises UserError if anything is missing or damaged."""
     texts = source_of(folder, TOKENIZER)
     if not (texts / TOKENIZER).is_file() and (texts / "tokenizer.model").is_file():
         raise UserError(
@@ -66,14 +84,7 @@ def load(
             "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
         )
     tokenizer = Tokenizer.load(texts)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
-            "use the tokenizer that belongs to the model"
-        )
-    stop = stop_tokens(folder, tokenizer)
-    model = Transformer.from_pretrained(folder, device, chosen, trainable=False)
-    return Pretrained(folder, model, tokenizer, stop)
+    return Texts(folder, tokenizer, stop_tokens(folder, tokenizer))
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:

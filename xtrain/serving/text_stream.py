@@ -20,11 +20,15 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.text, self.held_back, self.stopped = "", "", False
 
-    def feed(self, token: int) -> str:
-        """-> the text that is certain after this token, often empty. Special and unknown ids add nothing."""
-        known = token < self.tokenizer.vocab_size and token not in self.tokenizer.special_ids
-        data = self.tokenizer.token_bytes[token] if known else b""
-        return self._release(self.decoder.decode(data))
+    def feed(self, *tokens: int) -> str:
+        """-> the text that is certain after these tokens, often empty. Special and unknown ids add nothing."""
+        size, special = self.tokenizer.vocab_size, self.tokenizer.special_ids
+        known = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
+        new = self.decoder.decode(b"".join(known))
+        if self.stop:
+            return self._release(new)
+        self.text += new
+        return new
 
     def finish(self) -> str:
         """End the text: no token follows. -> the rest; the bytes of an unfinished character become U+FFFD"""

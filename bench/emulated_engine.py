@@ -1,0 +1,77 @@
+"""An Engine without a GPU whose steps take as long as on one, to measure what surrounds the engine (bench_server.py --emulate).
+
+The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute nothing. Launching one takes CPU
+time in Python, which holds the interpreter's lock; then the emulated GPU is busy for a while, and the host sleeps until it is
+done. The constants are those of Qwen3-0.6B's shape on an H100. Every token of an answer is 1.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import xtrain
+from xtrain.nn.autograd import Tensor
+
+DECODE_LAUNCH = 1e-3  # seconds of the host: one CUDA graph, and the copies around it
+PREFILL_LAUNCH = 25e-3  # 28 layers, about 400 launches
+DECODE_BASE, DECODE_EACH = (
+    1.6e-3,
+    12e-6,
+)  # seconds of the GPU: weights, and the keys of one sequence
+PREFILL_EACH = 3e-6  # of one prompt token
+
+
+class EmulatedModel(xtrain.Transformer):
+    """A tiny model with the interface of one; it notes how many tokens a prefill pass has."""
+
+    launched: Callable[[int], None] | None = None  # None: it is a real model
+
+    def hidden(self, ids: Any, sequences: Any) -> Tensor:
+        if self.launched is None:  # the constructor of Engine looks at its layers
+            return super().hidden(ids, sequences)
+        self.launched(len(ids))
+        return Tensor(np.zeros((len(ids), self.config.dim), np.float32))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return Tensor(np.zeros((len(x.data), 8), np.float32))
+
+
+class EmulatedEngine(xtrain.Engine):
+    """Takes Engine's arguments without the model."""
+
+    def __init__(self, *args: Any, **options: Any):
+        shape = dict(vocab_size=151936, dim=2, n_layers=1, n_heads=1, head_dim=2, hidden_dim=2)
+        config = xtrain.ModelConfig(**shape, max_seq_len=2048)
+        model = EmulatedModel(config, device="cpu", trainable=False)
+        super().__init__(model, *args, prefill_tokens=8192, **options)
+        self.run_ahead, self.gpu_done = True, 0.0
+        self.now, self.sleep = time.perf_counter, time.sleep
+        model.launched = self._launch_prefill
+
+    def _pass(self, host: float, gpu: float) -> None:
+        """Launch a forward pass: it begins when the previous one has ended, and ends after its last launch."""
+        begin, end = self.now(), time.thread_time() + host
+        while time.thread_time() < end:
+            pass
+        self.gpu_done = max(max(self.gpu_done, begin) + gpu, self.now() + gpu / 28)
+
+    def _launch_prefill(self, tokens: int) -> None:
+        self._pass(PREFILL_LAUNCH, tokens * PREFILL_EACH)
+
+    def _decode(self, b: int, penalized: bool, scored: bool) -> tuple:
+        self._pass(DECODE_LAUNCH, DECODE_BASE + b * DECODE_EACH)
+        return ()
+
+    def _sample(self, *args: Any) -> tuple:
+        return ()
+
+    def _read_ids_later(self, requests: list) -> Callable[[], list[int]]:
+        done, n = self.gpu_done, len(requests)
+
+        def wait_for_ids() -> list[int]:
+            self.sleep(max(0.0, done - self.now()))
+            return [1] * n
+
+        return wait_for_ids

@@ -1,0 +1,142 @@
+"""The engine's side of the server: a loop that owns the engine and talks to the HTTP side (engine_client.py) over a connection.
+
+The HTTP side is another process (`xtrain serve`), or the loop runs in a thread next to it (create_app with an Engine). The
+messages are the same. The HTTP side calls the methods below: ("submit", job, requests), ("cancel", job, index), ... The loop
+sends news: the new tokens of each sequence. It does so when the HTTP side has asked for `more`, that is, has written the events
+of the last news. If that takes long, tokens of several steps become one piece, and the engine does not wait.
+
+A step with a prefill takes the host as long for one request as for many. So while the HTTP side reads and tokenizes requests, a
+step waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.
+"""
+
+import contextlib
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from ..serving.engine import Engine
+from ..serving.requests import Request, TokenLogprobs
+
+ADMISSION_SECONDS = 0.01
+PAUSE_AFTER_ERROR = (
+    0.1  # seconds, unless a message comes: a step that always fails must not fill the log
+)
+
+# job, index of the sequence in it, new tokens, their log-probabilities if requested, why the sequence ended: of Completion, or
+# "error" if the step failed; None: it is not complete
+News = tuple[int, int, list[int], list[TokenLogprobs], str | None]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The engine in numbers, for /metrics."""
+
+    slots: int = 0
+    slots_used: int = 0
+    pending: int = 0
+    blocks: int = 0
+    blocks_available: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    decoded_tokens: int = 0
+
+    @classmethod
+    def of(cls, e: Engine) -> "Figures":
+        """Those of an engine."""
+        return cls(
+            e.max_batch, e.max_batch - len(e.free_slots), len(e.pending_requests), e.pool.size, e.pool.available,
+            e.steps, e.prefilled_tokens, e.reused_tokens, e.decoded_tokens,
+        )  # fmt: skip
+
+
+class EngineLoop:
+    """Steps `engine` while there are requests, until the HTTP side says stop or ends."""
+
+    def __init__(self, engine: Engine, connection: Connection):
+        self.engine, self.connection = engine, connection
+        self.sequences: dict[tuple[int, int], Request] = {}  # by job and index: not complete
+        self.sent: dict[tuple[int, int], int] = {}  # tokens of each that the HTTP side knows
+        self.figures: Figures | None = None  # as last sent
+        self.wanted = self.stopped = self.arriving = False
+
+    def run(self) -> None:
+        """The loop."""
+        with contextlib.suppress(EOFError, OSError):  # the HTTP side has ended
+            while self._listen():
+                self._step()
+                self._report()
+        for request in self.sequences.values():
+            self.engine.cancel(request)
+        self.engine.step()  # frees their slots
+        self.connection.close()
+
+    # ------------------------------------------------------------------------- calls of the HTTP side
+    def submit(self, job: int, requests: list[Request]) -> None:
+        """Compute these sequences."""
+        for index, request in enumerate(requests):
+            self.sequences[job, index], self.sent[job, index] = request, 0
+        self.engine.submit(*requests)
+
+    def cancel(self, job: int, index: int) -> None:
+        """Compute no more of a sequence; the next step frees its slot."""
+        if (request := self.sequences.pop((job, index), None)) is not None:
+            self.engine.cancel(request)
+
+    def arrival(self, some: bool) -> None:
+        """Some requests are being tokenized, or all of them have been submitted."""
+        self.arriving = some
+
+    def more(self) -> None:
+        """The HTTP side wants the next news."""
+        self.wanted = True
+        self._report()
+
+    def stop(self) -> None:
+        """End the loop after this message."""
+        self.stopped = True
+
+    # ------------------------------------------------------------------------- the loop
+    def _listen(self) -> bool:
+        """Obey the messages that are there; wait for one if there is nothing to compute. -> False: stop"""
+        until = 0.0
+        while not self.stopped:
+            seconds: float | None = None
+            if self.engine.unfinished_requests or self.engine.steps_in_flight:
+                until = until or time.perf_counter() + ADMISSION_SECONDS
+                seconds = max(0.0, until - time.perf_counter()) if self.arriving else 0.0
+            if not self.connection.poll(seconds):
+                return True
+            method, *arguments = self.connection.recv()
+            getattr(self, method)(*arguments)
+        return False
+
+    def _step(self) -> None:
+        try:
+            self.engine.step()
+        except Exception:  # for instance out of memory: these sequences fail, the next may work
+            traceback.print_exc()
+            for request in self.sequences.values():
+                request.completion.end("error")
+            self._report()
+            self.connection.poll(PAUSE_AFTER_ERROR)
+
+    def _report(self) -> None:
+        """Send the news, if the HTTP side wants some and there are any."""
+        if not self.wanted:
+            return
+        news: list[News] = []
+        for (job, index), request in self.sequences.items():
+            completion, sent = request.completion, self.sent[job, index]
+            if len(completion) > sent or completion.reason:
+                tokens, logprobs = completion[sent:], (completion.logprobs or [])[sent:]
+                news.append((job, index, tokens, logprobs, completion.reason))
+                self.sent[job, index] = sent + len(tokens)
+        figures = Figures.of(self.engine)
+        if news or figures != self.figures:
+            self.connection.send((news, figures))
+            self.wanted, self.figures = False, figures
+        for job, index, *_, reason in news:
+            if reason:
+                del self.sequences[job, index]
