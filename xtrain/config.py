@@ -359,10 +359,9 @@ class TrainConfig(ShapeOptions):
     debug: bool = False  # synchronize after every kernel and name the one that failed
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.data, (str, Path)) or self.data is None
-        ):  # from Python: one path is enough
-            object.__setattr__(self, "data", () if self.data is None else (str(self.data),))
+        given: Any = () if self.data is None else self.data
+        one = isinstance(given, (str, Path))  # from Python, one path is enough
+        object.__setattr__(self, "data", (str(given),) if one else tuple(map(str, given)))
 
     def validate(self) -> None:
         """Raises UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""

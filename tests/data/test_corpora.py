@@ -312,6 +312,7 @@ dataset.prepare([sys.argv[1], sys.argv[2]], 300, sys.argv[3], progress=tell)
 """
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="not on this system")
 def test_killed_while_it_tokenizes_packed_files(tmp_path, monkeypatch):
     """By SIGKILL, in a process of its own: the next one continues, and ends with the bits of one that was not killed."""
     text, root = tmp_path / "text", Path(__file__).resolve().parents[2]

@@ -38,9 +38,9 @@ def options(out, **more):
 
 
 def command(out, *more):
+    data = [] if "--data" in more else ["--data", str(DATA / "grammar.txt")]
     arguments = [
-        "--data",
-        str(DATA / "grammar.txt"),
+        *data,
         "--out",
         str(out),
         "--name",

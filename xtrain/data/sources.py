@@ -190,7 +190,7 @@ def from_standard_input(data: Sequence[str], cache: Path, stream: BinaryIO | Non
         )
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        copy = str(_copy(stream, cache))
+        copy = os.path.abspath(_copy(stream, cache))
     except OSError as error:
         raise UserError(
             f"standard input cannot be copied to {cache} ({error.strerror or error}): make room, or set XTRAIN_CACHE to another "

@@ -10,6 +10,7 @@ A file with "val" in its name is validation text: val.bin, fineweb_val_000000.bi
 """
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Callable
@@ -125,8 +126,10 @@ class TokenFiles:
         return self._known[span]
 
     def _checked(self, span: Span) -> tuple[str, int, int]:
-        which = f"{span.path.resolve()} {span.dtype} {span.offset} {span.n} {self.tokenizer.sha256}"
-        name = f"tokens-{hashlib.sha256(which.encode()).hexdigest()[:16]}"
+        tokenizer = self.tokenizer
+        path = os.fsencode(span.path.resolve())
+        which = f" {span.dtype} {span.offset} {span.n} {tokenizer.sha256} {tokenizer.eot_id}"
+        name = f"tokens-{hashlib.sha256(path + which.encode()).hexdigest()[:16]}"
         known = {} if self.verify else stamps.load(self.cache, name)
         read_at = time.time()
         with reading(span.path):
