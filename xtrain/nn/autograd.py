@@ -97,6 +97,7 @@ class Function:
             tensor.requires_grad, tensor.node, tensor.index = node is not None, node, i
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
 
+    # with `**_`, type checkers accept any other arguments in a derived class
     @staticmethod
     def forward(ctx: "Context", *args: Any, **_: Any) -> Any:
         raise NotImplementedError
