@@ -68,6 +68,21 @@ def accumulation(folder):
         np.testing.assert_allclose(numbers[:, 0], alone[:, 0], rtol=1e-6)
 
 
+def muon(folder):
+    """Whole matrices on their owners, and a moving average. Products of fewer matrices may be added in another order."""
+    for precision in ("fp32", "bf16"):
+        kind = dict(precision=precision, seq_len=64, optimizer="muon", ema=0.9)
+        alone, _ = run(folder, None, **kind)
+        for how in TRANSPORTS:
+            bits = []
+            for graph in (False, True):
+                numbers, weights = run(folder, RANKS, zero=1, graph=graph, transport=how, **kind)
+                gap = np.abs(numbers[:, 0] / alone[:, 0] - 1).max()
+                assert gap <= 10 * TOLERANCE[precision], f"{precision} {how}: {gap:.1e} off"
+                bits.append(numbers.tobytes() + weights.tobytes())
+            assert bits[0] == bits[1], f"{precision} {how}: the graph gives other bits"
+
+
 def interrupted(folder):
     """A run that was closed releases everything: the next one can share its memory again."""
     for _ in range(2):
@@ -76,4 +91,4 @@ def interrupted(folder):
 
 
 if __name__ == "__main__":
-    run_checks([every_stage, bf16_communication, accumulation, interrupted], sys.argv[1])
+    run_checks([every_stage, bf16_communication, accumulation, muon, interrupted], sys.argv[1])
