@@ -29,7 +29,7 @@ def assignments(definition) -> dict:
             _set(values, node.target, ast.BinOp(node.target, node.op, node.value))
         elif isinstance(node, ast.For):
             _set(values, node.target, node.iter)
-        elif isinstance(node, (ast.NamedExpr, ast.AnnAssign)) and node.value is not None:
+        elif isinstance(node, ast.NamedExpr):
             _set(values, node.target, node.value)
     return values
 

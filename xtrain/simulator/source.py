@@ -88,17 +88,46 @@ def _translate(function):
     definition = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
     rewriter = _Rewriter(function, definition.name)
     definition.decorator_list = []
+    _strip_annotations(definition)
     device_only = refused.check(rewriter, definition)
     rewriter.find_numbers(definition)
-    definition.args.args.insert(0, ast.arg("_t"))
+    given = definition.args
+    (given.posonlyargs or given.args).insert(0, ast.arg("_t"))
     if ast.get_docstring(definition) is not None:
         definition.body[0] = ast.Pass()
     definition.body = rewriter.block(definition.body)
-    definition.args.defaults = [rewriter.visit(d) for d in definition.args.defaults]
+    # Python has evaluated the defaults: their names may mean something else inside the function.
+    values = function.__defaults__ or (), function.__kwdefaults__ or {}
+    given.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
+    names = [a.arg for a in given.kwonlyargs]
+    given.kw_defaults = [
+        rewriter.object(values[1][n], definition, n) if n in values[1] else None for n in names
+    ]
     module = ast.fix_missing_locations(ast.Module([definition], []))
     scope = rewriter.scope
     exec(compile(module, function.__code__.co_filename, "exec"), scope)
     return Translated(scope[definition.name], rewriter.waits, rewriter.granule, device_only)
+
+
+def _strip_annotations(definition):
+    """Remove all type annotations: Numba ignores them, and their names need not exist when the kernel runs."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node):
+            node.returns = None
+            return self.generic_visit(node)
+
+        def visit_arg(self, node):
+            node.annotation = None
+            return node
+
+        def visit_AnnAssign(self, node):
+            self.generic_visit(node)
+            if node.value is None:
+                return at(ast.Pass(), node)
+            return at(ast.Assign([node.target], node.value), node)
+
+    Strip().visit(definition)
 
 
 class _Rewriter(Names):
@@ -378,9 +407,6 @@ class _Rewriter(Names):
         if node.decorator_list:
             raise self.error(node, f"{node.name} has a decorator: move it out of the kernel")
         node.args.defaults = [self.visit(d) for d in node.args.defaults]
-        node.returns = None
-        for argument in node.args.args:
-            argument.annotation = None
         with self.inside(node, node.name):
             node.body = self.block(node.body)
             waits = self.waits
