@@ -501,6 +501,7 @@ def test_what_a_student_reads(planted):
     line = 2 + next(i for i, text in enumerate(module.lines) if text.endswith(MARK))
     assert str(caught.value) == (
         f"data race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
-        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory)\n"
+        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory): "
+        f"both write the same value\n"
         f"    bad_rmsnorm.py:{line}    rstd_N[n] = rstd"
     )

@@ -264,16 +264,16 @@ def waits_in_a_loop(flag, o):
         cuda.atomic.exch(flag, 0, 1)
 
 
-def test_a_thread_that_waits_in_a_loop(monkeypatch):
-    monkeypatch.setattr(thread, "MAX_TURNS", 100)
-    o = np.zeros(1, np.float32)
-    with pytest.raises(KernelError) as caught:
-        run(waits_in_a_loop, 1, 2, np.zeros(1, np.int32), o)
-    line = waits_in_a_loop.py_func.__code__.co_firstlineno + 3
-    words = f"thread 0 starts iteration 101 of while cuda.atomic.add(flag, 0, 0) == 0 at test_simulator_source.py:{line}"
-    assert words in str(caught.value) and "it waits for another thread" in str(caught.value)
-    run(waits_in_a_loop, 1, 2, np.ones(1, np.int32), o)
+def test_a_thread_that_waits_in_a_loop():
+    o, flag = np.zeros(1, np.float32), np.zeros(1, np.int32)
+    run(waits_in_a_loop, 1, 2, flag, o)
     assert o[0] == 1
+    flag[0] = 0
+    with pytest.raises(DeadlockError) as caught:
+        run(waits_in_a_loop, 1, 1, flag, o)
+    line = waits_in_a_loop.py_func.__code__.co_firstlineno + 3
+    words = f"wait in while cuda.atomic.add(flag, 0, 0) == 0 at test_simulator_source.py:{line}"
+    assert words in str(caught.value) and "that no thread makes" in str(caught.value)
 
 
 @cuda.jit

@@ -46,6 +46,7 @@ import numpy as np
 
 from .block import Launch
 from .errors import (
+    KINDS,
     AsyncError,
     CollectiveError,
     DeadlockError,
@@ -54,11 +55,15 @@ from .errors import (
     RaceError,
     Site,
     UninitializedError,
+    reported_kinds,
 )
 from .intrinsics import simulates
+from .memory import poisoned
 from .thread import Dim3
+from .unwritten import mark_unwritten, mark_written
 
 __all__ = [
+    "KINDS",
     "AsyncError",
     "CollectiveError",
     "DeadlockError",
@@ -68,6 +73,10 @@ __all__ = [
     "SimArray",
     "Site",
     "UninitializedError",
+    "check",
+    "empty",
+    "mark_unwritten",
+    "mark_written",
     "run",
     "sim",
     "simulates",
@@ -77,13 +86,27 @@ __all__ = [
 class SimArray(np.ndarray):
     """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
 
+    def __setitem__(self, index, value):
+        super().__setitem__(index, value)
+        mark_written(self[index] if isinstance(index, slice) else self)
+
 
 def sim(a) -> SimArray:
     """Return a C-contiguous copy of `a` as a SimArray."""
     return np.array(a, order="C", copy=True).view(SimArray)
 
 
-def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
+def empty(shape, dtype=np.float64) -> SimArray:
+    """A SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses an element before one has
+    been written is reported (`unwritten_global`).
+    """
+    flat = poisoned(int(np.prod(shape)), np.dtype(dtype))
+    return mark_unwritten(flat.view(SimArray).reshape(shape))
+
+
+def run(
+    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
     kernel: a function compiled with @cuda.jit. grid, block: an int or a tuple of up to three ints.
@@ -91,12 +114,34 @@ def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> N
     Python float float64. shared: bytes of dynamic shared memory.
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
+    allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
 
-    Raises KernelError or a subclass (see the module's docstring); the arrays then hold what was
-    written up to the error.
+    Raises the first finding, an error or a warning: KernelError or a subclass (see the module's
+    docstring); the arrays then hold what was written up to the error.
     """
     with np.errstate(all="ignore"):
-        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
+        reported = reported_kinds(allow, enable)
+        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported).run()
+
+
+def check(
+    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+) -> list[KernelError]:
+    """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`, `severity` ("error" or "warning"),
+    `sites` and `count`, the number of times that it occurred at these places.
+
+    After a finding the run continues as a GPU might: a read out of bounds gives an arbitrary number, such a write
+    is dropped, threads that have exited count as arrived. A deadlock or an exception in the kernel ends the run.
+    """
+    with np.errstate(all="ignore"):
+        try:
+            reported = reported_kinds(allow, enable)
+            launch = Launch(
+                kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, True
+            )
+        except KernelError as error:  # Numba would not compile or launch it
+            return [error]
+        return launch.findings()
 
 
 def _dim3(n) -> Dim3:

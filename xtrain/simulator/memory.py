@@ -17,8 +17,8 @@ from operator import index as as_int
 
 import numpy as np
 
-from . import releases
-from .scalars import scalar_type
+from . import releases, unwritten
+from .scalars import scalar_type, storing
 
 
 class Mark:
@@ -43,16 +43,17 @@ def in_order(earlier: Mark, now: Mark) -> bool:
         return releases.known(earlier, now)
     if earlier.epoch != now.epoch:
         return True
-    return a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock
+    if a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock:
+        return True
+    return b.known is not None and earlier.clock < b.known.get(a, 0)
 
 
 class Memory:
     """The shadow of one range of memory: a global array with all its aliases, a shared array or a local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes", "reads", "releases",
-        "watched",
-        "writes",
+        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes", "reads",
+        "releases", "unread", "unset", "unwritten", "watched", "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
@@ -67,8 +68,11 @@ class Memory:
         self.old_reads: dict = {}
         self.old_atomics: dict = {}
         self.releases: dict = {}  # key of an atomic -> {block: Release}
+        self.unset: dict = {}  # key -> the Unset that was stored there (unset.py)
+        self.unread: dict = {}  # key -> (mark, read) of the last read before any write
+        self.unwritten = None  # global memory: the keys that no kernel and no copy has written
         self.busy = None  # registers that a product in flight uses: see errors.in_use
-        self.watched = False  # there are atomics or finished blocks: check all six dicts
+        self.watched = False  # there are atomics, Unsets or finished blocks: check all dicts
 
     def end_of_block(self):
         """Move the records of the running block to those of the finished blocks."""
@@ -128,7 +132,7 @@ class Array:
         self.span = self.dtype.itemsize // memory.granule  # keys per element
         scalar = scalar_type(self.dtype)
         self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
-        self.convert = self.dtype.type if self.dtype.kind in "iu" else None  # before a store
+        self.convert = storing(self.dtype)  # before a store
 
     def _like(self, dims, steps, start):
         new = Array.__new__(Array)
@@ -244,6 +248,7 @@ def global_arrays(arrays: list) -> list[Array]:
             granule = math.gcd(granule, arrays[i].itemsize, extents[i][0] - base)
         memory = Memory("global", granule)
         memory.base = base
+        memory.unwritten = unwritten.of(arrays[members[0]], base, granule)
         for i in members:
             result[i] = _global_array(memory, arrays[i], extents[i], base)
     return result
@@ -278,3 +283,9 @@ def poisoned(size, dtype) -> np.ndarray:
     else:
         flat.view(np.uint8).fill(0x7F)
     return flat
+
+
+def poison(a):
+    """The number that a read of `a` out of bounds returns where the run continues after the report."""
+    value = poisoned(1, a.dtype)[0]
+    return value if a.wrap is None else a.wrap(value)

@@ -29,9 +29,21 @@ from . import refused
 from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at
-from .scalars import number, power, promote, promote_if_known, twin, typed
+from .scalars import (
+    floor_divide,
+    modulo,
+    number,
+    power,
+    promote,
+    promote_if_known,
+    shift_left,
+    shift_right,
+    twin,
+    typed,
+)
 from .thread import Thread
 
+SPIN = "spin"  # the request of a thread that waits in a loop
 BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
 _VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync")
 _MATCHES = ("match_any_sync", "match_all_sync")
@@ -45,6 +57,14 @@ _PARAMETERS = {
     "shfl_up_sync": ("mask", "value", "delta"),
     "shfl_down_sync": ("mask", "value", "delta"),
     "shfl_xor_sync": ("mask", "value", "lane_mask"),
+}
+
+
+_CHECKED = {
+    ast.FloorDiv: floor_divide,
+    ast.Mod: modulo,
+    ast.LShift: shift_left,
+    ast.RShift: shift_right,
 }
 
 
@@ -233,7 +253,23 @@ class _Rewriter(Names):
         op: ast.operator = node.op
         if isinstance(op, ARITHMETIC) and not numbers:
             left = self.number(left)
+        checked = _CHECKED.get(type(op))
+        if checked and not self.fits(
+            op, node.value if isinstance(node, ast.AugAssign) else node.right
+        ):
+            args = [left, right if numbers else self.number(right)]
+            return at(ast.Call(self.constant(checked, node, "checked"), args, []), node)
         return at(ast.BinOp(left, op, right), node)
+
+    def fits(self, op, node):
+        """Does the source show that this divisor is not zero, or this number of bits less than 64?"""
+        name = self.cuda_name(node.value) if isinstance(node, ast.Attribute) else None
+        if name in ("blockDim", "gridDim") or self.cuda_name(node) == "warpsize":
+            return isinstance(op, (ast.FloorDiv, ast.Mod))
+        value = node.value if isinstance(node, ast.Constant) else self.static(node)
+        if not isinstance(value, (int, float, np.number)):
+            return False
+        return 0 <= value < 64 if isinstance(op, (ast.LShift, ast.RShift)) else value != 0
 
     def number(self, expression):
         """number(expression): a bool becomes an integer."""
@@ -266,6 +302,10 @@ class _Rewriter(Names):
         """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""
         if isinstance(node, ast.Constant):
             return node
+        literal = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+        value = getattr(node.operand, "value", None) if literal else self.static(node)
+        if isinstance(value, int) and not isinstance(value, bool):  # a negative one may be meant
+            return at(ast.Constant(-value if literal else int(value)), node)
         if isinstance(node, ast.Tuple):
             return at(ast.Tuple([self.index(e) for e in node.elts], ast.Load()), node)
         if isinstance(node, ast.Slice):
@@ -293,7 +333,10 @@ class _Rewriter(Names):
             if "atomic" in name:
                 self.visit(node.func)  # raises an error for an unknown atomic
             site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
+            index = self.index(node.args[1]) if "atomic" in name and len(node.args) > 1 else None
             node = self.generic_visit(node)
+            if index is not None:
+                node.args[1] = index
             node.args.insert(0, site)
             return node
         if _hashable(function) and function in INTRINSICS:
@@ -354,9 +397,11 @@ class _Rewriter(Names):
             request = self.request(node, getattr(function, "__name__", "intrinsic"), node.args)
             request.value.elts[0] = self.constant(simulated, node, "intrinsic")
             return request
+        simulated = self.constant(simulated, node, "intrinsic")
         site = self.site(node, ast.unparse(node))
-        args = [ast.Name("_t", ast.Load()), site, *map(self.visit, node.args)]
-        return at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
+        call = self.call(node, "intrinsic", simulated, site, *map(self.visit, node.args))
+        call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        return call
 
     def device_function(self, node, function):
         """A call of a @cuda.jit function."""
@@ -379,13 +424,36 @@ class _Rewriter(Names):
         return node
 
     def visit_While(self, node):
-        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`."""
+        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`. In a loop that may wait for another thread, turn()
+        may be False: `while (turn() or (yield SPIN)) and ...`.
+        """
         turn, site = self.temporary(), self.site(node, f"while {ast.unparse(node.test)}")
-        start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site))
+        inside = [n for part in (node.test, *node.body) for n in ast.walk(part)]
+        waits = any(map(self.accesses_memory, inside))
+        stores = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in inside)
+        facts = at(ast.Constant(waits), node), at(ast.Constant(stores), node)
+        start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site, *facts))
         count = ast.Call(ast.Name(turn, ast.Load()), [], [])
         node = self.generic_visit(node)
+        if waits:
+            self.waits = True
+            request = ast.Tuple([ast.Constant(SPIN), site, ast.Tuple([], ast.Load())], ast.Load())
+            count = ast.BoolOp(ast.Or(), [count, ast.Yield(request)])
         node.test = at(ast.BoolOp(ast.And(), [count, node.test]), node)
         return [at(start, node), node]
+
+    def accesses_memory(self, node):
+        """May the expression read memory that another thread writes?"""
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.ctx, ast.Load) and not isinstance(node.value, ast.Attribute)
+        if isinstance(node, ast.AugAssign):
+            return isinstance(node.target, ast.Subscript)
+        if isinstance(node, ast.Call):
+            function = self.static(node.func)
+            cuda_name = self.cuda_name(node.func) or ""
+            called = hasattr(function, "py_func") or cuda_name.startswith("atomic")
+            return called or (_hashable(function) and function in INTRINSICS)
+        return False
 
     def visit_MatchValue(self, node):
         """Unchanged: Python does not allow a name here, and a literal compares equal as it is."""
