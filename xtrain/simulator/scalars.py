@@ -19,10 +19,9 @@ import operator
 
 import numpy as np
 from numba import types
-from numba.cuda import libdevice
 from numba.np.numpy_support import as_dtype
 
-from . import errors
+from . import errors, libdevice
 from .unset import Unset, carried, carries
 
 FLOATS = (np.floating, float)
@@ -448,43 +447,6 @@ _FUNCTIONS = (
     "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod hypot degrees radians"
 )
 
-_EXTRA = {  # libdevice only
-    "rsqrt": lambda x: 1 / math.sqrt(x) if x != 0 else math.copysign(math.inf, x),
-    "exp2": lambda x: 2.0 ** float(x),
-    "exp10": lambda x: 10.0 ** float(x),
-    "fma": lambda a, b, c: float(a) * float(b) + float(c),
-    "fmax": lambda a, b: TWINS[max](np.float64(a), np.float64(b)),
-    "fmin": lambda a, b: TWINS[min](np.float64(a), np.float64(b)),
-    "rint": lambda x: np.rint(np.float64(x)),
-    "cbrt": lambda x: np.cbrt(np.float64(x)),
-    "trunc": lambda x: np.trunc(np.float64(x)),
-    "saturate": lambda x: min(max(float(x), 0.0), 1.0),
-}
-
-
-def _libdevice_table():
-    """libdevice's float functions: exp is float64, expf is float32, fast_expf is the approximate float32 version."""
-    table = {n: getattr(math, n) for n in _FUNCTIONS.split()} | _EXTRA
-    for name, f in table.items():
-        for full, scalar in (
-            (name, np.float64),
-            (name + "f", np.float32),
-            (f"fast_{name}f", np.float32),
-        ):
-            if hasattr(libdevice, full):
-                yield getattr(libdevice, full), _float_function(name, f, scalar)
-    yield libdevice.fast_fdividef, lambda a, b: np.float32(a) / np.float32(b)
-    yield libdevice.float_as_int, lambda x: Int32(np.float32(x).view(np.int32))
-    yield libdevice.int_as_float, lambda x: np.int32(x).view(np.float32)
-    yield libdevice.float2int_rn, lambda x: Int32(np.rint(np.float32(x)))
-    yield libdevice.float2int_rz, lambda x: Int32(np.float32(x))
-    for op in ("add", "sub", "mul", "div"):
-        f = getattr(operator, "truediv" if op == "div" else op)
-        yield getattr(libdevice, f"f{op}_rn"), lambda a, b, f=f: f(np.float32(a), np.float32(b))
-    yield libdevice.frcp_rn, lambda x: np.float32(1) / np.float32(x)
-    yield libdevice.fsqrt_rn, lambda x: np.sqrt(np.float32(x))
-
-
 # A function that a kernel calls -> the function that the simulator calls in its place.
 TWINS: dict = {
     builtins.min: _select(operator.lt),
@@ -506,8 +468,8 @@ TWINS: dict = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS[math.trunc] = _float_function("trunc", _EXTRA["trunc"])  # Numba returns a float
-TWINS |= dict(_libdevice_table())
+TWINS[math.trunc] = _float_function("trunc", lambda x: np.trunc(np.float64(x)))  # Numba returns a float
+TWINS |= dict(libdevice.table(cast))
 
 
 def twin(obj):
