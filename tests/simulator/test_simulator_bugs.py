@@ -424,7 +424,7 @@ def no_fence(partial, counter):
 
 @cuda.jit
 def not_there(x):
-    x[0] = cuda.activemask()
+    x[0] = cuda.clock_of_the_wall()
 
 
 def helper(x):
@@ -472,7 +472,7 @@ def byte_views(out):
         (half_an_index, 1, 1, KernelError, "TypeError in half_an_index"),
         (reads_next_block, 2, 1, RaceError, "block (0, 0, 0) thread 0 read x[1] at"),
         (no_fence, 2, 1, RaceError, "block (1, 0, 0) thread 0 read it at"),
-        (not_there, 1, 1, KernelError, "not_there, cuda.activemask is not simulated"),
+        (not_there, 1, 1, KernelError, "not_there, cuda.clock_of_the_wall is not simulated"),
         (calls_python, 1, 1, KernelError, "decorate it with @cuda.jit(device=True)"),
         (byte_views, 1, 32, RaceError, "wrote words[1], the same memory as halves"),
     ],

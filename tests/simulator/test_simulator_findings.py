@@ -4,7 +4,7 @@ arithmetic. Every planted bug stands next to honest code that must not alarm.
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32  # noqa: F401  expressions below use them
 
 from xtrain import simulator
 from xtrain.simulator import (
@@ -103,7 +103,7 @@ def early_vote(o, x):
 @pytest.mark.parametrize("kernel", [early_return, early_vote])
 def test_threads_that_have_exited_count_as_arrived(kernel):
     x, o = ramp(5), np.zeros(5, np.float32)
-    with pytest.raises(DeadlockError, match="count as arrived on compute capability 7.0"):
+    with pytest.raises(DeadlockError, match=r"count as arrived on compute capability 7\.0"):
         run(kernel, 1, 32, o, x)
     o[:] = 0
     (found,) = check(kernel, 1, 32, o, x)
@@ -388,8 +388,7 @@ def test_an_honest_loop_of_millions_of_turns():
 def never_ends(o):
     i = 0
     while i < 3:
-        o[0] += 0
-        j = i + 1
+        o[0] += i
 
 
 @cuda.jit
@@ -401,7 +400,7 @@ def nothing_changes(o, n):
 
 
 def test_a_loop_in_which_nothing_changes():
-    with pytest.raises(KernelError, match="endless loop in nothing_changes.*while i < n"):
+    with pytest.raises(KernelError, match=r"endless loop in nothing_changes.*while i < n"):
         run(nothing_changes, 1, 1, np.zeros(1), 3)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import inspect
 import math
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +21,9 @@ from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
-from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
+from .memory import Mark, Memory, Record, dense_array, extent, global_arrays, new_array, poisoned
 from .scalars import Int32, typed, watching
-from .source import BLOCK_BARRIERS, SPIN, translate
+from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
 from .unset import plain
 from .warp import run_collective
@@ -73,8 +74,10 @@ class Launch:
                 raise KernelError(
                     f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
                 )
-            if isinstance(value, np.ndarray) and value.dtype.names:
-                raise KernelError(f"{self.name}: {name} is a record array, which is not simulated")
+            if isinstance(value, types.FunctionType):
+                raise KernelError(
+                    f"{self.name}: {name} is a Python function: decorate it with @cuda.jit(device=True)"
+                )
             if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
                 raise KernelError(
                     f"{self.name}: {name} is an array of {value.dtype}, which Numba does not support"
@@ -82,17 +85,18 @@ class Launch:
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
         self.previous_writes, self.previous_args, self.previous_copies = Launch.last
         self.previous_extents = [
-            *(extent(a) for a in self.previous_args if isinstance(a, np.ndarray)),
+            *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
         ]
         self._check_size(shared)
-        arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
-        self.memories = list(dict.fromkeys(a.memory for a in arrays))
-        self.given, remaining = args, iter(arrays)
-        self.args = [next(remaining) if isinstance(a, np.ndarray) else typed(a) for a in args]
+        self.translate = translate
         self.translated = translate(kernel.py_func)
         if self.translated.device_only is not None:
             raise self.translated.device_only
+        arrays = global_arrays(_arrays_in(args), self.translated.views)
+        self.memories = list(dict.fromkeys(a.memory for a in arrays))
+        self.given, remaining = args, iter(arrays)
+        self.args = [_simulated(a, remaining) for a in args]
         x, y, z = map(int, block)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
@@ -141,10 +145,8 @@ class Launch:
             self._run_blocks()
         for memory in self.memories:
             if memory.unwritten is not None:
-                memory.unwritten.remove({*memory.old_writes, *memory.old_atomics})
-        written = [
-            (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
-        ]
+                memory.unwritten.remove(memory.written)
+        written = [(self.name, m.base, m.granule, m.written) for m in self.memories]
         given, copies = list(self.given), dict(self.copies)
         if self.let_next_early:
             written += self.previous_writes
@@ -154,7 +156,8 @@ class Launch:
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
-        parked = []
+        self.blocks = x * y * z
+        parked: list[Block] = []
         for k, j, i in np.ndindex(z, y, x):
             block = Block(self, Dim3(i, j, k))
             parked += self._advance(block)
@@ -164,7 +167,12 @@ class Launch:
             for block in parked:
                 waiting += self._advance(block)
                 progress = progress or block.progress
-            if len(waiting) == len(parked) and not progress and self.changes == before:
+            if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+                for memory in self.memories:
+                    memory.all_in_order()
+                for block in waiting:
+                    block.pass_grid()
+            elif len(waiting) == len(parked) and not progress and self.changes == before:
                 raise parked[0].deadlock()
             parked = waiting
 
@@ -186,6 +194,29 @@ class Launch:
         """Begin the next interval between block barriers and return its number."""
         self.epoch += 1
         return self.epoch
+
+
+def _arrays_in(args) -> list:
+    """The arrays among the arguments of a kernel, also those in tuples."""
+    found = []
+    for a in args:
+        if isinstance(a, np.ndarray):
+            found.append(a)
+        elif isinstance(a, tuple):
+            found += _arrays_in(a)
+    return found
+
+
+def _simulated(value, arrays):
+    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for _arrays_in."""
+    if isinstance(value, np.ndarray):
+        return next(arrays)
+    if isinstance(value, tuple):
+        values = [_simulated(v, arrays) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    if isinstance(value, np.void):  # a record by itself, which the kernel gets as a copy
+        return Record(global_arrays([np.array([value], value.dtype)])[0], 0)
+    return typed(value)
 
 
 @contextlib.contextmanager
@@ -218,6 +249,7 @@ class Block:
         self.waited = False  # for the previous kernel: early.py
         self.eager = False  # an intrinsic runs: unwritten values are reported when they are read
         self.running = self._run()
+        self.at_grid = False  # all its threads wait in grid.sync()
         self.spun = None  # what _changed saw last
         self.progress = True  # something happened since the block was parked
         self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
@@ -237,6 +269,9 @@ class Block:
             while ready:
                 self._run_each(ready, _resume)
                 ready = self._resumable()
+                while self.at_grid:
+                    yield False
+                    ready = self.threads
                 while not ready and (spinning := self._spinning()):
                     if not self._changed(spinning):
                         yield False
@@ -282,9 +317,9 @@ class Block:
             self.launch.collects = False
             raise _explained(error).with_traceback(error.__traceback__) from None
         if self.launch.collects:
-            for key, error in self.launch.found.items():
-                if getattr(error, "read", None) is not None:
-                    self.launch.found[key] = _explained(error)
+            for key, known in self.launch.found.items():
+                if getattr(known, "read", None) is not None:
+                    self.launch.found[key] = _explained(known)
 
     engines_in_use = property(lambda self: self._engines is not None)
 
@@ -312,6 +347,11 @@ class Block:
             self.progress = True
             return waiting
         return []
+
+    def pass_grid(self):
+        """All blocks have reached grid.sync(): the threads may resume."""
+        self.at_grid, self.progress = False, True
+        self._meet(self.threads)
 
     def _spinning(self):
         """The threads that wait in a loop."""
@@ -354,15 +394,23 @@ class Block:
         if len(waiting) < len(self.threads):
             site = waiting[0].request[1]
             self.launch.report("exited_threads", (site,), lambda: self.deadlock("exited_threads"))
+        if name == GRID_SYNC:
+            self.at_grid = len(waiting) == len(self.threads)
+            if not self.at_grid:
+                raise self.deadlock()
+            return False
         votes = [_vote(t, vote) for t in waiting for vote in t.request[2]]
-        reply = _REPLIES[name](votes)
+        self._meet(waiting, _REPLIES[name](votes))
+        return True
+
+    def _meet(self, threads, reply=None):
+        """Let threads resume that wait at a barrier."""
         self.epoch = self.launch.next_epoch()
-        for thread in waiting:
+        for thread in threads:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)
             thread.reply = reply
         if self.engines_in_use:
-            self.engines.meet(waiting)
-        return True
+            self.engines.meet(threads)
 
     def deadlock(self, kind="deadlock") -> DeadlockError:
         """The report that says where each group of threads waits."""
@@ -412,8 +460,8 @@ class Block:
         return self.shared[id(site)]
 
     def _static_array(self, thread, site, shape, dtype):
-        flat = poisoned(int(np.prod(shape)), dtype)
-        self.static_bytes += flat.nbytes
+        new = new_array("shared", shape, dtype, self.launch.translated.views)
+        self.static_bytes += new.flat.nbytes
         if self.static_bytes > STATIC_SHARED or self.static_bytes + self.launch.dynamic > SHARED:
             raise KernelError(
                 f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} static bytes up to {site} and "
@@ -421,12 +469,12 @@ class Block:
                 "use dynamic shared memory, cuda.shared.array(0, ...) and shared=, for more",
                 (site,),
             )
-        return dense_array(Memory("shared", dtype.itemsize), flat, shape)
+        return new
 
     def _dynamic_array(self, dtype):
         """All dynamic arrays of a block start at the same byte."""
         if self.dynamic is None:
-            granule = self.launch.translated.granule or 1
+            granule = 1 if self.launch.translated.views else self.launch.translated.granule or 1
             self.dynamic = Memory("shared", granule), poisoned(self.launch.dynamic, np.uint8)
         memory, raw = self.dynamic
         flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype)

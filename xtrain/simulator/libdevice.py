@@ -1,7 +1,8 @@
-"""All functions of libdevice, from one table: name -> what it computes. Numba's own list gives the types of arguments and results.
+"""All functions of libdevice, from one table: name -> what it computes. Numba's own list gives the types of arguments and
+results.
 
-A float function is computed in float64 and rounded to its result type, so `expf` and `fast_expf` use the entry `exp`. The variants
-with a rounding mode (`fadd_rd`, `double2int_ru`: down, up, to zero, to nearest) are computed exactly, as fractions.
+A float function is computed in float64 and rounded to its result type, so `expf` and `fast_expf` use the entry `exp`. The
+variants with a rounding mode (`fadd_rd`, `double2int_ru`: down, up, to zero, to nearest) are computed exactly, as fractions.
 """
 
 import functools
@@ -165,7 +166,9 @@ def _yn(n, x):
     n, sign = int(n), 1 - 2 * (int(n) & 1)
     wave = _integral(lambda t: np.sin(x * np.sin(t) - n * t), 0, math.pi)
     end = math.asinh(745 / x)
-    tail = _integral(lambda t: (np.exp(n * t) + sign * np.exp(-n * t)) * np.exp(-x * np.sinh(t)), 0, end)
+    tail = _integral(
+        lambda t: (np.exp(n * t) + sign * np.exp(-n * t)) * np.exp(-x * np.sinh(t)), 0, end
+    )
     return (wave - tail) / math.pi
 
 
@@ -215,10 +218,7 @@ def _numpy(name):
 _FLOATS = {
     **{
         name: getattr(math, name)
-        for name in (
-            "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc exp expm1 fabs floor fmod hypot ldexp lgamma "
-            "log log10 log1p log2 pow remainder sin sinh sqrt tan tanh"
-        ).split()
+        for name in ["acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "copysign", "cos", "cosh", "erf", "erfc", "exp", "expm1", "fabs", "floor", "fmod", "hypot", "ldexp", "lgamma", "log", "log10", "log1p", "log2", "pow", "remainder", "sin", "sinh", "sqrt", "tan", "tanh"]
     },
     "cbrt": _numpy("cbrt"), "exp2": lambda x: 2.0**x, "exp10": lambda x: 10.0**x, "rint": _numpy("rint"),
     "nearbyint": _numpy("rint"), "trunc": _numpy("trunc"), "round": _round_away, "tgamma": math.gamma,
@@ -281,7 +281,7 @@ _BITS = {
     "float_as_int": _bits_of(np.float32, np.int32), "int_as_float": _bits_of(np.int32, np.float32),
     "double_as_longlong": _bits_of(np.float64, np.int64), "longlong_as_double": _bits_of(np.int64, np.float64),
     "double2hiint": lambda x: int(x.view(np.int64)) >> 32, "double2loint": lambda x: int(x.view(np.int64)),
-    "hiloint2double": lambda h, l: np.uint64(_unsigned(h) << 32 | _unsigned(l)).view(np.float64),
+    "hiloint2double": lambda high, low: np.uint64(_unsigned(high) << 32 | _unsigned(low)).view(np.float64),
     "float2half_rn": lambda x: np.float16(x).view(np.int16), "half2float": lambda x: np.float32(x.view(np.float16)),
     "nextafter": np.nextafter, "nextafterf": np.nextafter, "frsqrt_rn": lambda x: 1 / np.sqrt(np.float64(x)),
 }  # fmt: skip
@@ -310,7 +310,9 @@ def _computation(name):
     if found := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
         bits, signed = _WIDTHS[found[1]]
         kind, mode = _KINDS[found[2]], found[3]
-        return lambda x: rounded(Fraction(int(x) if signed else _unsigned(x, bits)), kind, mode), "int"
+        return lambda x: rounded(
+            Fraction(int(x) if signed else _unsigned(x, bits)), kind, mode
+        ), "int"
     if found := re.fullmatch(r"double2float_(r.)", name):
         return _directed(lambda x: x, np.float32, np.float32, found[1]), "numpy"
     if found := re.fullmatch(r"(f|d)sqrt_(r.)", name):
@@ -366,5 +368,5 @@ def _result(convert, value):
 
 _FALLBACK = {
     getattr(math, name): {"pow": "power"}.get(name, ("arc" + name[1:]) if name[0] == "a" else name)
-    for name in "acos acosh asin asinh atanh cosh exp expm1 fmod log log10 log1p log2 pow sinh sqrt ldexp".split()
+    for name in ["acos", "acosh", "asin", "asinh", "atanh", "cosh", "exp", "expm1", "fmod", "log", "log10", "log1p", "log2", "pow", "sinh", "sqrt", "ldexp"]
 } | {_FLOATS["exp2"]: "exp2", math.gamma: "exp", math.lgamma: "abs"}  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import as_dtype
 
-from . import errors, libdevice
+from . import errors, half, libdevice, vectors
 from .unset import Unset, carried, carries
 
 FLOATS = (np.floating, float)
@@ -457,6 +457,7 @@ TWINS: dict = {
     builtins.len: lambda x: np.int64(len(x)),
     builtins.int: _int,
     builtins.float: _float,
+    builtins.complex: carries(lambda *args: np.complex128(complex(*args))),
     builtins.bool: np.bool_,
     builtins.round: _round,
     builtins.enumerate: lambda x, first=0: ((np.int64(i), v) for i, v in enumerate(x, int(first))),
@@ -468,7 +469,11 @@ TWINS: dict = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS[math.trunc] = _float_function("trunc", lambda x: np.trunc(np.float64(x)))  # Numba returns a float
+TWINS |= half.table()
+TWINS |= vectors.table(cast)
+TWINS[math.trunc] = _float_function(
+    "trunc", lambda x: np.trunc(np.float64(x))
+)  # Numba returns a float
 TWINS |= dict(libdevice.table(cast))
 
 

@@ -44,12 +44,20 @@ from .scalars import (
 from .thread import Thread
 
 SPIN = "spin"  # the request of a thread that waits in a loop
-BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
+GRID_SYNC = "grid.sync"  # the request of a thread in cuda.cg.this_grid().sync()
+BLOCK_BARRIERS = {
+    GRID_SYNC,
+    "syncthreads",
+    "syncthreads_and",
+    "syncthreads_or",
+    "syncthreads_count",
+}
 _VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync")
 _MATCHES = ("match_any_sync", "match_all_sync")
 _PARAMETERS = {
     "syncthreads": (),
     **dict.fromkeys(("syncthreads_and", "syncthreads_or", "syncthreads_count"), ("predicate",)),
+    "activemask": (),
     "syncwarp": ("mask",),
     **dict.fromkeys(_VOTES, ("mask", "predicate")),
     **dict.fromkeys(_MATCHES, ("mask", "value")),
@@ -74,6 +82,7 @@ class Translated(NamedTuple):
     function: types.FunctionType  # called with (thread, *args)
     waits: bool  # it waits for other threads somewhere, so it is a generator
     granule: int  # bytes; divides the element size of every dynamic shared array in it
+    views: bool  # it views the bytes of an array as another dtype somewhere
     device_only: KernelError | None  # why it cannot be launched as a kernel
 
 
@@ -96,6 +105,8 @@ def translate(function) -> Translated:
 
 
 def _translate(function):
+    if function.__name__ == "<lambda>":
+        raise KernelError("a kernel or a device function that is a lambda: use def")
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError as error:
@@ -111,6 +122,7 @@ def _translate(function):
     _strip_annotations(definition)
     device_only = refused.check(rewriter, definition)
     rewriter.find_numbers(definition)
+    rewriter.find_nested(definition)
     given = definition.args
     (given.posonlyargs or given.args).insert(0, ast.arg("_t"))
     if ast.get_docstring(definition) is not None:
@@ -126,7 +138,9 @@ def _translate(function):
     module = ast.fix_missing_locations(ast.Module([definition], []))
     scope = rewriter.scope
     exec(compile(module, function.__code__.co_filename, "exec"), scope)
-    return Translated(scope[definition.name], rewriter.waits, rewriter.granule, device_only)
+    return Translated(
+        scope[definition.name], rewriter.waits, rewriter.granule, rewriter.views, device_only
+    )
 
 
 def _strip_annotations(definition):
@@ -185,13 +199,12 @@ class _Rewriter(Names):
 
     def visit_Attribute(self, node):
         if isinstance(node.ctx, ast.Store):
-            text = "record arrays are not simulated, and other attributes are read-only"
-            raise self.error(node, f"{ast.unparse(node)} = ...: {text}")
+            raise self.error(node, f"{ast.unparse(node)} = ... does not compile here")
         of_array = isinstance(node.value, ast.Name) and self.static(node.value) is DYNAMIC
-        if of_array and node.attr in ("reshape", "view", "flat"):
-            raise self.error(
-                node, f"{ast.unparse(node)} is not simulated: index the original array"
-            )
+        if of_array and node.attr == "flat":
+            text = f"{ast.unparse(node)} is not simulated: use {ast.unparse(node.value)}.ravel()"
+            raise self.error(node, text)
+        self.views = self.views or (node.attr == "view" and self.static(node) is DYNAMIC)
         value, name = self.static(node), self.cuda_name(node)
         if name is not None and (new := self.cuda_attribute(node, name)):
             return new
@@ -343,8 +356,15 @@ class _Rewriter(Names):
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
             return self.device_function(node, function.py_func)
-        if isinstance(node.func, ast.Attribute) and self.cuda_name(node.func.value) == "cg":
-            raise self.error(node, "cooperative groups (cuda.cg) are not simulated")
+        if function is cuda.cg.this_grid:
+            return self.call(node, "this_grid")
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
+            return self.request(node, GRID_SYNC, [])
+        if isinstance(function, np.ufunc) and len(node.args) > function.nin:
+            site, f = self.site(node, ast.unparse(node)), self.constant(function, node, "ufunc")
+            return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
+        if self.is_value(node.func):
+            return self.apply(node, self.visit(node.func))
         if isinstance(function, types.FunctionType) and twin(function) is function:
             raise self.error(
                 node,
@@ -357,6 +377,20 @@ class _Rewriter(Names):
             return at(ast.YieldFrom(node), node)
         new = self.generic_visit(node)
         return self.folded(new, function)
+
+    def is_value(self, node):
+        """Is the called function a parameter, a variable or an element of a tuple, and not a nested function?"""
+        if isinstance(node, ast.Subscript):
+            return not self.in_lambda
+        local = isinstance(node, ast.Name) and node.id in self.locals
+        return local and node.id not in self.nested and not self.in_lambda
+
+    def apply(self, node, function):
+        """`(yield from _t.apply(function, ...))`"""
+        self.waits = True
+        call = self.call(node, "apply", function, *map(self.visit, node.args))
+        call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        return at(ast.YieldFrom(call), node)
 
     def folded(self, node, function):
         """A cast of a constant, such as float32(0.5), is computed once."""
@@ -406,13 +440,15 @@ class _Rewriter(Names):
     def device_function(self, node, function):
         """A call of a @cuda.jit function."""
         translated = translate(function)
-        if translated is None:
-            raise self.error(node, f"{function.__name__} calls itself: write a loop")
+        if translated is None:  # it calls itself, perhaps by way of another function
+            later = self.constant(self.static(node.func), node, function.__name__)
+            return self.apply(node, later)
         args = [ast.Name("_t", ast.Load()), *map(self.visit, node.args)]
         keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         called = self.constant(translated.function, node, function.__name__)
         result = at(ast.Call(called, args, keywords), node)
         self.granule = math.gcd(self.granule, translated.granule)
+        self.views = self.views or translated.views
         if translated.waits:
             self.waits = True
             return at(ast.YieldFrom(result), node)
@@ -483,7 +519,9 @@ class _Rewriter(Names):
 
     def visit_Lambda(self, node):
         with self.inside(node, "lambda"):
+            before, self.in_lambda = self.in_lambda, True
             node.body = self.visit(node.body)
+            self.in_lambda = before
             if self.waits:
                 raise self.error(node, "a lambda that waits for other threads: use def")
         return node
@@ -497,16 +535,21 @@ class _Rewriter(Names):
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """A statement for `target[...] = value`; value is a rewritten expression."""
+        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten expression."""
+        if isinstance(target, ast.Attribute):
+            site = self.site(target, ast.unparse(target))
+            args = self.visit(target.value), at(ast.Constant(target.attr), target), value, site
+            return ast.copy_location(ast.Expr(self.call(target, "store_field", *args)), target)
         site = self.site(target, ast.unparse(target.value))
         args = self.visit(target.value), self.index(target.slice), value, site
         return ast.copy_location(ast.Expr(self.call(target, "store", *args)), target)
 
     def visit_Assign(self, node):
-        if not any(isinstance(n, ast.Subscript) for t in node.targets for n in ast.walk(t)):
+        inside = [n for t in node.targets for n in ast.walk(t)]
+        if not any(isinstance(n, (ast.Subscript, ast.Attribute)) for n in inside):
             return self.generic_visit(node)
         value = self.visit(node.value)
-        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript):
+        if len(node.targets) == 1 and isinstance(node.targets[0], (ast.Subscript, ast.Attribute)):
             return self.store(node.targets[0], value)
         name = self.temporary()
         new = [at(ast.Assign([ast.Name(name, ast.Store())], value), node)]
@@ -516,12 +559,10 @@ class _Rewriter(Names):
 
     def unpack(self, target, value):
         """`a, x[i] = value`: unpacks the tuple first, then stores the elements of x."""
-        if isinstance(target, ast.Subscript):
+        if isinstance(target, (ast.Subscript, ast.Attribute)):
             return [self.store(target, value)]
         if isinstance(target, ast.Name):
             return [at(ast.Assign([target], value), target)]
-        if isinstance(target, ast.Attribute):
-            return self.visit(target)
         names = [self.temporary() for _ in target.elts]
         unpacked = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
         new = [at(ast.Assign([unpacked], value), target)]
@@ -531,6 +572,9 @@ class _Rewriter(Names):
 
     def visit_AugAssign(self, node):
         target = node.target
+        if isinstance(target, ast.Attribute):  # r.x += 1 is r["x"] += 1
+            name = at(ast.Constant(target.attr), target)
+            target = at(ast.Subscript(target.value, name, ast.Store()), target)
         if not isinstance(target, ast.Subscript):
             old = at(ast.Name(target.id, ast.Load()), node)
             value = self.visit_BinOp(at(ast.BinOp(old, node.op, node.value), node))

@@ -8,7 +8,6 @@ is the running Thread. Each method has the name and the meaning of its function 
 import contextlib
 import functools
 import itertools
-import math
 import operator
 import sys
 from typing import Any
@@ -16,8 +15,17 @@ from typing import Any
 import numpy as np
 
 from . import errors, releases
-from .memory import Array, Mark, Memory, add_reader, dense_array, poison, poisoned, unordered
-from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
+from .memory import (
+    Array,
+    Mark,
+    Record,
+    RecordArray,
+    add_reader,
+    new_array,
+    poison,
+    unordered,
+)
+from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
 from .unset import Unset, carries, plain
 
 ATOMIC = "atomically changed"  # the verb in a report
@@ -110,7 +118,7 @@ class Thread:
                 return k
         if a.memory.local:  # no other thread has this memory
             read = None if k in a.memory.writes else self._first(a, k, index, site)
-        elif a.span == 1:
+        elif a.dense:
             read = self._read(a, k + a.bias, index, site)
         else:
             read = None
@@ -125,21 +133,53 @@ class Thread:
         return value.use("an instruction", site) if self.block.eager else value
 
     def _element_of(self, a, index, site):
-        """An element of a tuple."""
+        """An element of a tuple or of an array of records, or a field of a record."""
+        if isinstance(a, Array):
+            k = Array.locate(a, index)
+            k = self._find(a, index, site) if k is None else k
+            return Record(a, k, site.what) if type(k) is int else k
+        if type(a) is Record:
+            return self.load_field(a, index, site)
         if type(index) is Unset:
             index = index.use("an index", site)
         return a[index]
 
+    def load_field(self, record, name, site):
+        """record.name"""
+        a, k = record.place(name)
+        if type(a) is RecordArray:
+            return Record(a, k, f"{record._name}.{name}")
+        return a if k is None else self.load(a, k, site._replace(what=f"{record._name}.{name}"))
+
+    def store_field(self, record, name, value, site):
+        """record.name = value"""
+        if type(record) is not Record:
+            raise errors.KernelError(
+                f"{site.what} = ... {errors.where(self, site)}: attributes other than the fields of a record are read-only",
+                (site,),
+            )
+        a, k = record.place(name)
+        site = site._replace(what=f"{record._name}.{name}")
+        self.store(a, slice(None) if k is None else k, value, site)
+
     def element(self, a):
         """A number with the type of a[i], without a read of memory."""
+        if isinstance(a, RecordArray) or type(a) is Record:
+            raise TypeError("its type depends on the field")
         return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
         """for v in a"""
-        return (self.load(a, i, site) for i in range(a.dims[0])) if type(a) is Array else a
+        return (self.load(a, i, site) for i in range(a.dims[0])) if isinstance(a, Array) else a
 
     def store(self, a, index, value, site):
         """a[index] = value"""
+        if type(a) is Record:
+            return self.store_field(a, index, value, site)
+        if type(value) is Record:
+            for key in value.all_keys():
+                self._read(value._array, key, index, site)
+            value = value.value()
         k = a.locate(index)
         if k is None:
             k = self._find(a, index, site, stores=True)
@@ -147,7 +187,7 @@ class Thread:
                 return self._store_view(k, value, site)
         if a.memory.local and a.writeable:
             a.memory.writes[k] = self.mark, site
-        elif a.span == 1:
+        elif a.dense:
             self._write(a, k + a.bias, index, site, k, value)
         else:
             for key in a.keys(k):
@@ -163,7 +203,7 @@ class Thread:
         if isinstance(value, Array):
             raise errors.array_stored(self, site, index, value) from None
         if type(value) is not Unset:
-            raise  # noqa: PLE0704  the TypeError that store handles
+            raise
         if memory.kind == "global" or self.block.eager:
             self.store(a, index, value.use("a store", site), site)
             return
@@ -185,7 +225,7 @@ class Thread:
         if memory.kind == "global":
             if memory.unwritten is None or key not in memory.unwritten:
                 return None
-            if key in memory.old_writes or key in memory.old_atomics:
+            if key in memory.old_writes or key in memory.old_atomics or key in memory.past_writes:
                 return None
         if key in memory.atomics:
             return None
@@ -293,12 +333,12 @@ class Thread:
                     make = functools.partial(errors.negative_index, self, index, i, n, site)
                     self.report("negative_index", (site,), make)
                 axes[axis] = int(i) + n
-        k = a.locate(tuple(axes) if len(axes) != 1 else axes[0])
+        k = Array.locate(a, tuple(axes) if len(axes) != 1 else axes[0])
         if k is not None:
             return k
         if (sliced and len(axes) <= a.ndim) or len(axes) < a.ndim:
             with contextlib.suppress(IndexError):
-                return a.view(tuple(axes))
+                return a.sliced(tuple(axes))
         error = errors.out_of_bounds(self, a, tuple(axes) if len(given) > 1 else axes[0], site)
         if type(error) is not errors.OutOfBoundsError:
             raise error
@@ -316,8 +356,8 @@ class Thread:
         return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
 
     def local_array(self, site, shape, dtype, **_):
-        flat = poisoned(math.prod(_shape(shape)), dtype_of(dtype))
-        return dense_array(Memory("local", flat.itemsize), flat, _shape(shape))
+        views = self.block.launch.translated.views
+        return new_array("local", _shape(shape), dtype_of(dtype), views)
 
     def const_array_like(self, site, values):
         return values if isinstance(values, Array) else self.block.launch.constant(values)
@@ -371,6 +411,34 @@ class Thread:
 
     def lanemask_lt(self):
         return UInt32((1 << self.lane) - 1)
+
+    # ------------------------------------------------------------------------- functions as values
+    def apply(self, f, *args, **keywords):
+        """Call a function that is a value: a generator, because the function may wait for other threads."""
+        if hasattr(f, "py_func"):
+            translated = self.block.launch.translate(f.py_func)
+            result = translated.function(self, *args, **keywords)
+            if translated.waits:
+                result = yield from result
+            return result
+        return twin(f)(*args, **keywords)
+
+    def ufunc(self, site, f, *args):
+        """A NumPy function of arrays with an output array: f(x, out)."""
+        *inputs, out = args
+        for index in np.ndindex(out.dims):
+            values = [self._broadcast(x, index, site) for x in inputs]
+            self.store(out, index, f(*values), site)
+
+    def _broadcast(self, x, index, site):
+        if not isinstance(x, Array):
+            return x
+        index = index[len(index) - x.ndim :]
+        return self.load(x, tuple(i if n > 1 else 0 for i, n in zip(index, x.dims)), site)
+
+    def this_grid(self):
+        """cuda.cg.this_grid(); source.py rewrites its sync()."""
+        return self.block.launch.grid
 
     # ------------------------------------------------------------------------- arithmetic
     def selp(self, condition, a, b):

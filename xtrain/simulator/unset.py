@@ -81,16 +81,29 @@ def _binary(op):
     return forward, backward
 
 
-for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+def _unary(op):
+    return lambda self: Unset(op(self.value), self.read)
+
+
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+]:
     _op = getattr(operator, _name + "_" * (_name in ("and", "or")))
     _methods = _binary(_op)
     setattr(Unset, f"__{_name}__", _methods[0])
     setattr(Unset, f"__r{_name}__", _methods[1])
-for _name in "lt le eq ne gt ge".split():
+for _name in ["lt", "le", "eq", "ne", "gt", "ge"]:
     setattr(Unset, f"__{_name}__", _binary(getattr(operator, _name))[0])
-for _name in "neg pos invert abs".split():
-    setattr(
-        Unset,
-        f"__{_name}__",
-        lambda self, op=getattr(operator, _name): Unset(op(self.value), self.read),
-    )
+for _name in ["neg", "pos", "invert", "abs"]:
+    setattr(Unset, f"__{_name}__", _unary(getattr(operator, _name)))

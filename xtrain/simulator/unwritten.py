@@ -28,8 +28,9 @@ def mark_unwritten(a):
     owner = _owner(a)
     entry = _marked.get(id(owner))
     if entry is None or entry[0]() is not owner:
-        forget = weakref.ref(owner, lambda _, key=id(owner): _marked.pop(key, None))
-        entry = _marked[id(owner)] = forget, np.zeros(owner.nbytes, bool)
+        key = id(owner)
+        reference = weakref.ref(owner, lambda _: _marked.pop(key, None))
+        entry = _marked[key] = reference, np.zeros(owner.nbytes, bool)
     entry[1][_span(a, owner)] = True
     return a
 

@@ -26,7 +26,10 @@ def run_collective(warp, waiting):
         if Unset in {*map(type, args)}:
             args = tuple(plain(a, site.what, site) for a in args)
             thread.request = name, site, args
-        mask = int(args[0]) & FULL if args and not callable(name) else FULL
+        if name == "activemask":
+            mask = _together(thread, waiting)
+        else:
+            mask = int(args[0]) & FULL if args and not callable(name) else FULL
         group = groups.get((name, mask))
         if group is None:
             _check_mask(thread, mask, warp)
@@ -61,11 +64,20 @@ def _call(name, lanes):
     args = [t.request[2] for t in lanes]
     if callable(name):  # an intrinsic, see source.simulates
         return name(lanes, [t.request[1] for t in lanes], args)
+    if name == "activemask":
+        return [UInt32(_bits(lanes))] * len(lanes)
     if name == "syncwarp":
         return _syncwarp(lanes)
     if name.startswith("shfl"):
         return _shuffle(lanes, args, _SOURCES[name])
     return _VOTES[name](lanes, [a[1] for a in args])
+
+
+def _together(thread, waiting) -> int:
+    """The lanes that call activemask together: those that wait at the same call. A GPU may also split them."""
+    site = thread.request[1]
+    lanes = [t for t in waiting if t.request[:2] == ("activemask", site)]
+    return _bits(lanes)
 
 
 def _absent(mask, warp) -> int:
