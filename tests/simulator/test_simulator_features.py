@@ -7,9 +7,11 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int16, int32, int64, uint8, uint32
+from numba import cuda, float32, int16, int32, uint8, uint32
+from numba import float32 as numba_float32
 from numba.cuda import random as cuda_random
 
+from xtrain import simulator
 from xtrain.simulator import DeadlockError, KernelError, OutOfBoundsError, RaceError, check, run
 
 
@@ -53,6 +55,40 @@ def test_functions_as_arguments(f, of):
     assert (o == [of(x), of(of(x)), near + x**4, x * x + near]).all()
     with pytest.raises(KernelError, match=r"f is a Python function: decorate it with @cuda.jit"):
         run(applies, 1, 8, o, lambda v: v, (square,), x)
+
+
+HALF = 0.5
+half_of = cuda.jit(device=True)(lambda v: float32(v * HALF))
+
+
+@cuda.jit
+def calls_a_lambda(o, x):
+    i = cuda.threadIdx.x
+    o[i] = half_of(x[i]) + twice(half_of, x[i])
+
+
+def test_lambdas_as_device_functions():
+    o, x = np.zeros(8, np.float32), ramp()
+    run(calls_a_lambda, 1, 8, o, x)
+    assert (o == 0.75 * x).all()
+
+
+@pytest.mark.parametrize("n", [1, 31, 300])
+def test_the_kernels_of_cuda_reduce(n):
+    """Numba's own kernels for cuda.reduce, launched as it launches them."""
+    from numba.cuda.kernels.reduction import _gpu_reduce_factory
+
+    kernel = _gpu_reduce_factory(lambda a, b: a + b, numba_float32)
+    x, init = ramp(n) + 1, np.float32(3)
+    full, rest = divmod(n, 128)
+    partials = simulator.empty(full + bool(rest), np.float32)
+    if full:
+        run(kernel, full, 128, x[: 128 * full], partials[:full], init, True, allow={"exited_threads"})
+    if rest:
+        run(kernel, 1, rest, x[128 * full :], partials[full:], init, not full)
+    if len(partials) > 1:
+        run(kernel, 1, len(partials), partials, partials, init, False)
+    assert partials[0] == n * (n + 1) // 2 + 3
 
 
 # ----------------------------------------------------------------------------- recursion
@@ -413,4 +449,3 @@ def test_numpys_functions_with_an_output():
     run(array_functions, 1, 1, o, x, m)
     np.testing.assert_allclose(o, np.sin(x), rtol=1e-6)
     np.testing.assert_allclose(m, want, rtol=1e-6)
-    assert int64(1) == 1

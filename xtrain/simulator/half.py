@@ -26,9 +26,9 @@ def _rounded(f, kind):
 
 def table() -> dict:
     """Function of cuda.fp16 -> what the simulator calls in its place."""
-    found = [(name, f, np.float16) for name, f in _FUNCTIONS.items()]
-    found += [(name, f, np.bool_) for name, f in _COMPARISONS.items()]
-    fp16 = getattr(cuda, "fp16", None)
-    return {
-        getattr(fp16, name): _rounded(f, kind) for name, f, kind in found if hasattr(fp16, name)
-    }
+    fp16, found = getattr(cuda, "fp16", None), {}
+    for functions, kind in ((_FUNCTIONS, np.float16), (_COMPARISONS, np.bool_)):
+        for name, f in functions.items():
+            if hasattr(fp16, name):
+                found[getattr(fp16, name)] = _rounded(f, kind)
+    return found

@@ -79,7 +79,9 @@ def _whole(x, mode) -> int:
     """A finite float as an integer."""
     if mode == "rn":
         return round(float(x))
-    return {"rd": math.floor, "ru": math.ceil, "rz": math.trunc}[mode](float(x))
+    if mode == "rz":
+        return math.trunc(float(x))
+    return math.floor(float(x)) if mode == "rd" else math.ceil(float(x))
 
 
 def _to_integer(bits, signed, mode):

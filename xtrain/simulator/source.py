@@ -16,6 +16,7 @@ Globals and closure variables are read once, when the kernel first runs in the s
 
 import ast
 import inspect
+import linecache
 import math
 import types
 import weakref
@@ -28,7 +29,7 @@ from numba import cuda
 from . import refused
 from .errors import KernelError
 from .intrinsics import INTRINSICS
-from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at
+from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
 from .scalars import (
     floor_divide,
     modulo,
@@ -105,18 +106,7 @@ def translate(function) -> Translated:
 
 
 def _translate(function):
-    if function.__name__ == "<lambda>":
-        raise KernelError("a kernel or a device function that is a lambda: use def")
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except OSError as error:
-        raise KernelError(
-            f"no source for {function.__name__}: define it in a file or a notebook cell"
-        ) from error
-    nested = lines[0][0].isspace()
-    tree = ast.parse("if 1:\n" * nested + "".join(lines))
-    ast.increment_lineno(tree, first - 1 - nested)
-    definition = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    definition = _definition(function)
     rewriter = _Rewriter(function, definition.name)
     definition.decorator_list = []
     _strip_annotations(definition)
@@ -141,6 +131,37 @@ def _translate(function):
     return Translated(
         scope[definition.name], rewriter.waits, rewriter.granule, rewriter.views, device_only
     )
+
+
+def _definition(function) -> ast.FunctionDef:
+    """The syntax tree of a function. A lambda becomes a function with a return statement."""
+    if function.__name__ == "<lambda>":
+        return _lambda(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError as error:
+        raise KernelError(
+            f"no source for {function.__name__}: define it in a file or a notebook cell"
+        ) from error
+    nested = lines[0][0].isspace()
+    tree = ast.parse("if 1:\n" * nested + "".join(lines))
+    ast.increment_lineno(tree, first - 1 - nested)
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+
+
+def _lambda(function):
+    code = function.__code__
+    tree = ast.parse("".join(linecache.getlines(code.co_filename, function.__globals__)) or "0")
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = [n for n in found if {*names} == parameters(n)]
+    if len(found) != 1:
+        raise KernelError(f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def")
+    (node,) = found
+    definition = ast.FunctionDef(
+        "lambda_", node.args, [at(ast.Return(node.body), node.body)], [], None
+    )
+    return at(definition, node)
 
 
 def _strip_annotations(definition):
