@@ -83,7 +83,16 @@ def test_the_kernels_of_cuda_reduce(n):
     full, rest = divmod(n, 128)
     partials = simulator.empty(full + bool(rest), np.float32)
     if full:
-        run(kernel, full, 128, x[: 128 * full], partials[:full], init, True, allow={"exited_threads"})
+        run(
+            kernel,
+            full,
+            128,
+            x[: 128 * full],
+            partials[:full],
+            init,
+            True,
+            allow={"exited_threads"},
+        )
     if rest:
         run(kernel, 1, rest, x[128 * full :], partials[full:], init, not full)
     if len(partials) > 1:

@@ -152,11 +152,15 @@ def _definition(function) -> ast.FunctionDef:
 def _lambda(function):
     code = function.__code__
     tree = ast.parse("".join(linecache.getlines(code.co_filename, function.__globals__)) or "0")
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
+    found = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno
+    ]
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     found = [n for n in found if {*names} == parameters(n)]
     if len(found) != 1:
-        raise KernelError(f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def")
+        raise KernelError(
+            f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def"
+        )
     (node,) = found
     definition = ast.FunctionDef(
         "lambda_", node.args, [at(ast.Return(node.body), node.body)], [], None
