@@ -21,11 +21,12 @@ from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
-from .memory import Mark, Memory, Record, dense_array, extent, global_arrays, new_array, poisoned
+from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array, poisoned
 from .scalars import Int32, typed, watching
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
 from .unset import plain
+from .unwritten import extent
 from .warp import run_collective
 
 MAX_THREADS = 1024  # per block, on every GPU

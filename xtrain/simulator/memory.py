@@ -19,6 +19,7 @@ import numpy as np
 
 from . import errors, releases, unwritten
 from .scalars import dtype_of, scalar_type, storing
+from .unwritten import extent
 
 
 class Mark:
@@ -362,16 +363,6 @@ class _Bytes:
         self.__array_interface__ = {
             "data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3,
         }  # fmt: skip
-
-
-def extent(a):
-    """The addresses of the first byte of an array and of the byte after its last."""
-    low = high = a.__array_interface__["data"][0]
-    if a.size == 0:
-        return low, low
-    for n, stride in zip(a.shape, a.strides):
-        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
-    return low, high + a.itemsize
 
 
 def global_arrays(arrays: list, bytewise=False) -> list[Array]:

@@ -11,6 +11,16 @@ import numpy as np
 _marked: dict = {}  # id of an array that owns memory -> (weak reference to it, bool per byte: unwritten)
 
 
+def extent(a):
+    """The addresses of the first byte of an array and of the byte after its last."""
+    low = high = a.__array_interface__["data"][0]
+    if a.size == 0:
+        return low, low
+    for n, stride in zip(a.shape, a.strides):
+        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
+    return low, high + a.itemsize
+
+
 def _owner(a):
     while isinstance(a.base, np.ndarray):
         a = a.base
@@ -46,8 +56,6 @@ def mark_written(a):
 
 def _span(a, owner):
     """The bytes from the first to the last byte of a, in the memory of its owner."""
-    from .memory import extent
-
     low, high = extent(a)
     return slice(low - _address(owner), high - _address(owner))
 
