@@ -295,7 +295,6 @@ class Attempt:
             with observe(self.stepper):
                 result = run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
-            self.stepper.fail(error)
             hint = self._barrier_hint(error) or _hint(
                 error, (hints or {}, self.exercise.hints, HINTS)
             )

@@ -424,7 +424,7 @@ def no_fence(partial, counter):
 
 @cuda.jit
 def not_there(x):
-    x[0] = cuda.activemask()
+    x[0] = cuda.clock_of_the_wall()
 
 
 def helper(x):
@@ -472,7 +472,7 @@ def byte_views(out):
         (half_an_index, 1, 1, KernelError, "TypeError in half_an_index"),
         (reads_next_block, 2, 1, RaceError, "block (0, 0, 0) thread 0 read x[1] at"),
         (no_fence, 2, 1, RaceError, "block (1, 0, 0) thread 0 read it at"),
-        (not_there, 1, 1, KernelError, "not_there, cuda.activemask is not simulated"),
+        (not_there, 1, 1, KernelError, "not_there, cuda.clock_of_the_wall is not simulated"),
         (calls_python, 1, 1, KernelError, "decorate it with @cuda.jit(device=True)"),
         (byte_views, 1, 32, RaceError, "wrote words[1], the same memory as halves"),
     ],
@@ -501,6 +501,7 @@ def test_what_a_student_reads(planted):
     line = 2 + next(i for i, text in enumerate(module.lines) if text.endswith(MARK))
     assert str(caught.value) == (
         f"data race in rmsnorm_fwd_naive_kernel, block (0, 0, 0): thread 0 wrote rstd_N[0] at bad_rmsnorm.py:{line}, "
-        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory)\n"
+        f"thread 1 wrote it at bad_rmsnorm.py:{line}, with no barrier between them (global memory): "
+        f"both write the same value\n"
         f"    bad_rmsnorm.py:{line}    rstd_N[n] = rstd"
     )

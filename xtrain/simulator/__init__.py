@@ -1,27 +1,35 @@
 """Run a @cuda.jit kernel on the CPU, and report the mistakes that a GPU does not report.
 
     from xtrain import simulator
-    simulator.run(kernel, grid, block, *arrays_and_scalars, shared=0)
+    simulator.run(kernel, grid, block, *arrays_and_scalars, shared=0)      raises the first finding
+    simulator.check(kernel, grid, block, *arrays_and_scalars, shared=0)    runs to the end, returns all findings
 
 Every CUDA thread is a Python generator over the kernel's own source. The threads of a block run one
-after the other, each up to its next barrier, shuffle or vote; blocks run one after the other.
-Numbers have the types that Numba gives them on a GPU (scalars.py). A KernelError names the kernel,
-block, threads, file and lines. Its subclasses:
+after the other, each up to its next barrier, shuffle or vote, and so do blocks. Numbers have the types
+that Numba gives them on a GPU (scalars.py). A finding is a KernelError: it names the kernel, block,
+threads, file and lines. Its subclasses:
 
     RaceError           a data race: two threads access the same element of shared or global memory,
                         at least one writes without an atomic, and neither a barrier nor syncwarp
                         orders the accesses; or threads of two blocks do; or two overlapping kernels
-    UninitializedError  a read of shared or local memory that was never written. If another thread
-                        writes the element before the next barrier, the report names both lines
-    OutOfBoundsError    an index that is negative or past the end, on any axis
-    DeadlockError       a barrier or a warp function that some threads do not reach: the report says
-                        where each group of threads waits
+    UninitializedError  a value that depends on memory that was never written reaches a store to global
+                        memory, an atomic, a branch, an index or a warp function (unset.py). If another
+                        thread writes the element before the next barrier, the report names both lines
+    OutOfBoundsError    an index past the end, on any axis; a computed negative index
+    DeadlockError       a barrier, a warp function or a waiting loop that some threads do not get past:
+                        the report says where each group of threads waits
     AsyncError          an asynchronous copy or product (TMA, wgmma) whose result is used, or whose
                         operands are changed, before it is known to be complete; a descriptor that
                         does not describe a tile (engines.py, kernels/primitives/hopper_simulated.py)
     CollectiveError     a warp function in a block that is not whole warps, a mask without the
                         calling lane, a shuffle from a lane that does not take part
-    KernelError         anything else: too much shared memory, a Python exception in the kernel
+    KernelError         anything else: too much shared memory, an integer divided by zero, a Python
+                        exception in the kernel
+
+Each finding has a `kind`, a key of KINDS, and a `severity`. A "warning" is defined on current GPUs but
+rarely meant: several threads that write the same value to one element, a computed negative index,
+which Numba counts from the end, threads that have exited before a barrier. `allow={"same_value_race"}`
+accepts a kind, `enable={"integer_overflow"}` adds one that is off by default.
 
 A launcher runs its kernel here if its arguments are SimArrays: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 The array type selects the simulator; there is no mode and no flag.
@@ -30,39 +38,41 @@ The array type selects the simulator; there is no mode and no flag.
 
 A kernel that Numba would not compile is a KernelError too, if its source, its types or its launch
 configuration show it: a shared array whose shape is computed, a list, an atomic on uint8
-(refused.py, thread.py).
+(refused.py, thread.py). lessons/simulator.md lists what runs, what is refused and what is not modelled.
 
 Limits
-- The simulator switches between threads only where they wait. A thread that spins until another
-  thread writes would never end, so a while loop of more than a million iterations is a KernelError.
-- Unwritten global memory is not tracked; launchers fill it with NaN.
-- The schedule is always the same. Races are found by bookkeeping, not by chance; memory.py lists the
-  orders that it recognizes. A lock that threads of one block pass on with atomics is not one of
-  them: accesses that such a lock protects are reported as races.
+- Threads take turns where they wait, and every hundred iterations in a loop that accesses memory.
+  A loop in which nothing changes, or of more than 100 million iterations, is a KernelError.
+- Unwritten global memory is tracked in the arrays of `simulator.empty` only; launchers fill it with NaN.
+- The schedule is always the same. Races are found by bookkeeping, not by chance; memory.py and
+  releases.py list the orders that they recognize.
 - A variable that gets different types in different branches keeps each of them; Numba would use the
   wider one.
 - Float functions are correctly rounded; a GPU's results differ in the last few bits.
 """
 
-import numpy as np
+import importlib
+from typing import TYPE_CHECKING
 
-from .block import Launch
-from .errors import (
-    AsyncError,
-    CollectiveError,
-    DeadlockError,
-    KernelError,
-    OutOfBoundsError,
-    RaceError,
-    Site,
-    UninitializedError,
-)
-from .intrinsics import simulates
-from .observers import observe
-from .stepper import Stepper
-from .thread import Dim3
+if TYPE_CHECKING:
+    from .api import SimArray, check, empty, mark_unwritten, mark_written, record, run, sim
+    from .errors import (
+        KINDS,
+        AsyncError,
+        CollectiveError,
+        DeadlockError,
+        KernelError,
+        OutOfBoundsError,
+        RaceError,
+        Site,
+        UninitializedError,
+    )
+    from .intrinsics import simulates
+    from .observers import observe
+    from .stepper import Stepper
 
 __all__ = [
+    "KINDS",
     "AsyncError",
     "CollectiveError",
     "DeadlockError",
@@ -73,64 +83,27 @@ __all__ = [
     "Site",
     "Stepper",
     "UninitializedError",
+    "check",
+    "empty",
+    "mark_unwritten",
+    "mark_written",
     "observe",
     "record",
     "run",
     "sim",
     "simulates",
 ]
+_API = "SimArray", "check", "empty", "mark_unwritten", "mark_written", "record", "run", "sim"
+_HOME = {
+    "Stepper": "stepper",
+    "observe": "observers",
+    "simulates": "intrinsics",
+    **dict.fromkeys(_API, "api"),
+}
 
 
-class SimArray(np.ndarray):
-    """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
-
-
-def sim(a) -> SimArray:
-    """Return a C-contiguous copy of `a` as a SimArray."""
-    return np.array(a, order="C", copy=True).view(SimArray)
-
-
-def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
-    """Run `grid` blocks of `block` threads in the simulator.
-
-    kernel: a function compiled with @cuda.jit. grid, block: an int or a tuple of up to three ints.
-    args: NumPy arrays, which the kernel changes in place, and scalars; a Python int becomes int64, a
-    Python float float64. shared: bytes of dynamic shared memory.
-    overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
-    dependent launch); an access that would then be too early is a RaceError.
-
-    Raises KernelError or a subclass (see the module's docstring); the arrays then hold what was
-    written up to the error.
-    """
-    with np.errstate(all="ignore"):
-        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
-
-
-def record(
-    kernel,
-    grid,
-    block,
-    *args,
-    shared: int = 0,
-    overlap: bool = False,
-    of: tuple[int, ...] = (0, 0, 0),
-) -> Stepper:
-    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of the block.
-
-    A KernelError is not raised: it is in the result's `error`, and the result is about the block in which it happened.
-    """
-    stepper = Stepper(of)
-    try:
-        with observe(stepper):
-            run(kernel, grid, block, *args, shared=shared, overlap=overlap)
-    except KernelError as error:
-        stepper.fail(error)
-    return stepper
-
-
-def _dim3(n) -> Dim3:
-    n = tuple(n) if np.iterable(n) else (n,)
-    if not 1 <= len(n) <= 3 or not all(isinstance(x, (int, np.integer)) and x > 0 for x in n):
-        got = ", ".join(map(str, n))
-        raise ValueError(f"a grid or a block must be 1 to 3 positive integers, got ({got})")
-    return Dim3(*(*n, 1, 1)[:3])
+def __getattr__(name):
+    """Import a name at its first use: Numba takes half a second."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)

@@ -2,13 +2,16 @@
 
 The threads of a block run one after the other, each up to the next place where it waits. When no
 thread can run, the warps whose warp function has all its lanes resume; if there are none, all
-threads resume together if they have reached the same barrier. Otherwise it is a deadlock.
+threads resume together if they have reached the same barrier; if there are none, the threads that wait
+in a loop for a change of memory run again. A block in which nothing changes any more is parked, and the
+next block starts. When all blocks are parked and none makes progress, it is a deadlock.
 """
 
 import contextlib
 import gc
 import inspect
 import math
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,16 +21,19 @@ from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
-from .memory import Mark, Memory, dense_array, extent, global_arrays, poisoned
-from .scalars import Int32, typed
-from .source import BLOCK_BARRIERS, translate
+from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array, poisoned
+from .scalars import Int32, typed, watching
+from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
+from .unset import plain
+from .unwritten import extent
 from .warp import run_collective
 
 MAX_THREADS = 1024  # per block, on every GPU
 MAX_Z = 64  # threads of a block along z
 MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
+EXITED = "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older GPUs the others wait forever"
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
 
@@ -45,7 +51,22 @@ class Launch:
     # (kernels/primitives/hopper.py) accessed.
     last: tuple[Sequence, Sequence, dict] = (), (), {}
 
-    def __init__(self, kernel, grid: Dim3, block: Dim3, args, shared: int, overlap: bool = False):
+    def __init__(
+        self,
+        kernel,
+        grid: Dim3,
+        block: Dim3,
+        args,
+        shared: int,
+        overlap=False,
+        reported=None,
+        collects=False,
+    ):
+        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding."""
+        self.reported = errors.reported_kinds() if reported is None else reported
+        self.collects = collects
+        self.found: dict = {}  # (kind, sites) -> KernelError
+        self.changes = 0  # atomics that changed memory
         given = inspect.signature(kernel.py_func).bind(*args).arguments
         self.name = kernel.py_func.__name__
         for name, value in given.items():
@@ -54,8 +75,10 @@ class Launch:
                 raise KernelError(
                     f"{self.name}: {name} is a {kind}: a kernel takes arrays, numbers and tuples"
                 )
-            if isinstance(value, np.ndarray) and value.dtype.names:
-                raise KernelError(f"{self.name}: {name} is a record array, which is not simulated")
+            if isinstance(value, types.FunctionType):
+                raise KernelError(
+                    f"{self.name}: {name} is a Python function: decorate it with @cuda.jit(device=True)"
+                )
             if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
                 raise KernelError(
                     f"{self.name}: {name} is an array of {value.dtype}, which Numba does not support"
@@ -63,17 +86,18 @@ class Launch:
         self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
         self.previous_writes, self.previous_args, self.previous_copies = Launch.last
         self.previous_extents = [
-            *(extent(a) for a in self.previous_args if isinstance(a, np.ndarray)),
+            *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
         ]
         self._check_size(shared)
-        arrays = global_arrays([a for a in args if isinstance(a, np.ndarray)])
-        self.memories = list(dict.fromkeys(a.memory for a in arrays))
-        self.given, remaining = args, iter(arrays)
-        self.args = [next(remaining) if isinstance(a, np.ndarray) else typed(a) for a in args]
+        self.translate = translate
         self.translated = translate(kernel.py_func)
         if self.translated.device_only is not None:
             raise self.translated.device_only
+        arrays = global_arrays(_arrays_in(args), self.translated.views)
+        self.memories = list(dict.fromkeys(a.memory for a in arrays))
+        self.given, remaining = args, iter(arrays)
+        self.args = [_simulated(a, remaining) for a in args]
         x, y, z = map(int, block)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
@@ -97,23 +121,79 @@ class Launch:
         if text:
             raise KernelError(f"{self.name}: {text}")
 
+    def report(self, kind, sites, make):
+        """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same places are counted."""
+        if kind not in self.reported:
+            return
+        if not self.collects:
+            raise make()
+        known = self.found.get((kind, sites))
+        if known is None:
+            self.found[kind, sites] = make()
+        else:
+            known.count += 1
+
+    def findings(self) -> list[KernelError]:
+        """Run all blocks and return the findings. After one that leaves no sensible way to continue, it is the last."""
+        try:
+            self.run()
+        except KernelError as error:
+            self.found.setdefault((error.kind, error.sites), error)
+        return [*self.found.values()]
+
     def run(self):
         """Run all blocks and record what they wrote, for the next launch."""
-        x, y, z = map(int, self.grid)
-        with _rare_collections():
-            for k, j, i in np.ndindex(z, y, x):
-                Block(self, Dim3(i, j, k)).run()
-                for memory in self.memories:
-                    memory.end_of_block()
-        written = [
-            (self.name, m.base, m.granule, {*m.old_writes, *m.old_atomics}) for m in self.memories
-        ]
+        with _rare_collections(), watching(self.reported):
+            self._run_blocks()
+        for memory in self.memories:
+            if memory.unwritten is not None:
+                memory.unwritten.remove(memory.written)
+        written = [(self.name, m.base, m.granule, m.written) for m in self.memories]
         given, copies = list(self.given), dict(self.copies)
         if self.let_next_early:
             written += self.previous_writes
             given += self.previous_args
             copies = {**self.previous_copies, **copies}
         Launch.last = written, given, copies
+
+    def _run_blocks(self):
+        x, y, z = map(int, self.grid)
+        self.blocks = x * y * z
+        parked: list[Block] = []
+        for k, j, i in np.ndindex(z, y, x):
+            block = Block(self, Dim3(i, j, k))
+            parked += self._advance(block)
+        while parked:
+            before, waiting = self.changes, []
+            progress = False
+            for block in parked:
+                waiting += self._advance(block)
+                progress = progress or block.progress
+            if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+                for memory in self.memories:
+                    memory.all_in_order()
+                for block in waiting:
+                    block.pass_grid()
+            elif len(waiting) == len(parked) and not progress and self.changes == before:
+                error = parked[0].deadlock()
+                self._tell(parked[0], error)
+                raise error
+            parked = waiting
+
+    def _advance(self, block) -> list:
+        """Run a block until it ends or is parked. Returns [block] if it is parked."""
+        try:
+            done = block.advance()
+        except KernelError as error:
+            self._tell(block, error)
+            raise
+        for memory in self.memories:
+            memory.end_of_block()
+        return [] if done else [block]
+
+    def _tell(self, block, error):
+        for observer in self.observers:
+            observer.failed(block, error)
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -126,6 +206,29 @@ class Launch:
         """Begin the next interval between block barriers and return its number."""
         self.epoch += 1
         return self.epoch
+
+
+def _arrays_in(args) -> list:
+    """The arrays among the arguments of a kernel, also those in tuples."""
+    found = []
+    for a in args:
+        if isinstance(a, np.ndarray):
+            found.append(a)
+        elif isinstance(a, tuple):
+            found += _arrays_in(a)
+    return found
+
+
+def _simulated(value, arrays):
+    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for _arrays_in."""
+    if isinstance(value, np.ndarray):
+        return next(arrays)
+    if isinstance(value, tuple):
+        values = [_simulated(v, arrays) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    if isinstance(value, np.void):  # a record by itself, which the kernel gets as a copy
+        return Record(global_arrays([np.array([value], value.dtype)])[0], 0)
+    return typed(value)
 
 
 @contextlib.contextmanager
@@ -152,16 +255,26 @@ class Block:
         # Epochs with a threadfence; element of an atomic -> what was acquired there: releases.py
         self.fenced: list[int] = []
         self.acquired: dict = {}
+        self.handed: dict = {}  # (memory, key) of an atomic -> {thread: clock}: releases.py
         kind: type[Thread] = EarlyThread if launch.overlap else Thread
         if launch.observers:
             kind = observers.observed(kind)
         self.threads = [kind(self, i, at) for i, at in enumerate(launch.positions)]
         self.waited = False  # for the previous kernel: early.py
+        self.eager = False  # an intrinsic runs: unwritten values are reported when they are read
+        self.running = self._run()
+        self.at_grid = False  # all its threads wait in grid.sync()
+        self.spun = None  # what _changed saw last
+        self.progress = True  # something happened since the block was parked
         self.warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
 
     # ------------------------------------------------------------------------- scheduling
-    def run(self):
-        """Run the kernel in all threads of the block. Raises KernelError."""
+    def advance(self) -> bool:
+        """Run until the block has ended (True) or until only another block can let it continue (False). Raises KernelError."""
+        self.progress = False
+        return next(self.running, True)
+
+    def _run(self):
         function, args = self.launch.translated.function, self.launch.args
         for observer in self.launch.observers:
             observer.begin(self)
@@ -170,10 +283,19 @@ class Block:
                 thread.generator = function(thread, *args)
             ready = self.threads
             while ready:
-                _run_each(ready, _resume)
+                self._run_each(ready, _resume)
                 ready = self._resumable()
+                while self.at_grid:
+                    yield False
+                    ready = self.threads
+                while not ready and (spinning := self._spinning()):
+                    if not self._changed(spinning):
+                        yield False
+                    ready = spinning
+                    for thread in ready:
+                        thread.reply = True  # the loop goes on
         else:
-            _run_each(self.threads, function, *args)
+            self._run_each(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
             raise KernelError(
                 f"{self.launch.name}, block {self.position}: it may start before the previous kernel has ended, but it "
@@ -181,10 +303,48 @@ class Block:
             )
         if self._engines is not None:
             self._engines.finish()
+        for observer in self.launch.observers:
+            observer.end(self)
         # Shadows keep marks and marks keep threads alive: free everything else.
         for thread in self.threads:
             del thread.mark, thread.generator
-        del self.threads, self.warps, self.shared, self.dynamic, self._engines, self.acquired
+            thread.known = None
+        del (
+            self.threads,
+            self.warps,
+            self.shared,
+            self.dynamic,
+            self._engines,
+            self.acquired,
+            self.handed,
+        )
+
+    def _run_each(self, threads, function, *args):
+        """Run each thread up to the next place where it waits."""
+        others = iter(threads)
+        try:
+            for thread in others:
+                _guarded(thread, function, thread, *args)
+        except KernelError as error:
+            error.thread = thread.index
+            # None: something else, or an asynchronous copy or a matrix product reads it
+            read = error.read if isinstance(error, UninitializedError) else None
+            # Does one of the others write the element that was read too early? An observer sees what they do anyway.
+            if read is not None or self.launch.observers:
+                collects, self.launch.collects = self.launch.collects, True
+                for other in others:
+                    with contextlib.suppress(Exception):
+                        _guarded(other, function, other, *args)
+                self.launch.collects = collects
+            if read is None:
+                raise
+            found = _explained(error)
+            found.thread = error.thread
+            raise found.with_traceback(error.__traceback__) from None
+        if self.launch.collects:
+            for key, known in self.launch.found.items():
+                if getattr(known, "read", None) is not None:
+                    self.launch.found[key] = _explained(known)
 
     engines_in_use = property(lambda self: self._engines is not None)
 
@@ -197,18 +357,38 @@ class Block:
 
     def _resumable(self):
         """The threads that may resume, with their replies set. An empty list: the block is done."""
-        ready = []
+        ready, self.eager = [], True
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
             if waiting:
                 ready += run_collective(warp, waiting)
         ready = ready or self._poll_waiting()
+        self.eager = False
         if ready:
+            self.progress = True
             return ready
         waiting = [t for t in self.threads if t.request]
-        if waiting:
-            self._barrier(waiting)
-        return waiting
+        if waiting and self._barrier(waiting):
+            self.progress = True
+            return waiting
+        return []
+
+    def pass_grid(self):
+        """All blocks have reached grid.sync(): the threads may resume."""
+        self.at_grid, self.progress = False, True
+        self._meet(self.threads)
+
+    def _spinning(self):
+        """The threads that wait in a loop."""
+        return [t for t in self.threads if t.request and t.request[0] == SPIN]
+
+    def _changed(self, spinning) -> bool:
+        """Has one of these threads made progress since the last call?"""
+        states = self.launch.changes, [(t, t.state_at_spin) for t in spinning]
+        changed = states != self.spun or any(t.state_at_spin[1] is None for t in spinning)
+        self.spun = states
+        self.progress = self.progress or changed
+        return changed
 
     def _poll_waiting(self):
         """The polled and warpgroup-wide requests that are satisfied. If there are none, a copy completes first."""
@@ -224,28 +404,43 @@ class Block:
                 return ready
         return []
 
-    def _barrier(self, waiting):
-        """Release the barrier. Raises DeadlockError unless all threads wait at the same call with the same call stack."""
+    def _barrier(self, waiting) -> bool:
+        """Release the barrier. Returns False if threads wait in a loop, which they may leave later.
+
+        Raises DeadlockError unless all threads wait at the same call with the same call stack. Threads that have exited count
+        as arrived.
+        """
         path = _path(waiting[0])
         name, *_ = waiting[0].request
-        if (
-            name not in BLOCK_BARRIERS
-            or len(waiting) < len(self.threads)
-            or any(_path(t) != path for t in waiting)
-        ):
-            raise self._deadlock()
+        if name not in BLOCK_BARRIERS or any(_path(t) != path for t in waiting):
+            if any(t.request[0] == SPIN for t in waiting):
+                return False
+            raise self.deadlock()
+        if len(waiting) < len(self.threads):
+            site = waiting[0].request[1]
+            self.launch.report("exited_threads", (site,), lambda: self.deadlock("exited_threads"))
+        if name == GRID_SYNC:
+            self.at_grid = len(waiting) == len(self.threads)
+            if not self.at_grid:
+                raise self.deadlock()
+            return False
         votes = [_vote(t, vote) for t in waiting for vote in t.request[2]]
-        reply = _REPLIES[name](votes)
+        self._meet(waiting, _REPLIES[name](votes))
+        return True
+
+    def _meet(self, threads, reply=None):
+        """Let threads resume that wait at a barrier."""
         self.epoch = self.launch.next_epoch()
-        for thread in waiting:
+        for thread in threads:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)
             thread.reply = reply
         if self.engines_in_use:
-            self.engines.meet(waiting)
+            self.engines.meet(threads)
         for observer in self.launch.observers:
-            observer.meet(waiting, name, waiting[0].request[1])
+            observer.meet(threads, *threads[0].request[:2])
 
-    def _deadlock(self):
+    def deadlock(self, kind="deadlock") -> DeadlockError:
+        """The report that says where each group of threads waits."""
         places: dict[str, list[Thread]] = {}
         sites: list[Site | None] = []
         for thread in self.threads:
@@ -266,11 +461,17 @@ class Block:
             for place, group in places.items()
         ]
         return DeadlockError(
-            f"deadlock in {self.launch.name}, block {self.position}: its {len(self.threads)} threads do not all "
-            "reach the same barrier or warp function\n"
+            f"deadlock in {self.launch.name}, block {self.position}: "
+            + (
+                f"its {len(self.threads)} threads do not all reach the same barrier or warp function\n"
+                if not self._spinning()
+                else "a loop waits for a change of memory that no thread makes\n"
+            )
             + "\n".join(groups)
-            + (self.engines.report() if self.engines_in_use else ""),
+            + (self.engines.report() if self.engines_in_use else "")
+            + (EXITED if kind == "exited_threads" else ""),
             tuple(site for site in dict.fromkeys(sites) if site),
+            kind,
         )
 
     # ------------------------------------------------------------------------- shared memory
@@ -286,8 +487,8 @@ class Block:
         return self.shared[id(site)]
 
     def _static_array(self, thread, site, shape, dtype):
-        flat = poisoned(int(np.prod(shape)), dtype)
-        self.static_bytes += flat.nbytes
+        new = new_array("shared", shape, dtype, self.launch.translated.views)
+        self.static_bytes += new.flat.nbytes
         if self.static_bytes > STATIC_SHARED or self.static_bytes + self.launch.dynamic > SHARED:
             raise KernelError(
                 f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} static bytes up to {site} and "
@@ -295,12 +496,12 @@ class Block:
                 "use dynamic shared memory, cuda.shared.array(0, ...) and shared=, for more",
                 (site,),
             )
-        return dense_array(Memory("shared", dtype.itemsize), flat, shape)
+        return new
 
     def _dynamic_array(self, dtype):
         """All dynamic arrays of a block start at the same byte."""
         if self.dynamic is None:
-            granule = self.launch.translated.granule or 1
+            granule = 1 if self.launch.translated.views else self.launch.translated.granule or 1
             self.dynamic = Memory("shared", granule), poisoned(self.launch.dynamic, np.uint8)
         memory, raw = self.dynamic
         flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -316,33 +517,24 @@ _REPLIES = {
 
 
 def _vote(thread, vote) -> bool:
+    site = thread.request[1]
+    vote = plain(vote, site.what, site)
     if not isinstance(vote, np.integer):
         raise errors.no_integer(thread, thread.request[1], vote)
     return bool(vote)
 
 
 # ----------------------------------------------------------------------------- one thread
-def _run_each(threads, function, *args):
-    """Run each thread up to the next place where it waits."""
-    others = iter(threads)
-    try:
-        for thread in others:
-            _guarded(thread, function, thread, *args)
-    except KernelError as error:
-        error.thread = thread.index
-        read = error.read if isinstance(error, UninitializedError) else None
-        # Does one of the others write the element that was read too early? An observer sees what they do anyway.
-        if read is not None or threads[0].block.launch.observers:
-            for thread in others:
-                with contextlib.suppress(Exception):
-                    _guarded(thread, function, thread, *args)
-        if read is None:
-            raise
-        by, memory, key, site, index = read
-        later = memory.writes.get(key)
+def _explained(error):
+    """An uninitialized read with the thread that writes the element later, without a barrier in between, if there is one."""
+    by, memory, key, site, index = error.read
+    later = memory.writes.get(key)
+    found = error
+    if later is not None and later[0].thread is not by:
         found = errors.uninitialized(by, memory, key, site, index, later)
-        found.thread = by.index
-        raise found.with_traceback(error.__traceback__) from None
+        found.count = error.count
+    found.read = None
+    return found
 
 
 def _resume(thread):
@@ -352,7 +544,7 @@ def _resume(thread):
 
 
 def _of_warp(name) -> bool:
-    return name not in BLOCK_BARRIERS and not isinstance(name, Waiting)
+    return name not in BLOCK_BARRIERS and name != SPIN and not isinstance(name, Waiting)
 
 
 def _poll(thread):

@@ -28,11 +28,11 @@ class EarlyThread(Thread):
                 if (at - base) // granule in keys:
                     why = f"which {name} writes, the previous kernel"
                     raise errors.early(self, "reads", why, errors.element(site, index), site)
-        Thread._read(self, a, key, index, site)
+        return Thread._read(self, a, key, index, site)
 
-    def _write(self, a, key, index, site):
+    def _write(self, a, key, index, site, *value):
         self._must_be_free(a, key, "writes", index, site)
-        Thread._write(self, a, key, index, site)
+        Thread._write(self, a, key, index, site, *value)
 
     def _change(self, a, key, index, site):
         self._must_be_free(a, key, "changes", index, site)

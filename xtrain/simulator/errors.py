@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import sys
 from typing import NamedTuple
 
 
@@ -24,17 +25,60 @@ class Site(NamedTuple):
         return f"{file_name(self.file)}:{self.line}"
 
 
-class KernelError(Exception):
-    """A kernel did what a GPU forbids or leaves undefined. The message names the kernel, the threads, the file and the lines.
+class Kind(NamedTuple):
+    """A kind of finding."""
 
-    sites: the places in the source, in the order in which the message names them.  thread: position in its block of the thread
-    that did it; None if it is no single one.
+    severity: (
+        str  # "error": wrong on some GPU; "warning": defined on current GPUs, but rarely meant
+    )
+    reported: bool  # by default
+    meaning: str
+
+
+KINDS = {
+    "error": Kind("error", True, "anything that Numba or a GPU refuses; a Python exception in the kernel"),
+    "race": Kind("error", True, "two unordered accesses to one element, at least one a plain write"),
+    "same_value_race": Kind("warning", True, "two unordered writes of the same value to one element"),
+    "uninitialized": Kind("error", True, "a value that depends on shared or local memory that was never written"),
+    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`"),
+    "out_of_bounds": Kind("error", True, "an index past the end, or further below zero than the axis is long"),
+    "negative_index": Kind("warning", True, "a computed negative index: Numba counts it from the end"),
+    "deadlock": Kind("error", True, "a barrier, warp function or waiting loop that threads never get past"),
+    "exited_threads": Kind("warning", True, "a barrier or warp function that waits for threads that have exited"),
+    "partial_warp": Kind("warning", True, "a mask that contains lanes that the block does not have"),
+    "collective": Kind("error", True, "a warp function with an invalid mask, lane or type"),
+    "async": Kind("error", True, "an asynchronous copy or product that is not waited for"),
+    "division_by_zero": Kind("error", True, "// or % of integers by zero"),
+    "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
+    "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
+    "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
+}  # fmt: skip
+
+
+def reported_kinds(allow=(), enable=()) -> frozenset:
+    """The kinds that are reported: those that are on by default and those in `enable`, without those in `allow`."""
+    for kind in (*allow, *enable):
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
+    return frozenset({k for k, v in KINDS.items() if v.reported} | {*enable}) - {*allow}
+
+
+class KernelError(Exception):
+    """A finding: a kernel did what a GPU forbids or leaves undefined, or what is rarely meant. The message names the kernel, the
+    threads, the file and the lines.
+
+    sites: the places in the source, in the order in which the message names them.
+    kind: a key of KINDS. count: how often it was found at these places (simulator.check).
+    thread: position in its block of the thread that did it; None if it is no single one.
     """
 
+    kind = "error"
     thread: int | None = None
+    severity = property(lambda self: KINDS[self.kind].severity)
 
-    def __init__(self, message: str, sites: tuple = ()):
-        self.sites = tuple(sites)
+    def __init__(self, message: str, sites: tuple = (), kind: str = ""):
+        self.sites, self.count = tuple(sites), 1
+        self.kind = kind or self.kind
         width = max((len(str(site)) for site in self.sites), default=0)
         for file, line, name in dict.fromkeys((s.file, s.line, str(s)) for s in self.sites):
             text = linecache.getline(file, line).strip()
@@ -45,19 +89,26 @@ class KernelError(Exception):
 class RaceError(KernelError):
     """A data race: two threads access the same element, at least one writes it, and nothing orders the accesses."""
 
+    kind = "race"
+
 
 class UninitializedError(KernelError):
     """A read of shared or local memory that was never written."""
 
+    kind = "uninitialized"
     read: tuple | None = None  # the arguments of uninitialized()
 
 
 class OutOfBoundsError(KernelError):
     """An index that is negative or past the end of its axis."""
 
+    kind = "out_of_bounds"
+
 
 class DeadlockError(KernelError):
     """A barrier or a warp function that some threads of the block do not reach."""
+
+    kind = "deadlock"
 
 
 class AsyncError(KernelError):
@@ -65,9 +116,13 @@ class AsyncError(KernelError):
     or it reads data other than its descriptor describes.
     """
 
+    kind = "async"
+
 
 class CollectiveError(KernelError):
     """A warp function called with an invalid mask, lane or type."""
+
+    kind = "collective"
 
 
 def ranges(numbers) -> str:
@@ -79,6 +134,20 @@ def ranges(numbers) -> str:
         else:
             runs.append([n, n])
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+
+
+def caller():
+    """The thread whose kernel code runs now, and the Site of its current line; None outside a kernel.
+
+    For reports from arithmetic, which does not know its thread.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_varnames[:1] == ("_t",):
+            return frame.f_locals["_t"], Site(code.co_filename, frame.f_lineno, 0, code.co_name, "")
+        frame = frame.f_back
+    return None
 
 
 # ----------------------------------------------------------------------------- wording
@@ -96,7 +165,7 @@ def element(site, index) -> str:
     return f"element {text} in {site.what}" if site.what.endswith(")") else f"{site.what}[{text}]"
 
 
-def race(kind, then, did, second, does, site, index) -> RaceError:
+def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
     """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does` ("read")."""
     (mark, old_site), name = then, element(site, index)
     first, it = mark.thread, "it"
@@ -108,9 +177,11 @@ def race(kind, then, did, second, does, site, index) -> RaceError:
         place = f"between blocks {place.rpartition(', block')[0]}"
         why = "and blocks run in no order"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
+    same = ": both write the same value" if kind == "same_value_race" else ""
     return RaceError(
-        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({kind} memory)",
+        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({space} memory){same}",
         (old_site, site),
+        kind,
     )
 
 
@@ -133,16 +204,27 @@ def in_use(thread, busy, verb, site, index):
     )
 
 
-def uninitialized(thread, memory, key, site, index, later=None):
-    """later: (mark, site) of another thread that writes the element before the next barrier, after this read."""
+def uninitialized(thread, memory, key, site, index, later=None, use=None):
+    """later: (mark, site) of another thread that writes the element before the next barrier, after this read.
+    use: (what the value reaches, the Site there)
+    """
     why, sites = "that no thread has written", [site]
+    kind = "unwritten_global" if memory.kind == "global" else "uninitialized"
     if later is not None:
         why = f"that {later[0].thread} writes at {later[1]}, with no barrier between them"
         sites.append(later[1])
+    used = ""
+    if use is not None and later is None:
+        what, place = use
+        used = f"; the value reaches {what}"
+        if (place.file, place.line) != (site.file, site.line):
+            used += f" at {place}"
+            sites.append(place)
     error = UninitializedError(
         f"uninitialized read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
-        f"{memory.kind} memory {why}",
+        f"{memory.kind} memory {why}{used}",
         tuple(sites),
+        kind,
     )
     error.read = thread, memory, key, site, index
     return error
@@ -164,6 +246,21 @@ def read_only(thread, site, index):
         f"write to a read-only array {where(thread, site)}: {thread} writes {element(site, index)} at {site}",
         (site,),
     )
+
+
+def negative_index(thread, index, axis_index, size, site):
+    """A computed index that is negative but not below -size."""
+    return OutOfBoundsError(
+        f"negative index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: index {axis_index} is negative "
+        f"(Numba counts it from the end): it wraps around to {int(axis_index) + size}",
+        (site,),
+        "negative_index",
+    )
+
+
+def numeric(thread, site, kind, text):
+    """Arithmetic whose result is undefined or rarely meant."""
+    return KernelError(f"{text} {where(thread, site)}: {thread} at {site}", (site,), kind)
 
 
 def out_of_bounds(thread, a, index, site):

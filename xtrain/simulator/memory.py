@@ -17,8 +17,9 @@ from operator import index as as_int
 
 import numpy as np
 
-from . import releases
-from .scalars import scalar_type
+from . import errors, releases, unwritten
+from .scalars import dtype_of, scalar_type, storing
+from .unwritten import extent
 
 
 class Mark:
@@ -43,20 +44,24 @@ def in_order(earlier: Mark, now: Mark) -> bool:
         return releases.known(earlier, now)
     if earlier.epoch != now.epoch:
         return True
-    return a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock
+    if a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock:
+        return True
+    return b.known is not None and earlier.clock < b.known.get(a, 0)
 
 
 class Memory:
     """The shadow of one range of memory: a global array with all its aliases, a shared array or a local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes", "reads", "releases",
-        "watched",
-        "writes",
+        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes",
+        "past_writes", "reads", "releases", "unread", "unset", "unwritten", "watched", "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
-        self.kind, self.local = kind, kind == "local"  # "global" | "shared" | "local"
+        self.kind = kind  # "global" | "shared" | "local"
+        self.local = (
+            kind == "local"
+        )  # one key per element and one thread: Thread.load and store take a short way
         self.granule = granule  # bytes per key
         self.base = 0  # global memory: the address of key 0
         # By threads of the running block, and by finished blocks.
@@ -66,9 +71,24 @@ class Memory:
         self.old_writes: dict = {}
         self.old_reads: dict = {}
         self.old_atomics: dict = {}
+        self.past_writes: set = set()  # keys written before all blocks met
         self.releases: dict = {}  # key of an atomic -> {block: Release}
+        self.unset: dict = {}  # key -> the Unset that was stored there (unset.py)
+        self.unread: dict = {}  # key -> (mark, read) of the last read before any write
+        self.unwritten = None  # global memory: the keys that no kernel and no copy has written
         self.busy = None  # registers that a product in flight uses: see errors.in_use
-        self.watched = False  # there are atomics or finished blocks: check all six dicts
+        self.watched = False  # there are atomics, Unsets or finished blocks: check all dicts
+
+    def all_in_order(self):
+        """All blocks have met: their accesses precede everything that comes."""
+        self.past_writes.update(self.old_writes, self.old_atomics)
+        for shadow in (self.old_writes, self.old_reads, self.old_atomics):
+            shadow.clear()
+
+    @property
+    def written(self) -> set:
+        """The keys that finished blocks have written."""
+        return {*self.old_writes, *self.old_atomics, *self.past_writes}
 
     def end_of_block(self):
         """Move the records of the running block to those of the finished blocks."""
@@ -117,40 +137,110 @@ class Array:
     """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and record its elements."""
 
     __slots__ = (
-        "bias", "convert", "dims", "dtype", "flat", "memory", "ndim", "span", "start", "steps", "wrap", "writeable",
+        "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "span", "start", "steps", "stride", "wrap",
+        "writeable",
     )  # fmt: skip
 
-    def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True):
+    def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True, stride=None):
         self.memory, self.flat, self.dtype, self.writeable = memory, flat, flat.dtype, writeable
         self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
         self.ndim = len(dims)
         self.bias = bias  # key of flat[0]
         self.span = self.dtype.itemsize // memory.granule  # keys per element
+        self.stride = stride or self.span  # keys from flat[k] to flat[k + 1]
+        self.dense = self.span == self.stride == 1
         scalar = scalar_type(self.dtype)
         self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
-        self.convert = self.dtype.type if self.dtype.kind in "iu" else None  # before a store
+        self.convert = storing(self.dtype)  # before a store
 
     def _like(self, dims, steps, start):
-        new = Array.__new__(Array)
-        for name in ("memory", "flat", "dtype", "writeable", "bias", "span", "wrap", "convert"):
+        new = type(self).__new__(type(self))
+        names = "memory", "flat", "dtype", "writeable", "bias", "span", "stride", "dense", "wrap"
+        for name in (*names, "convert"):
             setattr(new, name, getattr(self, name))
         new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
         return new
 
     shape = property(lambda self: tuple(map(np.int64, self.dims)))
-    strides = property(lambda self: tuple(np.int64(s * self.dtype.itemsize) for s in self.steps))
+    strides = property(lambda self: tuple(np.int64(s * self._bytes) for s in self.steps))
+    _bytes = property(lambda self: self.stride * self.memory.granule)
+    itemsize = property(lambda self: np.int64(self.dtype.itemsize))
+    nbytes = property(lambda self: np.int64(self.dtype.itemsize * math.prod(self.dims)))
     size = property(lambda self: np.int64(math.prod(self.dims)))
     T = property(lambda self: self._like(self.dims[::-1], self.steps[::-1], self.start))
+    real = property(lambda self: self._part(0))
+    imag = property(lambda self: self._part(1))
 
     def __len__(self):
         return self.dims[0]
 
     def keys(self, k):
         """The keys of the element flat[k]."""
-        first = self.bias + k * self.span
+        first = self.bias + k * self.stride
         return range(first, first + self.span)
 
-    def view(self, index):
+    # What a kernel may call.
+    def transpose(self):
+        return self.T
+
+    def reshape(self, *shape):
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        dims, size = [int(n) for n in shape], math.prod(self.dims)
+        if dims.count(-1) == 1:
+            known = -math.prod(dims)
+            dims[dims.index(-1)] = size // known if known else 0
+        if math.prod(dims) != size or min(dims, default=0) < 0:
+            raise ValueError(
+                f"an array of shape {self.dims} cannot have the shape {tuple(map(int, shape))}"
+            )
+        if size and any(
+            s != w for n, s, w in zip(self.dims, self.steps, c_steps(self.dims)) if n > 1
+        ):
+            raise ValueError("reshape and ravel need a C-contiguous array")
+        return self._like(tuple(dims), c_steps(dims), self.start)
+
+    def ravel(self):
+        return self.reshape(math.prod(self.dims))
+
+    def view(self, kind):
+        """The same bytes as another dtype. The last axis is contiguous if the element size changes."""
+        new, old = dtype_of(kind), self.dtype
+        size, before = new.itemsize, old.itemsize
+        if self.stride != self.span or new.itemsize % self.memory.granule:
+            raise ValueError(f"a view of {new} of an array of {old} is not simulated")
+        dims, steps, start = [*self.dims], [*self.steps], self.start
+        if size != before:
+            if not dims or steps[-1] != 1 or (dims[-1] * before) % size or start * before % size:
+                raise ValueError(
+                    f"a view of {new} of an array of {old} and shape {self.dims}: the last axis must fit"
+                )
+            if any(n * before % size for n in steps[:-1]):
+                raise ValueError(
+                    f"a view of {new} of an array of {old}: a row is not whole elements"
+                )
+            dims[-1] = dims[-1] * before // size
+            steps = [n * before // size for n in steps[:-1]] + [1]
+            start = start * before // size
+        flat = self.flat.view(np.uint8)
+        flat = flat[: len(flat) // size * size].view(new)
+        self.memory.local = False
+        return make_array(
+            self.memory, flat, tuple(dims), tuple(steps), start, self.bias, self.writeable
+        )
+
+    def _part(self, i):
+        """The real or imaginary parts."""
+        if self.dtype.kind != "c":
+            if i:
+                raise AttributeError(f"an array of {self.dtype} has no imaginary part")
+            return self
+        flat = self.flat.view(self.flat.real.dtype)
+        steps = tuple(2 * n for n in self.steps)
+        return Array(
+            self.memory, flat, self.dims, steps, 2 * self.start + i, self.bias, self.writeable
+        )
+
+    def sliced(self, index):
         """array[index] with slices or with fewer indices than axes."""
         index = index if isinstance(index, tuple) else (index,)
         index += (slice(None),) * (self.ndim - len(index))
@@ -205,6 +295,65 @@ class Array:
             return None
 
 
+class RecordArray(Array):
+    """An array with a structured dtype. Its elements are Records, references to memory; a.name is the array of one field."""
+
+    __slots__ = ("fields",)
+
+    def locate(self, index):
+        """Not a number: Thread.load takes the long way."""
+        return None
+
+    def field(self, name):
+        """The array of one field: same shape, same memory. A field that is an array itself has no such array."""
+        offset = self.dtype.fields[name][1]
+        bias = self.bias + offset // self.memory.granule
+        args = self.memory, self.flat[name], self.dims, self.steps, self.start, bias
+        return make_array(*args, self.writeable, self.stride)
+
+    def __getattr__(self, name):
+        if name in (self.dtype.names or ()) and self.dtype.fields[name][0].subdtype is None:
+            return self.field(name)
+        raise AttributeError(f"an array of {self.dtype} has no {name}")
+
+
+class Record:
+    """One element of a RecordArray: a reference, as in Numba. Its fields are read and written in memory."""
+
+    __slots__ = ("_array", "_at", "_name")
+
+    def __init__(self, array, at, name="record"):
+        self._array, self._at, self._name = array, at, name
+
+    def place(self, name):
+        """Where a field is: (array, index), or (array, None) for a field that is an array itself."""
+        a, k = self._array, self._at
+        name = name if isinstance(name, str) else a.dtype.names[name]
+        dtype, offset = a.dtype.fields[name][:2]
+        if dtype.subdtype is None:
+            column = a.field(name)
+            return column._like((len(a.flat),), (1,), 0), k
+        flat = a.flat[name][k]
+        bias = a.bias + k * a.stride + offset // a.memory.granule
+        dims = flat.shape
+        return make_array(
+            a.memory, flat.reshape(-1), dims, c_steps(dims), 0, bias, a.writeable
+        ), None
+
+    def all_keys(self):
+        return self._array.keys(self._at)
+
+    def value(self):
+        return self._array.flat[self._at]
+
+    def __getattr__(self, name):
+        here = errors.caller()
+        if name.startswith("__") or name not in self._array.dtype.names or here is None:
+            raise AttributeError(f"a record of {self._array.dtype} has no {name}")
+        thread, site = here
+        return thread.load_field(self, name, site)
+
+
 # ----------------------------------------------------------------------------- making arrays
 class _Bytes:
     """Raw memory for np.asarray. Keeps the arrays alive that own it."""
@@ -216,18 +365,10 @@ class _Bytes:
         }  # fmt: skip
 
 
-def extent(a):
-    """The addresses of the first byte of an array and of the byte after its last."""
-    low = high = a.__array_interface__["data"][0]
-    if a.size == 0:
-        return low, low
-    for n, stride in zip(a.shape, a.strides):
-        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
-    return low, high + a.itemsize
-
-
-def global_arrays(arrays: list) -> list[Array]:
-    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are compared."""
+def global_arrays(arrays: list, bytewise=False) -> list[Array]:
+    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are compared. bytewise: a key
+    per byte, because the kernel may view the bytes as another dtype.
+    """
     extents = [extent(a) for a in arrays]
     result: list = [None] * len(arrays)
     groups: list = []  # [low, high, indices]
@@ -241,9 +382,11 @@ def global_arrays(arrays: list) -> list[Array]:
     for base, _, members in groups:
         granule = 0
         for i in members:
-            granule = math.gcd(granule, arrays[i].itemsize, extents[i][0] - base)
+            granule = math.gcd(granule, grain(arrays[i].dtype), extents[i][0] - base)
+        granule = 1 if bytewise else granule
         memory = Memory("global", granule)
         memory.base = base
+        memory.unwritten = unwritten.of(arrays[members[0]], base, granule)
         for i in members:
             result[i] = _global_array(memory, arrays[i], extents[i], base)
     return result
@@ -259,15 +402,45 @@ def _global_array(memory, a, extent, base):
     bias = (low - base) // memory.granule
     # Numba has no bfloat16: a kernel sees its bits, here as on the GPU (kernels/primitives/ptx.py).
     dtype = np.uint16 if a.dtype.name == "bfloat16" else a.dtype
-    return Array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
+    return make_array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
+
+
+def make_array(memory, flat, *facts) -> Array:
+    """An Array or a RecordArray: see Array.__init__."""
+    return (RecordArray if flat.dtype.names else Array)(memory, flat, *facts)
+
+
+def grain(dtype) -> int:
+    """Bytes per key: divides the size and the place of everything that a kernel can access by itself in an element."""
+    if dtype.kind == "c":
+        return dtype.itemsize // 2
+    if dtype.subdtype is not None:
+        return grain(dtype.subdtype[0])
+    if dtype.names is None:
+        return dtype.itemsize
+    parts = [n for kind, at, *_ in dtype.fields.values() for n in (grain(kind), at)]
+    return math.gcd(dtype.itemsize, *parts)
+
+
+def c_steps(shape) -> tuple:
+    """The steps of a C-contiguous array of this shape, in elements."""
+    steps = [1]
+    for n in shape[:0:-1]:
+        steps.insert(0, steps[0] * n)
+    return tuple(steps[: len(shape)])
+
+
+def new_array(kind, shape, dtype, bytewise=False) -> Array:
+    """An unwritten shared or local array."""
+    flat = poisoned(math.prod(shape), dtype)
+    memory = Memory(kind, 1 if bytewise else grain(dtype))
+    memory.local = memory.local and memory.granule == dtype.itemsize
+    return dense_array(memory, flat, shape)
 
 
 def dense_array(memory, flat, shape) -> Array:
     """A C-contiguous array over all of flat."""
-    steps = [1]
-    for n in shape[:0:-1]:
-        steps.insert(0, steps[0] * n)
-    return Array(memory, flat, shape, tuple(steps[: len(shape)]))
+    return make_array(memory, flat, shape, c_steps(shape))
 
 
 def poisoned(size, dtype) -> np.ndarray:
@@ -278,3 +451,11 @@ def poisoned(size, dtype) -> np.ndarray:
     else:
         flat.view(np.uint8).fill(0x7F)
     return flat
+
+
+def poison(a):
+    """The number that a read of `a` out of bounds returns where the run continues after the report."""
+    if a.dtype.names:
+        return Record(new_array("local", (1,), a.dtype), 0)
+    value = poisoned(1, a.dtype)[0]
+    return value if a.wrap is None else a.wrap(value)

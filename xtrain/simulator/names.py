@@ -29,7 +29,7 @@ def assignments(definition) -> dict:
             _set(values, node.target, ast.BinOp(node.target, node.op, node.value))
         elif isinstance(node, ast.For):
             _set(values, node.target, node.iter)
-        elif isinstance(node, (ast.NamedExpr, ast.AnnAssign)) and node.value is not None:
+        elif isinstance(node, ast.NamedExpr):
             _set(values, node.target, node.value)
     return values
 
@@ -72,7 +72,9 @@ class Names(ast.NodeTransformer):
             **dict(zip(code.co_freevars, cells)),
         }
         self.scope = {"__name__": function.__module__}
-        self.waits, self.granule = False, 0
+        self.waits, self.granule, self.views = False, 0, False
+        self.nested: set[str] = set()  # names of nested functions and lambdas
+        self.in_lambda = False
         self.inner: dict[str, bool] = {}  # name of a nested function -> does it wait?
         self.numbers: set[str] = set()  # local names that are never a bool
         self.temporaries = itertools.count()
@@ -133,7 +135,8 @@ class Names(ast.NodeTransformer):
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):
             owner = self.static(node.value)
-            if owner is not DYNAMIC and not isinstance(owner, (np.ndarray, type)):
+            fp16 = owner is getattr(cuda, "fp16", None)  # a class that is used as a module
+            if owner is not DYNAMIC and (fp16 or not isinstance(owner, (np.ndarray, type))):
                 return getattr(owner, node.attr, DYNAMIC)
         return DYNAMIC
 
@@ -151,6 +154,14 @@ class Names(ast.NodeTransformer):
             if namespace in NAMESPACES:
                 return f"{namespace}_{node.attr}"
         return None
+
+    def find_nested(self, definition):
+        """Fill self.nested."""
+        for node in ast.walk(definition):
+            if isinstance(node, ast.FunctionDef):
+                self.nested.add(node.name)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                self.nested.update(t.id for t in node.targets if isinstance(t, ast.Name))
 
     def find_numbers(self, definition):
         """Fill self.numbers. Starts with all names and removes some, because `acc = acc + x[i]` alone decides nothing."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .early import EarlyThread
+from .errors import KernelError
 from .memory import Array
 from .thread import Thread
 
@@ -19,12 +20,18 @@ class Observer:
     """Derive from it and override what you need."""
 
     def begin(self, block: Any) -> None:
-        """A block is about to run."""
+        """A block is about to run. Blocks that wait for each other take turns."""
+
+    def end(self, block: Any) -> None:
+        """A block has ended."""
+
+    def failed(self, block: Any, error: KernelError) -> None:
+        """A block has ended the launch with this error. Its other threads have run on to where they wait."""
 
     def access(self, thread: Thread, array: Array, k: int, site: Any, how: str, value: Any) -> None:
         """thread is about to access element k of array.flat at `site`, before the access is checked.
 
-        how: READ, WRITE or ATOMIC.  value: what it reads or stores; None for an atomic.
+        how: READ, WRITE or ATOMIC.  value: what it reads or stores; the name of the atomic.
         """
 
     def meet(self, threads: Sequence[Thread], name: str, site: Any) -> None:
@@ -71,7 +78,7 @@ class _Observed:
     def _atomic(self, site, a, index, name, change):
         k = a.locate(index)
         if k is not None:
-            self._tell(a, k, site, ATOMIC, None)
+            self._tell(a, k, site, ATOMIC, name)
         return super()._atomic(site, a, index, name, change)
 
     def _tell(self, a, k, site, how, value):

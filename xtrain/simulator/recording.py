@@ -20,7 +20,7 @@ import numpy as np
 from .block import BLOCK_BARRIERS, Launch
 from .errors import KernelError, Site
 from .memory import Array
-from .observers import Observer
+from .observers import ATOMIC, Observer
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
@@ -85,7 +85,8 @@ class Recording(Observer):
         self.events: list[list[Event]] = []  # of each thread
         self.ended: list[str] = []  # after an error: where each thread waits or has returned
         self.cut = False  # there were more than MOST_EVENTS
-        self._block: Any = None  # the one that runs
+        self._blocks: dict[Any, _Block] = {}  # that have not ended, and the one that is kept
+        self._kept: _Block | None = None
         self._found = False  # the block `of` has been recorded: only an error replaces it
 
     # ------------------------------------------------------------------------- what the simulator calls
@@ -93,27 +94,31 @@ class Recording(Observer):
         if self.launch is None:
             self.launch = block.launch
             self._parameters = parameters(block.launch)
-        self._block = block if block.launch is self.launch else None
-        self._now = _Block([], [[] for _ in block.threads])
-        if self._block and not self._found:
-            self._keep()
+        if block.launch is self.launch:
+            self._blocks[block] = _Block([], [[] for _ in block.threads])
+            if not self._found:
+                self._keep(block)
 
-    def _keep(self):
-        """Let the recording be that of the block that runs."""
-        self.position = self._block.position
-        self.arrays, self.events, self._kept = self._now.arrays, self._now.events, self._now
+    def end(self, block: Any) -> None:
+        self._blocks.pop(block, None)
+
+    def _keep(self, block):
+        """Let the recording be that of this block."""
+        self.position, self._kept = block.position, self._blocks[block]
+        self.arrays, self.events, self.cut = self._kept.arrays, self._kept.events, False
         self._found = tuple(map(int, self.position)) == self.of
 
     def access(self, thread: Any, array: Array, k: int, site: Any, how: str, value: Any) -> None:
-        if thread.block is not self._block or array.memory.kind == "local" or self._full():
+        now = self._blocks.get(thread.block)
+        if now is None or array.memory.kind == "local" or self._full(now):
             return
         size = array.dtype.itemsize
-        number, k = self._number(array, site, int(k), size)
+        number, k = self._number(now, array, site, int(k), size)
         if number < 0:
             return
-        if self._now.arrays[number].bf16 and value is not None:
+        if now.arrays[number].bf16 and how != ATOMIC:
             value = (np.uint32(int(value)) << np.uint32(16)).view(np.float32)
-        mine = self._now.events[thread.index]
+        mine = now.events[thread.index]
         last = mine[-1] if mine else None
         if (
             last is not None and last.site is site and last.how == how and last.array == number
@@ -125,19 +130,32 @@ class Recording(Observer):
             mine.append(Event(site, _path(site), how, number, [k], [value]))
 
     def meet(self, threads: Any, name: str, site: Any) -> None:
-        if threads[0].block is self._block and not self._full():
+        now = self._blocks.get(threads[0].block)
+        if now is not None and not self._full(now):
             for thread in threads:
-                self._now.events[thread.index].append(_waiting(thread, name))
+                now.events[thread.index].append(_waiting(thread, name))
 
-    def _full(self):
-        self._now.count += 1
-        full = self._now.count > MOST_EVENTS
-        self.cut |= full and self._now is self._kept
+    def _full(self, block):
+        block.count += 1
+        full = block.count > MOST_EVENTS
+        self.cut |= full and block is self._kept
         return full
 
-    def _number(self, array, site, k, size):
+    def failed(self, block: Any, error: KernelError) -> None:
+        self.error = error
+        if block not in self._blocks:  # of another launch
+            return
+        self._keep(block)
+        for thread in block.threads:
+            if thread.request is not None:
+                self.events[thread.index].append(_waiting(thread, WAITS))
+                self.ended.append(f"waits in {thread.request[1].what} at {thread.request[1]}")
+            else:
+                self.ended.append(f"has returned at {thread.left}" if thread.left else "")
+
+    def _number(self, block, array, site, k, size):
         """-> number of the array, flat index of the element in it"""
-        numbers, arrays = self._now.numbers, self._now.arrays
+        numbers, arrays = block.numbers, block.arrays
         if array.memory.kind == "shared":
             key: Any = id(array.memory), size
             place = Place(site.what, "shared", tuple(map(int, array.dims)), size, False)
@@ -152,19 +170,6 @@ class Recording(Observer):
             numbers[key] = len(arrays)
             arrays.append(place)
         return numbers[key], k
-
-    def fail(self, error: KernelError) -> None:
-        """The launch ended with this error."""
-        self.error = error
-        if self._block is None:
-            return
-        self._keep()
-        for thread in self._block.threads:
-            if thread.request is not None:
-                self.events[thread.index].append(_waiting(thread, WAITS))
-                self.ended.append(f"waits in {thread.request[1].what} at {thread.request[1]}")
-            else:
-                self.ended.append(f"has returned at {thread.left}" if thread.left else "")
 
     # ------------------------------------------------------------------------- in lockstep
     def steps(self) -> list[Step]:

@@ -10,6 +10,7 @@ import math
 import types
 
 import numpy as np
+from numba.cuda.ufuncs import ufunc_db
 
 from .errors import KernelError
 from .names import assignments, parameters
@@ -67,6 +68,8 @@ def check(rewriter, definition):
             raise rewriter.error(node, LISTS)
         if node in inner:  # in a nested function, which has its own names
             continue
+        if isinstance(node, ast.Call) and _is_array_function(rewriter, node):
+            inner.add(node.func)
         if isinstance(node, ast.Attribute):
             _check_attribute(rewriter, node)
         if isinstance(node, ast.Name) and id(rewriter.static(node)) in _UNKNOWN:
@@ -77,6 +80,14 @@ def check(rewriter, definition):
         if isinstance(node, ast.Call) and rewriter.cuda_name(node.func) in _ARRAYS:
             device_only = device_only or sizes.check(node)
     return device_only
+
+
+def _is_array_function(rewriter, call):
+    """np.sin(x, out), which Numba has for some functions of arrays."""
+    function = rewriter.static(call.func)
+    if not isinstance(function, np.ufunc) or len(call.args) != function.nin + 1:
+        return False
+    return function in ufunc_db()
 
 
 def _functions(definition):

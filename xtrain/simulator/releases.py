@@ -14,6 +14,16 @@ the same block before a barrier. A fence is preceded by the accesses of its thre
 the last barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that
 atomic, and for all threads of that block after their next barrier.
 
+Within a block, threads pass accesses on in the same way: what precedes a fence of a thread (threadfence or threadfence_block) is
+released by its next atomics, and acquired by every thread of the block whose atomic on the same element comes later. So the
+accesses that a lock protects are in order:
+
+    while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+        pass
+    total[0] += v
+    cuda.threadfence()
+    cuda.atomic.exch(lock, 0, 0)
+
 A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
 (fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
 """
@@ -54,6 +64,7 @@ class Release:
 def fence(thread):
     """threadfence: give the thread a new mark, which the fence precedes. The last fence of each epoch is kept."""
     thread.mark = thread.mark.next()
+    thread.fenced_at = thread.mark.clock
     epoch, fenced = thread.mark.epoch, thread.block.fenced
     if not fenced or fenced[-1] != epoch:
         fenced.append(epoch)
@@ -62,8 +73,18 @@ def fence(thread):
     thread.fences = (*thread.fences, thread.mark)
 
 
+def fence_block(thread):
+    """threadfence_block: a fence for the threads of the block only."""
+    thread.mark = thread.mark.next()
+    thread.fenced_at = thread.mark.clock
+
+
 def acquire(mark, memory, key):
-    """An atomic acquires what earlier blocks have released on its element."""
+    """An atomic acquires what earlier blocks and other threads of its block have released on its element."""
+    thread = mark.thread
+    handed = thread.block.handed.get((memory, key))
+    if handed is not None:
+        _merge(thread, handed)
     releases = memory.releases.get(key)
     if releases is not None:
         acquired = mark.thread.block.acquired
@@ -75,6 +96,11 @@ def acquire(mark, memory, key):
 def release(thread, memory, key):
     """An atomic releases the accesses of its block. Returns a mark that no other access of the thread has."""
     block = thread.block
+    if thread.fenced_at:
+        handed = block.handed.setdefault((memory, key), {})
+        handed.update(thread.known or {})
+        handed[thread] = thread.fenced_at
+        thread.mark = thread.mark.next()  # its later accesses are not released
     if not block.fenced:
         return thread.mark
     releases = memory.releases.setdefault(key, {})
@@ -84,6 +110,16 @@ def release(thread, memory, key):
     thread.mark = mark.next()
     releases[block].add(mark)
     return mark
+
+
+def _merge(thread, clocks):
+    """The thread knows these clocks from now on."""
+    if thread.known is None:
+        thread.known = {}
+    known = thread.known
+    for other, clock in clocks.items():
+        if known.get(other, 0) < clock:
+            known[other] = clock
 
 
 def known(earlier, now) -> bool:

@@ -12,21 +12,29 @@ integers gives float64. tests/simulator/test_simulator_types.py compares these r
 """
 
 import builtins
+import contextlib
 import functools
 import math
 import operator
 
 import numpy as np
 from numba import types
-from numba.cuda import libdevice
 from numba.np.numpy_support import as_dtype
+
+from . import errors, half, libdevice, vectors
+from .unset import Unset, carried, carries
 
 FLOATS = (np.floating, float)
 NUMBERS = (np.generic, bool)
 
 
 # ----------------------------------------------------------------------------- integers
+_NOT_INTEGERS = (np.inexact, float, Unset)
+
+
 def _float_type(integer, other):
+    if isinstance(other, np.complexfloating):
+        return np.complex128
     return np.float32 if type(other) is np.float32 and integer.in_float32 else np.float64
 
 
@@ -34,14 +42,16 @@ def _arithmetic(op):
     wide = np.float64 if op is operator.truediv else np.int64
 
     def forward(self, other):
-        if isinstance(other, FLOATS):
+        if isinstance(other, _NOT_INTEGERS):
+            if type(other) is Unset:
+                return NotImplemented
             return op(_float_type(self, other)(self), other)
         if self.unsigned and getattr(other, "unsigned", False):
             return _unsigned(op(np.uint64(self), np.uint64(other)))
         return op(wide(self), wide(other))
 
     def backward(self, other):
-        if isinstance(other, FLOATS):
+        if isinstance(other, _NOT_INTEGERS):
             return op(other, _float_type(self, other)(self))
         return op(wide(other), wide(self))  # `forward` handles two operands of these classes
 
@@ -52,6 +62,8 @@ def _shift(op):
     """The left operand determines the type."""
 
     def forward(self, other):
+        if type(other) is Unset:
+            return NotImplemented
         if self.unsigned:
             return UInt64(op(np.uint64(self), np.uint64(other)))
         return op(np.int64(self), np.int64(other))
@@ -64,7 +76,8 @@ def _shift(op):
 
 def _comparison(op):
     def compare(self, other):
-        return np.True_ if op(int(self), other) else np.False_
+        result = op(int(self), other)
+        return np.True_ if result is True else np.False_ if result is False else result
 
     return compare
 
@@ -157,12 +170,105 @@ def cast(dtype: np.dtype):
     The function's attributes `scalar` and `dtype` are the class and the dtype of its results.
     """
     scalar = scalar_type(dtype)
+    if dtype.kind in "iu":
+        convert = _to_integer(scalar)
+    else:
 
-    def convert(x):
-        return x if type(x) is scalar else scalar(x)
+        def convert(x):
+            if type(x) is scalar:
+                return x
+            try:
+                return scalar(x) if type(x) is not Unset else carried(scalar, x)
+            except TypeError:
+                return carried(scalar, x)
 
     vars(convert).update(scalar=scalar, dtype=dtype)
     return convert
+
+
+def _report(kind, text):
+    """Report a KernelError of arithmetic in the thread that runs."""
+    here = errors.caller()
+    if here is not None:
+        thread, site = here
+        make = functools.partial(errors.numeric, thread, site, kind, text)
+        thread.block.launch.report(kind, (site,), make)
+
+
+watched: set = set()  # the kinds reported in the running launch whose check costs time
+
+
+@contextlib.contextmanager
+def watching(reported):
+    """Check for integer overflow in this context if it is one of the kinds to report."""
+    before = {*watched}
+    watched.clear()
+    watched.update({"integer_overflow"} & reported)
+    try:
+        yield
+    finally:
+        watched.clear()
+        watched.update(before)
+
+
+def _to_integer(scalar):
+    """A conversion to an integer type as a GPU does it, which reports floats that do not fit."""
+    least, most = np.iinfo(scalar).min, np.iinfo(scalar).max
+    signed = least < 0
+    size = f"{'' if signed else 'u'}int{8 * np.dtype(scalar).itemsize}"
+
+    def convert(x):
+        if type(x) is scalar:
+            return x
+        if isinstance(x, FLOATS):
+            if least <= x <= most:
+                return scalar(int(x))
+            if x != x:
+                _report("float_to_integer", f"NaN converted to {size}")
+                return scalar(0)
+            if least - 1 < x < most + 1:  # its fraction is dropped
+                return scalar(int(x))
+            _report("float_to_integer", f"{x} converted to {size}, which it does not fit,")
+            return scalar(least if x < 0 else most)
+        if type(x) is Unset:
+            return Unset(scalar(0) if isinstance(x.value, FLOATS) else scalar(x.value), x.read)
+        try:
+            y = scalar(x)
+        except OverflowError:  # a large Python integer wraps around
+            return scalar(np.uint64(x & 2**64 - 1))
+        if signed and watched and y != x:
+            _report("integer_overflow", f"{x} converted to {size}, which it does not fit,")
+        return y
+
+    return convert
+
+
+def storing(dtype: np.dtype):
+    """What converts a value before it is stored to an array of this dtype; None if NumPy does. The result is a NumPy scalar."""
+    if dtype.kind == "b":
+        return _to_bool
+    if dtype.kind not in "iu":
+        return None
+    kind, convert = dtype.type, cast(dtype)
+    signed = dtype.kind == "i"
+
+    def store(x):
+        if isinstance(x, FLOATS) or (signed and watched):
+            return kind(plain_value(convert(x)))
+        return kind(x)
+
+    return store
+
+
+def plain_value(x):
+    """x, or a TypeError for an Unset, which the caller handles."""
+    if type(x) is Unset:
+        raise TypeError("unset")
+    return x
+
+
+def _to_bool(x):
+    return np.bool_(plain_value(x))
 
 
 def typed(value):
@@ -216,12 +322,18 @@ def _select(better):
     """min or max. A number is preferred to NaN, as in the GPU's fminf and fmaxf."""
 
     def of_two(a, b):
+        if type(a) is Unset or type(b) is Unset:
+            raise TypeError
         chosen = b if better(b, a) or a != a else a
         kinds: tuple[type, type] = type(a), type(b)
         return chosen if kinds[0] is kinds[1] else unify(*kinds)(chosen)
 
     def select(*args):
-        return functools.reduce(of_two, args if len(args) > 1 else args[0])
+        args = args if len(args) > 1 else args[0]
+        try:
+            return functools.reduce(of_two, args)
+        except TypeError:
+            return carried(select, *args)
 
     return select
 
@@ -241,7 +353,12 @@ def _range(*args):
         kind = Int32
     else:
         kind = UInt64 if any(getattr(a, "unsigned", False) for a in args) else np.int64
-    numbers = range(*map(int, args))
+    try:
+        numbers = range(*map(int, args))
+    except TypeError:
+        if Unset not in {*map(type, args)}:
+            raise
+        return _range(*(a.use("a loop's range") if type(a) is Unset else a for a in args))
     if numbers.step > 0 and numbers.start >= 0 and numbers.stop <= SMALL:
         return _SMALL[kind][numbers.start : max(numbers.stop, 0) : numbers.step]
     return map(kind, numbers)
@@ -253,13 +370,43 @@ _SMALL = {kind: [*map(kind, range(SMALL))] for kind in (np.int64, Int32, UInt64)
 
 
 def _int(x):
-    return x if isinstance(x, np.integer) else np.int64(x)
+    return x if isinstance(x, np.integer) else cast(np.dtype(np.int64))(x)
 
 
+@carries
 def _float(x):
     return x if isinstance(x, np.floating) else np.float64(x)
 
 
+def floor_divide(a, b):
+    """a // b, which reports a division of integers by zero; the result is then -1, all bits set."""
+    if type(b) is Unset or b or isinstance(a, FLOATS) or isinstance(b, FLOATS):
+        return a // b
+    _report("division_by_zero", f"integer division by zero, {a} // 0,")
+    return ~(a // type(b)(1) * 0)
+
+
+def modulo(a, b):
+    """a % b, which reports integers divided by zero."""
+    if type(b) is Unset or b or isinstance(a, FLOATS) or isinstance(b, FLOATS):
+        return a % b
+    _report("division_by_zero", f"integer division by zero, {a} % 0,")
+    return a % type(b)(1)
+
+
+def _shifted(op, sign):
+    def shift(a, b):
+        if type(b) is not Unset and not 0 <= b < 64:
+            _report("shift", f"shift beyond the width, {a} {sign} {b},")
+        return op(a, b)
+
+    return shift
+
+
+shift_left, shift_right = _shifted(operator.lshift, "<<"), _shifted(operator.rshift, ">>")
+
+
+@carries
 def _round(x, digits=None):
     return np.int64(np.rint(float(x))) if digits is None else type(x)(round(float(x), int(digits)))
 
@@ -286,6 +433,8 @@ def _float_function(name, f, scalar=None):
     def call(*args):
         try:
             y = f(*args)
+        except TypeError:
+            return carried(call, *args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
             y = fallback(*map(np.float64, args))
         return (scalar or _float_of(args))(y)
@@ -298,43 +447,6 @@ _FUNCTIONS = (
     "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod hypot degrees radians"
 )
 
-_EXTRA = {  # libdevice only
-    "rsqrt": lambda x: 1 / math.sqrt(x) if x != 0 else math.copysign(math.inf, x),
-    "exp2": lambda x: 2.0 ** float(x),
-    "exp10": lambda x: 10.0 ** float(x),
-    "fma": lambda a, b, c: float(a) * float(b) + float(c),
-    "fmax": lambda a, b: TWINS[max](np.float64(a), np.float64(b)),
-    "fmin": lambda a, b: TWINS[min](np.float64(a), np.float64(b)),
-    "rint": lambda x: np.rint(np.float64(x)),
-    "cbrt": lambda x: np.cbrt(np.float64(x)),
-    "trunc": lambda x: np.trunc(np.float64(x)),
-    "saturate": lambda x: min(max(float(x), 0.0), 1.0),
-}
-
-
-def _libdevice_table():
-    """libdevice's float functions: exp is float64, expf is float32, fast_expf is the approximate float32 version."""
-    table = {n: getattr(math, n) for n in _FUNCTIONS.split()} | _EXTRA
-    for name, f in table.items():
-        for full, scalar in (
-            (name, np.float64),
-            (name + "f", np.float32),
-            (f"fast_{name}f", np.float32),
-        ):
-            if hasattr(libdevice, full):
-                yield getattr(libdevice, full), _float_function(name, f, scalar)
-    yield libdevice.fast_fdividef, lambda a, b: np.float32(a) / np.float32(b)
-    yield libdevice.float_as_int, lambda x: Int32(np.float32(x).view(np.int32))
-    yield libdevice.int_as_float, lambda x: np.int32(x).view(np.float32)
-    yield libdevice.float2int_rn, lambda x: Int32(np.rint(np.float32(x)))
-    yield libdevice.float2int_rz, lambda x: Int32(np.float32(x))
-    for op in ("add", "sub", "mul", "div"):
-        f = getattr(operator, "truediv" if op == "div" else op)
-        yield getattr(libdevice, f"f{op}_rn"), lambda a, b, f=f: f(np.float32(a), np.float32(b))
-    yield libdevice.frcp_rn, lambda x: np.float32(1) / np.float32(x)
-    yield libdevice.fsqrt_rn, lambda x: np.sqrt(np.float32(x))
-
-
 # A function that a kernel calls -> the function that the simulator calls in its place.
 TWINS: dict = {
     builtins.min: _select(operator.lt),
@@ -345,19 +457,24 @@ TWINS: dict = {
     builtins.len: lambda x: np.int64(len(x)),
     builtins.int: _int,
     builtins.float: _float,
+    builtins.complex: carries(lambda *args: np.complex128(complex(*args))),
     builtins.bool: np.bool_,
     builtins.round: _round,
     builtins.enumerate: lambda x, first=0: ((np.int64(i), v) for i, v in enumerate(x, int(first))),
     math.ldexp: lambda x, n: np.ldexp(x, int(n)),
-    math.isnan: lambda x: np.bool_(math.isnan(x)),
-    math.isinf: lambda x: np.bool_(math.isinf(x)),
-    math.isfinite: lambda x: np.bool_(math.isfinite(x)),
+    math.isnan: carries(lambda x: np.bool_(math.isnan(x))),
+    math.isinf: carries(lambda x: np.bool_(math.isinf(x))),
+    math.isfinite: carries(lambda x: np.bool_(math.isfinite(x))),
 }
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS[math.trunc] = _float_function("trunc", _EXTRA["trunc"])  # Numba returns a float
-TWINS |= dict(_libdevice_table())
+TWINS |= half.table()
+TWINS |= vectors.table(cast)
+TWINS[math.trunc] = _float_function(
+    "trunc", lambda x: np.trunc(np.float64(x))
+)  # Numba returns a float
+TWINS |= dict(libdevice.table(cast))
 
 
 def twin(obj):

@@ -16,6 +16,7 @@ Globals and closure variables are read once, when the kernel first runs in the s
 
 import ast
 import inspect
+import linecache
 import math
 import types
 import weakref
@@ -28,16 +29,36 @@ from numba import cuda
 from . import refused
 from .errors import KernelError
 from .intrinsics import INTRINSICS
-from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at
-from .scalars import number, power, promote, promote_if_known, twin, typed
+from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
+from .scalars import (
+    floor_divide,
+    modulo,
+    number,
+    power,
+    promote,
+    promote_if_known,
+    shift_left,
+    shift_right,
+    twin,
+    typed,
+)
 from .thread import Thread
 
-BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
+SPIN = "spin"  # the request of a thread that waits in a loop
+GRID_SYNC = "grid.sync"  # the request of a thread in cuda.cg.this_grid().sync()
+BLOCK_BARRIERS = {
+    GRID_SYNC,
+    "syncthreads",
+    "syncthreads_and",
+    "syncthreads_or",
+    "syncthreads_count",
+}
 _VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync")
 _MATCHES = ("match_any_sync", "match_all_sync")
 _PARAMETERS = {
     "syncthreads": (),
     **dict.fromkeys(("syncthreads_and", "syncthreads_or", "syncthreads_count"), ("predicate",)),
+    "activemask": (),
     "syncwarp": ("mask",),
     **dict.fromkeys(_VOTES, ("mask", "predicate")),
     **dict.fromkeys(_MATCHES, ("mask", "value")),
@@ -48,12 +69,21 @@ _PARAMETERS = {
 }
 
 
+_CHECKED = {
+    ast.FloorDiv: floor_divide,
+    ast.Mod: modulo,
+    ast.LShift: shift_left,
+    ast.RShift: shift_right,
+}
+
+
 class Translated(NamedTuple):
     """A rewritten kernel or device function."""
 
     function: types.FunctionType  # called with (thread, *args)
     waits: bool  # it waits for other threads somewhere, so it is a generator
     granule: int  # bytes; divides the element size of every dynamic shared array in it
+    views: bool  # it views the bytes of an array as another dtype somewhere
     device_only: KernelError | None  # why it cannot be launched as a kernel
 
 
@@ -76,6 +106,37 @@ def translate(function) -> Translated:
 
 
 def _translate(function):
+    definition = _definition(function)
+    rewriter = _Rewriter(function, definition.name)
+    definition.decorator_list = []
+    _strip_annotations(definition)
+    device_only = refused.check(rewriter, definition)
+    rewriter.find_numbers(definition)
+    rewriter.find_nested(definition)
+    given = definition.args
+    (given.posonlyargs or given.args).insert(0, ast.arg("_t"))
+    if ast.get_docstring(definition) is not None:
+        definition.body[0] = ast.Pass()
+    definition.body = rewriter.block(definition.body)
+    # Python has evaluated the defaults: their names may mean something else inside the function.
+    values = function.__defaults__ or (), function.__kwdefaults__ or {}
+    given.defaults = [rewriter.object(v, definition, "default") for v in values[0]]
+    names = [a.arg for a in given.kwonlyargs]
+    given.kw_defaults = [
+        rewriter.object(values[1][n], definition, n) if n in values[1] else None for n in names
+    ]
+    module = ast.fix_missing_locations(ast.Module([definition], []))
+    scope = rewriter.scope
+    exec(compile(module, function.__code__.co_filename, "exec"), scope)
+    return Translated(
+        scope[definition.name], rewriter.waits, rewriter.granule, rewriter.views, device_only
+    )
+
+
+def _definition(function) -> ast.FunctionDef:
+    """The syntax tree of a function. A lambda becomes a function with a return statement."""
+    if function.__name__ == "<lambda>":
+        return _lambda(function)
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError as error:
@@ -85,20 +146,47 @@ def _translate(function):
     nested = lines[0][0].isspace()
     tree = ast.parse("if 1:\n" * nested + "".join(lines))
     ast.increment_lineno(tree, first - 1 - nested)
-    definition = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
-    rewriter = _Rewriter(function, definition.name)
-    definition.decorator_list = []
-    device_only = refused.check(rewriter, definition)
-    rewriter.find_numbers(definition)
-    definition.args.args.insert(0, ast.arg("_t"))
-    if ast.get_docstring(definition) is not None:
-        definition.body[0] = ast.Pass()
-    definition.body = rewriter.block(definition.body)
-    definition.args.defaults = [rewriter.visit(d) for d in definition.args.defaults]
-    module = ast.fix_missing_locations(ast.Module([definition], []))
-    scope = rewriter.scope
-    exec(compile(module, function.__code__.co_filename, "exec"), scope)
-    return Translated(scope[definition.name], rewriter.waits, rewriter.granule, device_only)
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+
+
+def _lambda(function):
+    code = function.__code__
+    tree = ast.parse("".join(linecache.getlines(code.co_filename, function.__globals__)) or "0")
+    found = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno
+    ]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = [n for n in found if {*names} == parameters(n)]
+    if len(found) != 1:
+        raise KernelError(
+            f"no source for the lambda in line {code.co_firstlineno} of {code.co_filename}: use def"
+        )
+    (node,) = found
+    definition = ast.FunctionDef(
+        "lambda_", node.args, [at(ast.Return(node.body), node.body)], [], None
+    )
+    return at(definition, node)
+
+
+def _strip_annotations(definition):
+    """Remove all type annotations: Numba ignores them, and their names need not exist when the kernel runs."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node):
+            node.returns = None
+            return self.generic_visit(node)
+
+        def visit_arg(self, node):
+            node.annotation = None
+            return node
+
+        def visit_AnnAssign(self, node):
+            self.generic_visit(node)
+            if node.value is None:
+                return at(ast.Pass(), node)
+            return at(ast.Assign([node.target], node.value), node)
+
+    Strip().visit(definition)
 
 
 class _Rewriter(Names):
@@ -136,13 +224,12 @@ class _Rewriter(Names):
 
     def visit_Attribute(self, node):
         if isinstance(node.ctx, ast.Store):
-            text = "record arrays are not simulated, and other attributes are read-only"
-            raise self.error(node, f"{ast.unparse(node)} = ...: {text}")
+            raise self.error(node, f"{ast.unparse(node)} = ... does not compile here")
         of_array = isinstance(node.value, ast.Name) and self.static(node.value) is DYNAMIC
-        if of_array and node.attr in ("reshape", "view", "flat"):
-            raise self.error(
-                node, f"{ast.unparse(node)} is not simulated: index the original array"
-            )
+        if of_array and node.attr == "flat":
+            text = f"{ast.unparse(node)} is not simulated: use {ast.unparse(node.value)}.ravel()"
+            raise self.error(node, text)
+        self.views = self.views or (node.attr == "view" and self.static(node) is DYNAMIC)
         value, name = self.static(node), self.cuda_name(node)
         if name is not None and (new := self.cuda_attribute(node, name)):
             return new
@@ -204,7 +291,23 @@ class _Rewriter(Names):
         op: ast.operator = node.op
         if isinstance(op, ARITHMETIC) and not numbers:
             left = self.number(left)
+        checked = _CHECKED.get(type(op))
+        if checked and not self.fits(
+            op, node.value if isinstance(node, ast.AugAssign) else node.right
+        ):
+            args = [left, right if numbers else self.number(right)]
+            return at(ast.Call(self.constant(checked, node, "checked"), args, []), node)
         return at(ast.BinOp(left, op, right), node)
+
+    def fits(self, op, node):
+        """Does the source show that this divisor is not zero, or this number of bits less than 64?"""
+        name = self.cuda_name(node.value) if isinstance(node, ast.Attribute) else None
+        if name in ("blockDim", "gridDim") or self.cuda_name(node) == "warpsize":
+            return isinstance(op, (ast.FloorDiv, ast.Mod))
+        value = node.value if isinstance(node, ast.Constant) else self.static(node)
+        if not isinstance(value, (int, float, np.number)):
+            return False
+        return 0 <= value < 64 if isinstance(op, (ast.LShift, ast.RShift)) else value != 0
 
     def number(self, expression):
         """number(expression): a bool becomes an integer."""
@@ -237,6 +340,10 @@ class _Rewriter(Names):
         """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""
         if isinstance(node, ast.Constant):
             return node
+        literal = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+        value = getattr(node.operand, "value", None) if literal else self.static(node)
+        if isinstance(value, int) and not isinstance(value, bool):  # a negative one may be meant
+            return at(ast.Constant(-value if literal else int(value)), node)
         if isinstance(node, ast.Tuple):
             return at(ast.Tuple([self.index(e) for e in node.elts], ast.Load()), node)
         if isinstance(node, ast.Slice):
@@ -264,15 +371,25 @@ class _Rewriter(Names):
             if "atomic" in name:
                 self.visit(node.func)  # raises an error for an unknown atomic
             site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
+            index = self.index(node.args[1]) if "atomic" in name and len(node.args) > 1 else None
             node = self.generic_visit(node)
+            if index is not None:
+                node.args[1] = index
             node.args.insert(0, site)
             return node
         if _hashable(function) and function in INTRINSICS:
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
             return self.device_function(node, function.py_func)
-        if isinstance(node.func, ast.Attribute) and self.cuda_name(node.func.value) == "cg":
-            raise self.error(node, "cooperative groups (cuda.cg) are not simulated")
+        if function is cuda.cg.this_grid:
+            return self.call(node, "this_grid")
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
+            return self.request(node, GRID_SYNC, [])
+        if isinstance(function, np.ufunc) and len(node.args) > function.nin:
+            site, f = self.site(node, ast.unparse(node)), self.constant(function, node, "ufunc")
+            return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
+        if self.is_value(node.func):
+            return self.apply(node, self.visit(node.func))
         if isinstance(function, types.FunctionType) and twin(function) is function:
             raise self.error(
                 node,
@@ -285,6 +402,20 @@ class _Rewriter(Names):
             return at(ast.YieldFrom(node), node)
         new = self.generic_visit(node)
         return self.folded(new, function)
+
+    def is_value(self, node):
+        """Is the called function a parameter, a variable or an element of a tuple, and not a nested function?"""
+        if isinstance(node, ast.Subscript):
+            return not self.in_lambda
+        local = isinstance(node, ast.Name) and node.id in self.locals
+        return local and node.id not in self.nested and not self.in_lambda
+
+    def apply(self, node, function):
+        """`(yield from _t.apply(function, ...))`"""
+        self.waits = True
+        call = self.call(node, "apply", function, *map(self.visit, node.args))
+        call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        return at(ast.YieldFrom(call), node)
 
     def folded(self, node, function):
         """A cast of a constant, such as float32(0.5), is computed once."""
@@ -325,20 +456,24 @@ class _Rewriter(Names):
             request = self.request(node, getattr(function, "__name__", "intrinsic"), node.args)
             request.value.elts[0] = self.constant(simulated, node, "intrinsic")
             return request
+        simulated = self.constant(simulated, node, "intrinsic")
         site = self.site(node, ast.unparse(node))
-        args = [ast.Name("_t", ast.Load()), site, *map(self.visit, node.args)]
-        return at(ast.Call(self.constant(simulated, node, "intrinsic"), args, node.keywords), node)
+        call = self.call(node, "intrinsic", simulated, site, *map(self.visit, node.args))
+        call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        return call
 
     def device_function(self, node, function):
         """A call of a @cuda.jit function."""
         translated = translate(function)
-        if translated is None:
-            raise self.error(node, f"{function.__name__} calls itself: write a loop")
+        if translated is None:  # it calls itself, perhaps by way of another function
+            later = self.constant(self.static(node.func), node, function.__name__)
+            return self.apply(node, later)
         args = [ast.Name("_t", ast.Load()), *map(self.visit, node.args)]
         keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         called = self.constant(translated.function, node, function.__name__)
         result = at(ast.Call(called, args, keywords), node)
         self.granule = math.gcd(self.granule, translated.granule)
+        self.views = self.views or translated.views
         if translated.waits:
             self.waits = True
             return at(ast.YieldFrom(result), node)
@@ -350,13 +485,36 @@ class _Rewriter(Names):
         return node
 
     def visit_While(self, node):
-        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`."""
+        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`. In a loop that may wait for another thread, turn()
+        may be False: `while (turn() or (yield SPIN)) and ...`.
+        """
         turn, site = self.temporary(), self.site(node, f"while {ast.unparse(node.test)}")
-        start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site))
+        inside = [n for part in (node.test, *node.body) for n in ast.walk(part)]
+        waits = any(map(self.accesses_memory, inside))
+        stores = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in inside)
+        facts = at(ast.Constant(waits), node), at(ast.Constant(stores), node)
+        start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site, *facts))
         count = ast.Call(ast.Name(turn, ast.Load()), [], [])
         node = self.generic_visit(node)
+        if waits:
+            self.waits = True
+            request = ast.Tuple([ast.Constant(SPIN), site, ast.Tuple([], ast.Load())], ast.Load())
+            count = ast.BoolOp(ast.Or(), [count, ast.Yield(request)])
         node.test = at(ast.BoolOp(ast.And(), [count, node.test]), node)
         return [at(start, node), node]
+
+    def accesses_memory(self, node):
+        """May the expression read memory that another thread writes?"""
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.ctx, ast.Load) and not isinstance(node.value, ast.Attribute)
+        if isinstance(node, ast.AugAssign):
+            return isinstance(node.target, ast.Subscript)
+        if isinstance(node, ast.Call):
+            function = self.static(node.func)
+            cuda_name = self.cuda_name(node.func) or ""
+            called = hasattr(function, "py_func") or cuda_name.startswith("atomic")
+            return called or (_hashable(function) and function in INTRINSICS)
+        return False
 
     def visit_MatchValue(self, node):
         """Unchanged: Python does not allow a name here, and a literal compares equal as it is."""
@@ -378,9 +536,6 @@ class _Rewriter(Names):
         if node.decorator_list:
             raise self.error(node, f"{node.name} has a decorator: move it out of the kernel")
         node.args.defaults = [self.visit(d) for d in node.args.defaults]
-        node.returns = None
-        for argument in node.args.args:
-            argument.annotation = None
         with self.inside(node, node.name):
             node.body = self.block(node.body)
             waits = self.waits
@@ -389,7 +544,9 @@ class _Rewriter(Names):
 
     def visit_Lambda(self, node):
         with self.inside(node, "lambda"):
+            before, self.in_lambda = self.in_lambda, True
             node.body = self.visit(node.body)
+            self.in_lambda = before
             if self.waits:
                 raise self.error(node, "a lambda that waits for other threads: use def")
         return node
@@ -403,16 +560,21 @@ class _Rewriter(Names):
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """A statement for `target[...] = value`; value is a rewritten expression."""
+        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten expression."""
+        if isinstance(target, ast.Attribute):
+            site = self.site(target, ast.unparse(target))
+            args = self.visit(target.value), at(ast.Constant(target.attr), target), value, site
+            return ast.copy_location(ast.Expr(self.call(target, "store_field", *args)), target)
         site = self.site(target, ast.unparse(target.value))
         args = self.visit(target.value), self.index(target.slice), value, site
         return ast.copy_location(ast.Expr(self.call(target, "store", *args)), target)
 
     def visit_Assign(self, node):
-        if not any(isinstance(n, ast.Subscript) for t in node.targets for n in ast.walk(t)):
+        inside = [n for t in node.targets for n in ast.walk(t)]
+        if not any(isinstance(n, (ast.Subscript, ast.Attribute)) for n in inside):
             return self.generic_visit(node)
         value = self.visit(node.value)
-        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Subscript):
+        if len(node.targets) == 1 and isinstance(node.targets[0], (ast.Subscript, ast.Attribute)):
             return self.store(node.targets[0], value)
         name = self.temporary()
         new = [at(ast.Assign([ast.Name(name, ast.Store())], value), node)]
@@ -422,12 +584,10 @@ class _Rewriter(Names):
 
     def unpack(self, target, value):
         """`a, x[i] = value`: unpacks the tuple first, then stores the elements of x."""
-        if isinstance(target, ast.Subscript):
+        if isinstance(target, (ast.Subscript, ast.Attribute)):
             return [self.store(target, value)]
         if isinstance(target, ast.Name):
             return [at(ast.Assign([target], value), target)]
-        if isinstance(target, ast.Attribute):
-            return self.visit(target)
         names = [self.temporary() for _ in target.elts]
         unpacked = ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())
         new = [at(ast.Assign([unpacked], value), target)]
@@ -437,6 +597,9 @@ class _Rewriter(Names):
 
     def visit_AugAssign(self, node):
         target = node.target
+        if isinstance(target, ast.Attribute):  # r.x += 1 is r["x"] += 1
+            name = at(ast.Constant(target.attr), target)
+            target = at(ast.Subscript(target.value, name, ast.Store()), target)
         if not isinstance(target, ast.Subscript):
             old = at(ast.Name(target.id, ast.Load()), node)
             value = self.visit_BinOp(at(ast.BinOp(old, node.op, node.value), node))

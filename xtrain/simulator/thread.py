@@ -8,18 +8,30 @@ is the running Thread. Each method has the name and the meaning of its function 
 import contextlib
 import functools
 import itertools
-import math
 import operator
+import sys
 from typing import Any
 
 import numpy as np
 
 from . import errors, releases
-from .memory import Array, Mark, Memory, add_reader, dense_array, poisoned, unordered
-from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, unify
+from .memory import (
+    Array,
+    Mark,
+    Record,
+    RecordArray,
+    add_reader,
+    new_array,
+    poison,
+    unordered,
+)
+from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
+from .unset import Unset, carries, plain
 
 ATOMIC = "atomically changed"  # the verb in a report
-MAX_TURNS = 1_000_000  # iterations of one while loop of one thread: a second or two
+MAX_TURNS = 100_000_000  # iterations of one while loop of one thread: less than a minute
+CHECK_TURNS = 100_000  # iterations between two checks whether a loop still changes its variables
+SPIN_TURNS = 100  # iterations of a loop that accesses memory before other threads run
 
 
 class Dim3:
@@ -43,14 +55,18 @@ class Thread:
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
     mark: this thread since its last synchronization; fences: its marks after a threadfence (releases.py)
     seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first syncwarp
+    fenced_at: its clock at its last fence; 0 if there was none
+    known: thread -> clock, what it has acquired from threads of its block by atomics (releases.py); or None
+    state_at_spin: (site of the loop, local variables) when it last let others run in a waiting loop
     generator, request, reply: the running kernel, what it waits for, and the result to send to it
     left: the Site of the return statement that ended it
     state: a dict for simulated intrinsics, which keep state between calls in it
     """
 
     __slots__ = (
-        "_state", "block", "blockDim", "blockIdx", "fences", "generator", "gridDim", "index", "lane",
-        "laneid", "left", "mark", "reply", "request", "seen", "threadIdx", "warp",
+        "_state", "block", "blockDim", "blockIdx", "fenced_at", "fences", "generator", "gridDim", "index", "known",
+        "lane",
+        "laneid", "left", "mark", "reply", "request", "seen", "state_at_spin", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -62,8 +78,18 @@ class Thread:
         self.blockDim, self.gridDim = block.launch.block, block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
         self.request: Any = None
-        self.generator = self.reply = self.seen = self.left = None
-        self._state, self.fences = None, ()
+        self.generator = self.reply = self.seen = self.left = self.known = None
+        self._state = self.state_at_spin = None
+        self.fences, self.fenced_at = (), 0
+
+    def intrinsic(self, function, site, *args):
+        """Call a simulated intrinsic. A value that was never written is reported where it reads it."""
+        args = [plain(a, "an instruction", site) for a in args]
+        self.block.eager = True
+        try:
+            return function(self, site, *args)
+        finally:
+            self.block.eager = False
 
     @property
     def state(self) -> dict:
@@ -76,86 +102,178 @@ class Thread:
         flat = self.blockDim.y == self.blockDim.z == 1
         return f"thread {self.index}" if flat else f"thread {self.threadIdx}"
 
+    def report(self, kind, sites, make):
+        """Report a finding: see Launch.report."""
+        self.block.launch.report(kind, sites, make)
+
     # ------------------------------------------------------------------------- memory
     def load(self, a, index, site):
         """a[index]"""
-        if type(a) is not Array and isinstance(a, tuple):
-            return a[index]
+        if type(a) is not Array:
+            return self._element_of(a, index, site)
         k = a.locate(index)
         if k is None:
-            return self._view(a, index, site)
-        memory = a.memory
-        if memory.local and k in memory.writes:
-            pass  # no other thread has this memory
-        elif a.span == 1:
-            self._read(a, k + a.bias, index, site)
+            k = self._find(a, index, site)
+            if type(k) is not int:  # a view
+                return k
+        if a.memory.local:  # no other thread has this memory
+            read = None if k in a.memory.writes else self._first(a, k, index, site)
+        elif a.dense:
+            read = self._read(a, k + a.bias, index, site)
         else:
+            read = None
             for key in a.keys(k):
-                self._read(a, key, index, site)
+                read = self._read(a, key, index, site) or read
         value = a.flat[k]
-        return value if a.wrap is None else a.wrap(value)
+        if a.wrap is not None:
+            value = a.wrap(value)
+        if read is None:
+            return value
+        value = Unset(value, read)
+        return value.use("an instruction", site) if self.block.eager else value
+
+    def _element_of(self, a, index, site):
+        """An element of a tuple or of an array of records, or a field of a record."""
+        if isinstance(a, Array):
+            k = Array.locate(a, index)
+            k = self._find(a, index, site) if k is None else k
+            return Record(a, k, site.what) if type(k) is int else k
+        if type(a) is Record:
+            return self.load_field(a, index, site)
+        if type(index) is Unset:
+            index = index.use("an index", site)
+        return a[index]
+
+    def load_field(self, record, name, site):
+        """record.name"""
+        a, k = record.place(name)
+        if type(a) is RecordArray:
+            return Record(a, k, f"{record._name}.{name}")
+        return a if k is None else self.load(a, k, site._replace(what=f"{record._name}.{name}"))
+
+    def store_field(self, record, name, value, site):
+        """record.name = value"""
+        if type(record) is not Record:
+            raise errors.KernelError(
+                f"{site.what} = ... {errors.where(self, site)}: attributes other than the fields of a record are read-only",
+                (site,),
+            )
+        a, k = record.place(name)
+        site = site._replace(what=f"{record._name}.{name}")
+        self.store(a, slice(None) if k is None else k, value, site)
 
     def element(self, a):
         """A number with the type of a[i], without a read of memory."""
+        if isinstance(a, RecordArray) or type(a) is Record:
+            raise TypeError("its type depends on the field")
         return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
         """for v in a"""
-        return (self.load(a, i, site) for i in range(a.dims[0])) if type(a) is Array else a
+        return (self.load(a, i, site) for i in range(a.dims[0])) if isinstance(a, Array) else a
 
     def store(self, a, index, value, site):
         """a[index] = value"""
+        if type(a) is Record:
+            return self.store_field(a, index, value, site)
+        if type(value) is Record:
+            for key in value.all_keys():
+                self._read(value._array, key, index, site)
+            value = value.value()
         k = a.locate(index)
         if k is None:
-            return self._store_view(a, index, value, site)
+            k = self._find(a, index, site, stores=True)
+            if type(k) is not int:
+                return self._store_view(k, value, site)
         if a.memory.local and a.writeable:
             a.memory.writes[k] = self.mark, site
-        elif a.span == 1:
-            self._write(a, k + a.bias, index, site)
+        elif a.dense:
+            self._write(a, k + a.bias, index, site, k, value)
         else:
             for key in a.keys(k):
-                self._write(a, key, index, site)
+                self._write(a, key, index, site, k, value)
         try:
             a.flat[k] = value if a.convert is None else a.convert(value)
         except TypeError:
-            if isinstance(value, Array):
-                raise errors.array_stored(self, site, index, value) from None
+            self._store_object(a, k, index, value, site)
+
+    def _store_object(self, a, k, index, value, site):
+        """Store something that is not a number."""
+        memory = a.memory
+        if isinstance(value, Array):
+            raise errors.array_stored(self, site, index, value) from None
+        if type(value) is not Unset:
             raise
+        if memory.kind == "global" or self.block.eager:
+            self.store(a, index, value.use("a store", site), site)
+            return
+        a.flat[k] = value.value if a.convert is None else a.convert(value.value)
+        if memory.local:
+            del memory.writes[k]
+            memory.unset[k] = value
+        else:
+            memory.unset.update(dict.fromkeys(a.keys(k), value))
+            memory.watched = True
+
+    def _first(self, a, key, index, site):
+        """A read of an element that this block has not written. Returns the read if no thread has written it, else None."""
+        memory = a.memory
+        if memory.busy and memory.local:
+            raise errors.in_use(self, memory.busy, "reads", site, index)
+        if key in memory.unset:
+            return memory.unset[key].read
+        if memory.kind == "global":
+            if memory.unwritten is None or key not in memory.unwritten:
+                return None
+            if key in memory.old_writes or key in memory.old_atomics or key in memory.past_writes:
+                return None
+        if key in memory.atomics:
+            return None
+        read = self, memory, key, site, index
+        earlier = memory.unread.get(key)
+        if earlier is None or earlier[0].epoch != self.mark.epoch:
+            memory.unread[key] = self.mark, read
+        return read
 
     def _read(self, a, key, index, site):
+        """Check and record a read. Returns None, or the read of a value that was never written (unset.py)."""
         memory, mark = a.memory, self.mark
-        epoch = mark.epoch
+        epoch, read = mark.epoch, None
         record = memory.writes.get(key)
         if record is None:
-            if memory.busy and memory.local:
-                raise errors.in_use(self, memory.busy, "reads", site, index)
-            if memory.kind != "global" and key not in memory.atomics:
-                raise errors.uninitialized(self, memory, key, site, index)
+            if memory.kind != "global" or memory.unwritten is not None:
+                read = self._first(a, key, index, site)
         elif record[0] is not mark and record[0].epoch == epoch:
-            self._order(memory, record, "wrote", "read", index, site)
+            self._order(memory, key, record, "wrote", "read", index, site)
         if memory.watched:
-            self._order(memory, memory.old_writes.get(key), "wrote", "read", index, site)
-            self._order(memory, memory.atomics.get(key), ATOMIC, "read", index, site)
-            self._order(memory, memory.old_atomics.get(key), ATOMIC, "read", index, site)
+            self._order(memory, key, memory.old_writes.get(key), "wrote", "read", index, site)
+            self._order(memory, key, memory.atomics.get(key), ATOMIC, "read", index, site)
+            self._order(memory, key, memory.old_atomics.get(key), ATOMIC, "read", index, site)
+            if key in memory.unset:
+                read = memory.unset[key].read
         record = memory.reads.get(key)
         if record is None or record[0].epoch != epoch:
             memory.reads[key] = (mark, site)
         elif record[0] is not mark and len(record) != 4:
             add_reader(memory.reads, key, mark, site)
+        return read
 
-    def _write(self, a, key, index, site):
+    def _write(self, a, key, index, site, k, value):
         memory, mark = a.memory, self.mark
         epoch = mark.epoch
         write, read = memory.writes.get(key), memory.reads.get(key)
         if write is not None and write[0] is not mark and write[0].epoch == epoch:
-            self._order(memory, write, "wrote", "wrote", index, site)
+            self._order(memory, key, write, "wrote", "wrote", index, site, (a, k, value))
         if read is not None and read[0].epoch == epoch and (read[0] is not mark or len(read) > 2):
-            self._order(memory, read, "read", "wrote", index, site)
+            self._order(memory, key, read, "read", "wrote", index, site)
         if memory.watched:
-            self._order(memory, memory.old_writes.get(key), "wrote", "wrote", index, site)
-            self._order(memory, memory.old_reads.get(key), "read", "wrote", index, site)
-            self._order(memory, memory.atomics.get(key), ATOMIC, "wrote", index, site)
-            self._order(memory, memory.old_atomics.get(key), ATOMIC, "wrote", index, site)
+            same = a, k, value
+            write = memory.old_writes.get(key)
+            self._order(memory, key, write, "wrote", "wrote", index, site, same)
+            self._order(memory, key, memory.old_reads.get(key), "read", "wrote", index, site)
+            self._order(memory, key, memory.atomics.get(key), ATOMIC, "wrote", index, site)
+            self._order(memory, key, memory.old_atomics.get(key), ATOMIC, "wrote", index, site)
+            memory.unset.pop(key, None)
         if not a.writeable:
             if memory.busy:
                 raise errors.in_use(self, memory.busy, "writes", site, index)
@@ -165,53 +283,81 @@ class Thread:
     def _change(self, a, key, index, site):
         """Check and record an atomic."""
         memory = a.memory
-        if memory.kind != "global" and key not in memory.writes and key not in memory.atomics:
-            raise errors.uninitialized(self, memory, key, site, index)
+        if key not in memory.writes or key in memory.unset:
+            read = self._first(a, key, index, site)
+            if read is not None:
+                Unset(None, read).use("an atomic", site)
         releases.acquire(self.mark, memory, key)
         for shadow, did in (
             (memory.writes, "wrote"), (memory.reads, "read"),
             (memory.old_writes, "wrote"), (memory.old_reads, "read"),
         ):  # fmt: skip
-            self._order(memory, shadow.get(key), did, ATOMIC, index, site)
+            self._order(memory, key, shadow.get(key), did, ATOMIC, index, site)
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
         add_reader(memory.atomics, key, releases.release(self, memory, key), site)
 
-    def _order(self, memory, record, did, does, index, site):
-        if record is not None:
-            then = unordered(record, self.mark)
-            if then is not None:
-                raise errors.race(memory.kind, then, did, self, does, site, index)
+    def _order(self, memory, key, record, did, does, index, site, stored=None):
+        """Report a race unless nothing or an ordered access is recorded. stored: the array, the position and the new value."""
+        if record is None:
+            return
+        then = unordered(record, self.mark)
+        if then is None:
+            return
+        early = memory.unread.get(key) if did == "read" and does == "wrote" else None
+        if early is not None and early[0] is then[0]:  # it read what is written only now
+            make = functools.partial(errors.uninitialized, *early[1], (self.mark, site))
+            return self.report("uninitialized", (then[1], site), make)
+        kind = "same_value_race" if stored and _is_stored(*stored) else "race"
+        args = memory.kind, then, did, self, does, site, index, kind
+        self.report(kind, (then[1], site), functools.partial(errors.race, *args))
 
-    def _view(self, a, index, site):
-        """The view of a row or a slice. Raises OutOfBoundsError for any other index."""
-        index = index if isinstance(index, tuple) else (index,)
-        rest = (slice(None),) * (a.ndim - len(index) + 1)
-        sliced = any(isinstance(i, slice) or i is ... for i in index)
-        index = tuple(j for i in index for j in (rest if i is ... else (i,)))
-        for i in index:
-            if not isinstance(i, slice):
-                operator.index(i)  # raises TypeError for a float
-        if (sliced and len(index) <= a.ndim) or len(index) < a.ndim:
+    def _find(self, a, index, site, stores=False):
+        """The position of an element with an unusual index: literals and computed numbers below zero. Or the view of a row or a
+        slice. For an index out of bounds, which is reported, the position of a spare element.
+        """
+        given = index if isinstance(index, tuple) else (index,)
+        rest = (slice(None),) * (a.ndim - len(given) + 1)
+        sliced = any(isinstance(i, slice) or i is ... for i in given)
+        axes = [j for i in given for j in (rest if i is ... else (i,))]
+        for axis, (i, n) in enumerate(zip(axes, a.dims)):
+            if isinstance(i, slice):
+                continue
+            if type(i) is Unset:
+                i.use("an index", site)
+                axes[axis] = i = 0
+            operator.index(i)  # raises TypeError for a float
+            if -n <= i < 0:
+                if type(i) is not int:  # not a literal
+                    make = functools.partial(errors.negative_index, self, index, i, n, site)
+                    self.report("negative_index", (site,), make)
+                axes[axis] = int(i) + n
+        k = Array.locate(a, tuple(axes) if len(axes) != 1 else axes[0])
+        if k is not None:
+            return k
+        if (sliced and len(axes) <= a.ndim) or len(axes) < a.ndim:
             with contextlib.suppress(IndexError):
-                return a.view(index)
-        raise errors.out_of_bounds(self, a, index, site)
+                return a.sliced(tuple(axes))
+        error = errors.out_of_bounds(self, a, tuple(axes) if len(given) > 1 else axes[0], site)
+        if type(error) is not errors.OutOfBoundsError:
+            raise error
+        self.report("out_of_bounds", (site,), lambda: error)
+        return poison(a) if not stores else None
 
-    def _store_view(self, a, index, value, site):
-        """a[2:5] = value"""
-        view = self._view(a, index, site)
+    def _store_view(self, view, value, site):
+        """a[2:5] = value. view: None if the index is out of bounds"""
         if isinstance(value, Array):
             raise errors.array_copied(self, site)
-        for i in np.ndindex(view.dims):
+        for i in np.ndindex(view.dims if view is not None else (0,)):
             self.store(view, i, value, site)
 
     def shared_array(self, site, shape, dtype, **_):
         return self.block.shared_array(self, site, _shape(shape), dtype_of(dtype))
 
     def local_array(self, site, shape, dtype, **_):
-        flat = poisoned(math.prod(_shape(shape)), dtype_of(dtype))
-        return dense_array(Memory("local", flat.itemsize), flat, _shape(shape))
+        views = self.block.launch.translated.views
+        return new_array("local", _shape(shape), dtype_of(dtype), views)
 
     def const_array_like(self, site, values):
         return values if isinstance(values, Array) else self.block.launch.constant(values)
@@ -224,15 +370,21 @@ class Thread:
             raise errors.atomic_kind(self, site, name, a, kinds)
         k = a.locate(index)
         if k is None:
-            raise errors.out_of_bounds(self, a, index, site)
+            try:
+                k = self._find(a, index, site)
+            except TypeError:
+                raise errors.out_of_bounds(self, a, index, site) from None
+            if type(k) is not int:  # out of bounds
+                return k
         for key in a.keys(k):
             self._change(a, key, index, site)
         old = a.flat[k]
-        a.flat[k] = change(old)
+        a.flat[k] = new = change(old)
+        self.block.launch.changes += bool(new != old)
         return old if a.wrap is None else a.wrap(old)
 
     def atomic_cas(self, site, a, index, old, new):
-        old, new = a.dtype.type(old), a.dtype.type(new)
+        old, new = (a.dtype.type(plain(x, "an atomic", site)) for x in (old, new))
         return self._atomic(site, a, index, "cas", lambda now: new if now == old else now)
 
     def atomic_compare_and_swap(self, site, a, old, new):
@@ -244,7 +396,7 @@ class Thread:
     threadfence_system = threadfence
 
     def threadfence_block(self):
-        pass
+        releases.fence_block(self)
 
     # ------------------------------------------------------------------------- positions
     def grid(self, ndim):
@@ -260,10 +412,41 @@ class Thread:
     def lanemask_lt(self):
         return UInt32((1 << self.lane) - 1)
 
+    # ------------------------------------------------------------------------- functions as values
+    def apply(self, f, *args, **keywords):
+        """Call a function that is a value: a generator, because the function may wait for other threads."""
+        if hasattr(f, "py_func"):
+            translated = self.block.launch.translate(f.py_func)
+            result = translated.function(self, *args, **keywords)
+            if translated.waits:
+                result = yield from result
+            return result
+        return twin(f)(*args, **keywords)
+
+    def ufunc(self, site, f, *args):
+        """A NumPy function of arrays with an output array: f(x, out)."""
+        *inputs, out = args
+        for index in np.ndindex(out.dims):
+            values = [self._broadcast(x, index, site) for x in inputs]
+            self.store(out, index, f(*values), site)
+
+    def _broadcast(self, x, index, site):
+        if not isinstance(x, Array):
+            return x
+        index = index[len(index) - x.ndim :]
+        return self.load(x, tuple(i if n > 1 else 0 for i, n in zip(index, x.dims)), site)
+
+    def this_grid(self):
+        """cuda.cg.this_grid(); source.py rewrites its sync()."""
+        return self.block.launch.grid
+
     # ------------------------------------------------------------------------- arithmetic
     def selp(self, condition, a, b):
+        if type(condition) is Unset:
+            return Unset(_of(b), condition.read)
         return a if condition else b
 
+    @carries
     def fma(self, a, b, c):
         """a * b + c, rounded once. In float32 the product is exact in float64 and only the addition is rounded twice."""
         scalar = functools.reduce(unify, map(type, (a, b, c)))
@@ -272,16 +455,20 @@ class Thread:
     def cbrt(self, x):
         return np.cbrt(x)
 
+    @carries
     def popc(self, x):
         return _integer(x)(_bits(x).bit_count())
 
+    @carries
     def clz(self, x):
         return _integer(x)(8 * x.itemsize - _bits(x).bit_length())
 
+    @carries
     def ffs(self, x):
         bits = _bits(x)
         return UInt32((bits & -bits).bit_length())
 
+    @carries
     def brev(self, x):
         width = 64 if type(x) is UInt64 else 32
         bits = _bits(x) & (2**width - 1)
@@ -290,22 +477,60 @@ class Thread:
     def nanosleep(self, ns):
         pass
 
-    def turns(self, site):
-        """A function that a while loop calls in each iteration. It returns True, and raises KernelError after MAX_TURNS."""
+    def turns(self, site, waits, stores):
+        """A function that a while loop calls in each iteration.
+
+        It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS iterations of a loop that
+        accesses memory (`waits`). Raises KernelError if the loop never ends. stores: the loop writes memory.
+        """
 
         def counted():
-            yield from itertools.repeat(True, MAX_TURNS)
+            left = MAX_TURNS
+            while left > 0:
+                turns = min(SPIN_TURNS if waits else CHECK_TURNS, left)
+                yield from itertools.repeat(True, turns - 1)
+                left -= turns
+                state = None if stores else _state_of(sys._getframe(1))
+                if waits:
+                    self.state_at_spin = site, state
+                yield not waits
+                if not waits and turns == CHECK_TURNS and state == _state_of(sys._getframe(1)):
+                    raise errors.endless(self, site, MAX_TURNS - left + 1)
             raise errors.endless(self, site, MAX_TURNS + 1)
 
         return counted().__next__
+
+
+def _state_of(frame):
+    """The local variables of a thread. Numbers are compared by value, all else by identity."""
+    values = []
+    for name, x in frame.f_locals.items():
+        same = isinstance(x, (np.generic, int, float))
+        values.append(
+            (name, type(x), x.tobytes() if isinstance(x, np.generic) else x if same else id(x))
+        )
+    return values
 
 
 def _shape(shape) -> tuple[int, ...]:
     return tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
 
 
+def _is_stored(a, k, value) -> bool:
+    """Does the element already have the value that is about to be stored?"""
+    try:
+        new = a.dtype.type(value if a.convert is None else a.convert(value))
+    except TypeError:  # an Unset
+        return False
+    return new.tobytes() == a.flat[k].tobytes()
+
+
+def _of(x):
+    return x.value if type(x) is Unset else x
+
+
 def _bits(x) -> int:
-    return int(x) & (256**x.itemsize - 1)
+    return int(operator.index(x)) & (256**x.itemsize - 1)
 
 
 def _integer(x):
@@ -338,7 +563,7 @@ _ATOMIC_KINDS |= dict.fromkeys(
 
 def _atomic_method(name, change):
     def atomic(self, site, a, index, value):
-        value = a.dtype.type(value)
+        value = a.dtype.type(plain(value, "an atomic", site))
         return self._atomic(site, a, index, name, lambda old: change(old, value))
 
     return atomic

@@ -8,6 +8,7 @@ import numpy as np
 from .errors import CollectiveError, ranges, where
 from .memory import Mark
 from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32, unify
+from .unset import Unset, plain
 
 FULL = 0xFFFFFFFF
 # Numba has shuffles of int32, int64, float32 and float64; other types are converted to one of these.
@@ -21,8 +22,14 @@ def run_collective(warp, waiting):
     """
     groups: dict = {}
     for thread in waiting:
-        name, _, args = thread.request
-        mask = int(args[0]) & FULL if args and not callable(name) else FULL
+        name, site, args = thread.request
+        if Unset in {*map(type, args)}:
+            args = tuple(plain(a, site.what, site) for a in args)
+            thread.request = name, site, args
+        if name == "activemask":
+            mask = _together(thread, waiting)
+        else:
+            mask = int(args[0]) & FULL if args and not callable(name) else FULL
         group = groups.get((name, mask))
         if group is None:
             _check_mask(thread, mask, warp)
@@ -37,7 +44,15 @@ def run_collective(warp, waiting):
                     thread,
                     f"mask {mask:#x} does not contain lane {thread.lane}, which calls the function",
                 )
-        if len(lanes) == mask.bit_count():
+        missing = mask.bit_count() - len(lanes)
+        if missing:
+            exited = sum(mask >> t.lane & 1 for t in warp if t.request is None)
+            if exited and missing == exited + _absent(mask, warp):
+                block, site = lanes[0].block, lanes[0].request[1]
+                report = functools.partial(block.deadlock, "exited_threads")
+                block.launch.report("exited_threads", (site,), report)
+            missing -= exited + _absent(mask, warp)
+        if not missing:
             replies = _call(name, lanes)
             for thread, reply in zip(lanes, replies):
                 thread.reply = reply
@@ -55,6 +70,8 @@ def _call(name, lanes):
     args = [t.request[2] for t in lanes]
     if callable(name):  # an intrinsic, see source.simulates
         return name(lanes, [t.request[1] for t in lanes], args)
+    if name == "activemask":
+        return [UInt32(_bits(lanes))] * len(lanes)
     if name == "syncwarp":
         return _syncwarp(lanes)
     if name.startswith("shfl"):
@@ -62,20 +79,33 @@ def _call(name, lanes):
     return _VOTES[name](lanes, [a[1] for a in args])
 
 
+def _together(thread, waiting) -> int:
+    """The lanes that call activemask together: those that wait at the same call. A GPU may also split them."""
+    site = thread.request[1]
+    lanes = [t for t in waiting if t.request[:2] == ("activemask", site)]
+    return _bits(lanes)
+
+
+def _absent(mask, warp) -> int:
+    """How many lanes of the mask does the block not have? They count as exited."""
+    return (mask >> len(warp)).bit_count()
+
+
 def _check_mask(thread, mask, warp):
     missing = [i for i in range(len(warp), 32) if mask >> i & 1]
     if missing:
-        raise _error(
-            thread,
+        text = (
             f"mask {mask:#x} contains lanes {ranges(missing)}, but this warp has {len(warp)}: a block of "
-            f"{thread.block.launch.threads} threads is not whole warps",
+            f"{thread.block.launch.threads} threads is not whole warps"
         )
+        site = thread.request[1]
+        thread.report("partial_warp", (site,), lambda: _error(thread, text, "partial_warp"))
 
 
-def _error(thread, message):
+def _error(thread, message, kind="collective"):
     site = thread.request[1]
     text = f"{site.what} {where(thread, site)}: {thread} at {site}: {message}"
-    return CollectiveError(text, (site,))
+    return CollectiveError(text, (site,), kind)
 
 
 def _syncwarp(lanes):
@@ -112,10 +142,11 @@ def _shuffle(lanes, args, source):
         if lane in values:
             value = values[lane]
         elif 0 <= lane < 32:
-            raise _error(
-                thread,
-                f"lane {thread.lane} reads from lane {lane}, which does not take part in this call",
+            text = (
+                f"lane {thread.lane} reads from lane {lane}, which does not take part in this call"
             )
+            make = functools.partial(_error, thread, text)
+            thread.report("collective", (thread.request[1],), make)
         replies.append(value if convert is None else convert(value))
     return replies
 

@@ -1,0 +1,113 @@
+"""Running one kernel: `simulator.run` and `simulator.check`, and the arrays that select the simulator."""
+
+import numpy as np
+
+from .block import Launch
+from .errors import KernelError, reported_kinds
+from .memory import poisoned
+from .observers import observe
+from .stepper import Stepper
+from .thread import Dim3
+from .unwritten import mark_unwritten, mark_written
+
+
+class SimArray(np.ndarray):
+    """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
+
+    def __setitem__(self, index, value):
+        super().__setitem__(index, value)
+        mark_written(self[index] if isinstance(index, slice) else self)
+
+
+def sim(a) -> SimArray:
+    """Return a C-contiguous copy of `a` as a SimArray."""
+    return np.array(a, order="C", copy=True).view(SimArray)
+
+
+def empty(shape, dtype=np.float64) -> SimArray:
+    """A SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses an element before one has
+    been written is reported (`unwritten_global`).
+    """
+    flat = poisoned(int(np.prod(shape)), np.dtype(dtype))
+    return mark_unwritten(flat.view(SimArray).reshape(shape))
+
+
+def run(
+    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+) -> None:
+    """Run `grid` blocks of `block` threads in the simulator.
+
+    kernel: a function compiled with @cuda.jit. grid, block: an int or a tuple of up to three ints.
+    args: NumPy arrays, which the kernel changes in place, and scalars; a Python int becomes int64, a
+    Python float float64. shared: bytes of dynamic shared memory.
+    overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
+    dependent launch); an access that would then be too early is a RaceError.
+    allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
+
+    Raises the first finding, an error or a warning: KernelError or a subclass (see the module's
+    docstring); the arrays then hold what was written up to the error.
+    """
+    with np.errstate(all="ignore"):
+        reported = reported_kinds(allow, enable)
+        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported).run()
+
+
+def check(
+    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+) -> list[KernelError]:
+    """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`, `severity` ("error" or "warning"),
+    `sites` and `count`, the number of times that it occurred at these places.
+
+    After a finding the run continues as a GPU might: a read out of bounds gives an arbitrary number, such a write
+    is dropped, threads that have exited count as arrived. A deadlock or an exception in the kernel ends the run.
+    """
+    with np.errstate(all="ignore"):
+        try:
+            reported = reported_kinds(allow, enable)
+            launch = Launch(
+                kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, True
+            )
+        except KernelError as error:  # Numba would not compile or launch it
+            return [error]
+        return launch.findings()
+
+
+def record(
+    kernel,
+    grid,
+    block,
+    *args,
+    shared: int = 0,
+    overlap: bool = False,
+    allow=(),
+    enable=(),
+    of: tuple[int, ...] = (0, 0, 0),
+) -> Stepper:
+    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of the block.
+
+    A KernelError is not raised: it is in the result's `error`, and the result is about the block in which it happened.
+    """
+    stepper = Stepper(of)
+    try:
+        with observe(stepper):
+            run(
+                kernel,
+                grid,
+                block,
+                *args,
+                shared=shared,
+                overlap=overlap,
+                allow=allow,
+                enable=enable,
+            )
+    except KernelError as error:
+        stepper.error = error
+    return stepper
+
+
+def _dim3(n) -> Dim3:
+    n = tuple(n) if np.iterable(n) else (n,)
+    if not 1 <= len(n) <= 3 or not all(isinstance(x, (int, np.integer)) and x > 0 for x in n):
+        got = ", ".join(map(str, n))
+        raise ValueError(f"a grid or a block must be 1 to 3 positive integers, got ({got})")
+    return Dim3(*(*n, 1, 1)[:3])
