@@ -315,7 +315,7 @@ class TrainConfig(ShapeOptions):
     ema: float = 0.0
     # vocabulary size of the tokenizer that is trained on the text; none: the preset's
     vocab_size: int | None = None
-    # use this tokenizer.json instead of training one; none: with --init the model's own
+    # use this tokenizer.json, or that of a folder, instead of training one; none: with --init the model's own
     tokenizer: str | None = None
     # read the text and its token cache and compare checksums, even if sizes and times say that nothing has changed
     verify_data: bool = False
