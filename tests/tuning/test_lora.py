@@ -195,6 +195,13 @@ def data(tmp_path):
     return path
 
 
+def test_the_average_of_adapters_is_an_adapter(tmp_path, folder, data):
+    run = finetune(config_of(folder, tmp_path, data, steps=3, ema=0.5), SILENT)
+    assert (run / "checkpoints/step-000003/ema/adapter_model.safetensors").is_file()
+    averaged, last = (Transformer.from_pretrained(run / name).arena.weights for name in ("ema", ""))
+    assert 0 < np.abs(averaged - last).max() < 0.1
+
+
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
     whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
     half = finetune(config_of(folder, tmp_path / "b", data, stop_at=3), SILENT)

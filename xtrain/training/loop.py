@@ -40,9 +40,8 @@ from .trackers import check_installed
 
 GPU_READ_EVERY = 10  # steps whose numbers are read together: reading waits for the GPU
 LAYER_RECORDS = 100  # lines in layers.jsonl over a run
-CHECKPOINT_BYTES = (
-    12  # per parameter: weight and two moments in float32; 4 more for a moving average
-)
+CHECKPOINT_BYTES = 12  # per parameter: weight and two moments in float32
+EMA_BYTES = 4  # more with a moving average
 Evaluation = Callable[[], Iterator[dict[str, float]]]  # of all tasks -> the metrics of each
 
 
@@ -300,7 +299,7 @@ def train(
 
 
 def _checkpoint_bytes(run: Run) -> int:
-    per_parameter = CHECKPOINT_BYTES + (4 if run.config.ema else 0)
+    per_parameter = CHECKPOINT_BYTES + (EMA_BYTES if run.config.ema else 0)
     return per_parameter * sum(math.prod(x.shape) for _, x in run.model.named_parameters())
 
 
