@@ -241,11 +241,12 @@ class Attempt:
             )
 
     # ------------------------------------------------------------------------- inputs
-    def cases(self, fixed, draw):
-        """The fixed cases, and then the random case of this run: draw(rng)."""
+    def cases(self, fixed, draw, times=1):
+        """The fixed cases, and then the random ones of this run: draw(rng), several times where they are cheap."""
         yield from fixed
         self.settle()  # before an error would name the seed
-        yield _plain(draw(self.rng))
+        for _ in range(times):
+            yield _plain(draw(self.rng))
 
     @property
     def rng(self) -> np.random.Generator:

@@ -117,7 +117,7 @@ def queue_ends(e):
         "no kernel": ([], 5),
     }
     draw = lambda rng: ("random times", (rng.integers(1, 30, 7), rng.integers(5, 15)))
-    for case, (gpu, launch) in e.cases(cases.items(), draw):
+    for case, (gpu, launch) in e.cases(cases.items(), draw, times=5):
         got = e.call(list(gpu), launch, case=f"{case}: gpu_us {gpu}, launch_us {launch}")
         e.need(got is not None, "The function returns nothing: return the list of ends.")
         e.need(

@@ -94,7 +94,7 @@ def busy_share(e):
         "random spans",
         [(a, a + n) for a, n in rng.integers(1, 40, (8, 2)).tolist()],
     )
-    for case, spans in e.cases(cases.items(), draw):
+    for case, spans in e.cases(cases.items(), draw, times=5):
         got = e.call(list(spans), case=f"{case}: {spans}")
         e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
         first, last = min(s for s, _ in spans), max(t for _, t in spans)

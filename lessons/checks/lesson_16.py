@@ -40,7 +40,7 @@ def take(e):
         ([], 1),
         ([(2, 4)], 1),
     )
-    for free, size in e.cases(fixed, lambda rng: (some_blocks(rng), rng.integers(1, 9))):
+    for free, size in e.cases(fixed, lambda rng: (some_blocks(rng), rng.integers(1, 9)), times=5):
         given = list(free)
         got = e.call(given, size, case=f"free {free}, size {size}")
         e.need(
@@ -132,7 +132,7 @@ def give(e):
         start = int(rng.integers(end, free[i][0]))
         return free, start, int(rng.integers(1, free[i][0] - start + 1))
 
-    for free, start, size in e.cases(fixed, draw):
+    for free, start, size in e.cases(fixed, draw, times=5):
         given = list(free)
         got = e.call(given, start, size, case=f"free {free}, and ({start}, {size}) is returned")
         e.need(

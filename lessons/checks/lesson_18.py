@@ -138,7 +138,7 @@ def largest_batch(e):
         L, H, G, D, S = rng.integers((2, 9, 2, 16, 100), (40, 33, 9, 129, 5000))
         return L, H, G, D, S, 2, rng.integers(10**9, 10**11)
 
-    for L, H, G, D, S, size, free in e.cases(fixed, draw):
+    for L, H, G, D, S, size, free in e.cases(fixed, draw, times=5):
         got = e.call(
             L,
             H,

@@ -159,8 +159,8 @@ def splits(e):
         (9, 2, 4),
         (17, 2, 8),
     )
-    draw = lambda rng: (rng.integers(100, 5000), rng.integers(2, 300), rng.integers(2, 40))
-    for n, chunk, most in e.cases(fixed, draw):
+    draw = lambda rng: tuple(rng.integers((1000, 2, 5), (5000, 200, 40)))
+    for n, chunk, most in e.cases(fixed, draw, times=5):
         got = e.call(
             n,
             chunk,

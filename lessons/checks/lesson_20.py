@@ -77,7 +77,7 @@ def top_k(e):
         (9, 4, 2, False, 0),
     )
     draw = lambda rng: (*rng.integers((20, 2, 5), (60, 6, 12)), rng.random() < 0.5, 0)
-    for V, k, segment, ties, grows in e.cases(fixed, draw):
+    for V, k, segment, ties, grows in e.cases(fixed, draw, times=4):
         x = np.asarray(e.normal(V))
         x = np.round(x) if ties else np.sort(grows * x) * grows if grows else x
         trend = {0: "", 1: ", in ascending order", -1: ", in descending order"}[grows]
@@ -168,7 +168,7 @@ def choose(e):
         int(got) == 3,
         f"It chose {int(got)}; expected 3.\nexp overflows: subtract the largest logit first.",
     )
-    for _ in range(8):
+    for _ in range(25):
         V = int(e.rng.integers(3, 9))
         x, temperature = e.rng.normal(size=V), float(e.rng.uniform(0.5, 2))
         k, p, u = int(e.rng.integers(0, V)), float(e.rng.uniform(0.3, 1)), float(e.rng.random())

@@ -48,7 +48,7 @@ def schedule(e):
         ([], 2),
     )
     draw = lambda rng: (rng.integers(1, 10, 9), rng.integers(2, 5))
-    for lengths, slots in e.cases(fixed, draw):
+    for lengths, slots in e.cases(fixed, draw, times=5):
         got = e.call(list(lengths), slots, case=f"lengths {lengths}, {slots} slots")
         e.need(
             isinstance(got, (list, tuple))
@@ -150,7 +150,7 @@ def reusable(e):
         )
         return "random tokens", (cached, prompt, min(same, len(prompt) - 1))
 
-    for case, (cached, prompt, want) in e.cases(cases.items(), draw):
+    for case, (cached, prompt, want) in e.cases(cases.items(), draw, times=5):
         got = e.call(list(cached), list(prompt), case=f"{case}: cached {cached}, prompt {prompt}")
         e.need(got is not None and np.ndim(got) == 0, f"Return one number; got {got!r}.")
         places = sum(a == b for a, b in zip(cached, prompt))
@@ -215,7 +215,7 @@ def whole_characters(e):
         text, rest = data[: len(data) - n].decode(errors="replace"), data[len(data) - n :]
         return "random bytes", (data, text, rest)
 
-    for case, (data, text, rest) in e.cases(cases.items(), draw):
+    for case, (data, text, rest) in e.cases(cases.items(), draw, times=25):
         got = e.call(data, case=f"{case}: {data!r}")
         e.need(
             isinstance(got, tuple) and len(got) == 2,

@@ -147,7 +147,7 @@ def fsdp_bytes(e):
         2 ** rng.integers(1, 7),
         rng.integers(0, 4),
     )
-    for layers, size, ranks, ahead in e.cases(fixed, draw):
+    for layers, size, ranks, ahead in e.cases(fixed, draw, times=5):
         got = e.call(
             layers,
             size,
@@ -190,7 +190,7 @@ def finish_time(e):
         (1, 2.0, 3.0, 4),
     )
     draw = lambda rng: (rng.integers(5, 12), *rng.uniform(0.5, 4, 2).round(2), rng.integers(1, 5))
-    for tiles, load, compute, stages in e.cases(fixed, draw):
+    for tiles, load, compute, stages in e.cases(fixed, draw, times=5):
         got = e.call(
             tiles,
             load,
