@@ -42,21 +42,23 @@ Limits
 - Float functions are correctly rounded; a GPU's results differ in the last few bits.
 """
 
-import numpy as np
+import importlib
+from typing import TYPE_CHECKING
 
-from .block import Launch
-from .errors import (
-    AsyncError,
-    CollectiveError,
-    DeadlockError,
-    KernelError,
-    OutOfBoundsError,
-    RaceError,
-    Site,
-    UninitializedError,
-)
-from .intrinsics import simulates
-from .thread import Dim3
+if TYPE_CHECKING:
+    from .errors import (
+        AsyncError,
+        CollectiveError,
+        DeadlockError,
+        KernelError,
+        OutOfBoundsError,
+        RaceError,
+        Site,
+        UninitializedError,
+    )
+    from .host import simulate
+    from .intrinsics import simulates
+    from .api import SimArray, run, sim
 
 __all__ = [
     "AsyncError",
@@ -70,38 +72,18 @@ __all__ = [
     "UninitializedError",
     "run",
     "sim",
+    "simulate",
     "simulates",
 ]
+_HOME = {
+    "simulate": "host",
+    "simulates": "intrinsics",
+    **dict.fromkeys(("SimArray", "run", "sim"), "api"),
+}
 
 
-class SimArray(np.ndarray):
-    """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
-
-
-def sim(a) -> SimArray:
-    """Return a C-contiguous copy of `a` as a SimArray."""
-    return np.array(a, order="C", copy=True).view(SimArray)
-
-
-def run(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
-    """Run `grid` blocks of `block` threads in the simulator.
-
-    kernel: a function compiled with @cuda.jit. grid, block: an int or a tuple of up to three ints.
-    args: NumPy arrays, which the kernel changes in place, and scalars; a Python int becomes int64, a
-    Python float float64. shared: bytes of dynamic shared memory.
-    overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
-    dependent launch); an access that would then be too early is a RaceError.
-
-    Raises KernelError or a subclass (see the module's docstring); the arrays then hold what was
-    written up to the error.
-    """
-    with np.errstate(all="ignore"):
-        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap).run()
-
-
-def _dim3(n) -> Dim3:
-    n = tuple(n) if np.iterable(n) else (n,)
-    if not 1 <= len(n) <= 3 or not all(isinstance(x, (int, np.integer)) and x > 0 for x in n):
-        got = ", ".join(map(str, n))
-        raise ValueError(f"a grid or a block must be 1 to 3 positive integers, got ({got})")
-    return Dim3(*(*n, 1, 1)[:3])
+def __getattr__(name):
+    """Import a name at its first use: Numba takes half a second, which a run of pytest without --simulate-cuda does not need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)

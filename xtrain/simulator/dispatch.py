@@ -1,0 +1,167 @@
+"""Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
+
+The functions here take the place of methods of numba.cuda.dispatcher.CUDADispatcher (host.py), so `self` is a dispatcher, which
+`@cuda.jit` made before or after.
+"""
+
+import os
+
+import numpy as np
+from numba.core import sigutils, types
+from numba.core.typeconv.rules import default_type_manager
+from numba.core.typing import signature
+from numba.core.typing.typeof import Purpose, typeof
+from numba.cuda.args import ArgHint, In, InOut, Out
+
+from .api import run
+from .device import THREADS_PER_BLOCK
+from .device_array import auto_device, host_view, is_cuda_array
+from .errors import KernelError
+from .scalars import twin
+
+
+class Overload:
+    """A signature of a kernel or of a device function, where Numba has the compiled code."""
+
+    objectmode, entry_point = False, None
+
+    def __init__(self, argtypes, return_type):
+        self.argtypes, self.signature = argtypes, signature(return_type or types.void, *argtypes)
+
+    def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
+        return 1  # the simulator's blocks run one after the other
+
+
+# ----------------------------------------------------------------------------- methods of CUDADispatcher
+def compile(self, sig):
+    """CUDADispatcher.compile: remembers the signature."""
+    argtypes, return_type = sigutils.normalize_signature(sig)
+    return self.overloads.setdefault(argtypes, Overload(argtypes, return_type))
+
+
+def compile_device(self, args, return_type=None):
+    """CUDADispatcher.compile_device"""
+    return self.overloads.setdefault(args, Overload(args, return_type))
+
+
+def enable_caching(self):
+    """CUDADispatcher.enable_caching: there is no compiled code to keep."""
+
+
+def forall(self, *args):
+    """ForAll.__call__: chooses the block, as Numba's driver does."""
+    if self.ntasks == 0:
+        return
+    block = self.thread_per_block or THREADS_PER_BLOCK
+    self.dispatcher[-(-self.ntasks // block), block, self.stream, self.sharedmem](*args)
+
+
+def launch(self, *args):
+    """_LaunchConfiguration.__call__"""
+    __tracebackhide__ = True  # in pytest's reports
+    call(self.dispatcher, args, self.griddim, self.blockdim, self.stream, self.sharedmem)
+
+
+def call(self, args, griddim, blockdim, stream, sharedmem):
+    """CUDADispatcher.call: run the kernel. A KernelError is raised from the line that launches it."""
+    __tracebackhide__ = True
+    if self.targetoptions.get("device"):
+        raise RuntimeError("Cannot compile a device function as a kernel")
+    argtypes = _declared(self, args)
+    copies_back: list = []
+    for extension in reversed(self.extensions or ()):
+        pairs = [
+            extension.prepare_args(typeof(a, Purpose.argument), a, stream=stream, retr=copies_back)
+            for a in args
+        ]
+        args = [value for _, value in pairs]
+    prepared = [_prepare(a, copies_back) for a in args]
+    if argtypes is not None:
+        prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
+    try:
+        run(self, griddim, blockdim, *prepared, shared=sharedmem)
+    except KernelError as error:
+        if self.targetoptions.get("debug") and _raised(error) is not None:
+            raise _raised(error) from None
+        raise error.with_traceback(_own_frames(error.__traceback__))
+    finally:
+        for copy in copies_back:
+            copy()
+
+
+# ----------------------------------------------------------------------------- arguments
+def _declared(dispatcher, args):
+    """The declared argument types that a launch uses; None if the kernel was declared without."""
+    if dispatcher._can_compile:
+        return None
+    given = tuple(typeof(_typed_view(a), Purpose.argument) for a in args)
+    fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
+    for kinds in fitting:
+        dispatcher.typingctx.install_possible_conversions(given, kinds)
+    index = default_type_manager.select_overload(given, fitting, True, False) if fitting else None
+    if index is None:
+        kinds = ", ".join(map(str, given))
+        raise TypeError(f"No matching definition for argument type(s) {kinds}")
+    return fitting[index]
+
+
+def _typed_view(a):
+    """What Numba's typeof accepts."""
+    return auto_device(a)[0] if is_cuda_array(a) and not isinstance(a, ArgHint) else a
+
+
+def _prepare(value, copies_back):
+    """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of the host."""
+    if isinstance(value, ArgHint):
+        kind, value = type(value), value.value
+    else:
+        kind = InOut
+    if isinstance(value, tuple):
+        values = [_prepare(v, copies_back) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    if is_cuda_array(value):
+        return host_view(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    device, _ = auto_device(value, copy=kind is not Out)
+    if kind is not In:
+        copies_back.append(lambda: device.copy_to_host(value))
+    return device.array
+
+
+def _cast(value, kind):
+    """A number as the type that the signature declares."""
+    if not isinstance(kind, (types.Number, types.Boolean)):
+        return value
+    if isinstance(kind, types.Integer) and isinstance(value, (float, np.floating)):
+        raise TypeError(f"the signature declares {kind}, and {value!r} is not an integer")
+    return twin(kind)(value)
+
+
+# ----------------------------------------------------------------------------- errors
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _own_frames(trace):
+    """A traceback without the frames of the simulator: the launch, then the lines of the kernel."""
+    frames = []
+    while trace is not None:
+        if os.path.dirname(os.path.abspath(trace.tb_frame.f_code.co_filename)) != _FOLDER:
+            frames.append(trace)
+        trace = trace.tb_next
+    for frame, following in zip(frames, [*frames[1:], None]):
+        frame.tb_next = following
+    return frames[0] if frames else None
+
+
+def _raised(error):
+    """The Python exception that a kernel with debug=True raised, with its thread, as Numba reports it; None if there is none."""
+    cause = error.__cause__
+    trace = cause.__traceback__ if cause is not None else None
+    while trace is not None:
+        thread = trace.tb_frame.f_locals.get("_t")
+        if thread is not None:
+            where = f"tid={[*map(int, thread.threadIdx)]} ctaid={[*map(int, thread.blockIdx)]}"
+            return type(cause)(f"{where}: {cause}")
+        trace = trace.tb_next
+    return None
