@@ -46,6 +46,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .api import SimArray, run, sim
     from .errors import (
         AsyncError,
         CollectiveError,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     )
     from .host import simulate
     from .intrinsics import simulates
-    from .api import SimArray, run, sim
 
 __all__ = [
     "AsyncError",

@@ -1,6 +1,6 @@
 """`python -m simulate_cuda script.py arguments`: run a script, its Numba CUDA kernels in the simulator.
 
-    -m NAME   run a module instead
+-m NAME   run a module instead
 """
 
 import os
@@ -18,7 +18,10 @@ def main(arguments: list[str]) -> int:
         print(USAGE.format(__package__), file=sys.stderr)
         return 2
     if not module and not os.path.exists(arguments[0]):
-        print(f"{arguments[0]} does not exist: name a Python script, or -m and a module", file=sys.stderr)
+        print(
+            f"{arguments[0]} does not exist: name a Python script, or -m and a module",
+            file=sys.stderr,
+        )
         return 2
     from .errors import KernelError
     from .host import simulate

@@ -5,11 +5,10 @@ import contextlib
 import time
 import warnings
 
-import numpy as np
 from numba.cuda.cudadrv.driver import MemoryInfo
 
 from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
-from .device_array import DeviceMemory, DeviceArray, SharedArray, _allocate
+from .device_array import DeviceArray, DeviceMemory, allocate, allocated
 
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
 MEMORY = 2**34  # bytes that the device claims to have
@@ -70,7 +69,9 @@ class Event:
     def elapsed_time(self, evtend) -> float:
         """Milliseconds between two recorded events."""
         if self.time is None or evtend.time is None:
-            raise RuntimeError("elapsed_time needs two recorded events: call record() on both first")
+            raise RuntimeError(
+                "elapsed_time needs two recorded events: call record() on both first"
+            )
         return (evtend.time - self.time) * 1000
 
 
@@ -146,14 +147,13 @@ class Context:
     push = pop = reset = prepare_for_use = synchronize
 
     def get_memory_info(self):
-        used = sum(end - low for low, end in _allocations.items())
-        return MemoryInfo(free=max(MEMORY - used, 0), total=MEMORY)
+        return MemoryInfo(free=max(MEMORY - allocated(), 0), total=MEMORY)
 
     def memalloc(self, bytesize: int):
-        return DeviceMemory(_allocate(bytesize))
+        return DeviceMemory(allocate(bytesize))
 
     def memhostalloc(self, bytesize: int, mapped=False, portable=False, wc=False):
-        return _allocate(bytesize)
+        return allocate(bytesize)
 
     def mempin(self, owner, pointer, size, mapped=False):
         return owner
@@ -265,7 +265,9 @@ def nothing(*args, **kwargs):
 
 def detect():
     """cuda.detect"""
-    print("Found 1 CUDA devices\nid 0         simulated GPU                              [SUPPORTED]")
+    print(
+        "Found 1 CUDA devices\nid 0         simulated GPU                              [SUPPORTED]"
+    )
     print("Summary:\n\t1/1 devices are supported")
     return True
 

@@ -23,7 +23,7 @@ from .memory import _Bytes, extent
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 
-def _allocate(size: int) -> np.ndarray:
+def allocate(size: int) -> np.ndarray:
     """New memory, as uint8."""
     raw = np.empty(size, np.uint8)
     address = raw.__array_interface__["data"][0]
@@ -32,13 +32,18 @@ def _allocate(size: int) -> np.ndarray:
     return raw
 
 
+def allocated() -> int:
+    """Bytes of device memory in use."""
+    return sum(end - address for address, end in _allocations.items())
+
+
 def _new(shape, dtype, strides=None, order="C") -> np.ndarray:
     """An unwritten array in new memory."""
     shape, strides, dtype = prepare_shape_strides_dtype(shape, strides, dtype, order)
     if dtype.hasobject:
         raise TypeError(f"an array of {dtype} cannot be on the device")
     last = sum(s * (n - 1) for s, n in zip(strides, shape)) if math.prod(shape) else -dtype.itemsize
-    raw = _allocate(last + dtype.itemsize)
+    raw = allocate(last + dtype.itemsize)
     a = np.ndarray(shape, dtype, raw, strides=strides)
     if dtype.kind == "f":
         a.fill(np.nan)
@@ -128,7 +133,13 @@ class DeviceArray:
         if self.ndim == 0 and self.dtype.names is not None:
             return dtype
         dense = 0 not in self.strides
-        layout = "C" if dense and self.is_c_contiguous() else "F" if dense and self.is_f_contiguous() else "A"
+        layout = (
+            "C"
+            if dense and self.is_c_contiguous()
+            else "F"
+            if dense and self.is_f_contiguous()
+            else "A"
+        )
         return types.Array(dtype, self.ndim, layout)
 
     def __array__(self, dtype=None, copy=None):
@@ -159,7 +170,9 @@ class DeviceArray:
     def copy_to_host(self, ary=None, stream=0):
         """The array as a NumPy array; `ary`, if given, receives it."""
         if any(s < 0 for s in self.strides):
-            raise NotImplementedError(f"D->H copy not implemented for negative strides: {self.strides}")
+            raise NotImplementedError(
+                f"D->H copy not implemented for negative strides: {self.strides}"
+            )
         if ary is None:
             ary = np.empty_like(self.array, subok=False)
         else:
@@ -175,7 +188,9 @@ class DeviceArray:
         sentry_contiguous(self.array)
         ours, theirs = array_core(self.array), array_core(source)
         if source is ary:  # on the host: any layout
-            theirs = np.array(theirs, order="C" if ours.flags.c_contiguous else "F", subok=True, copy=None)
+            theirs = np.array(
+                theirs, order="C" if ours.flags.c_contiguous else "F", subok=True, copy=None
+            )
         else:
             sentry_contiguous(source)
         check_array_compatibility(ours, theirs)
@@ -210,7 +225,9 @@ class DeviceArray:
             return self.array[item]
         items = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(i, (int, np.integer, slice)) or i is ... for i in items):
-            raise NotImplementedError(f"a device array takes integers and slices as index, not {item!r}")
+            raise NotImplementedError(
+                f"a device array takes integers and slices as index, not {item!r}"
+            )
         return self.array[items if _has_ellipsis(items) else (*items, ...)]
 
     # ------------------------------------------------------------------------- views
@@ -291,7 +308,9 @@ def pinned_array(shape, dtype=np.float64, strides=None, order="C"):
     return _new(shape, dtype, strides, order)
 
 
-def mapped_array(shape, dtype=np.float64, strides=None, order="C", stream=0, portable=False, wc=False):
+def mapped_array(
+    shape, dtype=np.float64, strides=None, order="C", stream=0, portable=False, wc=False
+):
     """cuda.mapped_array"""
     return _new(shape, dtype, strides, order).view(SharedArray)
 
@@ -378,7 +397,9 @@ def from_cuda_array_interface(desc, owner=None, sync=True):
     )
     address = desc["data"][0]
     size = math.prod(shape) and sum(s * (n - 1) for s, n in zip(strides, shape)) + dtype.itemsize
-    if size and not any(low <= address and address + size <= end for low, end in _allocations.items()):
+    if size and not any(
+        low <= address and address + size <= end for low, end in _allocations.items()
+    ):
         raise ValueError(
             "the array is in the memory of a real GPU, which the simulator does not read: copy it to the host first"
         )

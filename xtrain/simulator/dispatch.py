@@ -4,6 +4,9 @@ The functions here take the place of methods of numba.cuda.dispatcher.CUDADispat
 `@cuda.jit` made before or after.
 """
 
+import builtins
+import itertools
+import linecache
 import os
 
 import numpy as np
@@ -11,6 +14,7 @@ from numba.core import sigutils, types
 from numba.core.typeconv.rules import default_type_manager
 from numba.core.typing import signature
 from numba.core.typing.typeof import Purpose, typeof
+from numba.cuda import deviceufunc
 from numba.cuda.args import ArgHint, In, InOut, Out
 
 from .api import run
@@ -83,10 +87,33 @@ def call(self, args, griddim, blockdim, stream, sharedmem):
     except KernelError as error:
         if self.targetoptions.get("debug") and _raised(error) is not None:
             raise _raised(error) from None
-        raise error.with_traceback(_own_frames(error.__traceback__))
+        raise error.with_traceback(_own_frames(error.__traceback__)) from error.__cause__
     finally:
         for copy in copies_back:
             copy()
+
+
+_vectorize_source = deviceufunc.DeviceVectorize._get_kernel_source
+_gufunc_source = deviceufunc.expand_gufunc_template
+
+
+def vectorize_source(self, template, sig, funcname):
+    """DeviceVectorize._get_kernel_source: the kernel of a @vectorize(target="cuda"), with a source that can be found."""
+    return _compiled(funcname, _vectorize_source(self, template, sig, funcname))
+
+
+def gufunc_source(template, indims, outdims, funcname, argtypes):
+    """deviceufunc.expand_gufunc_template: the same for @guvectorize(target="cuda")"""
+    return _compiled(funcname, _gufunc_source(template, indims, outdims, funcname, argtypes))
+
+
+_numbers = itertools.count()
+
+
+def _compiled(name, text):
+    file = f"<the kernel of {name}, {next(_numbers)}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    return builtins.compile(text, file, "exec")
 
 
 # ----------------------------------------------------------------------------- arguments
@@ -98,10 +125,11 @@ def _declared(dispatcher, args):
     fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
     for kinds in fitting:
         dispatcher.typingctx.install_possible_conversions(given, kinds)
-    index = default_type_manager.select_overload(given, fitting, True, False) if fitting else None
-    if index is None:
+    try:
+        index = default_type_manager.select_overload(given, fitting, True, False)
+    except TypeError as error:  # none, or two that are equally good
         kinds = ", ".join(map(str, given))
-        raise TypeError(f"No matching definition for argument type(s) {kinds}")
+        raise TypeError(f"No matching definition for argument type(s) {kinds}") from error
     return fitting[index]
 
 

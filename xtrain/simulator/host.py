@@ -8,19 +8,25 @@ or after.
 """
 
 import contextlib
-import os
 import threading
 
+from numba.core import config
+
+if config.ENABLE_CUDASIM:
+    raise RuntimeError(
+        "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
+    )
+
 import numba.cuda
-import numba.cuda.dispatcher
 import numba.cuda.cudadrv.devicearray
 import numba.cuda.cudadrv.devices
 import numba.cuda.cudadrv.driver
-from numba.core import config
+import numba.cuda.deviceufunc
+import numba.cuda.dispatcher
 
 from . import device, device_array, dispatch
 
-_cuda, _context = numba.cuda, device.CONTEXT
+_context = device.CONTEXT
 
 REPLACED = {
     numba.cuda.dispatcher.CUDADispatcher: {
@@ -32,6 +38,8 @@ REPLACED = {
     numba.cuda.dispatcher._LaunchConfiguration: {"__call__": dispatch.launch},
     numba.cuda.dispatcher.ForAll: {"__call__": dispatch.forall},
     numba.cuda.dispatcher: {"get_current_device": device.get_current_device},
+    numba.cuda.deviceufunc.DeviceVectorize: {"_get_kernel_source": dispatch.vectorize_source},
+    numba.cuda.deviceufunc: {"expand_gufunc_template": dispatch.gufunc_source},
     numba.cuda: {
         **{
             name: getattr(device_array, name)
@@ -85,10 +93,6 @@ _originals: list = []  # (object, name, what it was)
 def start():
     """Replace numba.cuda's host functions. Calls nest: the last `stop` restores them."""
     global _depth
-    if config.ENABLE_CUDASIM:
-        raise RuntimeError(
-            "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
-        )
     with _lock:
         _depth += 1
         if _depth == 1:

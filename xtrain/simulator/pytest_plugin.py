@@ -16,12 +16,11 @@ def pytest_addoption(parser):
 def pytest_load_initial_conftests(early_config):
     """Before the first conftest.py, which may import the code under test."""
     if early_config.known_args_namespace.simulate_cuda:
-        from . import host  # imports numba.cuda
-
         try:
-            host.start()
+            from . import host  # imports numba.cuda
         except RuntimeError as error:
             raise pytest.UsageError(str(error)) from None
+        host.start()
         early_config.add_cleanup(host.stop)
 
 

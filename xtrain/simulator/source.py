@@ -30,6 +30,7 @@ from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at
 from .scalars import number, power, promote, promote_if_known, twin, typed
+from .signatures import device_call
 from .thread import Thread
 
 BLOCK_BARRIERS = {"syncthreads", "syncthreads_and", "syncthreads_or", "syncthreads_count"}
@@ -270,7 +271,7 @@ class _Rewriter(Names):
         if _hashable(function) and function in INTRINSICS:
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
-            return self.device_function(node, function.py_func)
+            return device_call(self, node, function)
         if isinstance(node.func, ast.Attribute) and self.cuda_name(node.func.value) == "cg":
             raise self.error(node, "cooperative groups (cuda.cg) are not simulated")
         if isinstance(function, types.FunctionType) and twin(function) is function:
