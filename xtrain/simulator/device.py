@@ -192,7 +192,8 @@ class Context:
 
 
 THREADS_PER_BLOCK = 128  # of forall, if the program leaves the choice to Numba
-DEVICE, CONTEXT = Device(), Context()
+DEVICE: Device = Device()
+CONTEXT: Context = Context()
 
 
 class Devices:
