@@ -1,4 +1,4 @@
-"""packages/simulate-cuda in an environment with Numba, NumPy and pytest alone. It takes half a minute and the network: XTRAIN_SLOW=1."""
+"""packages/simulate-cuda in an environment with Numba, NumPy and pytest alone. Half a minute, and the network: XTRAIN_SLOW=1."""
 
 import json
 import subprocess

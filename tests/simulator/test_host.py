@@ -225,6 +225,31 @@ def test_vectorize_and_reduce():
     assert plus.reduce(x) == x.sum()
 
 
+def test_a_generated_kernel_has_a_source():
+    text = "@cuda.jit\ndef put(x):\n    x[cuda.threadIdx.x // DIVISOR] = 1\n"
+    right, wrong = {"cuda": cuda, "DIVISOR": 1}, {"cuda": cuda, "DIVISOR": 2}
+    exec(text, right)
+    exec(text, wrong)
+    x = np.zeros(4)
+    right["put"][1, 4](x)
+    assert (x == 1).all()
+    with pytest.raises(RaceError, match=r"x\[cuda.threadIdx.x // DIVISOR\] = 1"):
+        wrong["put"][1, 4](x)
+
+    inner = 3
+    exec("inner += 1\nassert inner == 4 and float32 is not None")  # the names of the caller
+    assert inner == 3
+
+
+def test_there_is_no_machine_code():
+    @cuda.jit("void(float32[:])")
+    def kernel(x):
+        x[0] = 1
+
+    with pytest.raises(NotImplementedError, match="has no machine code"):
+        next(iter(kernel.overloads.values())).inspect_asm()
+
+
 def test_guvectorize():
     product = guvectorize(["(f4[:,:], f4[:,:], f4[:,:])"], "(m,n),(n,p)->(m,p)", target="cuda")(
         _product

@@ -127,6 +127,7 @@ class Context:
     """cuda.current_context()"""
 
     allocations: dict = {}
+    deallocations: list = []
     modules: dict = {}
 
     device = property(lambda self: DEVICE)

@@ -4,17 +4,19 @@ The functions here take the place of methods of numba.cuda.dispatcher.CUDADispat
 `@cuda.jit` made before or after.
 """
 
+import __future__
+
 import builtins
 import itertools
 import linecache
 import os
+import sys
 
 import numpy as np
 from numba.core import sigutils, types
 from numba.core.typeconv.rules import default_type_manager
 from numba.core.typing import signature
 from numba.core.typing.typeof import Purpose, typeof
-from numba.cuda import deviceufunc
 from numba.cuda.args import ArgHint, In, InOut, Out
 
 from .api import run
@@ -22,6 +24,8 @@ from .device import THREADS_PER_BLOCK
 from .device_array import auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .scalars import twin
+
+NO_MACHINE_CODE = "the simulator has no machine code"
 
 
 class Overload:
@@ -34,6 +38,11 @@ class Overload:
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
         return 1  # the simulator's blocks run one after the other
+
+    def __getattr__(self, name):
+        if name.startswith(("inspect_", "get_", "library", "regs_")):
+            raise NotImplementedError(f"{name}: {NO_MACHINE_CODE}")
+        raise AttributeError(name)
 
 
 # ----------------------------------------------------------------------------- methods of CUDADispatcher
@@ -93,27 +102,22 @@ def call(self, args, griddim, blockdim, stream, sharedmem):
             copy()
 
 
-_vectorize_source = deviceufunc.DeviceVectorize._get_kernel_source
-_gufunc_source = deviceufunc.expand_gufunc_template
+# ----------------------------------------------------------------------------- generated code
+_exec, _numbers = builtins.exec, itertools.count()
+_FUTURES = __future__.annotations.compiler_flag
 
 
-def vectorize_source(self, template, sig, funcname):
-    """DeviceVectorize._get_kernel_source: the kernel of a @vectorize(target="cuda"), with a source that can be found."""
-    return _compiled(funcname, _vectorize_source(self, template, sig, funcname))
-
-
-def gufunc_source(template, indims, outdims, funcname, argtypes):
-    """deviceufunc.expand_gufunc_template: the same for @guvectorize(target="cuda")"""
-    return _compiled(funcname, _gufunc_source(template, indims, outdims, funcname, argtypes))
-
-
-_numbers = itertools.count()
-
-
-def _compiled(name, text):
-    file = f"<the kernel of {name}, {next(_numbers)}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    return builtins.compile(text, file, "exec")
+def exec_with_source(source, globals=None, locals=None, /, **more):
+    """builtins.exec, which keeps the text: the simulator reads a kernel's source, also if a program generates the kernel."""
+    caller = sys._getframe(1)
+    if globals is None:
+        globals, locals = caller.f_globals, caller.f_locals if locals is None else locals
+    if isinstance(source, str):
+        file = f"<generated code {next(_numbers)}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        futures = caller.f_code.co_flags & _FUTURES
+        source = builtins.compile(source, file, "exec", futures, dont_inherit=True)
+    _exec(source, globals, locals, **more)
 
 
 # ----------------------------------------------------------------------------- arguments

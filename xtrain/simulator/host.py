@@ -1,12 +1,13 @@
 """Put the simulator in the place of the GPU: `with simulate(): ...`, `@simulate()`, `pytest --simulate-cuda`, `python -m`.
 
-While `simulate` is active, the functions and methods of numba.cuda that need a driver are replaced by those of the simulator:
-REPLACED below is the whole list. This is the only place in the project that replaces functions of another module, because code
-under test calls numba.cuda by its own names and must not be changed. Activate it before the code under test is imported: a name
-that was imported before (`from numba.cuda import to_device`) still refers to Numba's function. Kernels may be decorated before
-or after.
+While `simulate` is active, the functions and methods of numba.cuda that need a driver are replaced by those of the simulator,
+and `exec` keeps the source of generated kernels: REPLACED below is the whole list. This is the only place in the project that
+replaces functions of another module, because code under test calls numba.cuda by its own names and must not be changed.
+Activate it before the code under test is imported: a name that was imported before (`from numba.cuda import to_device`) still
+refers to Numba's function. Kernels may be decorated before or after.
 """
 
+import builtins
 import contextlib
 import threading
 
@@ -21,7 +22,6 @@ import numba.cuda
 import numba.cuda.cudadrv.devicearray
 import numba.cuda.cudadrv.devices
 import numba.cuda.cudadrv.driver
-import numba.cuda.deviceufunc
 import numba.cuda.dispatcher
 
 from . import device, device_array, dispatch
@@ -38,8 +38,7 @@ REPLACED = {
     numba.cuda.dispatcher._LaunchConfiguration: {"__call__": dispatch.launch},
     numba.cuda.dispatcher.ForAll: {"__call__": dispatch.forall},
     numba.cuda.dispatcher: {"get_current_device": device.get_current_device},
-    numba.cuda.deviceufunc.DeviceVectorize: {"_get_kernel_source": dispatch.vectorize_source},
-    numba.cuda.deviceufunc: {"expand_gufunc_template": dispatch.gufunc_source},
+    builtins: {"exec": dispatch.exec_with_source},  # so that generated kernels have a source
     numba.cuda: {
         **{
             name: getattr(device_array, name)
