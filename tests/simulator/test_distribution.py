@@ -38,7 +38,7 @@ def test_the_wheel_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     done = run(sys.executable, "-m", "venv", "clean")
     assert done.returncode == 0, done.stderr
-    python = str(next((tmp_path / "clean").glob("*/python*")))
+    python = str(next((tmp_path / "clean").glob("bin/python")))
     (wheel,) = (tmp_path / "wheel").glob("simulate_cuda-*.whl")
     done = run(python, "-m", "pip", "install", "-q", str(wheel), "pytest", "numpy<2.5")
     assert done.returncode == 0, done.stderr

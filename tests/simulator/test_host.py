@@ -303,7 +303,10 @@ def test_an_exception_of_a_kernel_with_debug_keeps_its_type():
             raise ValueError("negative")
 
     x = np.array([1.0, 1.0, -1.0])
-    with pytest.raises(ValueError, match=r"tid=\[2, 0, 0\] ctaid=\[0, 0, 0\]: negative"):
+    with pytest.raises(
+        ValueError,
+        match=r"In function 'body', file .*test_host.py, line \d+, tid=\[2, 0, 0\] ctaid=\[0, 0, 0\]: negative",
+    ):
         cuda.jit(body, debug=True, opt=False)[1, 3](x)
     with pytest.raises(KernelError, match="ValueError"):
         cuda.jit(body)[1, 3](x)
@@ -352,4 +355,4 @@ def test_no_name_of_the_list_is_unknown_to_numba():
         ]
     finally:
         host.start()
-    assert missing == []
+    assert {*missing} <= {"numba.cuda.cudadrv.driver._to_core_stream"}  # numba-cuda's alone

@@ -284,6 +284,11 @@ def external_stream(ptr):
     return CONTEXT.create_external_stream(ptr)
 
 
+def same_stream(stream):
+    """numba-cuda's driver._to_core_stream"""
+    return stream
+
+
 def event_elapsed_time(evtstart, evtend):
     """cuda.event_elapsed_time"""
     return evtstart.elapsed_time(evtend)

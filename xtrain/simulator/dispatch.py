@@ -1,7 +1,7 @@
 """Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
 
-The functions here take the place of methods of numba.cuda.dispatcher.CUDADispatcher (host.py), so `self` is a dispatcher, which
-`@cuda.jit` made before or after.
+The functions here take the place of methods of numba.cuda.dispatcher (host.py), so `self` is Numba's object, which
+may be older than the replacement.
 """
 
 import __future__
@@ -14,7 +14,6 @@ import sys
 
 import numpy as np
 from numba.core import sigutils, types
-from numba.core.typeconv.rules import default_type_manager
 from numba.core.typing import signature
 from numba.core.typing.typeof import Purpose, typeof
 from numba.cuda.args import ArgHint, In, InOut, Out
@@ -45,7 +44,7 @@ class Overload:
         raise AttributeError(name)
 
 
-# ----------------------------------------------------------------------------- methods of CUDADispatcher
+# ----------------------------------------------------------------------------- methods of numba.cuda.dispatcher
 def compile(self, sig):
     """CUDADispatcher.compile: remembers the signature."""
     argtypes, return_type = sigutils.normalize_signature(sig)
@@ -70,21 +69,18 @@ def forall(self, *args):
 
 
 def launch(self, *args):
-    """_LaunchConfiguration.__call__"""
+    """_LaunchConfiguration.__call__: run the kernel. A KernelError is raised from the line that launches it."""
     __tracebackhide__ = True  # in pytest's reports
-    call(self.dispatcher, args, self.griddim, self.blockdim, self.stream, self.sharedmem)
-
-
-def call(self, args, griddim, blockdim, stream, sharedmem):
-    """CUDADispatcher.call: run the kernel. A KernelError is raised from the line that launches it."""
-    __tracebackhide__ = True
-    if self.targetoptions.get("device"):
+    kernel, options = self.dispatcher, self.dispatcher.targetoptions
+    if options.get("device"):
         raise RuntimeError("Cannot compile a device function as a kernel")
-    argtypes = _declared(self, args)
+    argtypes = _declared(kernel, args)
     copies_back: list = []
-    for extension in reversed(self.extensions or ()):
+    for extension in reversed(kernel.extensions or ()):
         pairs = [
-            extension.prepare_args(typeof(a, Purpose.argument), a, stream=stream, retr=copies_back)
+            extension.prepare_args(
+                typeof(a, Purpose.argument), a, stream=self.stream, retr=copies_back
+            )
             for a in args
         ]
         args = [value for _, value in pairs]
@@ -92,9 +88,9 @@ def call(self, args, griddim, blockdim, stream, sharedmem):
     if argtypes is not None:
         prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
     try:
-        run(self, griddim, blockdim, *prepared, shared=sharedmem)
+        run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem)
     except KernelError as error:
-        if self.targetoptions.get("debug") and _raised(error) is not None:
+        if options.get("debug") and _raised(error) is not None:
             raise _raised(error) from None
         raise error.with_traceback(_own_frames(error.__traceback__)) from error.__cause__
     finally:
@@ -130,7 +126,7 @@ def _declared(dispatcher, args):
     for kinds in fitting:
         dispatcher.typingctx.install_possible_conversions(given, kinds)
     try:
-        index = default_type_manager.select_overload(given, fitting, True, False)
+        index = dispatcher.typingctx.tm.select_overload(given, fitting, True, False)
     except TypeError as error:  # none, or two that are equally good
         kinds = ", ".join(map(str, given))
         raise TypeError(f"No matching definition for argument type(s) {kinds}") from error
@@ -156,7 +152,7 @@ def _prepare(value, copies_back):
     if not isinstance(value, np.ndarray):
         return value
     device, _ = auto_device(value, copy=kind is not Out)
-    if kind is not In:
+    if kind is not In and value.flags.writeable:
         copies_back.append(lambda: device.copy_to_host(value))
     return device.array
 
@@ -187,13 +183,14 @@ def _own_frames(trace):
 
 
 def _raised(error):
-    """The Python exception that a kernel with debug=True raised, with its thread, as Numba reports it; None if there is none."""
-    cause = error.__cause__
+    """The Python exception that a kernel with debug=True raised, worded as Numba does it; None if there is none."""
+    cause, raised = error.__cause__, None
     trace = cause.__traceback__ if cause is not None else None
     while trace is not None:
-        thread = trace.tb_frame.f_locals.get("_t")
+        thread, code = trace.tb_frame.f_locals.get("_t"), trace.tb_frame.f_code
         if thread is not None:
-            where = f"tid={[*map(int, thread.threadIdx)]} ctaid={[*map(int, thread.blockIdx)]}"
-            return type(cause)(f"{where}: {cause}")
+            place = f"In function {code.co_name!r}, file {os.path.abspath(code.co_filename)}, line {trace.tb_lineno}"
+            position = f"tid={[*map(int, thread.threadIdx)]} ctaid={[*map(int, thread.blockIdx)]}"
+            raised = type(cause)(f"{place}, {position}: {cause}")
         trace = trace.tb_next
-    return None
+    return raised

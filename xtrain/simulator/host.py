@@ -13,7 +13,7 @@ import threading
 
 from numba.core import config
 
-if config.ENABLE_CUDASIM:
+if getattr(config, "ENABLE_CUDASIM", False):
     raise RuntimeError(
         "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
     )
@@ -30,7 +30,6 @@ _context = device.CONTEXT
 
 REPLACED = {
     numba.cuda.dispatcher.CUDADispatcher: {
-        "call": dispatch.call,
         "compile": dispatch.compile,
         "compile_device": dispatch.compile_device,
         "enable_caching": dispatch.enable_caching,
@@ -80,9 +79,10 @@ REPLACED = {
     },
     numba.cuda.cudadrv.driver: {
         "Linker": device.Linker,
+        "_to_core_stream": device.same_stream,
         "event_elapsed_time": device.event_elapsed_time,
     },
-    config: {"CUDA_LOW_OCCUPANCY_WARNINGS": 0, "CUDA_WARN_ON_IMPLICIT_COPY": 0},  # about speed
+    numba.cuda.dispatcher.config: {"CUDA_LOW_OCCUPANCY_WARNINGS": 0, "CUDA_WARN_ON_IMPLICIT_COPY": 0},  # about speed
 }  # fmt: skip
 
 _lock, _depth = threading.Lock(), 0
