@@ -88,14 +88,15 @@ def record(out: str, only: str, modules: list[str]):
 
 # ----------------------------------------------------------------------------- in the process that counts
 def run(modules: list[str], only: list[str] | None) -> dict[str, tuple[str, str]]:
-    """test -> (outcome, reason), from processes of their own: one for each module, so that none can stop the others."""
+    """test -> (outcome, reason), from processes of their own: one for each of many modules, so that none can stop the others."""
     results: dict[str, tuple[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         out, chosen = f"{folder}/results", f"{folder}/only" if only is not None else ""
         if only is not None:
             Path(chosen).write_text(json.dumps(only), encoding="utf-8")
         env = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0" if only is not None else "1"}
-        for group in [[m] for m in modules] if only is not None else [modules]:
+        groups = [modules] if only is None or len(modules) < 4 else [[m] for m in modules]
+        for group in groups:
             Path(out).write_text("", encoding="utf-8")
             call = [sys.executable, os.path.abspath(__file__), "--record", out, chosen, *group]
             try:

@@ -5,7 +5,7 @@ import signal
 import conformance
 import pytest
 
-MODULES = ["test_array", "test_operator"]
+MODULES = ["test_array", "test_operator", "test_slicing"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs SIGALRM")

@@ -6,6 +6,7 @@
 import os
 import runpy
 import sys
+import traceback
 
 USAGE = "usage: python -m {} [-m MODULE | SCRIPT] [ARGUMENTS]"
 
@@ -36,6 +37,14 @@ def main(arguments: list[str]) -> int:
                 sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
                 runpy.run_path(arguments[0], run_name="__main__")
     except KernelError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = os.path.dirname(os.path.abspath(__file__))
+        shown = [
+            f
+            for f in frames
+            if os.path.dirname(f.filename) != own and not f.filename.startswith("<frozen")
+        ]
+        print("".join(traceback.format_list(shown)), file=sys.stderr, end="")
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
