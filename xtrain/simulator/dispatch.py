@@ -7,6 +7,7 @@ may be older than the replacement.
 import __future__
 
 import builtins
+import inspect
 import itertools
 import linecache
 import os
@@ -103,11 +104,15 @@ _exec, _numbers = builtins.exec, itertools.count()
 _FUTURES = __future__.annotations.compiler_flag
 
 
-def exec_with_source(source, globals=None, locals=None, /, **more):
+def exec_with_source(source, globals=None, locals=None, **more):
     """builtins.exec, which keeps the text: the simulator reads a kernel's source, also if a program generates the kernel."""
     caller = sys._getframe(1)
     if globals is None:
-        globals, locals = caller.f_globals, caller.f_locals if locals is None else locals
+        globals = caller.f_globals
+        if locals is None:
+            # from Python 3.13 on, the f_locals of a function write to its variables, which exec does not
+            copied = caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info >= (3, 13)
+            locals = dict(caller.f_locals) if copied else caller.f_locals
     if isinstance(source, str):
         file = f"<generated code {next(_numbers)}>"
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
