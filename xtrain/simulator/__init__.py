@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         Site,
         UninitializedError,
     )
+    from .host import simulate
     from .intrinsics import simulates
     from .observers import observe
     from .stepper import Stepper
@@ -91,19 +92,21 @@ __all__ = [
     "record",
     "run",
     "sim",
+    "simulate",
     "simulates",
 ]
 _API = "SimArray", "check", "empty", "mark_unwritten", "mark_written", "record", "run", "sim"
 _HOME = {
     "Stepper": "stepper",
     "observe": "observers",
+    "simulate": "host",
     "simulates": "intrinsics",
     **dict.fromkeys(_API, "api"),
 }
 
 
 def __getattr__(name):
-    """Import a name at its first use: Numba takes half a second."""
+    """Import a name at its first use: Numba takes half a second, which a run of pytest without --simulate-cuda does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)

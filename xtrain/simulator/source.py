@@ -42,6 +42,7 @@ from .scalars import (
     twin,
     typed,
 )
+from .signatures import device_call
 from .thread import Thread
 
 SPIN = "spin"  # the request of a thread that waits in a loop
@@ -380,7 +381,7 @@ class _Rewriter(Names):
         if _hashable(function) and function in INTRINSICS:
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
-            return self.device_function(node, function.py_func)
+            return device_call(self, node, function)
         if function is cuda.cg.this_grid:
             return self.call(node, "this_grid")
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:

@@ -1,0 +1,144 @@
+"""`pytest --simulate-cuda` and the command that runs a script, each in a process of its own.
+
+The processes see a copy of xtrain/simulator named simulate_cuda, as the distribution in packages/simulate-cuda installs it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+from numba import cuda, float32
+
+@cuda.jit("void(float32[:], float32[:])")
+def smooth(y, x):
+    tile = cuda.shared.array(64, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    {barrier}
+    y[i] = tile[i] + tile[(i + 1) % 64]
+"""
+TESTS = """
+import numpy as np
+from numba import cuda
+import code_under_test  # imported by conftest.py, too
+
+def test_smooth():
+    x = cuda.to_device(np.arange(64, dtype=np.float32))
+    y = cuda.device_array_like(x)
+    code_under_test.smooth[1, 64](y, x)
+    assert y.copy_to_host()[:3].tolist() == [1, 3, 5]
+
+def test_without_kernels():
+    assert cuda.is_available()
+"""
+PLUGIN = ["-p", "simulate_cuda.pytest_plugin", "-p", "no:cacheprovider"]
+SOURCE = Path(__file__).parents[2] / "xtrain" / "simulator"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder with the package simulate_cuda alone."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(SOURCE, folder / "simulate_cuda", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def python(package):
+    """Run Python in a folder."""
+
+    def run(folder, *arguments, **environment):
+        env = {**os.environ, "PYTHONPATH": str(package), **environment}
+        call = [sys.executable, *arguments]
+        return subprocess.run(
+            call, cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        )
+
+    return run
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    (tmp_path / "conftest.py").write_text("import code_under_test\n", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
+
+    def write(barrier):
+        (tmp_path / "code_under_test.py").write_text(CODE.format(barrier=barrier), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def test_the_code_under_test_runs_unchanged(python, project):
+    run = python(project("cuda.syncthreads()"), "-m", "pytest", *PLUGIN, "--simulate-cuda", "-v")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout and "kernels run in the simulator" in run.stdout
+
+
+def test_a_race_is_reported_like_a_failing_test_also_by_xdist(python, project):
+    run = python(project("pass"), "-m", "pytest", *PLUGIN, "--simulate-cuda", "-n", "1")
+    assert run.returncode == 1 and "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
+    for line in (
+        "code_under_test.smooth[1, 64](y, x)",
+        "UninitializedError: uninitialized read in smooth, block (0, 0, 0): thread 0 reads tile[1]",
+        "y[i] = tile[i] + tile[(i + 1) % 64]",
+        "tile[i] = x[i]",
+    ):
+        assert line in run.stdout, run.stdout
+    assert "simulate_cuda/block.py" not in run.stdout  # no frames of the simulator
+
+
+def test_the_package_needs_numba_and_numpy_alone_and_loads_them_late(python, tmp_path):
+    code = """
+import sys, simulate_cuda, simulate_cuda.pytest_plugin
+assert "numba" not in sys.modules  # half a second
+from simulate_cuda import KernelError, RaceError, run, sim, simulate
+assert issubclass(RaceError, KernelError)
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"xtrain", "torch", "ml_dtypes", "cupy"}))
+"""
+    run = python(tmp_path, "-c", code)
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stdout + run.stderr
+
+
+def test_without_the_option_nothing_is_replaced(python, project):
+    run = python(project("cuda.syncthreads()"), "-m", "pytest", *PLUGIN, "-q")
+    assert run.returncode != 0 and "CudaSupportError" in run.stdout + run.stderr
+
+
+def test_numba_s_simulator_is_refused(python, project):
+    folder = project("cuda.syncthreads()")
+    run = python(folder, "-m", "pytest", *PLUGIN, "--simulate-cuda", NUMBA_ENABLE_CUDASIM="1")
+    assert run.returncode == 4 and "NUMBA_ENABLE_CUDASIM is set" in run.stderr, run.stderr
+
+
+def test_the_command_runs_a_script_with_its_arguments(python, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport numpy as np\nfrom numba import cuda\n"
+        "@cuda.jit\ndef put(x, v):\n    x[cuda.threadIdx.x // int(sys_argv)] = v\n"
+        "x = np.zeros(2)\nput[1, 2](x, int(sys.argv[1]))\nprint(x, __name__)\n".replace(
+            "int(sys_argv)", "1"
+        ),
+        encoding="utf-8",
+    )
+    run = python(tmp_path, "-m", "simulate_cuda", "script.py", "5")
+    assert (run.returncode, run.stdout.strip()) == (0, "[5. 5.] __main__"), run.stderr
+    run = python(tmp_path, "-m", "simulate_cuda", "-m", "script", "6")
+    assert (run.returncode, run.stdout.strip()) == (0, "[6. 6.] __main__"), run.stderr
+    script.write_text(script.read_text(encoding="utf-8").replace("// 1", "// 2"), encoding="utf-8")
+    run = python(tmp_path, "-m", "simulate_cuda", "script.py", "5")
+    assert run.returncode == 1 and "\nRaceError: data race in put" in run.stderr, run.stderr
+    assert "    put[1, 2](x, int(sys.argv[1]))" in run.stderr  # where it was launched
+    assert "runpy" not in run.stderr and "simulate_cuda" not in run.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["nothing.py"]])
+def test_a_wrong_command_line_is_one_sentence(python, tmp_path, arguments):
+    run = python(tmp_path, "-m", "simulate_cuda", *arguments)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr

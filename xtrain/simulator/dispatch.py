@@ -1,0 +1,201 @@
+"""Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
+
+The functions here take the place of methods of numba.cuda.dispatcher (host.py), so `self` is Numba's object, which
+may be older than the replacement.
+"""
+
+import __future__
+
+import builtins
+import inspect
+import itertools
+import linecache
+import os
+import sys
+
+import numpy as np
+from numba.core import sigutils, types
+from numba.core.typing import signature
+from numba.core.typing.typeof import Purpose, typeof
+from numba.cuda.args import ArgHint, In, InOut, Out
+
+from .api import run
+from .device import THREADS_PER_BLOCK
+from .device_array import auto_device, host_view, is_cuda_array
+from .errors import KernelError
+from .scalars import twin
+
+NO_MACHINE_CODE = "the simulator has no machine code"
+
+
+class Overload:
+    """A signature of a kernel or of a device function, where Numba has the compiled code."""
+
+    objectmode, entry_point = False, None
+
+    def __init__(self, argtypes, return_type):
+        self.argtypes, self.signature = argtypes, signature(return_type or types.void, *argtypes)
+
+    def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
+        return 1  # the simulator's blocks run one after the other
+
+    def __getattr__(self, name):
+        if name.startswith(("inspect_", "get_", "library", "regs_")):
+            raise NotImplementedError(f"{name}: {NO_MACHINE_CODE}")
+        raise AttributeError(name)
+
+
+# ----------------------------------------------------------------------------- methods of numba.cuda.dispatcher
+def compile(self, sig):
+    """CUDADispatcher.compile: remembers the signature."""
+    argtypes, return_type = sigutils.normalize_signature(sig)
+    return self.overloads.setdefault(argtypes, Overload(argtypes, return_type))
+
+
+def compile_device(self, args, return_type=None):
+    """CUDADispatcher.compile_device"""
+    return self.overloads.setdefault(args, Overload(args, return_type))
+
+
+def enable_caching(self):
+    """CUDADispatcher.enable_caching: there is no compiled code to keep."""
+
+
+def forall(self, *args):
+    """ForAll.__call__: chooses the block, as Numba's driver does."""
+    if self.ntasks == 0:
+        return
+    block = self.thread_per_block or THREADS_PER_BLOCK
+    self.dispatcher[-(-self.ntasks // block), block, self.stream, self.sharedmem](*args)
+
+
+def launch(self, *args):
+    """_LaunchConfiguration.__call__: run the kernel. A KernelError is raised from the line that launches it."""
+    __tracebackhide__ = True  # in pytest's reports
+    kernel, options = self.dispatcher, self.dispatcher.targetoptions
+    if options.get("device"):
+        raise RuntimeError("Cannot compile a device function as a kernel")
+    argtypes = _declared(kernel, args)
+    copies_back: list = []
+    for extension in reversed(kernel.extensions or ()):
+        pairs = [
+            extension.prepare_args(
+                typeof(a, Purpose.argument), a, stream=self.stream, retr=copies_back
+            )
+            for a in args
+        ]
+        args = [value for _, value in pairs]
+    prepared = [_prepare(a, copies_back) for a in args]
+    if argtypes is not None:
+        prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
+    try:
+        run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem)
+    except KernelError as error:
+        if options.get("debug") and _raised(error) is not None:
+            raise _raised(error) from None
+        raise error.with_traceback(_own_frames(error.__traceback__)) from error.__cause__
+    finally:
+        for copy in copies_back:
+            copy()
+
+
+# ----------------------------------------------------------------------------- generated code
+_exec, _numbers = builtins.exec, itertools.count()
+_FUTURES = __future__.annotations.compiler_flag
+
+
+def exec_with_source(source, globals=None, locals=None, **more):
+    """builtins.exec, which keeps the text: the simulator reads a kernel's source, also if a program generates the kernel."""
+    caller = sys._getframe(1)
+    if globals is None:
+        globals = caller.f_globals
+        if locals is None:
+            # from Python 3.13 on, the f_locals of a function write to its variables, which exec does not
+            copied = caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info >= (3, 13)
+            locals = dict(caller.f_locals) if copied else caller.f_locals
+    if isinstance(source, str):
+        file = f"<generated code {next(_numbers)}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        futures = caller.f_code.co_flags & _FUTURES
+        source = builtins.compile(source, file, "exec", futures, dont_inherit=True)
+    _exec(source, globals, locals, **more)
+
+
+# ----------------------------------------------------------------------------- arguments
+def _declared(dispatcher, args):
+    """The declared argument types that a launch uses; None if the kernel was declared without."""
+    if dispatcher._can_compile:
+        return None
+    given = tuple(typeof(_typed_view(a), Purpose.argument) for a in args)
+    fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
+    for kinds in fitting:
+        dispatcher.typingctx.install_possible_conversions(given, kinds)
+    try:
+        index = dispatcher.typingctx.tm.select_overload(given, fitting, True, False)
+    except TypeError as error:  # none, or two that are equally good
+        kinds = ", ".join(map(str, given))
+        raise TypeError(f"No matching definition for argument type(s) {kinds}") from error
+    return fitting[index]
+
+
+def _typed_view(a):
+    """What Numba's typeof accepts."""
+    return auto_device(a)[0] if is_cuda_array(a) and not isinstance(a, ArgHint) else a
+
+
+def _prepare(value, copies_back):
+    """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of the host."""
+    if isinstance(value, ArgHint):
+        kind, value = type(value), value.value
+    else:
+        kind = InOut
+    if isinstance(value, tuple):
+        values = [_prepare(v, copies_back) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    if is_cuda_array(value):
+        return host_view(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    device, _ = auto_device(value, copy=kind is not Out)
+    if kind is not In and value.flags.writeable:
+        copies_back.append(lambda: device.copy_to_host(value))
+    return device.array
+
+
+def _cast(value, kind):
+    """A number as the type that the signature declares."""
+    if not isinstance(kind, (types.Number, types.Boolean)):
+        return value
+    if isinstance(kind, types.Integer) and isinstance(value, (float, np.floating)):
+        raise TypeError(f"the signature declares {kind}, and {value!r} is not an integer")
+    return twin(kind)(value)
+
+
+# ----------------------------------------------------------------------------- errors
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _own_frames(trace):
+    """A traceback without the frames of the simulator: the launch, then the lines of the kernel."""
+    frames = []
+    while trace is not None:
+        if os.path.dirname(os.path.abspath(trace.tb_frame.f_code.co_filename)) != _FOLDER:
+            frames.append(trace)
+        trace = trace.tb_next
+    for frame, following in zip(frames, [*frames[1:], None]):
+        frame.tb_next = following
+    return frames[0] if frames else None
+
+
+def _raised(error):
+    """The Python exception that a kernel with debug=True raised, worded as Numba does it; None if there is none."""
+    cause, raised = error.__cause__, None
+    trace = cause.__traceback__ if cause is not None else None
+    while trace is not None:
+        thread, code = trace.tb_frame.f_locals.get("_t"), trace.tb_frame.f_code
+        if thread is not None:
+            place = f"In function {code.co_name!r}, file {os.path.abspath(code.co_filename)}, line {trace.tb_lineno}"
+            position = f"tid={[*map(int, thread.threadIdx)]} ctaid={[*map(int, thread.blockIdx)]}"
+            raised = type(cause)(f"{place}, {position}: {cause}")
+        trace = trace.tb_next
+    return raised
