@@ -372,7 +372,7 @@ def long_loop(o, x, n):
         acc += i & 3
     o[0] = acc
     i = 0
-    while i < n // 10:
+    while i < n // 50:
         acc += x[i & 7] > 3
         i += 1
     o[1] = acc
@@ -380,8 +380,8 @@ def long_loop(o, x, n):
 
 def test_an_honest_loop_of_millions_of_turns():
     o = np.zeros(2, np.int64)
-    assert check(long_loop, 1, 1, o, ramp(), 1_500_000) == []
-    assert o[0] == 2_250_000
+    assert check(long_loop, 1, 1, o, ramp(), 1_200_000) == []
+    assert o[0] == 1_800_000
 
 
 @cuda.jit
@@ -490,7 +490,7 @@ def waits_for_nobody(turn):
     cuda.syncthreads()
 
 
-@pytest.mark.parametrize("grid, block", [(1, 40), (40, 1), (3, 33)])
+@pytest.mark.parametrize("grid, block", [(1, 40), (12, 1), (2, 33)])
 def test_waiting_loops_let_others_run(grid, block):
     o, turn = np.zeros(grid * block, np.int64), np.zeros(1, np.int64)
     run(relay, grid, block, o, turn)

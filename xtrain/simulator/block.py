@@ -388,7 +388,7 @@ class Block:
         """
         path = _path(waiting[0])
         name, *_ = waiting[0].request
-        if name not in BLOCK_BARRIERS or any(_path(t) != path for t in waiting):
+        if name not in BLOCK_BARRIERS or not all(_is_at(t, path) for t in waiting):
             if any(t.request[0] == SPIN for t in waiting):
                 return False
             raise self.deadlock()
@@ -512,9 +512,10 @@ def _explained(error):
 
 
 def _resume(thread):
-    thread.request = None
-    with contextlib.suppress(StopIteration):
+    try:
         thread.request = thread.generator.send(thread.reply)
+    except StopIteration:
+        thread.request = None
 
 
 def _of_warp(name) -> bool:
@@ -578,6 +579,20 @@ def _generators(thread):
 
 def _path(thread):
     return [(g.gi_code, g.gi_frame.f_lasti) for g in _generators(thread)]
+
+
+def _is_at(thread, path) -> bool:
+    """_path(thread) == path"""
+    generator = thread.generator
+    for code, position in path:
+        if (
+            generator is None
+            or generator.gi_frame.f_lasti != position
+            or generator.gi_code is not code
+        ):
+            return False
+        generator = generator.gi_yieldfrom
+    return generator is None
 
 
 def _lines(thread):
