@@ -190,6 +190,7 @@ USES = {
     "through_shared": "s[1] = v; s[2] = s[1] * 2; cuda.syncthreads(); o[0] = s[2]",
     "through_math": "o[0] = math.sqrt(max(float32(abs(v)), x[0])) + round(v)",
     "in_a_function": "o[0] = passed(v)",
+    "through_numpy": "o[0] = np.log(v) + math.ldexp(v, 2) + cuda.cbrt(v)",
 }
 
 
@@ -480,6 +481,22 @@ def relay(o, turn):
     while cuda.atomic.add(turn, 0, 0) != n - 1 - i:
         cuda.nanosleep(10)
     o[i] = cuda.atomic.add(turn, 0, 1)
+
+
+@cuda.jit
+def counts_while_it_waits(flag, turns):
+    """Block 0 stores in the loop in which it waits for block 1."""
+    if cuda.blockIdx.x == 0:
+        while cuda.atomic.add(flag, 0, 0) == 0:
+            turns[0] += 1
+    else:
+        cuda.atomic.exch(flag, 0, 1)
+
+
+def test_a_waiting_loop_that_stores():
+    turns = np.zeros(1, np.int64)
+    run(counts_while_it_waits, 2, 1, np.zeros(1, np.int32), turns)
+    assert turns[0] > 0
 
 
 @cuda.jit

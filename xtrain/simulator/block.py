@@ -33,6 +33,7 @@ MAX_THREADS = 1024  # per block, on every GPU
 MAX_Z = 64  # threads of a block along z
 MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
+SPIN_ROUNDS = 50  # turns of the threads that wait in loops before other blocks run, although something changes
 EXITED = "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older GPUs the others wait forever"
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
@@ -266,7 +267,7 @@ class Block:
         if self.launch.translated.waits:
             for thread in self.threads:
                 thread.generator = function(thread, *args)
-            ready = self.threads
+            ready, rounds = self.threads, 0
             while ready:
                 self._run_each(ready, _resume)
                 ready = self._resumable()
@@ -274,7 +275,8 @@ class Block:
                     yield False
                     ready = self.threads
                 while not ready and (spinning := self._spinning()):
-                    if not self._changed(spinning):
+                    rounds += 1
+                    if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
                         yield False
                     ready = spinning
                     for thread in ready:

@@ -288,6 +288,7 @@ class Thread:
             read = self._first(a, key, index, site)
             if read is not None:
                 Unset(None, read).use("an atomic", site)
+                memory.unset.pop(key, None)
         releases.acquire(self.mark, memory, key)
         for shadow, did in (
             (memory.writes, "wrote"), (memory.reads, "read"),
@@ -455,6 +456,7 @@ class Thread:
         scalar = functools.reduce(unify, map(type, (a, b, c)))
         return scalar(np.float64(a) * np.float64(b) + np.float64(c))
 
+    @carries
     def cbrt(self, x):
         return np.cbrt(x)
 
