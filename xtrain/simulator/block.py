@@ -33,6 +33,7 @@ MAX_THREADS = 1024  # per block, on every GPU
 MAX_Z = 64  # threads of a block along z
 MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
+SPIN_ROUNDS = 50  # turns of the threads that wait in loops before other blocks run, although something changes
 EXITED = "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older GPUs the others wait forever"
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
@@ -281,7 +282,7 @@ class Block:
         if self.launch.translated.waits:
             for thread in self.threads:
                 thread.generator = function(thread, *args)
-            ready = self.threads
+            ready, rounds = self.threads, 0
             while ready:
                 self._run_each(ready, _resume)
                 ready = self._resumable()
@@ -289,7 +290,8 @@ class Block:
                     yield False
                     ready = self.threads
                 while not ready and (spinning := self._spinning()):
-                    if not self._changed(spinning):
+                    rounds += 1
+                    if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
                         yield False
                     ready = spinning
                     for thread in ready:
@@ -412,7 +414,7 @@ class Block:
         """
         path = _path(waiting[0])
         name, *_ = waiting[0].request
-        if name not in BLOCK_BARRIERS or any(_path(t) != path for t in waiting):
+        if name not in BLOCK_BARRIERS or not all(_is_at(t, path) for t in waiting):
             if any(t.request[0] == SPIN for t in waiting):
                 return False
             raise self.deadlock()
@@ -538,9 +540,10 @@ def _explained(error):
 
 
 def _resume(thread):
-    thread.request = None
-    with contextlib.suppress(StopIteration):
+    try:
         thread.request = thread.generator.send(thread.reply)
+    except StopIteration:
+        thread.request = None
 
 
 def _of_warp(name) -> bool:
@@ -604,6 +607,20 @@ def _generators(thread):
 
 def _path(thread):
     return [(g.gi_code, g.gi_frame.f_lasti) for g in _generators(thread)]
+
+
+def _is_at(thread, path) -> bool:
+    """_path(thread) == path"""
+    generator = thread.generator
+    for code, position in path:
+        if (
+            generator is None
+            or generator.gi_frame.f_lasti != position
+            or generator.gi_code is not code
+        ):
+            return False
+        generator = generator.gi_yieldfrom
+    return generator is None
 
 
 def _lines(thread):

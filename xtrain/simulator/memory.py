@@ -110,17 +110,21 @@ def add_reader(shadow: dict, key, mark: Mark, site):
     record = shadow.get(key)
     if record is None or record[0].epoch != mark.epoch:
         shadow[key] = (mark, site)
-    elif len(record) == 4:
-        pass
-    elif record[0].thread.warp != mark.thread.warp:
+    elif len(record) != 4:
+        share(shadow, key, record, mark, site)
+
+
+def share(shadow, key, record, mark, site):
+    """Add a reader to a record of the same epoch."""
+    thread, first = mark.thread, record[0].thread
+    if first.warp != thread.warp:
         shadow[key] = (record[0], record[1], mark, site)
     elif len(record) == 3:
-        record[2][mark.thread] = (mark, site)
-    elif record[0].thread is mark.thread:
+        record[2][thread] = (mark, site)
+    elif first is thread:
         shadow[key] = (mark, site)
     else:
-        first = record[0].thread
-        shadow[key] = (record[0], record[1], {first: record, mark.thread: (mark, site)})
+        shadow[key] = (record[0], record[1], {first: record, thread: (mark, site)})
 
 
 def unordered(record, mark):
@@ -137,14 +141,15 @@ class Array:
     """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and record its elements."""
 
     __slots__ = (
-        "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "span", "start", "steps", "stride", "wrap",
-        "writeable",
+        "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "plane", "span", "start", "steps", "stride",
+        "wrap", "writeable",
     )  # fmt: skip
 
     def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True, stride=None):
         self.memory, self.flat, self.dtype, self.writeable = memory, flat, flat.dtype, writeable
         self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
         self.ndim = len(dims)
+        self.plane = (*dims, *steps, start)  # for locate
         self.bias = bias  # key of flat[0]
         self.span = self.dtype.itemsize // memory.granule  # keys per element
         self.stride = stride or self.span  # keys from flat[k] to flat[k + 1]
@@ -159,6 +164,7 @@ class Array:
         for name in (*names, "convert"):
             setattr(new, name, getattr(self, name))
         new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
+        new.plane = (*dims, *steps, start)
         return new
 
     shape = property(lambda self: tuple(map(np.int64, self.dims)))
@@ -269,11 +275,8 @@ class Array:
             if self.ndim == 2:
                 i, j = index
                 i, j = as_int(i), as_int(j)
-                n, m = self.dims
-                if 0 <= i < n and 0 <= j < m:
-                    n, m = self.steps
-                    return self.start + i * n + j * m
-                return None
+                n, m, row, column, start = self.plane
+                return start + i * row + j * column if 0 <= i < n and 0 <= j < m else None
             if self.ndim == 3:
                 h, i, j = index
                 h, i, j = as_int(h), as_int(i), as_int(j)

@@ -461,7 +461,7 @@ TWINS: dict = {
     builtins.bool: np.bool_,
     builtins.round: _round,
     builtins.enumerate: lambda x, first=0: ((np.int64(i), v) for i, v in enumerate(x, int(first))),
-    math.ldexp: lambda x, n: np.ldexp(x, int(n)),
+    math.ldexp: carries(lambda x, n: np.ldexp(x, int(n))),
     math.isnan: carries(lambda x: np.bool_(math.isnan(x))),
     math.isinf: carries(lambda x: np.bool_(math.isinf(x))),
     math.isfinite: carries(lambda x: np.bool_(math.isfinite(x))),
@@ -477,10 +477,17 @@ TWINS[math.trunc] = _float_function(
 TWINS |= dict(libdevice.table(cast))
 
 
+@functools.cache
+def _ufunc(f):
+    return carries(f)
+
+
 def twin(obj):
     """What replaces obj in a simulated kernel; obj itself if it needs no replacement."""
     if isinstance(obj, types.Type) or (isinstance(obj, type) and issubclass(obj, np.generic)):
         return cast(dtype_of(obj))
+    if isinstance(obj, np.ufunc):
+        return _ufunc(obj)
     try:
         return TWINS[obj] if obj in TWINS else typed(obj)
     except TypeError:  # not hashable

@@ -23,6 +23,7 @@ from .memory import (
     add_reader,
     new_array,
     poison,
+    share,
     unordered,
 )
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
@@ -255,7 +256,7 @@ class Thread:
         if record is None or record[0].epoch != epoch:
             memory.reads[key] = (mark, site)
         elif record[0] is not mark and len(record) != 4:
-            add_reader(memory.reads, key, mark, site)
+            share(memory.reads, key, record, mark, site)
         return read
 
     def _write(self, a, key, index, site, k, value):
@@ -287,6 +288,7 @@ class Thread:
             read = self._first(a, key, index, site)
             if read is not None:
                 Unset(None, read).use("an atomic", site)
+                memory.unset.pop(key, None)
         releases.acquire(self.mark, memory, key)
         for shadow, did in (
             (memory.writes, "wrote"), (memory.reads, "read"),
@@ -401,6 +403,8 @@ class Thread:
     # ------------------------------------------------------------------------- positions
     def grid(self, ndim):
         """The thread's position in the grid: int64, or a tuple of ndim int64."""
+        if ndim == 1:
+            return np.int64(int(self.blockIdx.x) * int(self.blockDim.x) + int(self.threadIdx.x))
         axes = zip(self.blockIdx, self.blockDim, self.threadIdx)
         position = tuple(np.int64(b) * n + t for b, n, t in axes)[: int(ndim)]
         return position if ndim > 1 else position[0]
@@ -452,6 +456,7 @@ class Thread:
         scalar = functools.reduce(unify, map(type, (a, b, c)))
         return scalar(np.float64(a) * np.float64(b) + np.float64(c))
 
+    @carries
     def cbrt(self, x):
         return np.cbrt(x)
 
