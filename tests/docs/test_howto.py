@@ -73,7 +73,9 @@ def test_there_are_commands_to_check():
 @pytest.mark.parametrize("page, command", sorted({(p, c) for p, c, _ in commands()}))
 def test_options_exist(page, command):
     jobs = {words[0] for p, c, words in commands() if (p, c) == (page, command) and words}
-    text = help_of(command) + "".join(help_of(command, job) for job in sorted(jobs & {"finetune"}))
+    text = help_of(command) + "".join(
+        help_of(command, job) for job in sorted(jobs & {"finetune", "check"})
+    )
     assert "--help" in text, f"{command} prints no help"
     used = {w for p, c, words in commands() if (p, c) == (page, command) for w in words}
     for option in sorted(w.split("=")[0] for w in used if w.startswith("--")):
