@@ -459,6 +459,14 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
     (("zero-size array",), "An empty array has no maximum: a slice is empty here. Check its start and end."),
     (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order."),
+    (
+        ("converted to uint16, which it does not fit",),
+        "The bits were added and stored as an integer: load1(x, i) converts bf16 bits to a number, and store1(y, i, v) converts it back.",
+    ),
+    (
+        ("converted to uint32, which it does not fit",),
+        "A register that gets a number does not hold a pair of bf16 numbers: fill it with pack_bf16(x, y).",
+    ),
     (("is not 16-byte aligned",), "A 16-byte access must start at a multiple of 16 bytes: 8 elements of bf16, 4 of float32."),
 )  # fmt: skip
 

@@ -32,3 +32,13 @@ def table() -> dict:
             if hasattr(fp16, name):
                 found[getattr(fp16, name)] = _rounded(f, kind)
     return found
+
+
+def named(function):
+    """What stands for a function of numba-cuda's module numba.cuda.fp16, whose names are __hadd and so on; None for others."""
+    if getattr(function, "__module__", None) != "numba.cuda._internal.cuda_fp16":
+        return None
+    name = function.__name__.strip("_")
+    if name in _FUNCTIONS:
+        return _rounded(_FUNCTIONS[name], np.float16)
+    return _rounded(_COMPARISONS[name], np.bool_) if name in _COMPARISONS else None

@@ -489,6 +489,6 @@ def twin(obj):
     if isinstance(obj, np.ufunc):
         return _ufunc(obj)
     try:
-        return TWINS[obj] if obj in TWINS else typed(obj)
+        return TWINS[obj] if obj in TWINS else half.named(obj) or typed(obj)
     except TypeError:  # not hashable
         return obj

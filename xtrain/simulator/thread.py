@@ -143,7 +143,7 @@ class Thread:
             return self.load_field(a, index, site)
         if type(index) is Unset:
             index = index.use("an index", site)
-        return a[index]
+        return a[index] if isinstance(a, tuple) else a.locate(index)  # a number has no such method
 
     def load_field(self, record, name, site):
         """record.name"""
