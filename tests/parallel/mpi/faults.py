@@ -69,7 +69,6 @@ if __name__ == "__main__":
     o = options(folder, steps=1000, save_every=2, watchdog=2.0)
     names = (
         "preset",
-        "data",
         "out",
         "name",
         "vocab_size",
@@ -82,4 +81,4 @@ if __name__ == "__main__":
     arguments = [
         f"--{n.replace('_', '-')}={getattr(o, n)}" for n in (*names, "eval_batches", "device")
     ]
-    sys.exit(ddp_main(arguments))
+    sys.exit(ddp_main(["--data", *o.data, *arguments]))
