@@ -105,8 +105,8 @@ _HOME = {
 }
 
 
+# A name is imported at its first use: Numba takes half a second, which pytest without --simulate-cuda does not need.
 def __getattr__(name):
-    """Import a name at its first use: Numba takes half a second, which a run of pytest without --simulate-cuda does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)
