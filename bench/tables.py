@@ -205,14 +205,14 @@ def lessons() -> str:
 def decode() -> str:
     """bench_decode: decoding speed and time to first token, compared with transformers where measured. A row is one run."""
     runs: dict[tuple, dict] = {}
-    records = latest("bench_decode")
+    records = [r for r in latest("bench_decode") if r["dtype"] == "bf16"]
     for r in records:
-        weights = "" if r["dtype"] == "bf16" else f", {r['dtype']} weights"
-        runs.setdefault((r["name"] + weights, r["shape"]), {})[r["peer"]] = r
-    rows = []
+        runs.setdefault((r["name"], r["shape"]), {})[r["peer"]] = r
+    rows, shown = [], []
     for (name, shape), peers in runs.items():
         raced = [r for peer, r in peers.items() if peer]
         mine = max(raced or peers.values(), key=lambda r: r["line"])
+        shown.append(mine)
         cells = [f"{name}, {shape}", f"{mine['value']:,.0f}", f"{mine['share_of_bound']:.0%}"]
         theirs = [peers.get(f"transformers {kind}") for kind in ("plain", "compile")]
         cells += [f"{r['peer_value']:,.0f} ({r['ratio']:.2f} x)" if r else "-" for r in theirs]
@@ -221,7 +221,38 @@ def decode() -> str:
         rows.append([*cells, " / ".join(waits), number(mine["peak_gb"], ".1f")])
     header = ["decoding, bf16", "xtrain, tokens/s", "of the memory bound", "transformers plain"]
     header += ["static cache + compile", "first token, ms: ours / plain / compile", "peak GB"]
-    return table(header, rows, records)
+    return table(header, rows, shown)
+
+
+def quantized() -> str:
+    """bench_decode --weights: one byte per weight, next to bf16 in the same run."""
+    rows, records = [], [r for r in latest("bench_decode") if r["peer"] == "bf16 weights"]
+    for r in records:
+        speed = f"{r['value']:,.0f} ({r['peer_value']:,.0f})"
+        memory = number(r["peak_gb"], ".1f")
+        what = f"{r['name']}, {r['shape']}, {r['dtype']}"
+        rows.append([what, speed, f"{r['ratio']:.2f}", f"{r['share_of_bound']:.0%}", memory])
+    header = ["decoding", "tokens/s (bf16 weights, same run)", "ratio", "of the memory bound"]
+    return table([*header, "peak GB"], rows, records)
+
+
+def muon() -> str:
+    """bench_muon --time-only: a step with each optimizer."""
+    steps: dict[str, dict] = {}
+    records = [r for r in latest("bench_muon") if "/step/" in r["name"]]
+    for r in records:
+        preset, _, optimizer = r["name"].split("/")
+        steps.setdefault(f"{preset}, {r['shape']}", {})[optimizer] = r
+    rows = [
+        [
+            shape,
+            f"{pair['adamw']['ms']:.2f}",
+            f"{pair['muon']['ms']:.2f}",
+            f"{pair['muon']['value']:.0f} %",
+        ]
+        for shape, pair in steps.items()
+    ]
+    return table(["train step, bf16", "AdamW, ms", "Muon, ms", "added"], rows, records)
 
 
 def serve() -> str:
@@ -341,6 +372,8 @@ TABLES = {
     "server": server,
     "finetune": finetune,
     "reinforce": reinforce,
+    "quantized": quantized,
+    "muon": muon,
     "start": start,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,

@@ -32,8 +32,9 @@ SHAPES = {
     "qwen3": small(head_dim=16),
     "qwen2, bias": small(head_dim=16, qk_norm=False, qkv_bias=True),
     "tied, one key head": small(head_dim=32, n_kv_heads=1, tie_embeddings=True),
-    "odd widths": small(dim=37, hidden_dim=41, head_dim=6),
 }
+if DEVICE == "cpu":  # a GPU serves heads of certain widths only
+    SHAPES["odd widths"] = small(dim=37, hidden_dim=41, head_dim=6)
 
 
 def copy_of(model, kind=Transformer, device=DEVICE, precision="fp32"):
