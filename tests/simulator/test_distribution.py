@@ -15,12 +15,12 @@ from numba import cuda
 
 @cuda.jit("void(int32[:], int32)")
 def put(x, step):
-    x[cuda.threadIdx.x // step] = step
+    x[cuda.threadIdx.x // step] = cuda.threadIdx.x
 
 def test_right():
     x = cuda.to_device(np.zeros(32, np.int32))
     put[1, 32](x, 1)
-    assert (x.copy_to_host() == 1).all()
+    assert x.copy_to_host().tolist() == list(range(32))
 
 def test_wrong():
     put[1, 32](np.zeros(32, np.int32), 2)

@@ -226,14 +226,14 @@ def test_vectorize_and_reduce():
 
 
 def test_a_generated_kernel_has_a_source():
-    text = "@cuda.jit\ndef put(x):\n    x[cuda.threadIdx.x // DIVISOR] = 1\n"
+    text = "@cuda.jit\ndef put(x):\n    x[cuda.threadIdx.x // DIVISOR] = cuda.threadIdx.x\n"
     right, wrong = {"cuda": cuda, "DIVISOR": 1}, {"cuda": cuda, "DIVISOR": 2}
     exec(text, right)
     exec(text, wrong)
     x = np.zeros(4)
     right["put"][1, 4](x)
-    assert (x == 1).all()
-    with pytest.raises(RaceError, match=r"x\[cuda.threadIdx.x // DIVISOR\] = 1"):
+    assert x.tolist() == [0, 1, 2, 3]
+    with pytest.raises(RaceError, match=r"x\[cuda.threadIdx.x // DIVISOR\] = cuda"):
         wrong["put"][1, 4](x)
 
     inner = 3

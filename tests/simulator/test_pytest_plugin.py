@@ -39,6 +39,21 @@ def test_without_kernels():
 PLUGIN = ["-p", "simulate_cuda.pytest_plugin", "-p", "no:cacheprovider"]
 SOURCE = Path(__file__).parents[2] / "xtrain" / "simulator"
 
+EXITING = """
+import numpy as np
+from numba import cuda
+
+@cuda.jit
+def half(x):
+    if cuda.threadIdx.x >= 16:
+        return
+    cuda.syncthreads()
+    x[cuda.threadIdx.x] = 1
+
+def test_half():
+    half[1, 32](np.zeros(32, np.float32))
+"""
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
@@ -94,6 +109,27 @@ def test_a_race_is_reported_like_a_failing_test_also_by_xdist(python, project):
     assert "simulate_cuda/block.py" not in run.stdout  # no frames of the simulator
 
 
+def test_a_report_is_a_page_for_each_mistake(python, project):
+    folder = project("pass")
+    report = ["--simulate-cuda", "--cuda-report", "report.html"]
+    run = python(folder, "-m", "pytest", *PLUGIN, *report)
+    assert run.returncode == 1 and "report.html" in run.stdout, run.stdout + run.stderr
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "thread 0 reads tile[1]" in page and "def smooth(y, x):" in page
+    assert not (folder / "report-2.html").exists()
+    run = python(project("cuda.syncthreads()"), "-m", "pytest", *PLUGIN, *report[1:])
+    assert run.returncode == 4 and "--cuda-report is for --simulate-cuda" in run.stderr
+
+
+def test_a_warning_is_one_of_pytest(python, tmp_path):
+    (tmp_path / "test_it.py").write_text(EXITING, encoding="utf-8")
+    run = python(tmp_path, "-m", "pytest", *PLUGIN, "--simulate-cuda")
+    assert run.returncode == 0 and "1 passed, 1 warning" in run.stdout, run.stdout + run.stderr
+    assert "KernelWarning: deadlock in half" in run.stdout and "test_it.py:13" in run.stdout
+    run = python(tmp_path, "-m", "pytest", *PLUGIN, "--simulate-cuda", "-W", "error")
+    assert run.returncode == 1
+
+
 def test_the_package_needs_numba_and_numpy_alone_and_loads_them_late(python, tmp_path):
     code = """
 import sys, simulate_cuda, simulate_cuda.pytest_plugin
@@ -121,16 +157,16 @@ def test_the_command_runs_a_script_with_its_arguments(python, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nimport numpy as np\nfrom numba import cuda\n"
-        "@cuda.jit\ndef put(x, v):\n    x[cuda.threadIdx.x // int(sys_argv)] = v\n"
+        "@cuda.jit\ndef put(x, v):\n    x[cuda.threadIdx.x // int(sys_argv)] = v + cuda.threadIdx.x\n"
         "x = np.zeros(2)\nput[1, 2](x, int(sys.argv[1]))\nprint(x, __name__)\n".replace(
             "int(sys_argv)", "1"
         ),
         encoding="utf-8",
     )
     run = python(tmp_path, "-m", "simulate_cuda", "script.py", "5")
-    assert (run.returncode, run.stdout.strip()) == (0, "[5. 5.] __main__"), run.stderr
+    assert (run.returncode, run.stdout.strip()) == (0, "[5. 6.] __main__"), run.stderr
     run = python(tmp_path, "-m", "simulate_cuda", "-m", "script", "6")
-    assert (run.returncode, run.stdout.strip()) == (0, "[6. 6.] __main__"), run.stderr
+    assert (run.returncode, run.stdout.strip()) == (0, "[6. 7.] __main__"), run.stderr
     script.write_text(script.read_text(encoding="utf-8").replace("// 1", "// 2"), encoding="utf-8")
     run = python(tmp_path, "-m", "simulate_cuda", "script.py", "5")
     assert run.returncode == 1 and "\nRaceError: data race in put" in run.stderr, run.stderr

@@ -1,5 +1,7 @@
 """Running one kernel: `simulator.run` and `simulator.check`, and the arrays that select the simulator."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .block import Launch
@@ -33,7 +35,15 @@ def empty(shape, dtype=np.float64) -> SimArray:
 
 
 def run(
-    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+    kernel,
+    grid,
+    block,
+    *args,
+    shared: int = 0,
+    overlap: bool = False,
+    allow=(),
+    enable=(),
+    warn: Callable[[KernelError], object] | None = None,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -43,13 +53,21 @@ def run(
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
     allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
+    warn: called with every finding that is only a warning, after the run; without it a warning is raised, too.
 
-    Raises the first finding, an error or a warning: KernelError or a subclass (see the module's
-    docstring); the arrays then hold what was written up to the error.
+    Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays then hold what was
+    written up to the error.
     """
     with np.errstate(all="ignore"):
         reported = reported_kinds(allow, enable)
-        Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported).run()
+        launch = Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported)
+        launch.keeps_warnings = warn is not None
+        try:
+            launch.run()
+        finally:
+            for finding in launch.found.values():
+                if warn is not None and finding.severity == "warning":
+                    warn(finding)
 
 
 def check(

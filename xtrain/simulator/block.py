@@ -64,6 +64,7 @@ class Launch:
         collects=False,
     ):
         """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding."""
+        self.keeps_warnings = False  # collect those
         self.reported = errors.reported_kinds() if reported is None else reported
         self.collects = collects
         self.found: dict = {}  # (kind, sites) -> KernelError
@@ -126,7 +127,9 @@ class Launch:
         """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same places are counted."""
         if kind not in self.reported:
             return
-        if not self.collects:
+        if not (
+            self.collects or (self.keeps_warnings and errors.KINDS[kind].severity == "warning")
+        ):
             raise make()
         known = self.found.get((kind, sites))
         if known is None:

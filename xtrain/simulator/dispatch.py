@@ -7,11 +7,13 @@ may be older than the replacement.
 import __future__
 
 import builtins
+import contextlib
 import inspect
 import itertools
 import linecache
 import os
 import sys
+import warnings
 
 import numpy as np
 from numba.core import sigutils, types
@@ -23,9 +25,21 @@ from .api import run
 from .device import THREADS_PER_BLOCK
 from .device_array import auto_device, host_view, is_cuda_array
 from .errors import KernelError
+from .observers import observe
 from .scalars import twin
+from .stepper import Stepper
 
+# launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
+failed: list[Stepper] | None = None
 NO_MACHINE_CODE = "the simulator has no machine code"
+
+
+class KernelWarning(UserWarning):
+    """A finding that is defined on current GPUs, but rarely meant, such as a barrier that waits for threads that have exited."""
+
+
+def _warn(finding):
+    warnings.warn(str(finding), KernelWarning, stacklevel=4)  # the line that launches the kernel
 
 
 class Overload:
@@ -88,9 +102,14 @@ def launch(self, *args):
     prepared = [_prepare(a, copies_back) for a in args]
     if argtypes is not None:
         prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
+    stepper = None if failed is None else Stepper()
     try:
-        run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem)
+        with contextlib.nullcontext() if stepper is None else observe(stepper):
+            run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem, warn=_warn)
     except KernelError as error:
+        if failed is not None and stepper is not None:
+            stepper.error = error
+            failed.append(stepper)
         if options.get("debug") and _raised(error) is not None:
             raise _raised(error) from None
         raise error.with_traceback(_own_frames(error.__traceback__)) from error.__cause__

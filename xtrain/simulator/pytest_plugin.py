@@ -1,5 +1,7 @@
 """The pytest plugin: `pytest --simulate-cuda` runs every Numba CUDA kernel of the code under test in the simulator."""
 
+from pathlib import Path
+
 import pytest
 
 
@@ -9,6 +11,11 @@ def pytest_addoption(parser):
         "--simulate-cuda",
         action="store_true",
         help="run every @cuda.jit kernel in a simulator that reports races, deadlocks, bounds and uninitialized reads; no GPU needed",
+    )
+    group.addoption(
+        "--cuda-report",
+        metavar="FILE.html",
+        help="with --simulate-cuda: write each launch that has a mistake as a page to step through: FILE.html, FILE-2.html, ...",
     )
 
 
@@ -22,6 +29,30 @@ def pytest_load_initial_conftests(early_config):
             raise pytest.UsageError(str(error)) from None
         host.start()
         early_config.add_cleanup(host.stop)
+        if early_config.known_args_namespace.cuda_report:
+            host.dispatch.failed = []
+    elif early_config.known_args_namespace.cuda_report:
+        raise pytest.UsageError("--cuda-report is for --simulate-cuda: add it")
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if config.option.simulate_cuda and config.option.cuda_report:
+        from . import host
+
+        first, said = (
+            Path(config.option.cuda_report),
+            config.pluginmanager.get_plugin("terminalreporter"),
+        )
+        worker = getattr(config, "workerinput", {}).get(
+            "workerid", ""
+        )  # of xdist: writes its own pages
+        for number, stepper in enumerate(host.dispatch.failed or (), 1):
+            name = "-".join(filter(None, [first.stem, worker, str(number) if number > 1 else ""]))
+            page = stepper.save(first.with_name(f"{name}{first.suffix or '.html'}"))
+            if said is not None:
+                said.line(f"\n{page}: {str(stepper.error).splitlines()[0]}")
+        host.dispatch.failed = None
 
 
 def pytest_report_header(config):
