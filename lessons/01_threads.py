@@ -371,6 +371,15 @@ def racy_rotate_kernel(y_n, x_n):
 lesson.report(simulator.run, racy_rotate_kernel, 1, 8, y_8, x_8)
 
 # %% [markdown]
+# Step through it: the slider or the arrow keys move through the block's instructions. A row of cells
+# is a warp, a cell a thread; below are the arrays, each cell with the thread that touches it. The last
+# step is the race: its element is red, and so are both lines in the source. Every check in these
+# lessons can be stepped through like this, and `lesson.stepped` shows any kernel.
+
+# %%
+lesson.stepped(racy_rotate_kernel, 1, 8, y_8, x_8)
+
+# %% [markdown]
 # The fix is a third barrier: every thread reads into a local variable, then all wait, then every
 # thread writes. As a picture, with time running from left to right:
 
@@ -406,6 +415,12 @@ def stuck_kernel(y_n, x_n):
 x_5 = simulator.sim(np.arange(5, dtype=np.float32))
 y_5 = simulator.sim(np.zeros(5, np.float32))
 lesson.report(simulator.run, stuck_kernel, 1, 8, y_5, x_5)
+
+# %% [markdown]
+# In the picture, the threads that wait are red, and the others have left:
+
+# %%
+lesson.stepped(stuck_kernel, 1, 8, y_5, x_5)
 
 # %% [markdown]
 # The guard is correct and the barrier is correct; only their nesting is wrong. Put a guard around

@@ -274,6 +274,14 @@ for name, trace in (("naive", plain), ("through a tile", tiled)):
     print(f"{name:15} {t.moved:6,} bytes moved, {t.wanted:,} used; lanes per bank, at most: {ways}")
 
 # %% [markdown]
+# Step by step, the eight warps of one block: first each warp reads two rows of x, whole sectors of 32
+# bytes; after the barrier each reads two columns of the tile, and the line above the source counts how
+# many lanes meet in one bank.
+
+# %%
+lesson.stepped(transpose_kernel, (4, 2), (16, 16), y_CR, x_RC)
+
+# %% [markdown]
 # A warp covers two rows of this tile, and two of its lanes still conflict in one bank. In a tile of
 # 32 x 33, where a warp covers one row, there is no conflict. (The best transpose is the one you
 # avoid: lesson 4 shows how matrix products do without it.)

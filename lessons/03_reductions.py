@@ -460,6 +460,20 @@ for name, kernel, barriers in (("tree", tree_sum_kernel, 7), ("shuffles", block_
     )
 
 # %% [markdown]
+# The tree, step by step: after each barrier half of the threads that were busy have nothing to do, and
+# after two barriers whole warps only wait. Below it the library's RMSNorm, whose lanes exchange their
+# sums in registers: a launcher is recorded by observing what it launches.
+
+# %%
+lesson.stepped(tree_sum_kernel, 1, 128, total, x_1k)
+
+# %%
+stepper = simulator.Stepper()
+with simulator.observe(stepper):
+    rmsnorm.rmsnorm_fwd(x_s, w_s, 1e-6)
+stepper
+
+# %% [markdown]
 # ## More exercises
 #
 # 1. Write `block_max` in the same way. Which value do lanes without an element contribute?

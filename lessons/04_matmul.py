@@ -246,6 +246,13 @@ count("one per thread", naive)
 count("tiled", tiled)
 
 # %% [markdown]
+# One block of the tiled kernel, step by step. Watch the reads of a tile between two barriers: in each
+# step all threads of a row read the same element (a cell with "×8"), which costs no more than one.
+
+# %%
+lesson.stepped(tiled_linear_kernel, (n // 8, n // 8), (8, 8), y_s, x_s, w_s)
+
+# %% [markdown]
 # The kernel reads eight times fewer elements, as computed. Why not use tiles of 64 x 64, then? A
 # block has at most 1024 threads, and there is a second limit.
 #

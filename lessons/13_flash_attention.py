@@ -518,6 +518,14 @@ print(f"three kernels: {scores_moved:7,} bytes of scores and weights moved")
 print(f"flash:         {0:7,} bytes of scores and weights, {k_and_v:,} bytes of k and v")
 
 # %% [markdown]
+# The first tile of queries, step by step, with few tokens and narrow heads. Each thread owns a query;
+# a tile of keys and values comes into shared memory, a barrier, and every thread reads all of it:
+
+# %%
+few = [simulator.sim(x[:TILE]) for x in (q_TD, k_TD, v_TD)]
+lesson.stepped(flash_kernel, 1, TILE, o_sim[:TILE], lse_sim[:TILE], *few, scale)
+
+# %% [markdown]
 # The scores grow with T squared; what flash attention stores (o and lse) grows with T. For 16 heads
 # of width 128 in bf16, with scores in bf16 and lse in float32:
 

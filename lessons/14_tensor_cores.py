@@ -418,6 +418,13 @@ lesson.report(simulator.run, hasty_kernel, 1, 32, s_sim, bits)
 lesson.report(simulator.run, straight_kernel, 1, 32, s_sim, bits)
 
 # %% [markdown]
+# Where the hasty kernel goes wrong: the threads have started their copies and met at the barrier, and
+# the first read finds shared memory that no copy has filled yet.
+
+# %%
+lesson.stepped(hasty_kernel, 1, 32, s_sim, bits)
+
+# %% [markdown]
 # ## Measure
 #
 # How many instructions does a warp issue for a 16 x 16 block of scores with 64 columns? With

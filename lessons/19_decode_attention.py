@@ -283,6 +283,14 @@ simulator.run(last_one_kernel, 4, 32, total, parts, simulator.sim(np.zeros(1, np
 print("sum:", float(total[0]), "expected", x.sum())
 
 # %% [markdown]
+# The block that arrives last, step by step (`of` names it): after the shuffles of the warp's sum one
+# thread writes the part and adds to the counter. Only in this block it then reads all parts.
+
+# %%
+counter = simulator.sim(np.zeros(1, np.int32))
+lesson.stepped(last_one_kernel, 4, 32, total, parts, counter, x, of=(3,))
+
+# %% [markdown]
 # Note two details. The counter is an *integer*, so its value does not depend on the order in which
 # blocks arrive. And the block that arrives last adds the parts **in the order of the keys**,
 # whichever block it is: the bits of the result do not depend on the order of arrival. Without the

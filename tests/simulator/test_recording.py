@@ -156,6 +156,25 @@ def test_16_byte_accesses_and_bf16():
     assert reads[0].values == list(np.asarray(x[0, :8], np.float32))
 
 
+@cuda.jit(device=True)
+def fill(tile, t):
+    tile[t] = float32(1.0)
+
+
+@cuda.jit
+def two_tiles_kernel(y):
+    a, b = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
+    t = cuda.threadIdx.x
+    fill(a, t)
+    fill(b, t)
+    y[t] = a[t] + b[t]
+
+
+def test_shared_arrays_have_the_names_of_the_kernel():
+    recording = record(two_tiles_kernel, 1, 32, ones(32))
+    assert [place.name for place in recording.arrays] == ["a", "b", "y"]
+
+
 def test_an_observer_changes_nothing():
     class Count(Observer):
         n = 0

@@ -147,7 +147,8 @@ class Recording(Observer):
             return
         self._keep(block)
         for thread in block.threads:
-            if thread.request is not None:
+            generator = thread.generator
+            if thread.request and generator is not None and generator.gi_frame is not None:
                 self.events[thread.index].append(_waiting(thread, WAITS))
                 self.ended.append(f"waits in {thread.request[1].what} at {thread.request[1]}")
             else:
@@ -158,7 +159,9 @@ class Recording(Observer):
         numbers, arrays = block.numbers, block.arrays
         if array.memory.kind == "shared":
             key: Any = id(array.memory), size
-            place = Place(site.what, "shared", tuple(map(int, array.dims)), size, False)
+            known = key in numbers
+            name = site.what if known else _name_in_kernel(array) or site.what
+            place = Place(name, "shared", tuple(map(int, array.dims)), size, False)
         else:
             address = array.flat.__array_interface__["data"][0] + k * size
             found = [p for p in self._parameters if p[0] <= address < p[1]]
@@ -303,6 +306,22 @@ def _path(site):
             break
         frame = frame.f_back
     return (*lines[:0:-1], (site.file, site.line))
+
+
+def _name_in_kernel(array):
+    """The kernel's variable for this shared array, which a device function may call otherwise; None if there is none."""
+    frame: Any = sys._getframe(2)
+    found = None
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("_t",):
+            names = [
+                n
+                for n, v in frame.f_locals.items()
+                if type(v) is Array and v.memory is array.memory
+            ]
+            found = names[0] if names else found
+        frame = frame.f_back
+    return found
 
 
 def _waiting(thread, how):
