@@ -25,10 +25,11 @@ WARM_UP = 5  # steps
 
 def xtrain(*arguments):
     """Run a command of xtrain in the root of the clone."""
-    command = [sys.executable, "-m", *map(str, arguments)]
+    command, start = [sys.executable, "-m", *map(str, arguments)], time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    print(f"{arguments[0]}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def lines(path):

@@ -11,8 +11,6 @@
 # %% [markdown]
 # # 28 An optimizer beyond AdamW
 #
-# [![Open in Colab](colab.svg)](https://colab.research.google.com/github/OWNER/xtrain/blob/main/lessons/28_muon.ipynb)
-#
 # *About 60 minutes. You need [lesson 8](08_training.ipynb) and [lesson 12](12_bf16.ipynb).*
 #
 # **The question.** For AdamW a weight matrix is a list of numbers, each with its own step. But a matrix

@@ -34,8 +34,8 @@ from xtrain import simulator
 from xtrain.simulator import KernelError, SimArray, Stepper, observe, sim
 from xtrain.simulator.block import Launch
 from xtrain.simulator.errors import Site
+from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
-from xtrain.simulator.thread import Thread
 
 from .reading import GAP, LIBRARY, divergent_barrier, home_of, is_empty, library_name
 from .trace import traced
@@ -81,7 +81,7 @@ class Verdict:
 
     passed: bool
     text: str
-    stepper: Stepper | None = None
+    stepper: Stepper | None = field(default=None, compare=False)
 
     def __str__(self):
         """Wrap long lines at spaces; keep source lines as they are."""
@@ -522,7 +522,7 @@ def _watched(exercise):
 
 
 @dataclass
-class Notes:
+class Notes(Observer):
     """What the kernels of an attempt did.
 
     wide: the Sites where float64 becomes float32. atomics: those of atomic additions of floats.
@@ -533,35 +533,30 @@ class Notes:
     atomics: list = field(default_factory=list)
     writers: dict = field(default_factory=dict)
 
+    def access(self, thread, array, k, site, how, value):
+        if how == READ:
+            return
+        if how == WRITE and _computed(value) and array.dtype == np.float32 and site not in self.wide:  # fmt: skip
+            self.wide.append(site)
+        if how == ATOMIC and array.dtype.kind == "f" and value in ("add", "sub"):
+            self.atomics += [site] * (site not in self.atomics)
+        if array.memory.kind == "global":
+            address = array.memory.base + (array.bias + k * array.span) * array.memory.granule
+            self.writers[address] = tuple(map(int, thread.blockIdx)), thread.index
+
+
+def _computed(value):
+    """Is it the float64 of a computation? 0.0 and -math.inf are constants, which the compiler turns into float32."""
+    return type(value) is np.float64 and value != 0 and np.isfinite(value)
+
 
 @contextlib.contextmanager
 def _noted(work):
-    """-> Notes, which the simulator's threads fill in this context."""
-    notes, store, atomic, scope, casts = Notes(), Thread.store, Thread._atomic, {}, {}
-
-    def computed(value):  # 0.0 and -math.inf are constants, which the compiler turns into float32
-        return type(value) is np.float64 and value != 0 and np.isfinite(value)
-
-    def sign(thread, a, index):
-        k = a.locate(index) if a.memory.kind == "global" else None
-        if k is not None:
-            address = a.memory.base + (a.bias + k * a.span) * a.memory.granule
-            notes.writers[address] = tuple(map(int, thread.blockIdx)), thread.index
-
-    def noted_store(self, a, index, value, site):
-        if computed(value) and a.dtype == np.float32 and site not in notes.wide:
-            notes.wide.append(site)
-        sign(self, a, index)
-        return store(self, a, index, value, site)
-
-    def noted_atomic(self, site, a, index, name, change):
-        if a.dtype.kind == "f" and name in ("add", "sub") and site not in notes.atomics:
-            notes.atomics.append(site)
-        sign(self, a, index)
-        return atomic(self, site, a, index, name, change)
+    """-> Notes, which the kernels that run in this context fill."""
+    notes, scope, casts = Notes(), {}, {}
 
     def noted_cast(x):
-        if computed(x):
+        if _computed(x):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
             if site not in notes.wide:
@@ -573,12 +568,11 @@ def _noted(work):
         with contextlib.suppress(KernelError):  # reported when the kernel runs
             scope = translate(work.py_func).function.__globals__
         casts = {k: f for k, f in scope.items() if getattr(f, "scalar", None) is np.float32}
-    Thread.store, Thread._atomic = noted_store, noted_atomic
     scope.update(dict.fromkeys(casts, noted_cast))
     try:
-        yield notes
+        with observe(notes):
+            yield notes
     finally:
-        Thread.store, Thread._atomic = store, atomic
         scope.update(casts)
 
 

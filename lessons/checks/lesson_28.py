@@ -28,7 +28,7 @@ def not_finite(got):
     kernel=False,
 )  # fmt: skip
 def steepest(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     for R, C in ((3, 3), (3, 5), (6, 4), (int(rng.integers(3, 7)), 7)):
         G = rng.normal(size=(R, C))
         given = G.copy()
@@ -56,7 +56,7 @@ def steepest(e):
     kernel=False,
 )  # fmt: skip
 def newton_schulz(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     k = int(rng.integers(2, 5))
     for R, C, steps, kind in ((3, 3, 5, ""), (2, 6, 5, ""), (7, k, 5, ""), (k, 8, 3, ""), (3, 4, 5, "zero"), (3, 4, 5, "tiny")):  # fmt: skip
         G = rng.normal(size=(R, C)) * {"zero": 0.0, "tiny": 1e-9}.get(kind, 4.0)
@@ -96,7 +96,7 @@ def newton_schulz(e):
     kernel=False,
 )  # fmt: skip
 def muon_step(e):
-    rng = np.random.default_rng()
+    rng = e.rng
 
     def orthogonalize(x):
         U, _, Vt = np.linalg.svd(x, full_matrices=False)
@@ -148,7 +148,7 @@ def muon_step(e):
     kernel=False,
 )  # fmt: skip
 def wsd(e):
-    rng = np.random.default_rng()
+    rng = e.rng
     for steps, warmup, fraction in (
         (10, 2, 0.3),
         (50, 5, 0.2),
