@@ -62,7 +62,7 @@ def test_news_wait_until_they_are_wanted_and_are_then_merged(sides):
     want = Engine(engine.model, 1).generate([[1], [2]], [9, 5])
     connection.send(("submit", 7, requests(engine, 9, 5)))
     until(lambda: engine.steps and not engine.unfinished_requests)
-    assert not connection.poll(0.05)  # nobody has asked
+    assert not connection.poll(0.05)  # the HTTP side has not asked
     connection.send(("more",))
     news, figures = receive(connection)
     assert [n[:3] for n in news] == [(7, 0, want[0]), (7, 1, want[1])]

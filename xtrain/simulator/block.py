@@ -298,7 +298,7 @@ class Block:
                         yield False
                     ready = spinning
                     for thread in ready:
-                        thread.reply = True  # the loop goes on
+                        thread.reply = True  # the loop continues
         else:
             self._run_each(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
