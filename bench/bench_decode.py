@@ -182,7 +182,8 @@ def their_times(theirs, prompts, new, static):
 
 
 # ----------------------------------------------------------------------------- all of it
-def bench(model, theirs, B, T, o, bandwidth, kind="full"):
+def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None):
+    """Measure and record. -> tokens per second. full: those of the weights in bf16, in the same run."""
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
     engine, first, ms, tokens = ours(model, prompts, o.new)
     gpu, step = step_ms(engine, B, T + o.new // 2)
@@ -209,8 +210,11 @@ def bench(model, theirs, B, T, o, bandwidth, kind="full"):
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
     dtype, peers = ("bf16", o.peers) if kind == "full" else (kind, [])
     found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
+    if kind != "full" and full:
+        found = [dict(peer="bf16 weights", peer_value=full)]
     for peer in [p for p in found if p] or [{}]:
         record("bench_decode", name, shape=shape, dtype=dtype, **speeds, **more, **peer)
+    return speeds["value"]
 
 
 def measure_peer(theirs, peer, prompts, new, tokens):
@@ -231,13 +235,16 @@ def measure_peer(theirs, peer, prompts, new, tokens):
 def main(o: Options) -> None:
     bandwidth = copy_bandwidth(1 << 30)
     print(f"copy {bandwidth / 1e9:,.0f} GB/s", flush=True)
+    full: dict[tuple, float] = {}
     for kind in o.weights:
         model = random_model(o)
         theirs = their_model(model) if o.peers and kind == "full" else None
         quantize_weights(model, kind)
         for T in o.context:
             for B in o.batch:
-                bench(model, theirs, B, T, o, bandwidth, kind)
+                value = bench(model, theirs, B, T, o, bandwidth, kind, full.get((B, T)))
+                if kind == "full":
+                    full[B, T] = value
         del model, theirs
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()

@@ -37,7 +37,7 @@ for B in (1, 32):
     decode.bench(model, None, B, 128, decode.Options(peers=["plain", "compile"]), 2e12)
 decode.bench(model, None, 1, 4096, decode.Options(), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(layers=2), 2e12)
-decode.bench(model, None, 1, 128, decode.Options(peers=["plain"]), 2e12, "int8")
+decode.bench(model, None, 1, 128, decode.Options(peers=["plain"]), 2e12, "int8", 400.0)
 
 import bench_engine as engine
 engine.graph_ms = lambda *a, **k: (0.5, 0.4, 0.6)
@@ -106,14 +106,15 @@ def test_every_table_is_on_a_page():
 
 def test_decode(written):
     text = written.decode()
-    first, large, long, few, int8 = rows(text)
+    first, large, long, few = rows(text)
     assert first == [
         "llama 1.1B, B=1 context=128", "500", "52%", "50 (10.00 x)", "250 (2.00 x)", "25 / 100 / 50", "3.2",
     ]  # fmt: skip
     assert large[1] == "16,000" and large[3:6] == ["1,600 (10.00 x)", "-", "25 / 100 / -"]
     assert long[3:6] == ["-", "-", "25 / - / -"]
     assert few[0] == "llama 1.1B, 2 of 22 layers, B=1 context=128"
-    assert int8[:4] == ["llama 1.1B, int8 weights, B=1 context=128", "500", "52%", "-"]
+    (int8,) = rows(written.quantized())
+    assert int8 == ["llama 1.1B, B=1 context=128, int8", "500 (400)", "1.25", "52%", "3.2"]
     assert "One Test GPU, 20" in text
 
 

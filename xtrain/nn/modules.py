@@ -129,11 +129,12 @@ class Parameter(_ArenaTensor):
 
     @property
     def quantized(self) -> Quantized | None:
+        """The codes of a matrix that is quantized for serving, else None (nn/quantized.py). Assigning them frees the weights."""
         return self._quantized
 
     @quantized.setter
     def quantized(self, codes: Quantized) -> None:
-        """The codes take the place of the weights: the parameter is no view of an arena any more."""
+        # the codes take the place of the weights: the parameter is no view of an arena any more
         self._quantized, self._data, self.half, self.offset = codes, codes, None, -1
         self.requires_grad = False
 

@@ -109,4 +109,10 @@ _HOME = {
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)
+    try:
+        home = importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__)
+    except (
+        AttributeError
+    ) as error:  # in Numba; Python would take it for a name that is missing here
+        raise ImportError(str(error)) from error
+    return getattr(home, name)
