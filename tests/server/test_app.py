@@ -23,6 +23,7 @@ from twins import random_model, small  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
 from xtrain.data.tokenizer import Tokenizer  # noqa: E402
+from xtrain.server import listen  # noqa: E402
 from xtrain.server.api import ChatRequest, CompletionRequest  # noqa: E402
 from xtrain.server.app import Limits, create_app  # noqa: E402
 from xtrain.serving import pretrained  # noqa: E402
@@ -323,6 +324,18 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
     until(lambda: served.idle)
     assert served.engine.pool.available == served.engine.pool.size
     until(lambda: served.server.config.app.state.server.waiting == 0)
+
+
+@pytest.mark.parametrize(
+    "host, key, warned", [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("localhost", None, False)]
+)  # fmt: skip
+def test_a_server_that_is_open_to_all_says_so(folder, monkeypatch, capsys, host, key, warned):
+    monkeypatch.delenv("XTRAIN_API_KEY", raising=False)
+    monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: None)
+    options = listen.Options(str(folder), host=host, api_key=key, device="cpu")
+    listen.serve(options)
+    text = "".join(capsys.readouterr())
+    assert ("--host 0.0.0.0 without --api-key: every machine" in text) == warned, text
 
 
 def test_sigterm_completes_answers_and_exits_0(folder):
