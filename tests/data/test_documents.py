@@ -220,7 +220,7 @@ def read_lines(path):
         return str(error)
 
 
-@settings(max_examples=600)
+@settings(max_examples=600, deadline=None)
 @given(
     st.lists(lines(), min_size=1, max_size=3),
     st.integers(1, 30),
@@ -289,6 +289,7 @@ def test_memory_of_one_huge_line(tmp_path, piece):
 # --- split ---
 
 
+@settings(deadline=None)
 @given(DOCUMENTS, st.integers(1, 40), st.integers(1, 40))
 def test_split_loses_nothing(documents, n, other):
     found = survey(in_parts(documents, n))
@@ -305,6 +306,7 @@ def test_split_loses_nothing(documents, n, other):
     assert sides(pieces) == sides(list(split(in_parts(documents, other), found)))
 
 
+@settings(deadline=None)
 @given(DOCUMENTS, st.randoms())
 def test_split_by_document(documents, random):
     documents = documents * 12  # all copies of a document are on one side
@@ -318,6 +320,7 @@ def test_split_by_document(documents, random):
     assert sides == {(p.text, p.held_out) for p in again}
 
 
+@settings(deadline=None)
 @given(DOCUMENTS, st.integers(1, 60), st.integers(1, 10))
 def test_survey_keeps_only_what_may_be_drawn(documents, most, fraction):
     """The documents that are drawn are the first in the order of all hashes, although few are kept."""
@@ -374,6 +377,7 @@ def test_survey_identifies_a_text():
 # --- parts ---
 
 
+@settings(deadline=None)
 @given(st.text("ab<|endoftxé", max_size=60), st.integers(1, 20))
 def test_documents_do_not_depend_on_the_parts(text, n):
     text = text.replace("ab", END_OF_TEXT)
@@ -381,6 +385,7 @@ def test_documents_do_not_depend_on_the_parts(text, n):
     assert whole(module._separate(in_parts([text], n))) == expected
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=30).map(str.encode), st.integers(1, 9))
 def test_blocks_of_a_file(tmp_path_factory, raw, n):
     """Text and errors are those of the whole file."""
