@@ -34,6 +34,8 @@ MAX_Z = 64  # threads of a block along z
 MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
 SPIN_ROUNDS = 50  # turns of the threads that wait in loops before other blocks run, although something changes
+# after these the other threads do not run on: an exception, such as that of a time limit, or a loop without end
+ENDING = ("error", "deadlock")
 EXITED = "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older GPUs the others wait forever"
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
@@ -335,11 +337,14 @@ class Block:
             # None: something else, or an asynchronous copy or a matrix product reads it
             read = error.read if isinstance(error, UninitializedError) else None
             # Does one of the others write the element that was read too early? An observer sees what they do anyway.
-            if read is not None or self.launch.observers:
+            if read is not None or (self.launch.observers and error.kind not in ENDING):
                 collects, self.launch.collects = self.launch.collects, True
                 for other in others:
-                    with contextlib.suppress(Exception):
+                    try:
                         _guarded(other, function, other, *args)
+                    except KernelError as later:
+                        if later.kind in ENDING:
+                            break
                 self.launch.collects = collects
             if read is None:
                 raise
