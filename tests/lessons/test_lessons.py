@@ -23,6 +23,7 @@ NUMBERS = [str(int(p.name[:2])) for p in SOURCES]
 path = ROOT / "lessons" / "tools" / "notebooks.py"
 spec = importlib.util.spec_from_file_location("notebooks", path)
 notebooks = importlib.util.module_from_spec(spec)
+HAS_JUPYTEXT = importlib.util.find_spec("jupytext") is not None
 spec.loader.exec_module(notebooks)
 COUNT = itertools.count()  # for unique file names: sources are looked up by name
 GAPS, SOLVED = ("imports", "exercise"), ("imports", "exercise", "solution")
@@ -444,7 +445,8 @@ def test_one_command_names_a_fork(tmp_path):
         assert named[path.name].count(badge) == 1
         assert f"https://github.com/{name} xtrain" in "".join(cells[1]["source"])
         assert named[path.name].count(name) == 2 and "OWNER" not in named[path.name]
-        assert notebooks.out_of_step(tmp_path / path.name) is None
+        if HAS_JUPYTEXT:  # .ci/run runs this test a second time when it has installed the extra `docs`
+            assert notebooks.out_of_step(tmp_path / path.name) is None
     assert notebooks.name_repository(name, tmp_path) == []
     assert notebooks.name_repository("an/other", tmp_path) == sorted(before)
     notebooks.name_repository(notebooks.PLACEHOLDER, tmp_path)
