@@ -1,4 +1,6 @@
-"""The peer of the benches: the same model in plain PyTorch, as a user would write it."""
+"""The peer of the benches: the same model in plain PyTorch, as a user would write it, or with Liger-Kernel's ops."""
+
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,54 @@ def rotate(x_BHTD, cos_TR, sin_TR):
     return torch.cat([a * cos_TR - b * sin_TR, b * cos_TR + a * sin_TR], dim=-1).to(x_BHTD.dtype)
 
 
+class Ops:
+    """Those that Liger-Kernel has, too."""
+
+    norm = nn.RMSNorm
+
+    def rope(self, q_BHTD, k_BGTD, cos_TR, sin_TR):
+        return rotate(q_BHTD, cos_TR, sin_TR), rotate(k_BGTD, cos_TR, sin_TR)
+
+    def swiglu(self, gate, up):
+        return F.silu(gate) * up
+
+    def loss(self, x_BTC, head, targets_N):
+        logits_BTV = head(x_BTC)
+        return F.cross_entropy(logits_BTV.view(-1, logits_BTV.shape[-1]).float(), targets_N)
+
+
+class LigerOps(Ops):
+    """Liger-Kernel's, as it puts them into a Llama of transformers. Raises ImportError if it is not installed."""
+
+    def __init__(self):
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+        from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+        self.norm, self.rotate, self.silu_mul = LigerRMSNorm, liger_rotary_pos_emb, LigerSiLUMulFunction.apply  # fmt: skip
+        self.linear_loss = LigerFusedLinearCrossEntropyLoss()
+
+    def rope(self, q_BHTD, k_BGTD, cos_TR, sin_TR):
+        cos_1TD, sin_1TD = (torch.cat([t, t], dim=-1)[None] for t in (cos_TR, sin_TR))
+        return self.rotate(q_BHTD, k_BGTD, cos_1TD, sin_1TD)
+
+    def swiglu(self, gate, up):
+        return self.silu_mul(gate, up)
+
+    def loss(self, x_BTC, head, targets_N):
+        return self.linear_loss(head.weight, x_BTC.flatten(0, 1), targets_N)
+
+
+HAS_LIGER = find_spec("liger_kernel") is not None
+
+
 class Block(nn.Module):
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, ops: Ops):
         super().__init__()
-        self.c, self.dims = c, (c.n_heads, c.n_kv_heads, c.head_dim)
+        self.c, self.ops, self.dims = c, ops, (c.n_heads, c.n_kv_heads, c.head_dim)
         H, G, D = self.dims
-        self.norm1, self.norm2 = nn.RMSNorm(c.dim, c.norm_eps), nn.RMSNorm(c.dim, c.norm_eps)
-        self.q_norm, self.k_norm = nn.RMSNorm(D, c.norm_eps), nn.RMSNorm(D, c.norm_eps)
+        self.norm1, self.norm2 = ops.norm(c.dim, c.norm_eps), ops.norm(c.dim, c.norm_eps)
+        self.q_norm, self.k_norm = ops.norm(D, c.norm_eps), ops.norm(D, c.norm_eps)
         self.qkv = nn.Linear(c.dim, (H + 2 * G) * D, bias=False)
         self.out = nn.Linear(H * D, c.dim, bias=False)
         self.gate_up = nn.Linear(c.dim, 2 * c.hidden_dim, bias=False)
@@ -31,26 +74,27 @@ class Block(nn.Module):
         if self.c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.ops.rope(q, k, cos, sin)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
         x_BTC = x_BTC + self.out(o.transpose(1, 2).reshape(B, T, H * D))
         gate, up = self.gate_up(self.norm2(x_BTC)).chunk(2, dim=-1)
-        return x_BTC + self.down(F.silu(gate) * up)
+        return x_BTC + self.down(self.ops.swiglu(gate, up))
 
 
 class Model(nn.Module):
     """padded: use the padded vocabulary size of xtrain. Here the padding is part of the softmax, as in user code: with 47
     tokens more than 50257 the initial loss is 0.0009 higher."""
 
-    def __init__(self, c: ModelConfig, T: int, padded: bool):
+    def __init__(self, c: ModelConfig, T: int, padded: bool, ops: Ops | None = None):
         super().__init__()
         self.c, self.rows = c, c.padded_vocab_size if padded else c.vocab_size
+        self.ops = ops or Ops()
         self.embed, self.head = (
             nn.Embedding(self.rows, c.dim),
             nn.Linear(c.dim, self.rows, bias=False),
         )
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
-        self.norm = nn.RMSNorm(c.dim, c.norm_eps)
+        self.blocks = nn.ModuleList(Block(c, self.ops) for _ in range(c.n_layers))
+        self.norm = self.ops.norm(c.dim, c.norm_eps)
         for name, table in zip(("cos", "sin"), rope_tables(c.head_dim, T, c.rope_theta)):
             self.register_buffer(name, torch.from_numpy(table))
         for p in self.parameters():
@@ -61,8 +105,7 @@ class Model(nn.Module):
         x = self.embed(ids_BT)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, self.rows).float(), targets_BT.reshape(-1))
+        return self.ops.loss(self.norm(x), self.head, targets_BT.reshape(-1))
 
 
 def load_weights(model: Model, ours) -> None:
