@@ -9,6 +9,7 @@
 - While the repository has no name (OWNER/xtrain), show neither the cells that fetch it nor how to open a lesson on Colab.
 """
 
+import base64
 import re
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def on_page_content(html, page, config, files):
             _fold(soup, cell, title)
     _formulas(soup, page)
     _charts(soup, page)
+    _figures(soup)
     _sources(soup)
     if page.file.src_path.endswith(".ipynb"):
         _links(soup, page)
@@ -101,6 +103,13 @@ def _charts(soup, page):
         chart = bs4.BeautifulSoup(file.read_text(encoding="utf-8"), "html.parser").svg
         if "chart" in chart.get("class", []):
             image.replace_with(chart)
+
+
+def _figures(soup):
+    """Note a figure's width: on a phone a wide one scrolls instead of becoming too small to read (site.css)."""
+    for image in soup.find_all("img", src=re.compile("^data:image/png;base64,")):
+        head = base64.b64decode(image["src"].partition(",")[2][:32])  # bytes 16 to 20: the width
+        image["style"] = f"--width: {int.from_bytes(head[16:20], 'big')}px"
 
 
 def _sources(soup):
