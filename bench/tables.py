@@ -1,9 +1,9 @@
-"""Write the tables of the README and of the site from bench/results, so that every number there has a record.
+"""Write the tables and charts of the README and of the site from bench/results, so that every number there has a record.
 
-python bench/tables.py            rewrite the text between <!-- results:NAME --> and <!-- results:end -->
-python bench/tables.py --check    exit 1 if a table differs from the records
+python bench/tables.py            rewrite the text between <!-- results:NAME --> and <!-- results:end -->, and lessons/charts
+python bench/tables.py --check    exit 1 if a table or a chart differs from the records
 
-A table without records says "Not measured yet."
+A table or chart without records says "Not measured yet."
 """
 
 import argparse
@@ -12,10 +12,12 @@ import json
 import sys
 from pathlib import Path
 
+from _charts import CHARTS, NOTHING
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "lessons").rglob("*.md"))]
-NOTHING = "Not measured yet."
+CHART_FILES = ROOT / "lessons" / "charts"
 
 
 def latest(bench: str, per_peer: bool = True) -> list[dict]:
@@ -399,15 +401,18 @@ def filled(text: str) -> str:
 
 
 def main(check: bool) -> int:
+    current = {page: filled(page.read_text(encoding="utf-8")) for page in PAGES}
+    current |= {CHART_FILES / f"{name}.svg": draw(latest) for name, draw in CHARTS.items()}
     code = 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        new = filled(text)
-        if new != text and check:
-            print(f"{page.name} differs from bench/results: run python bench/tables.py")
+    for file, new in current.items():
+        if file.exists() and file.read_text(encoding="utf-8") == new:
+            continue
+        if check:
+            print(f"{file.name} differs from bench/results: run python bench/tables.py")
             code = 1
-        elif new != text:
-            page.write_text(new, encoding="utf-8")
+        else:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(new, encoding="utf-8")
     return code
 
 

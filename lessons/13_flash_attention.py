@@ -313,7 +313,9 @@ print("lse agrees to 1e-5:", np.allclose(lse_T, lse_ref[0, 0], atol=1e-5))
 # The backward pass receives do, of the same shape as o. By [lesson 5](05_backward.ipynb), for the
 # two matrix products and the softmax between them, with s denoting the scaled scores:
 #
-# $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big) \qquad dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
+# $$dv = p^T do \qquad dp = do\,v^T \qquad ds_{ts} = p_{ts} \Big(dp_{ts} - \sum_j p_{tj}\,dp_{tj}\Big)$$
+#
+# $$dq = scale \cdot ds\,k \qquad dk = scale \cdot ds^T q$$
 #
 # The weights p were never stored. Two observations make the backward possible without them:
 #

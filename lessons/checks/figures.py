@@ -9,23 +9,31 @@ tiles(...)                   which part of A and B a block of C needs
 stack(steps)                 the layers of a model along its residual stream, with shapes
 nucleus(p, ids, top_p, u)    which tokens top-p keeps, and which one a random number draws
 
-A phone shows a figure about 4 inches wide: NARROW ones keep their letters readable there.
+A phone shows a figure about 350 pixels wide, 76 an inch: letters of 9 points are 9.5 pixels high there.
 """
+
+import textwrap
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 INK, PALE, ACCENT, WASTE = "#263238", "#eceff1", "#00796b", "#ffab91"
 COLORS = ["#80cbc4", "#ffcc80", "#9fa8da", "#f48fb1", "#c5e1a5", "#b0bec5", "#fff59d", "#ce93d8"]
 LINES = ["#00796b", "#e65100", "#3949ab", "#ad1457", "#558b2f"]
-WIDTH, NARROW = 8.0, 4.6  # inches
+WIDTH = NARROW = 4.6  # inches
+LETTER = 0.075  # width of a letter of 9 points, in inches
 
 
 def _axes(height, width=WIDTH):
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     return figure, axes
+
+
+def _title(axes, text):
+    axes.figure.suptitle(textwrap.fill(text, 54), fontsize=10)
 
 
 def _shown(figure) -> Figure:
@@ -37,14 +45,14 @@ def ownership(owner: np.ndarray, title="", what="thread", text=True, width=WIDTH
     """owner: (N,) or (R, C) integers, one per element; -1 means no owner. The colour is the owner modulo 8."""
     grid = np.atleast_2d(np.asarray(owner))
     rows, columns = grid.shape
-    figure, axes = _axes(0.45 * rows + 0.9, width)
+    figure, axes = _axes(0.34 * rows + 0.9, width)
     shade = np.where(grid < 0, len(COLORS), grid % len(COLORS))
     axes.pcolormesh(
         np.arange(columns + 1), np.arange(rows + 1), shade,
         cmap=ListedColormap([*COLORS, PALE]), vmin=0, vmax=len(COLORS), edgecolors="white", linewidth=1,
     )  # fmt: skip
     if text:
-        size = 9 if columns <= 34 else 6
+        size = 9 if columns <= 16 else 6
         for r in range(rows):
             for c in range(columns):
                 label = str(grid[r, c]) if grid[r, c] >= 0 else "–"
@@ -58,7 +66,7 @@ def ownership(owner: np.ndarray, title="", what="thread", text=True, width=WIDTH
     axes.set_yticks(np.arange(rows) + 0.5, np.arange(rows) if rows > 1 else [""])
     axes.set_xlabel("column" if rows > 1 else "element")
     axes.set_ylabel("row" if rows > 1 else "")
-    axes.set_title(title or f"which {what} owns which element", fontsize=10)
+    _title(axes, title or f"which {what} owns which element")
     _plain(axes)
     return _shown(figure)
 
@@ -70,7 +78,7 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
     """
     chosen = trace.requests(array, write)[:requests]
     last = max(a.index * a.bytes // 32 for r in chosen for a in r)
-    figure, axes = _axes(0.36 * len(chosen) + 1.0)
+    figure, axes = _axes(0.42 * len(chosen) + 1.0)
     for row, request in enumerate(chosen):
         wanted = {}
         for a in request:
@@ -82,16 +90,16 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
                 axes.add_patch(
                     plt.Rectangle((sector + byte / 32, row), 1 / 32, 0.8, color=ACCENT, lw=0)
                 )
-    labels = [f"block {r[0].block[0]}, warp {r[0].thread // 32}, time {r[0].turn}" for r in chosen]
-    axes.set_yticks(np.arange(len(chosen)) + 0.4, labels, fontsize=8)
+    labels = [f"block {r[0].block[0]}, warp {r[0].thread // 32},\ntime {r[0].turn}" for r in chosen]
+    axes.set_yticks(np.arange(len(chosen)) + 0.4, labels, fontsize=9)
     axes.set_xlim(0, last + 1)
     axes.set_ylim(len(chosen), -0.2)
     axes.set_xlabel(f"sector of {array} (32 bytes each)")
     total = trace.traffic(array, write)
-    axes.set_title(
+    _title(
+        axes,
         title
         or f"{array}: {total.moved:,} bytes moved, {total.wanted:,} used ({total.efficiency:.0%})",
-        fontsize=10,
     )
     _plain(axes)
     return _shown(figure)
@@ -100,18 +108,47 @@ def traffic(trace, array: str, write=None, requests=8, title="") -> Figure:
 def timeline(
     rows: dict[str, list[tuple[float, float, str]]], title="", unit="time", width=WIDTH
 ) -> Figure:
-    """rows: {label: [(begin, end, text), ...]}. The same text has the same colour everywhere."""
+    """rows: {label: [(begin, end, text), ...]}. The same text has the same colour everywhere.
+
+    A text that is longer than one of its spans is in the legend.
+    """
     words = list(dict.fromkeys(w for spans in rows.values() for _, _, w in spans))
-    figure, axes = _axes(0.5 * len(rows) + 1.0, width)
+    room = width - 0.4 - LETTER * max(map(len, rows))  # of the spans, in inches
+    last = max(end for spans in rows.values() for _, end, _ in spans)
+    first = min(0, *(begin for spans in rows.values() for begin, _, _ in spans))
+    inches = lambda begin, end: room * (end - begin) / (last - first)
+    spans = [span for some in rows.values() for span in some]
+    long = [
+        w
+        for w in words
+        if w.strip() and any(w == x and LETTER * len(w) > inches(a, b) for a, b, x in spans)
+    ]
+    lines = -(-len(long) // 3)
+    figure, axes = _axes(0.4 * len(rows) + 1.0 + 0.2 * lines, width)
     for i, spans in enumerate(rows.values()):
         for begin, end, word in spans:
             color = COLORS[words.index(word) % len(COLORS)]
             axes.barh(i, end - begin, left=begin, height=0.7, color=color, edgecolor="white")
-            axes.text((begin + end) / 2, i, word, ha="center", va="center", fontsize=8, color=INK)
-    axes.set_yticks(range(len(rows)), list(rows))
+            if word not in long:
+                axes.text(
+                    (begin + end) / 2, i, word, ha="center", va="center", fontsize=9, color=INK
+                )
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel(unit)
-    axes.set_title(title, fontsize=10)
+    if long:
+        patches = [
+            plt.Rectangle((0, 0), 1, 1, color=COLORS[words.index(w) % len(COLORS)]) for w in long
+        ]
+        figure.legend(
+            patches,
+            long,
+            loc="outside lower center",
+            ncols=min(3, len(long)),
+            fontsize=9,
+            frameon=False,
+        )
+    _title(axes, title)
     _plain(axes)
     return _shown(figure)
 
@@ -123,7 +160,7 @@ def roofline(
 
     bytes_per_s, flops: the two roofs of the machine. Left of the ridge memory is the limit, right of it arithmetic.
     """
-    figure, axes = _axes(4.2)
+    figure, axes = _axes(3.8)
     ridge = flops / bytes_per_s
     low = min([x for x, _ in points.values()] + [ridge]) / 4
     high = max([x for x, _ in points.values()] + [ridge]) * 8
@@ -134,7 +171,7 @@ def roofline(
         ridge,
         flops / 1e12 * 1.15,
         f"ridge: {ridge:.1f} operations per byte",
-        fontsize=8,
+        fontsize=9,
         ha="center",
     )
     for i, (name, (intensity, speed)) in enumerate(points.items()):
@@ -146,11 +183,11 @@ def roofline(
             ha="left" if i % 2 else "right",
             va="center",
             textcoords="offset points",
-            fontsize=8,
+            fontsize=9,
         )
     axes.set(xscale="log", yscale="log", xlabel="operations per byte moved", ylabel="TFLOP/s")
     axes.set_ylim(top=flops / 1e12 * 2.5)
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     axes.grid(True, which="major", color=PALE)
     _plain(axes)
     return _shown(figure)
@@ -160,26 +197,34 @@ def bars(
     values: dict[str, float], unit: str, title="", limit: tuple[str, float] | None = None
 ) -> Figure:
     """limit: (name, value) of a dashed line, an upper bound of the values."""
-    figure, axes = _axes(0.42 * len(values) + 1.0)
-    axes.barh(range(len(values)), list(values.values()), color=COLORS[0], edgecolor=INK, lw=0.5)
+    figure, axes = _axes(0.52 * len(values) + 1.0)
+    axes.barh(
+        range(len(values)),
+        list(values.values()),
+        height=0.5,
+        color=COLORS[0],
+        edgecolor=INK,
+        lw=0.5,
+    )
     top = max([*values.values(), limit[1] if limit else 0])
-    for i, v in enumerate(values.values()):
+    for i, (name, v) in enumerate(values.items()):
         axes.text(v + top * 0.01, i, f"{v:,.4g}", va="center", fontsize=9, color=INK)
+        axes.text(0, i - 0.3, f" {name}", va="bottom", fontsize=9, color=INK)
     if limit:
         axes.axvline(limit[1], color=INK, ls="--", lw=1)
-        axes.text(limit[1], -0.75, f"{limit[0]} ", fontsize=8, ha="right", color=INK)
-    axes.set_yticks(range(len(values)), list(values))
-    axes.set_xlim(0, top * 1.15)
-    axes.set_ylim(len(values) - 0.4, -1.0 if limit else -0.6)
+        axes.text(limit[1], -0.85, f"{limit[0]} ", fontsize=9, ha="right", color=INK)
+    axes.set_yticks([])
+    axes.set_xlim(0, top * 1.2)
+    axes.set_ylim(len(values) - 0.6, -1.3 if limit else -0.8)
     axes.set_xlabel(unit)
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     _plain(axes)
     return _shown(figure)
 
 
 def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, title="") -> Figure:
     """C (M, N) = A (M, K) B (K, N) in square tiles: what block `at` of C reads in iteration `step`."""
-    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.9), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.2), layout="constrained")
     i, j = at
     parts = [
         ("A", M, K, [(i, k, PALE if k != step else COLORS[1]) for k in range(-(-K // tile))]),
@@ -190,15 +235,17 @@ def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, tit
         for r, c, color in cells:
             height, width = min(tile, rows - r * tile), min(tile, columns - c * tile)
             ax.add_patch(plt.Rectangle((c * tile, r * tile), width, height, color=color))
-        ax.set(
-            xlim=(0, columns), ylim=(rows, 0), aspect="equal", title=f"{name} ({rows}, {columns})"
-        )
+        ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.set_title(f"{name} ({rows}, {columns})", fontsize=10)
         ax.set_xticks(range(columns + 1))
         ax.set_yticks(range(rows + 1))
         ax.tick_params(labelbottom=False, labelleft=False, length=0)
         ax.grid(True, color="#b0bec5", lw=0.6)
     figure.suptitle(
-        title or f"block {at} of C, iteration {step}: one tile of A, one tile of B", fontsize=10
+        textwrap.fill(
+            title or f"block {at} of C, iteration {step}: one tile of A, one tile of B", 54
+        ),
+        fontsize=10,
     )
     return _shown(figure)
 
@@ -227,7 +274,7 @@ def butterfly(values, steps, title="") -> Figure:
     axes.set_xlim(0, len(values))
     axes.set_ylim(len(rows) - 0.6, -0.5)
     axes.set_xlabel("lane")
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     _plain(axes)
     return _shown(figure)
 
@@ -241,10 +288,12 @@ def curves(
         axes.plot(x, y, "o-", ms=4, color=LINES[i % len(LINES)], label=name)
     if log:
         axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=7))
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, frameon=False)
+    _title(axes, title)
+    columns = 1 if max(map(len, lines)) > 28 else 2
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     axes.grid(True, color=PALE)
     _plain(axes)
     return _shown(figure)
@@ -268,7 +317,7 @@ def graph(
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_axis_off()
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     return _shown(figure)
 
 
@@ -309,7 +358,7 @@ def stack(
     axes.set_xlim(-0.35, 5.85)
     axes.set_ylim(len(steps) - 0.4, -0.6)
     axes.set_axis_off()
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     return _shown(figure)
 
 
@@ -347,7 +396,7 @@ def nucleus(p, ids, top_p: float, u: float, title="") -> Figure:
     axes.set_ylim(0, sums[-1] * 1.08)
     axes.set_xlabel("token, the most likely first")
     axes.set_ylabel("running sum")
-    axes.set_title(title, fontsize=10)
+    _title(axes, title)
     _plain(axes)
     return _shown(figure)
 

@@ -2,18 +2,23 @@
 
 - Add the lessons in lessons/ to the navigation.
 - Convert formulas ($...$ in notebooks and pages) to MathML, which browsers render without scripts and fonts.
-- Fold solution cells.
+- Fold solution cells, and highlight the source of the library that they print.
+- Put charts (SVG) into the page, where they follow its light or dark theme.
 - Remove everything that would be loaded from other sites.
 - Mark measurements that are older than the code that they measure.
 - While the repository has no name (OWNER/xtrain), show neither the cells that fetch it nor how to open a lesson on Colab.
 """
 
+import base64
 import re
 import sys
 from pathlib import Path
 
 import bs4
 from latex2mathml.converter import convert
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 LESSONS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(LESSONS.parent))
@@ -22,6 +27,7 @@ from xtrain import lesson  # noqa: E402
 
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$(?!\s)([^$]{1,200}?)(?<!\s)\$(?!\w)", re.S)
 NOT_TEXT = {"code", "pre", "script", "style", "math", "textarea", "svg"}
+SOURCE = re.compile(r"^# \S+\.py$", re.M)  # the first line that lesson.source prints
 IDENTITY = re.compile(r"[\"'](bench_\w+/[^\"'{}]+)[\"']")
 
 
@@ -72,6 +78,9 @@ def on_page_content(html, page, config, files):
         for cell in soup.select(f".celltag_{tag}"):
             _fold(soup, cell, title)
     _formulas(soup, page)
+    _charts(soup, page)
+    _figures(soup)
+    _sources(soup)
     if page.file.src_path.endswith(".ipynb"):
         _links(soup, page)
         _old_measurements(soup, page)
@@ -84,6 +93,36 @@ def _fold(soup, cell, title):
     summary.string = title
     cell.wrap(details)
     details.insert(0, summary)
+
+
+def _charts(soup, page):
+    for image in soup.find_all("img", src=re.compile(r"\.svg$")):
+        file = (LESSONS / page.file.src_path).parent / image["src"]
+        if ":" in image["src"] or not file.exists():
+            continue
+        chart = bs4.BeautifulSoup(file.read_text(encoding="utf-8"), "html.parser").svg
+        if "chart" in chart.get("class", []):
+            image.replace_with(chart)
+
+
+def _figures(soup):
+    """Note a figure's width: on a phone a wide one scrolls instead of becoming too small to read (site.css)."""
+    for image in soup.find_all("img", src=re.compile("^data:image/png;base64,")):
+        head = base64.b64decode(image["src"].partition(",")[2][:32])  # bytes 16 to 20: the width
+        image["style"] = f"--width: {int.from_bytes(head[16:20], 'big')}px"
+
+
+def _sources(soup):
+    """Highlight printed source, from its first line to the end of the output."""
+    for pre in soup.select(".jp-OutputArea-output pre"):
+        text = pre.get_text()
+        begin = SOURCE.search(text)
+        if begin:
+            code = highlight(text[begin.start() :], PythonLexer(), HtmlFormatter(nowrap=True))
+            pre["class"] = "highlight-ipynb library-source"
+            pre.clear()
+            pre.append(text[: begin.start()])
+            pre.append(bs4.BeautifulSoup(code, "html.parser"))
 
 
 def _formulas(soup, page):

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -72,7 +74,8 @@ head.main(head.Options(models=["dim384"], rows=[1, 4]))
 def tables(folder):
     spec = importlib.util.spec_from_file_location("tables_of_a_test", BENCH / "tables.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with patch.object(sys, "path", [str(BENCH), *sys.path]):
+        spec.loader.exec_module(module)
     module.RESULTS = folder
     return module
 
@@ -96,12 +99,105 @@ def rows(text):
 def test_without_records(tmp_path):
     module = tables(tmp_path)
     assert {make() for make in module.TABLES.values()} == {"Not measured yet."}
+    for draw in module.CHARTS.values():
+        title, *rest = texts(draw(module.latest))
+        assert title and rest == ["Not measured yet."]
 
 
 def test_every_table_is_on_a_page():
     module = tables(BENCH / "results")
     pages = "".join(page.read_text(encoding="utf-8") for page in module.PAGES)
     assert [n for n in module.TABLES if f"<!-- results:{n} -->" not in pages] == []
+    assert [n for n in module.CHARTS if f"](charts/{n}.svg)" not in pages] == []
+    assert {p.stem for p in module.CHART_FILES.iterdir()} == module.CHARTS.keys()
+
+
+# ----------------------------------------------------------------------------- charts
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg):
+    return [e.text for e in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def titles(svg):
+    """What the pointer shows over the dots."""
+    return [e.text for e in ET.fromstring(svg).iter(f"{SVG}title")]
+
+
+def write(folder, bench, *records):
+    known = {"shape": "B=1 T=8", "dtype": "bf16", "peer": None, "gpu": "NVIDIA H200", "unit": ""}
+    lines = [json.dumps(known | record) + "\n" for record in records]
+    (folder / f"{bench}.jsonl").write_text("".join(lines))
+
+
+def test_charts_show_what_the_records_say(tmp_path):
+    write(
+        tmp_path, "bench_train",
+        dict(name="a", peer="torch", ratio=9.0, value=1.0), dict(name="a", peer="torch compiled", ratio=1.5, value=1.0),
+        dict(name="b", peer="torch", ratio=0.75, value=1.0), dict(name="alone", value=1.0),
+    )  # fmt: skip
+    write(
+        tmp_path, "bench_decode",
+        dict(name="m", peer="transformers plain", ratio=8.0), dict(name="m", dtype="int8", peer="bf16 weights", ratio=1.2),
+    )  # fmt: skip
+    sweep = "B=2 H=4 G=2 T={} D=64"
+    write(
+        tmp_path, "bench_attention",
+        *(dict(name="sweep fwd", shape=sweep.format(T), value=v, peer_value=100.0, cudnn_value=0.0) for T, v in ((64, 150.0), (128, 200.0))),
+        dict(name="named fwd", shape=sweep.format(256), value=900.0, peer_value=100.0),
+    )  # fmt: skip
+    add = dict(name="add", value=3000.0, nbytes=4_000_000_000, copy_ms=1.0, ms=1.25, share=0.8)
+    write(tmp_path, "bench_kernels", add, add | dict(dtype="fp32", share=0.9))
+    module = tables(tmp_path)
+    drawn = {name: draw(module.latest) for name, draw in module.CHARTS.items()}
+    bars = [t for t in texts(drawn["training"]) if t.endswith(" x")]
+    assert bars == ["1.50 x", "0.75 x"]  # the newest comparison of each step
+    assert [t for t in texts(drawn["decoding"]) if t.endswith(" x")] == ["8.00 x"]
+    (line,) = [
+        e.get("d")
+        for e in ET.fromstring(drawn["attention-64"]).iter(f"{SVG}path")
+        if e.get("class") == "s1"
+    ]
+    (x0, y0), (x1, y1) = (map(float, point.split()) for point in line[1:].split("L"))
+    assert x0 < x1 and y0 > y1  # 1.5 at T = 64, 2 at T = 128
+    assert "Not measured yet." in drawn["attention-128"]
+    # 1 operation for 6 bytes at 3 TB/s, and 3 of 4 TB/s
+    assert titles(drawn["roofline"]) == [
+        "add: 0.167 operations per byte, 0.5 TFLOP/s, 75% of the limit there"
+    ]
+    shares = {t.partition(":")[0]: t.partition(": ")[2] for t in titles(drawn["copy-share"])}
+    assert shares["add, bf16, B=1 T=8"] == "80% of a copy, 1.2500 ms"
+    assert shares["add, fp32, B=1 T=8"].startswith("90%")
+
+
+def test_charts_are_readable_on_a_phone():
+    """No text ends outside, and letters are at least 10 of the 358 pixels high."""
+    module = tables(BENCH / "results")
+    width = 0.5 * 12  # of a letter, at least
+    for name, draw in module.CHARTS.items():
+        root = ET.fromstring(draw(module.latest))
+        full = float(root.get("viewBox").split()[2])
+        assert 358 / full * 12 >= 10
+        for e in root.iter(f"{SVG}text"):
+            x, long = float(e.get("x")), width * len(e.text)
+            x -= {"start": 0, "middle": long / 2, "end": long}[e.get("text-anchor")]
+            assert x >= 0 and x + long <= full, (name, e.text)
+
+
+def test_a_chart_that_differs_is_found(tmp_path, capsys):
+    module = tables(BENCH / "results")
+    module.PAGES, module.CHART_FILES = [], tmp_path / "charts"
+    assert module.main(check=True) == 1 and module.main(check=False) == 0
+    assert module.main(check=True) == 0
+    file = module.CHART_FILES / "training.svg"
+    file.write_text(file.read_text().replace(" x<", " y<", 1))
+    capsys.readouterr()
+    assert module.main(check=True) == 1
+    assert capsys.readouterr().out.startswith("training.svg differs")
+
+
+# ----------------------------------------------------------------------------- tables
 
 
 def test_decode(written):
@@ -194,7 +290,8 @@ def test_only_a_plain_call_writes(tmp_path, words, code):
     """The copy has no pages to read, so that writing tables would fail."""
     copy = tmp_path / "bench" / "tables.py"
     copy.parent.mkdir()
-    copy.write_text((BENCH / "tables.py").read_text())
+    for name in ("tables.py", "_charts.py"):
+        (copy.parent / name).write_text((BENCH / name).read_text())
     done = subprocess.run([sys.executable, copy, words], capture_output=True, text=True)
     assert done.returncode == code and "usage:" in done.stdout + done.stderr
 

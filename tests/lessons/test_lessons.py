@@ -445,7 +445,9 @@ def test_one_command_names_a_fork(tmp_path):
         assert named[path.name].count(badge) == 1
         assert f"https://github.com/{name} xtrain" in "".join(cells[1]["source"])
         assert named[path.name].count(name) == 2 and "OWNER" not in named[path.name]
-        if HAS_JUPYTEXT:  # .ci/run runs this test a second time when it has installed the extra `docs`
+        if (
+            HAS_JUPYTEXT
+        ):  # .ci/run runs this test a second time when it has installed the extra `docs`
             assert notebooks.out_of_step(tmp_path / path.name) is None
     assert notebooks.name_repository(name, tmp_path) == []
     assert notebooks.name_repository("an/other", tmp_path) == sorted(before)
@@ -523,7 +525,11 @@ def test_figures_are_drawn():
     f = lesson.figures
     made = [
         f.ownership(np.arange(12).reshape(3, 4)),
-        f.timeline({"a": [(0, 1, "x")]}),
+        f.timeline(
+            {"a": [(0, 1, "x")]},
+            "a title that is longer than one line of a figure on a phone can be",
+        ),
+        f.timeline({"a long name": [(0, 1, "a text that is longer than its span"), (1, 9, "x")]}),
         f.roofline({"copy": (0.1, 1e11)}, 4e12, 6e13),
         f.bars({"a": 1.0, "b": 2.0}, "GB/s", limit=("copy", 3.0)),
         f.tiles(8, 8, 12, 4, (1, 0), 1),
@@ -536,6 +542,12 @@ def test_figures_are_drawn():
         ),
     ]
     assert all(figure.axes for figure in made)
+    for figure in made:  # readable on a phone, where a figure is 350 pixels wide
+        texts = [t for t in figure.findobj(f.plt.Text) if t.get_text() and t.get_visible()]
+        assert figure.get_figwidth() <= 4.7 and min(t.get_fontsize() for t in texts) >= 9
+        figure.draw_without_rendering()
+        drawn = figure.get_tightbbox()  # in inches
+        assert drawn.x0 > -0.01 and drawn.x1 < figure.get_figwidth() + 0.01
 
 
 def test_the_picture_of_top_p_marks_what_is_kept_and_what_is_drawn():

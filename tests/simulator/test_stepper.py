@@ -1,5 +1,6 @@
 """The page of a recording: what it holds, and what a browser shows of it."""
 
+import inspect
 import json
 import re
 
@@ -9,6 +10,7 @@ from chromium import PROGRAM, Browser
 from numba import cuda, float32
 from test_recording import block_sum_kernel, half_wait_kernel, late_kernel, neighbour_kernel, ones
 
+from xtrain.kernels.primitives.hopper import mbar_init, mbar_init_fence, shared_base
 from xtrain.kernels.rmsnorm import rmsnorm_fwd
 from xtrain.simulator import Stepper, record, sim
 from xtrain.simulator.observers import observe
@@ -23,6 +25,15 @@ def columns_kernel(y_RC, x_RC):
     cuda.syncthreads()
     for r in range(32):
         y_RC[r, t] = tile[t, r]
+
+
+@cuda.jit
+def barrier_kernel(y):
+    t = cuda.threadIdx.x
+    if t == 0:
+        mbar_init(shared_base(), 1)
+        mbar_init_fence()
+    y[t] = float32(2.0)
 
 
 def contents(recording):
@@ -81,6 +92,12 @@ def test_a_block_without_accesses():
         pass
 
     assert contents(record(nothing_kernel, 1, 32, ones(1)))["steps"] == []
+
+
+def test_the_engines_that_are_not_drawn_are_named():
+    recording = record(barrier_kernel, 1, 32, ones(32), shared=16)
+    assert contents(recording)["engines"]
+    assert not contents(record(late_kernel, 1, 32, ones(32), ones(32)))["engines"]
 
 
 def test_a_notebook_gets_a_frame():
@@ -147,6 +164,31 @@ def test_a_race_is_shown_where_it_happens(browser, tmp_path):
     assert see("document.querySelectorAll('#source .bad').length") == 0
     see("document.getElementById('to-error').click()")
     assert see("document.querySelectorAll('.mem .bad').length") == 1
+    assert not browser.complaints
+
+
+@cuda.jit
+def quoted_kernel(y, x):
+    """One line
+    and a 'second' # one."""
+    t = cuda.threadIdx.x  # "no string"
+    if t < x.size:
+        y[t] = x[t]
+
+
+def test_the_source_is_highlighted_and_complete(browser, tmp_path):
+    see = opened(browser, tmp_path, record(quoted_kernel, 1, 32, ones(32), ones(32)))
+    parts = lambda kind: see(
+        f"[...document.querySelectorAll('#source .{kind}')].map(e => e.textContent)"
+    )
+    assert parts("q") == ['"""One line', "    and a 'second' # one." + 3 * '"']
+    assert parts("c") == ['# "no string"']
+    assert parts("k") == ["@cuda.jit", "def", "if"]
+    text = see("[...document.querySelectorAll('#source div')].map(e => e.textContent)")
+    assert [re.sub(r"^\d+", "", line) for line in text] == [
+        line.rstrip("\n") for line in inspect.getsourcelines(quoted_kernel.py_func)[0]
+    ]
+    assert not see("document.querySelector('#engines').offsetParent")  # not shown
     assert not browser.complaints
 
 

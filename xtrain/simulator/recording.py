@@ -85,6 +85,7 @@ class Recording(Observer):
         self.events: list[list[Event]] = []  # of each thread
         self.ended: list[str] = []  # after an error: where each thread waits or has returned
         self.cut = False  # there were more than MOST_EVENTS
+        self.engines = False  # the block used asynchronous engines (engines.py), whose accesses are not recorded
         self._blocks: dict[Any, _Block] = {}  # that have not ended, and the one that is kept
         self._kept: _Block | None = None
         self._found = False  # the block `of` has been recorded: only an error replaces it
@@ -100,7 +101,8 @@ class Recording(Observer):
                 self._keep(block)
 
     def end(self, block: Any) -> None:
-        self._blocks.pop(block, None)
+        if self._blocks.pop(block, None) is self._kept:
+            self.engines = block.engines_in_use
 
     def _keep(self, block):
         """Let the recording be that of this block."""
@@ -146,6 +148,7 @@ class Recording(Observer):
         if block not in self._blocks:  # of another launch
             return
         self._keep(block)
+        self.engines = block.engines_in_use
         for thread in block.threads:
             generator = thread.generator
             if thread.request and generator is not None and generator.gi_frame is not None:

@@ -50,7 +50,7 @@ class Stepper(Recording):
         """The page in a frame, apart from the notebook's own styles and scripts."""
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" title="the threads of a block, step by step" '
-            f'style="width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:6px"></iframe>'
+            f'style="width:100%;height:{HEIGHT}px;box-sizing:border-box;border:1px solid #8884;border-radius:6px"></iframe>'
         )
 
 
@@ -69,6 +69,7 @@ def contents(recording: Recording) -> dict[str, Any]:
         "position": ", ".join(map(str, recording.position)),
         "threads": len(recording.events),
         "cut": recording.cut,
+        "engines": recording.engines,
         "ended": recording.ended,
         "files": [{"title": file_name(file), "functions": parts} for file, parts in files],
         "arrays": [
