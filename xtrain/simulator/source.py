@@ -334,6 +334,9 @@ class _Rewriter(Names):
     def visit_Subscript(self, node):
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
+        value = self.static(node)
+        if value is not DYNAMIC:
+            return self.object(value, node, "member")
         site = self.site(node, ast.unparse(node.value))
         return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
 
@@ -414,7 +417,8 @@ class _Rewriter(Names):
     def apply(self, node, function):
         """`(yield from _t.apply(function, ...))`"""
         self.waits = True
-        call = self.call(node, "apply", function, *map(self.visit, node.args))
+        site = self.site(node, ast.unparse(node.args[0]) if node.args else "")
+        call = self.call(node, "apply", site, function, *map(self.visit, node.args))
         call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         return at(ast.YieldFrom(call), node)
 
