@@ -153,9 +153,8 @@ def main(modules: list[str]):
         print(f"{len(tests):4}  {why}\n      {', '.join(tests[:3])}")
     passed = len(results) - len(failed)
     device = sum(map(outside, failed.values()))
-    print(
-        f"{passed} of {len(results)} pass, {device} need a real device: {share(results):.1%} of the others"
-    )
+    of_others = f"{share(results):.1%} of the others"
+    print(f"{passed} of {len(results)} pass, {device} need a real device: {of_others}")
 
 
 if __name__ == "__main__":
