@@ -563,3 +563,23 @@ def test_numpys_functions_with_an_output():
     run(array_functions, 1, 1, o, x, m)
     np.testing.assert_allclose(o, np.sin(x), rtol=1e-6)
     np.testing.assert_allclose(m, want, rtol=1e-6)
+
+
+@cuda.jit
+def functions_of_integers(o, a, b):
+    np.bitwise_and(a, b, o[0])
+    np.maximum(a, b, o[1])
+    np.logical_xor(a, b, o[2])
+    np.invert(a, o[3])
+    i = np.minimum(a[3], b[3])
+    o[4, 0] = i
+    o[4, 1] = np.less_equal(a[3], b[3])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint16", "uint32", "int64", "uint64"])
+def test_numpys_functions_of_integers(dtype):
+    a, b = ramp(4, dtype), ramp(4, dtype)[::-1] + np.ones((), dtype)
+    o = np.zeros((5, 4), dtype)
+    run(functions_of_integers, 1, 1, o, a, b)
+    last = [min(a[3], b[3]), a[3] <= b[3], 0, 0]
+    assert (o == [a & b, np.maximum(a, b), np.logical_xor(a, b), ~a, last]).all()

@@ -332,11 +332,10 @@ class _Rewriter(Names):
         return node
 
     def visit_Subscript(self, node):
+        if (value := self.static(node)) is not DYNAMIC:  # Colour["RED"]
+            return self.object(value, node, "member")
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
-        value = self.static(node)
-        if value is not DYNAMIC:
-            return self.object(value, node, "member")
         site = self.site(node, ast.unparse(node.value))
         return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
 
@@ -390,7 +389,7 @@ class _Rewriter(Names):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
             return self.request(node, GRID_SYNC, [])
         if isinstance(function, np.ufunc) and len(node.args) > function.nin:
-            site, f = self.site(node, ast.unparse(node)), self.constant(function, node, "ufunc")
+            site, f = self.site(node, ast.unparse(node)), self.object(function, node, "ufunc")
             return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
         if self.is_value(node.func):
             return self.apply(node, self.visit(node.func))
