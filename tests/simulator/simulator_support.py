@@ -14,13 +14,20 @@ from numba.cuda import random as cuda_random
 from xtrain.simulator import KINDS, check
 
 PAGE = Path(__file__).resolve().parents[2] / "lessons" / "simulator.md"
-POINT = np.dtype([("x", np.float32), ("y", np.float32)], align=True)
+POINT = np.dtype(
+    [("x", np.float32), ("y", np.float32), ("p", np.float32, (2,)), ("q", np.float32, (2,))], align=True
+)
 POINT_TYPE = from_dtype(POINT)
 
 
 @cuda.jit(device=True)
 def doubled(v):
     return v + v
+
+
+@cuda.jit(device=True)
+def called(f, o, i, v):
+    return f(o, i, v)
 
 
 @cuda.jit(device=True)
@@ -45,7 +52,7 @@ RUNS = {
     ),
     "warp functions (`shfl_*`, votes, `match_*`, `syncwarp`)": ("o[i] = cuda.shfl_xor_sync(0xFF, x[i], 1)", "x[[1, 0, 3, 2, 5, 4, 7, 6]]"),
     "`cuda.activemask`": ("o[i] = cuda.activemask()", "0 * x + 255"),
-    "atomics": ("o[i] = 0; cuda.syncthreads(); cuda.atomic.add(o, 7 - i, x[i])", "x[::-1]"),
+    "atomics, also as arguments of device functions": ("o[i] = 0; cuda.syncthreads(); called(cuda.atomic.add, o, 7 - i, x[i])", "x[::-1]"),
     "spin locks and waiting loops": (
         "s = cuda.shared.array(1, int32)\n    if i == 0: s[0] = 0\n    cuda.syncthreads()\n"
         "    while cuda.atomic.add(s, 0, 0) != i: pass\n    cuda.atomic.add(s, 0, 1); o[i] = x[i]",
@@ -58,7 +65,7 @@ RUNS = {
     "tuples and namedtuples, also of arrays and functions": ("t = (x, f); o[i] = t[1](t[0][i])", "2 * x"),
     "slices, rows, `.T`, `reshape`, `ravel`, `view`": ("o[i] = x.reshape(2, 4).T[i % 4][i // 4]", "x"),
     "complex numbers, `.real`, `.imag`": ("z = complex(x[i], 1) * 1j; o[i] = z.imag - z.real", "x + 1"),
-    "records (structured dtypes)": ("r[i].y = r[i].x + x[i]; o[i] = r.y[i]", "2 * x"),
+    "records (structured dtypes), array fields": ("r[i].y = r[i].x + x[i]; r[i].p = r[0].q; o[i] = r.y[i] + r[i].p[1]", "2 * x + 5"),
     "vector types (`cuda.float32x4`)": ("v = cuda.float32x2(x[i], 3); o[i] = v.x + v.y", "x + 3"),
     "`math`, `cuda.fma`, `cuda.popc` and the like": ("o[i] = math.sqrt(x[i] * x[i]) + cuda.popc(7)", "x + 3"),
     "all 317 functions of `libdevice`": ("o[i] = libdevice.fdim(x[i], 3)", "np.maximum(x - 3, 0)"),
@@ -90,7 +97,7 @@ NOT_MODELLED = {
     "the number of blocks that are resident at once": "every block of a grid may wait for every other",
     "rounding of fast approximations": "`fast_expf` and the like are correctly rounded",
     "numba-cuda's `bf16` functions": "a bfloat16 array arrives as its bits (uint16)",
-    "`@vectorize`, `@guvectorize`": "their kernels have no source; `cuda.reduce`'s kernels run",
+    "`@vectorize`, `@guvectorize` in `simulator.run`": "Numba generates their kernels when they are called: call them inside `with simulate()`",
     "arrays of vector types": "a vector is a value",
 }
 
@@ -117,7 +124,7 @@ def kernel(body):
 def arguments():
     x = np.arange(8, dtype=np.float32)
     records = np.zeros(8, POINT)
-    records["x"] = x
+    records["x"], records["q"] = x, 5
     return np.zeros(8, np.float32), x, records, doubled
 
 

@@ -2,6 +2,7 @@
 cooperative grids, half precision, vector types, recursion, activemask.
 """
 
+import enum
 import math
 from collections import namedtuple
 
@@ -98,6 +99,53 @@ def test_the_kernels_of_cuda_reduce(n):
     if len(partials) > 1:
         run(kernel, 1, len(partials), partials, partials, init, False)
     assert partials[0] == n * (n + 1) // 2 + 3
+
+
+@cuda.jit(device=True)
+def into_shared(o, op, v, first):
+    """op is one of cuda.atomic's functions."""
+    s = cuda.shared.array(1, uint32)
+    i = cuda.threadIdx.x
+    if i == 0:
+        s[0] = first
+    cuda.syncthreads()
+    old = op(s, 0, v)
+    cuda.syncthreads()
+    o[i], o[8] = old, s[0]
+
+
+@cuda.jit
+def passes_an_atomic(o, which):
+    i = cuda.threadIdx.x
+    if which == 0:
+        into_shared(o, cuda.atomic.add, i + 1, 3)
+    elif which == 1:
+        into_shared(o, cuda.atomic.or_, uint32(1) << i, 3)
+    else:
+        into_shared(o, cuda.atomic.inc, 5, 3)
+
+
+def test_atomics_as_arguments():
+    o = np.zeros(9, np.int64)
+    for which, want in enumerate((3 + 36, 255, 5)):
+        run(passes_an_atomic, 1, 8, o, which, allow={"same_value_race"})
+        assert o[8] == want
+    assert sorted(o[:8]) == [0, 1, 2, 3, 3, 4, 4, 5]  # inc wraps around after 5
+
+
+@cuda.jit
+def extremes(x, o):
+    o[0] = cuda.atomic.max(x, 0, 5)
+    o[1] = cuda.atomic.min(x, 1, math.nan)
+    o[2] = cuda.atomic.nanmax(x, 2, 5)
+    o[3] = cuda.atomic.max(x, 3, 5)
+
+
+def test_atomic_max_keeps_nan_in_memory_and_nanmax_replaces_it():
+    x, o = np.array([np.nan, 2, np.nan, 4]), np.zeros(4)
+    run(extremes, 1, 1, x, o)
+    np.testing.assert_array_equal(o, [np.nan, 2, np.nan, 4])
+    np.testing.assert_array_equal(x, [np.nan, 2, 5, 5])
 
 
 # ----------------------------------------------------------------------------- recursion
@@ -326,6 +374,43 @@ def missing_field(a):
     a[0].x = a[0].missing
 
 
+@cuda.jit
+def writes_records(r, pair, source):
+    r.x = pair[0].x + source[1].x
+    r["h"] = source[2].h
+    pair[1].tag = 5
+
+
+def test_a_record_by_itself_is_changed_in_place():
+    a, b, source = points(), points(2), points()
+    run(writes_records, 1, 1, a[3], (b[0], b[1]), source)
+    assert a["x"].tolist() == [10, 11, 12, 21] and a["h"][3].tolist() == [6, 7, 8]
+    assert (a["in"] == points()["in"]).all() and (a[:3] == points()[:3]).all()
+    assert b["tag"].tolist() == [0, 5] and (source == points()).all()
+    with pytest.raises(KernelError, match="several elements of record.h"):
+        run(cuda.jit(wrong_shape), 1, 1, a[0], np.zeros(2))
+
+
+def wrong_shape(r, x):
+    r["h"] = x
+
+
+class Colour(enum.Enum):
+    RED, GREEN = 1, 2
+
+
+@cuda.jit
+def compares_members(o):
+    o[0] = Colour["RED"] == Colour.RED
+    o[1] = Colour["RED"] != Colour["GREEN"]
+
+
+def test_members_of_an_enum_by_name():
+    o = np.zeros(2, np.bool_)
+    run(compares_members, 1, 1, o)
+    assert o.all()
+
+
 # ----------------------------------------------------------------------------- random numbers
 @cuda.jit
 def draws(o, states):
@@ -393,6 +478,26 @@ def some_blocks_sync(x):
         cuda.cg.this_grid().sync()
 
 
+@cuda.jit
+def some_threads_return(x, o, first):
+    i = cuda.grid(1)
+    if not first <= cuda.threadIdx.x < first + 2:
+        return
+    x[i] = i
+    cuda.cg.this_grid().sync()
+    o[i] = x[(i + 4) % 8]
+
+
+def test_threads_that_have_returned_before_a_grid_sync():
+    """The grid waits for thread 0 of every block, which a barrier of the block makes wait for the others."""
+    x, o = np.zeros(8), np.zeros(8)
+    found = check(some_threads_return, 2, 4, x, o, 0)
+    assert {f.kind for f in found} == {"exited_threads"}
+    assert o.tolist() == [4, 5, 0, 0, 0, 1, 0, 0]
+    with pytest.raises(DeadlockError, match=r"wait in grid.sync"):
+        run(some_threads_return, 2, 4, x, o, 1, allow={"exited_threads"})
+
+
 def test_cooperative_grids():
     x = ramp(12)
     run(passes_on, 4, 3, x, 5)
@@ -458,3 +563,23 @@ def test_numpys_functions_with_an_output():
     run(array_functions, 1, 1, o, x, m)
     np.testing.assert_allclose(o, np.sin(x), rtol=1e-6)
     np.testing.assert_allclose(m, want, rtol=1e-6)
+
+
+@cuda.jit
+def functions_of_integers(o, a, b):
+    np.bitwise_and(a, b, o[0])
+    np.maximum(a, b, o[1])
+    np.logical_xor(a, b, o[2])
+    np.invert(a, o[3])
+    i = np.minimum(a[3], b[3])
+    o[4, 0] = i
+    o[4, 1] = np.less_equal(a[3], b[3])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint16", "uint32", "int64", "uint64"])
+def test_numpys_functions_of_integers(dtype):
+    a, b = ramp(4, dtype), ramp(4, dtype)[::-1] + np.ones((), dtype)
+    o = np.zeros((5, 4), dtype)
+    run(functions_of_integers, 1, 1, o, a, b)
+    last = [min(a[3], b[3]), a[3] <= b[3], 0, 0]
+    assert (o == [a & b, np.maximum(a, b), np.logical_xor(a, b), ~a, last]).all()

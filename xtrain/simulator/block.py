@@ -98,6 +98,8 @@ class Launch:
         self.translated = translate(kernel.py_func)
         if self.translated.device_only is not None:
             raise self.translated.device_only
+        self.records: list = []  # (a record that was given, the array that stands for it)
+        args = [_without_records(a, self.records) for a in args]
         arrays = global_arrays(_arrays_in(args), self.translated.views)
         self.memories = list(dict.fromkeys(a.memory for a in arrays))
         self.given, remaining = args, iter(arrays)
@@ -149,8 +151,14 @@ class Launch:
 
     def run(self):
         """Run all blocks and record what they wrote, for the next launch."""
-        with _rare_collections(), watching(self.reported):
-            self._run_blocks()
+        try:
+            with _rare_collections(), watching(self.reported):
+                self._run_blocks()
+        finally:
+            for record, array in self.records:
+                if record.flags.writeable:
+                    for name in record.dtype.names:
+                        record[name] = array[name]
         for memory in self.memories:
             if memory.unwritten is not None:
                 memory.unwritten.remove(memory.written)
@@ -225,15 +233,25 @@ def _arrays_in(args) -> list:
     return found
 
 
+def _without_records(value, records):
+    """An argument with an array without axes for each record. Adds (record, array) to `records`."""
+    if isinstance(value, np.void) and value.dtype.names:
+        records.append((value, np.array(value, value.dtype)))
+        return records[-1][1]
+    if isinstance(value, tuple):
+        values = [_without_records(v, records) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    return value
+
+
 def _simulated(value, arrays):
     """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for _arrays_in."""
     if isinstance(value, np.ndarray):
-        return next(arrays)
+        array = next(arrays)
+        return Record(array, 0) if value.ndim == 0 and value.dtype.names else array
     if isinstance(value, tuple):
         values = [_simulated(v, arrays) for v in value]
         return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-    if isinstance(value, np.void):  # a record by itself, which the kernel gets as a copy
-        return Record(global_arrays([np.array([value], value.dtype)])[0], 0)
     return typed(value)
 
 
@@ -293,7 +311,7 @@ class Block:
                 ready = self._resumable()
                 while self.at_grid:
                     yield False
-                    ready = self.threads
+                    ready = [t for t in self.threads if t.request]
                 while not ready and (spinning := self._spinning()):
                     rounds += 1
                     if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
@@ -386,7 +404,7 @@ class Block:
     def pass_grid(self):
         """All blocks have reached grid.sync(): the threads may resume."""
         self.at_grid, self.progress = False, True
-        self._meet(self.threads)
+        self._meet([t for t in self.threads if t.request])
 
     def _spinning(self):
         """The threads that wait in a loop."""
@@ -430,7 +448,8 @@ class Block:
             site = waiting[0].request[1]
             self.launch.report("exited_threads", (site,), lambda: self.deadlock("exited_threads"))
         if name == GRID_SYNC:
-            self.at_grid = len(waiting) == len(self.threads)
+            # thread 0 tells the other blocks, after a barrier
+            self.at_grid = self.threads[0].request is not None
             if not self.at_grid:
                 raise self.deadlock()
             return False

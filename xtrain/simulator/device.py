@@ -11,6 +11,7 @@ from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
 from .device_array import DeviceArray, DeviceMemory, allocate, allocated
 
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
+BLOCKS_PER_MULTIPROCESSOR = 32
 MEMORY = 2**34  # bytes that the device claims to have
 
 

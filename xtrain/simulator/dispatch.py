@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import linecache
+import math
 import os
 import sys
 import warnings
@@ -22,7 +23,7 @@ from numba.core.typing.typeof import Purpose, typeof
 from numba.cuda.args import ArgHint, In, InOut, Out
 
 from .api import run
-from .device import THREADS_PER_BLOCK
+from .device import BLOCKS_PER_MULTIPROCESSOR, DEVICE, THREADS_PER_BLOCK
 from .device_array import auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .observers import observe
@@ -51,7 +52,10 @@ class Overload:
         self.argtypes, self.signature = argtypes, signature(return_type or types.void, *argtypes)
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
-        return 1  # the simulator's blocks run one after the other
+        """How many blocks are resident at once on the simulated device, by its limits of blocks and threads."""
+        threads = math.prod(blockdim) if isinstance(blockdim, tuple) else blockdim
+        each = min(BLOCKS_PER_MULTIPROCESSOR, DEVICE.MAX_THREADS_PER_MULTI_PROCESSOR // threads)
+        return DEVICE.MULTIPROCESSOR_COUNT * each
 
     def __getattr__(self, name):
         if name.startswith(("inspect_", "get_", "library", "regs_")):
@@ -174,7 +178,7 @@ def _prepare(value, copies_back):
     if is_cuda_array(value):
         return host_view(value)
     if not isinstance(value, np.ndarray):
-        return value
+        return value.copy() if isinstance(value, np.void) and kind is In else value
     device, _ = auto_device(value, copy=kind is not Out)
     if kind is not In and value.flags.writeable:
         copies_back.append(lambda: device.copy_to_host(value))

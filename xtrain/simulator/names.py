@@ -3,6 +3,7 @@
 import ast
 import builtins
 import contextlib
+import enum
 import itertools
 
 import numpy as np
@@ -130,7 +131,7 @@ class Names(ast.NodeTransformer):
         self.name, self.locals, self.waits, self.numbers = before
 
     def static(self, node):
-        """The object that a global, a closure variable or an attribute of one refers to; otherwise DYNAMIC."""
+        """The object that a global, a closure variable, an attribute or a member of one refers to; otherwise DYNAMIC."""
         if isinstance(node, ast.Name) and node.id not in self.locals:
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):
@@ -138,6 +139,10 @@ class Names(ast.NodeTransformer):
             fp16 = owner is getattr(cuda, "fp16", None)  # a class that is used as a module
             if owner is not DYNAMIC and (fp16 or not isinstance(owner, (np.ndarray, type))):
                 return getattr(owner, node.attr, DYNAMIC)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            owner = self.static(node.value)
+            if isinstance(owner, enum.EnumMeta):
+                return owner.__members__.get(node.slice.value, DYNAMIC)
         return DYNAMIC
 
     def cuda_name(self, node):

@@ -145,6 +145,9 @@ _SCALARS = {
 }
 
 
+_INTEGERS = (Int8, Int16, Int32, UInt8, UInt16, UInt32, UInt64)
+
+
 def dtype_of(kind) -> np.dtype:
     """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
     if isinstance(kind, types.Type):
@@ -479,7 +482,13 @@ TWINS |= dict(libdevice.table(cast))
 
 @functools.cache
 def _ufunc(f):
-    return carries(f)
+    """A NumPy function of numbers. The integers of this module are NumPy's while it computes."""
+
+    def call(*args):
+        args = [x.base(x) if isinstance(x, _INTEGERS) else x for x in args]
+        return typed(f(*args))
+
+    return carries(call)
 
 
 def twin(obj):

@@ -332,6 +332,8 @@ class _Rewriter(Names):
         return node
 
     def visit_Subscript(self, node):
+        if (value := self.static(node)) is not DYNAMIC:  # Colour["RED"]
+            return self.object(value, node, "member")
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
         site = self.site(node, ast.unparse(node.value))
@@ -387,7 +389,7 @@ class _Rewriter(Names):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
             return self.request(node, GRID_SYNC, [])
         if isinstance(function, np.ufunc) and len(node.args) > function.nin:
-            site, f = self.site(node, ast.unparse(node)), self.constant(function, node, "ufunc")
+            site, f = self.site(node, ast.unparse(node)), self.object(function, node, "ufunc")
             return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
         if self.is_value(node.func):
             return self.apply(node, self.visit(node.func))
@@ -414,7 +416,8 @@ class _Rewriter(Names):
     def apply(self, node, function):
         """`(yield from _t.apply(function, ...))`"""
         self.waits = True
-        call = self.call(node, "apply", function, *map(self.visit, node.args))
+        site = self.site(node, ast.unparse(node.args[0]) if node.args else "")
+        call = self.call(node, "apply", site, function, *map(self.visit, node.args))
         call.keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
         return at(ast.YieldFrom(call), node)
 

@@ -26,6 +26,7 @@ from .memory import (
     share,
     unordered,
 )
+from .names import NAMESPACES
 from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
 from .unset import Unset, carries, plain
 
@@ -161,7 +162,11 @@ class Thread:
             )
         a, k = record.place(name)
         site = site._replace(what=f"{record._name}.{name}")
-        self.store(a, slice(None) if k is None else k, value, site)
+        if k is None and isinstance(value, Array) and value.dims == a.dims:
+            for i in np.ndindex(a.dims):
+                self.store(a, i, self.load(value, i, site), site)
+        else:
+            self.store(a, slice(None) if k is None else k, value, site)
 
     def element(self, a):
         """A number with the type of a[i], without a read of memory."""
@@ -417,8 +422,10 @@ class Thread:
         return UInt32((1 << self.lane) - 1)
 
     # ------------------------------------------------------------------------- functions as values
-    def apply(self, f, *args, **keywords):
+    def apply(self, site, f, *args, **keywords):
         """Call a function that is a value: a generator, because the function may wait for other threads."""
+        if getattr(f, "__self__", None) is self and f.__name__.partition("_")[0] in NAMESPACES:
+            return f(site, *args, **keywords)  # cuda.atomic.add
         if hasattr(f, "py_func"):
             translated = self.block.launch.translate(f.py_func)
             result = translated.function(self, *args, **keywords)
@@ -545,8 +552,8 @@ def _integer(x):
 _ATOMICS = {
     "add": operator.add,
     "sub": operator.sub,
-    "max": TWINS[max],
-    "min": TWINS[min],
+    "max": lambda old, value: value if value > old else old,  # NaN stays, and is not stored
+    "min": lambda old, value: value if value < old else old,
     "nanmax": TWINS[max],
     "nanmin": TWINS[min],
     "and_": operator.and_,
