@@ -1,7 +1,7 @@
 """Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
 
-The functions here take the place of methods of numba.cuda.dispatcher (host.py), so `self` is Numba's object, which
-may be older than the replacement.
+The functions here take the place of methods of numba.cuda.dispatcher (host.py), or of numba-cuda-mlir's MLIRDispatcher, so `self`
+is Numba's object, which may be older than the replacement.
 """
 
 import __future__
@@ -14,16 +14,14 @@ import linecache
 import os
 import sys
 import warnings
+from typing import NamedTuple
 
 import numpy as np
-from numba.core import sigutils, types
-from numba.core.typing import signature
-from numba.core.typing.typeof import Purpose, typeof
-from numba.cuda.args import ArgHint, In, InOut, Out
 
+from . import frontends
 from .api import run
 from .device import THREADS_PER_BLOCK
-from .device_array import auto_device, host_view, is_cuda_array
+from .device_array import DeviceArray, auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .observers import observe
 from .scalars import twin
@@ -47,8 +45,9 @@ class Overload:
 
     objectmode, entry_point = False, None
 
-    def __init__(self, argtypes, return_type):
-        self.argtypes, self.signature = argtypes, signature(return_type or types.void, *argtypes)
+    def __init__(self, frontend, argtypes, return_type):
+        self.argtypes = argtypes
+        self.signature = frontend.signature(return_type or frontend.types.void, *argtypes)
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
         return 1  # the simulator's blocks run one after the other
@@ -60,19 +59,28 @@ class Overload:
 
 
 # ----------------------------------------------------------------------------- methods of numba.cuda.dispatcher
-def compile(self, sig):
+def compile(self, sig, **options):
     """CUDADispatcher.compile: remembers the signature."""
-    argtypes, return_type = sigutils.normalize_signature(sig)
-    return self.overloads.setdefault(argtypes, Overload(argtypes, return_type))
+    frontend = frontends.of(self)
+    argtypes, return_type = frontend.normalize_signature(sig)
+    return self.overloads.setdefault(argtypes, Overload(frontend, argtypes, return_type))
 
 
 def compile_device(self, args, return_type=None):
     """CUDADispatcher.compile_device"""
-    return self.overloads.setdefault(args, Overload(args, return_type))
+    return self.overloads.setdefault(args, Overload(frontends.of(self), args, return_type))
 
 
 def enable_caching(self):
     """CUDADispatcher.enable_caching: there is no compiled code to keep."""
+
+
+def configure(self, griddim, blockdim, stream=None, sharedmem=None, cluster=None):
+    """MLIRDispatcher.configure: kernel[griddim, blockdim, stream, sharedmem, cluster]"""
+    if cluster is not None and np.prod(cluster) != 1:
+        raise NotImplementedError(f"a launch in clusters of {cluster} blocks is not simulated")
+    grid, block = frontends.of(self).normalize_dimensions(griddim, blockdim)
+    return Configured(self, grid, block, stream or 0, sharedmem or 0)
 
 
 def forall(self, *args):
@@ -89,13 +97,12 @@ def launch(self, *args):
     kernel, options = self.dispatcher, self.dispatcher.targetoptions
     if options.get("device"):
         raise RuntimeError("Cannot compile a device function as a kernel")
-    argtypes = _declared(kernel, args)
+    frontend = frontends.of(kernel)
+    argtypes = _declared(frontend, kernel, args)
     copies_back: list = []
     for extension in reversed(kernel.extensions or ()):
         pairs = [
-            extension.prepare_args(
-                typeof(a, Purpose.argument), a, stream=self.stream, retr=copies_back
-            )
+            extension.prepare_args(frontend.typeof(a), a, stream=self.stream, retr=copies_back)
             for a in args
         ]
         args = [value for _, value in pairs]
@@ -116,6 +123,18 @@ def launch(self, *args):
     finally:
         for copy in copies_back:
             copy()
+
+
+class Configured(NamedTuple):
+    """A kernel with its launch configuration, where numba-cuda-mlir has an object of compiled code."""
+
+    dispatcher: object
+    griddim: tuple[int, ...]
+    blockdim: tuple[int, ...]
+    stream: object
+    sharedmem: int
+
+    __call__ = launch
 
 
 # ----------------------------------------------------------------------------- generated code
@@ -141,33 +160,37 @@ def exec_with_source(source, globals=None, locals=None, **more):
 
 
 # ----------------------------------------------------------------------------- arguments
-def _declared(dispatcher, args):
+def _declared(frontend, dispatcher, args):
     """The declared argument types that a launch uses; None if the kernel was declared without."""
     if dispatcher._can_compile:
         return None
-    given = tuple(typeof(_typed_view(a), Purpose.argument) for a in args)
-    fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
-    for kinds in fitting:
-        dispatcher.typingctx.install_possible_conversions(given, kinds)
-    try:
-        index = dispatcher.typingctx.tm.select_overload(given, fitting, True, False)
-    except TypeError as error:  # none, or two that are equally good
+    given = tuple(_type_of(frontend, a) for a in args)
+    chosen = frontend.fitting(dispatcher, given)
+    if chosen is None:  # none, or two that are equally good
         kinds = ", ".join(map(str, given))
-        raise TypeError(f"No matching definition for argument type(s) {kinds}") from error
-    return fitting[index]
+        raise TypeError(f"No matching definition for argument type(s) {kinds}")
+    return chosen
 
 
-def _typed_view(a):
-    """What Numba's typeof accepts."""
-    return auto_device(a)[0] if is_cuda_array(a) and not isinstance(a, ArgHint) else a
+def _type_of(frontend, a):
+    """The Numba type of an argument."""
+    if is_cuda_array(a) and not isinstance(a, frontend.ArgHint):
+        a = auto_device(a)[0]
+    return a.type_in(frontend) if isinstance(a, DeviceArray) else frontend.typeof(a)
+
+
+def _hint(value):
+    """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
+    for f in frontends.known():
+        if isinstance(value, f.ArgHint):
+            kind = "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
+            return kind, value.value
+    return "in and out", value
 
 
 def _prepare(value, copies_back):
     """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of the host."""
-    if isinstance(value, ArgHint):
-        kind, value = type(value), value.value
-    else:
-        kind = InOut
+    kind, value = _hint(value)
     if isinstance(value, tuple):
         values = [_prepare(v, copies_back) for v in value]
         return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
@@ -175,17 +198,17 @@ def _prepare(value, copies_back):
         return host_view(value)
     if not isinstance(value, np.ndarray):
         return value
-    device, _ = auto_device(value, copy=kind is not Out)
-    if kind is not In and value.flags.writeable:
+    device, _ = auto_device(value, copy=kind != "out")
+    if kind != "in" and value.flags.writeable:
         copies_back.append(lambda: device.copy_to_host(value))
     return device.array
 
 
 def _cast(value, kind):
     """A number as the type that the signature declares."""
-    if not isinstance(kind, (types.Number, types.Boolean)):
+    if not frontends.is_number(kind):
         return value
-    if isinstance(kind, types.Integer) and isinstance(value, (float, np.floating)):
+    if frontends.is_integer(kind) and isinstance(value, (float, np.floating)):
         raise TypeError(f"the signature declares {kind}, and {value!r} is not an integer")
     return twin(kind)(value)
 

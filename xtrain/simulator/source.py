@@ -24,14 +24,14 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda
 
-from . import refused
+from . import frontends, refused
 from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
 from .scalars import (
     floor_divide,
+    learn,
     modulo,
     number,
     power,
@@ -97,6 +97,7 @@ def translate(function) -> Translated:
     (a recursive call). Raises KernelError for what Numba does not compile.
     """
     if function not in _translated:
+        learn()
         _translated[function] = None  # in progress
         try:
             _translated[function] = _translate(function)
@@ -247,7 +248,8 @@ class _Rewriter(Names):
         value = self.static(node)
         if twin(value) is not value:
             return None
-        owner = self.static(node.value) if isinstance(node, ast.Attribute) else cuda
+        bare = frontends.first().cuda
+        owner = self.static(node.value) if isinstance(node, ast.Attribute) else bare
         attribute = node.attr if isinstance(node, ast.Attribute) else name
         near = get_close_matches(attribute, dir(owner), 1)
         text = f"{ast.unparse(node)} is not simulated"
@@ -382,7 +384,7 @@ class _Rewriter(Names):
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
             return device_call(self, node, function)
-        if function is cuda.cg.this_grid:
+        if any(function is f.cuda.cg.this_grid for f in frontends.known()):
             return self.call(node, "this_grid")
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
             return self.request(node, GRID_SYNC, [])
