@@ -25,7 +25,12 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     from .errors import KernelError
-    from .host import simulate
+
+    try:
+        from .host import simulate
+    except (RuntimeError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
     sys.argv = arguments
     try:

@@ -174,7 +174,8 @@ def _declared(frontend, dispatcher, args):
 
 def _type_of(frontend, a):
     """The Numba type of an argument."""
-    if is_cuda_array(a) and not isinstance(a, frontend.ArgHint):
+    _, a = _hint(a)
+    if is_cuda_array(a):
         a = auto_device(a)[0]
     return a.type_in(frontend) if isinstance(a, DeviceArray) else frontend.typeof(a)
 
@@ -183,7 +184,9 @@ def _hint(value):
     """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
     for f in frontends.known():
         if isinstance(value, f.ArgHint):
-            kind = "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
+            kind = (
+                "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
+            )
             return kind, value.value
     return "in and out", value
 

@@ -50,7 +50,12 @@ class Frontend:
         self.as_dtype, self.from_dtype = support.as_dtype, support.from_dtype
         self.libdevice_functions = _part(f"{root}.libdevicefuncs").functions
         hints = _part(f"{root}.args")
-        self.ArgHint, self.In, self.InOut, self.Out = hints.ArgHint, hints.In, hints.InOut, hints.Out
+        self.ArgHint, self.In, self.InOut, self.Out = (
+            hints.ArgHint,
+            hints.In,
+            hints.InOut,
+            hints.Out,
+        )
         self.api_util = _part(f"{root}.api_util")
         self.normalize_dimensions = _part(f"{root}.errors").normalize_kernel_dimensions
         for name in ("dispatcher", "cudadrv.devicearray", "cudadrv.devices", "cudadrv.driver"):
@@ -106,7 +111,7 @@ def load_all(at_most: int = len(PACKAGES)):
             except ImportError as raised:
                 error = error or raised
     if not _known:
-        text = "the simulator needs numba or numba-cuda-mlir: pip install numba"
+        text = "neither numba nor numba-cuda-mlir is installed: install the one that your kernels import"
         raise error or ImportError(text)
 
 
@@ -139,6 +144,11 @@ def is_integer(thing) -> bool:
 def is_cuda(thing) -> bool:
     """Is this a module that kernels know as `cuda`?"""
     return any(thing is module for f in _known.values() for module in f.modules)
+
+
+def owns(function) -> bool:
+    """Is this a function of one of the packages?"""
+    return str(function.__module__).partition(".")[0] in PACKAGES
 
 
 def has(name: str, thing) -> bool:

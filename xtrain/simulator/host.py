@@ -47,7 +47,10 @@ def _replaced(frontend) -> dict:
             "_to_core_stream": device.same_stream,
             "event_elapsed_time": device.event_elapsed_time,
         },
-        dispatcher.config: {"CUDA_LOW_OCCUPANCY_WARNINGS": 0, "CUDA_WARN_ON_IMPLICIT_COPY": 0},  # about speed
+        dispatcher.config: {
+            "CUDA_LOW_OCCUPANCY_WARNINGS": 0,
+            "CUDA_WARN_ON_IMPLICIT_COPY": 0,
+        },  # about speed
     }
     if frontend.descriptor is not None:  # numba-cuda-mlir's
         found[frontend.descriptor.MLIRDispatcher] = {

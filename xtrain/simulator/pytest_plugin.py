@@ -25,7 +25,7 @@ def pytest_load_initial_conftests(early_config):
     if early_config.known_args_namespace.simulate_cuda:
         try:
             from . import host  # imports numba.cuda
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             raise pytest.UsageError(str(error)) from None
         host.start()
         early_config.add_cleanup(host.stop)

@@ -393,11 +393,14 @@ class _Rewriter(Names):
             return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
         if self.is_value(node.func):
             return self.apply(node, self.visit(node.func))
-        if isinstance(function, types.FunctionType) and twin(function) is function:
-            raise self.error(
-                node,
-                f"{function.__name__} is a Python function: decorate it with @cuda.jit(device=True)",
+        simulated = twin(function) is not function or hasattr(Thread, name or "")
+        if isinstance(function, types.FunctionType) and not simulated:
+            text = (
+                f"{function.__name__} is a Python function: decorate it with @cuda.jit(device=True)"
             )
+            if frontends.owns(function):
+                text = f"{ast.unparse(node.func)} is not simulated"
+            raise self.error(node, text)
         if isinstance(node.func, ast.Name) and self.inner.get(node.func.id):
             self.waits = True
             node.args = [self.visit(a) for a in node.args]
