@@ -1,4 +1,4 @@
-"""packages/simulate-cuda in environments of its own: with Numba, NumPy and pytest alone, and with numba-cuda-mlir instead of Numba.
+"""packages/simulate-cuda in environments of its own: with Numba, NumPy and pytest alone, and with numba-cuda-mlir for Numba.
 
 A minute, and the network: XTRAIN_SLOW=1.
 """

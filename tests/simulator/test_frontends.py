@@ -1,4 +1,7 @@
-"""The simulator needs numba or numba-cuda-mlir, and one file alone imports them. test_distribution.py runs numba-cuda-mlir itself."""
+"""The simulator needs numba or numba-cuda-mlir, and one file alone imports them.
+
+test_distribution.py runs kernels of numba-cuda-mlir itself.
+"""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, and numba-cuda-mlir, which has copies of Numba's parts.
+"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, and numba-cuda-mlir, a copy of Numba's parts.
 
 One of them is enough, and both may be in use. No other file of this folder imports them: a Frontend has what the simulator
 needs of one. numba-cuda-mlir takes most of a second to import, so it is a frontend only once the program has imported it
@@ -70,7 +70,7 @@ class Frontend:
         return _part("numba_cuda_mlir.ufunc_db").is_supported_ufunc(ufunc)
 
     def fitting(self, dispatcher, given: tuple):
-        """The declared argument types that a launch with arguments of the types `given` uses; None if there are none, or several."""
+        """The declared types that a launch with arguments of the types `given` uses; None if there are none, or several."""
         fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
         if self.package == MLIR:
             best, _ = dispatcher._resolve_overload(given, candidate_sig_args=fitting)

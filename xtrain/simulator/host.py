@@ -1,10 +1,10 @@
 """Put the simulator in the place of the GPU: `with simulate(): ...`, `@simulate()`, `pytest --simulate-cuda`, `python -m`.
 
-While `simulate` is active, the functions and methods of numba.cuda, and of numba_cuda_mlir.cuda if it is installed, that need a
-driver are replaced by those of the simulator, and `exec` keeps the source of generated kernels: REPLACED below is the whole list. This is the only place in the project that
-replaces functions of another module, because code under test calls numba.cuda by its own names and must not be changed.
-Activate it before the code under test is imported: a name that was imported before (`from numba.cuda import to_device`) still
-refers to Numba's function. Kernels may be decorated before or after.
+While `simulate` is active, the functions and methods of numba.cuda (and of numba_cuda_mlir.cuda if it is installed) that need a
+driver are replaced by those of the simulator, and `exec` keeps the source of generated kernels: REPLACED below is the whole list.
+This is the only place in the project that replaces functions of another module, because code under test calls numba.cuda by its
+own names and must not be changed. Activate it before the code under test is imported: a name that was imported before
+(`from numba.cuda import to_device`) still refers to Numba's function. Kernels may be decorated before or after.
 """
 
 import builtins
