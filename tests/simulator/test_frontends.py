@@ -79,6 +79,6 @@ def test_the_launch_of_numba_cuda_mlir_takes_a_cluster():
     """kernel[grid, block, stream, shared, cluster]: numba-cuda-mlir's configure."""
     kernel = SimpleNamespace()
     launch = dispatch.configure(kernel, 2, (8, 4), None, 16, (1, 1, 1))
-    assert launch == (kernel, (2, 1, 1), (8, 4, 1), 0, 16)
+    assert launch == dispatch.Configured(kernel, (2, 1, 1), (8, 4, 1), 0, 16)
     with pytest.raises(NotImplementedError, match="in clusters of 2 blocks is not simulated"):
         dispatch.configure(kernel, 2, 32, cluster=2)

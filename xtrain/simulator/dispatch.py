@@ -8,13 +8,13 @@ import __future__
 
 import builtins
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import linecache
 import os
 import sys
 import warnings
-from typing import NamedTuple
 
 import numpy as np
 
@@ -125,7 +125,8 @@ def launch(self, *args):
             copy()
 
 
-class Configured(NamedTuple):
+@dataclasses.dataclass
+class Configured:
     """A kernel with its launch configuration, where numba-cuda-mlir has an object of compiled code."""
 
     dispatcher: object

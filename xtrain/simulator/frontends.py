@@ -27,11 +27,11 @@ class Frontend:
                 raise RuntimeError(
                     "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
                 )
-            self.modules = (_part("numba.cuda"),)
-            self.parts = self.modules[0]
+            self.parts = _part("numba.cuda")
+            self.modules: tuple = (self.parts,)
             self.types, core, numpy = _part("numba.core.types"), "numba.core", "numba.np"
             typing = "numba.core.typing"
-            self.libdevices = (_part("numba.cuda.libdevice"),)
+            self.libdevices: tuple = (_part("numba.cuda.libdevice"),)
         else:
             self.parts = _part("numba_cuda_mlir.numba_cuda")
             self.modules = (_part("numba_cuda_mlir.cuda"), self.parts)
