@@ -29,6 +29,8 @@ from .stepper import Stepper
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
+# the kinds of findings that `simulate` accepts and adds, as keywords of `run`
+kinds: dict[str, tuple[str, ...]] = {"allow": (), "enable": ()}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -112,7 +114,8 @@ def launch(self, *args):
     stepper = None if failed is None else Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
-            run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem, warn=_warn)
+            shared, grid, block = self.sharedmem, self.griddim, self.blockdim
+            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **kinds)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error

@@ -12,6 +12,7 @@ import contextlib
 import threading
 
 from . import device, device_array, dispatch, frontends
+from .errors import reported_kinds
 
 _context = device.CONTEXT
 
@@ -125,7 +126,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate():
+def simulate(allow=(), enable=()):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a decorator.
 
         with simulate():
@@ -134,10 +135,18 @@ def simulate():
         @simulate()
         def test_kernel(): ...
 
-    Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
+    Launches raise a KernelError for what a GPU would not report. allow, enable: kinds of findings, as for `run`, in addition to those
+    of a `simulate` around this one. Raises RuntimeError if Numba's own simulator is in use.
     """
+    reported_kinds(allow, enable)  # raises ValueError for an unknown one
+    before = dispatch.kinds
     start()
+    dispatch.kinds = {
+        "allow": (*before["allow"], *allow),
+        "enable": (*before["enable"], *enable),
+    }
     try:
         yield
     finally:
+        dispatch.kinds = before
         stop()
