@@ -1,6 +1,11 @@
-"""packages/simulate-cuda in an environment with Numba, NumPy and pytest alone. Half a minute, and the network: XTRAIN_SLOW=1."""
+"""packages/simulate-cuda in environments of its own: with Numba, NumPy and pytest alone, and with numba-cuda-mlir for Numba.
+
+A minute, and the network: XTRAIN_SLOW=1.
+"""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,33 +32,93 @@ def test_wrong():
 """
 
 
-@only_slow
-@pytest.mark.slow
-def test_the_wheel_alone(tmp_path):
-    run = lambda *call: subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
-    pip = (sys.executable, "-m", "pip")
-    done = run(
-        *pip, "wheel", "-q", "--no-deps", "-w", "wheel", str(ROOT / "packages/simulate-cuda")
-    )
-    assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "-m", "venv", "clean")
-    assert done.returncode == 0, done.stderr
-    python = str(next((tmp_path / "clean").glob("bin/python")))
-    (wheel,) = (tmp_path / "wheel").glob("simulate_cuda-*.whl")
-    done = run(python, "-m", "pip", "install", "-q", str(wheel), "pytest", "numpy<2.5")
-    assert done.returncode == 0, done.stderr
-    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)
-    names = {package["name"].lower() for package in listed}
-    assert names >= {"simulate-cuda", "numba", "numpy"} and not names & {
-        "xtrain",
-        "ml_dtypes",
-        "scipy",
-    }
+pytestmark = [only_slow, pytest.mark.slow]
 
+
+@pytest.fixture
+def environment(tmp_path):
+    """A function that makes an environment with simulate-cuda[extra], pytest and more. It returns its packages and how to run its
+    Python in tmp_path.
+    """
+
+    def run(*call, **variables):
+        env = {**os.environ, **variables}
+        return subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    def make(extra, *more):
+        pip = (sys.executable, "-m", "pip")
+        done = run(
+            *pip, "wheel", "-q", "--no-deps", "-w", "wheel", str(ROOT / "packages/simulate-cuda")
+        )
+        assert done.returncode == 0, done.stderr
+        done = run(sys.executable, "-m", "venv", "clean")
+        assert done.returncode == 0, done.stderr
+        python = str(next((tmp_path / "clean").glob("bin/python")))
+        (wheel,) = (tmp_path / "wheel").glob("simulate_cuda-*.whl")
+        done = run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]", "pytest", *more)
+        if extra == "numba-cuda-mlir" and "No matching distribution found" in done.stderr:
+            pytest.skip("there is no wheel of numba-cuda-mlir for this machine or in this index")
+        assert done.returncode == 0, done.stderr
+        listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)
+        names = {package["name"].lower().replace("_", "-") for package in listed}
+        assert names >= {"simulate-cuda", extra, "numpy"}
+        assert not names & {"xtrain", "ml-dtypes", "scipy"}
+        return names, lambda *arguments, **variables: run(python, *arguments, **variables)
+
+    return make
+
+
+def test_the_wheel_alone(environment, tmp_path):
+    _, python = environment("numba", "numpy<2.5")
     (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
-    done = run(python, "-m", "pytest", "-q", "--simulate-cuda", "test_it.py")  # by its entry point
+    done = python("-m", "pytest", "-q", "--simulate-cuda", "test_it.py")  # by its entry point
     assert "1 failed, 1 passed" in done.stdout and "RaceError: data race in put" in done.stdout
-    done = run(
-        python, "-m", "simulate_cuda", "-m", "pytest", "-q", "-p", "no:simulate_cuda", "-k", "right"
+    done = python(
+        "-m", "simulate_cuda", "-m", "pytest", "-q", "-p", "no:simulate_cuda", "-k", "right"
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+PROGRAM = """
+import numpy as np
+import simulate_cuda
+from numba_cuda_mlir import cuda
+
+@cuda.jit
+def put(x, step):
+    x[cuda.threadIdx.x // step] = cuda.threadIdx.x
+
+x = np.zeros(8)
+simulate_cuda.run(put, 1, 8, x, 1)
+print(x.tolist() == list(range(8)))
+(race,) = simulate_cuda.check(put, 1, 2, x, 2)
+print(race.kind, type(simulate_cuda.record(put, 1, 2, x, 2).error).__name__)
+before = vars(type(put))["configure"], cuda.to_device
+with simulate_cuda.simulate():
+    put[1, 8](cuda.to_device(x), 1)
+print(before == (vars(type(put))["configure"], cuda.to_device))
+"""
+
+
+def test_numba_cuda_mlir_without_numba(environment, tmp_path):
+    names, python = environment("numba-cuda-mlir")
+    assert not names & {"numba", "llvmlite", "numba-cuda"}
+    shutil.copy(ROOT / "tests/simulator/frontend_cases.py", tmp_path)
+    variables = {"FRONTEND": "numba_cuda_mlir"}
+    done = python("-m", "pytest", "-q", "--simulate-cuda", "frontend_cases.py", **variables)
+    assert "6 passed" in done.stdout, done.stdout + done.stderr
+
+    test = TEST.replace("from numba import cuda", "from numba_cuda_mlir import cuda")
+    (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
+    report = ["--simulate-cuda", "--cuda-report", "report.html"]
+    done = python("-m", "pytest", "-q", *report, "test_it.py")
+    assert "1 failed, 1 passed" in done.stdout and "RaceError: data race in put" in done.stdout
+    assert "put" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    (tmp_path / "script.py").write_text(f"{test}\ntest_right()\ntest_wrong()", encoding="utf-8")
+    done = python("-m", "simulate_cuda", "script.py")
+    assert done.returncode == 1 and "RaceError: data race in put" in done.stderr, done.stderr
+
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    done = python("program.py")
+    assert done.stdout.split() == ["True", "race", "RaceError", "True"], done.stderr

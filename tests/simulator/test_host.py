@@ -297,6 +297,26 @@ def test_a_finding_is_raised_where_the_kernel_is_launched():
     assert not any(f.endswith(("block.py", "thread.py")) for f in files)
 
 
+def test_simulate_takes_kinds_of_findings():
+    @cuda.jit
+    def same_place(x):
+        x[0] = cuda.threadIdx.x * (2**31 // 31)
+
+    x = np.zeros(1, np.int32)
+    with pytest.raises(RaceError):
+        same_place[1, 32](x)
+    with simulate(allow=["race"]):
+        same_place[1, 32](x)
+        overflow = pytest.warns(UserWarning, match="2216757312 converted to int32")
+        with simulate(enable=["integer_overflow"]), overflow:
+            same_place[1, 33](x)
+        same_place[1, 33](x)
+    with pytest.raises(RaceError):
+        same_place[1, 32](x)
+    with pytest.raises(ValueError, match="'rase' is not a kind of finding"), simulate(["rase"]):
+        pass
+
+
 def test_an_exception_of_a_kernel_with_debug_keeps_its_type():
     def body(x):
         if x[cuda.grid(1)] < 0:

@@ -130,6 +130,16 @@ def test_a_warning_is_one_of_pytest(python, tmp_path):
     assert run.returncode == 1
 
 
+def test_kinds_of_findings_are_allowed_and_enabled(python, project):
+    folder, options = project("pass"), ["-m", "pytest", *PLUGIN]
+    run = python(folder, *options, "--simulate-cuda", "--cuda-allow", "race,uninitialized")
+    assert run.returncode == 1 and "Error: " not in run.stdout.replace("AssertionError: ", "")
+    run = python(folder, *options, "--simulate-cuda", "--cuda-enable", "rase")
+    assert run.returncode == 4 and "'rase' is not a kind of finding" in run.stderr, run.stderr
+    run = python(folder, *options, "--cuda-allow", "race")
+    assert run.returncode == 4 and "--cuda-allow is for --simulate-cuda" in run.stderr, run.stderr
+
+
 def test_the_package_needs_numba_and_numpy_alone_and_loads_them_late(python, tmp_path):
     code = """
 import sys, simulate_cuda, simulate_cuda.pytest_plugin
@@ -171,10 +181,14 @@ def test_the_command_runs_a_script_with_its_arguments(python, tmp_path):
     run = python(tmp_path, "-m", "simulate_cuda", "script.py", "5")
     assert run.returncode == 1 and "\nRaceError: data race in put" in run.stderr, run.stderr
     assert "    put[1, 2](x, int(sys.argv[1]))" in run.stderr  # where it was launched
+    allowed = python(tmp_path, "-m", "simulate_cuda", "--allow", "race", "script.py", "5")
+    assert allowed.returncode == 0 and allowed.stdout == "[6. 0.] __main__\n", allowed.stderr
     assert "runpy" not in run.stderr and "simulate_cuda" not in run.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["nothing.py"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["-m"], ["--help"], ["nothing.py"], ["--allow", "rase", __file__]]
+)
 def test_a_wrong_command_line_is_one_sentence(python, tmp_path, arguments):
     run = python(tmp_path, "-m", "simulate_cuda", *arguments)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr

@@ -1,6 +1,7 @@
 """`python -m simulate_cuda script.py arguments`: run a script, its Numba CUDA kernels in the simulator.
 
--m NAME   run a module instead
+-m NAME                        run a module instead
+--allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas); report these, which are off by default
 """
 
 import os
@@ -8,11 +9,15 @@ import runpy
 import sys
 import traceback
 
-USAGE = "usage: python -m {} [-m MODULE | SCRIPT] [ARGUMENTS]"
+USAGE = "usage: python -m {} [--allow KINDS] [--enable KINDS] [-m MODULE | SCRIPT] [ARGUMENTS]"
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 1 for a mistake in a kernel, 2 for a wrong command line."""
+    kinds: dict[str, list[str]] = {"--allow": [], "--enable": []}
+    while len(arguments) > 1 and arguments[0] in kinds:
+        kinds[arguments[0]] += arguments[1].split(",")
+        arguments = arguments[2:]
     module = arguments[:1] == ["-m"]
     arguments = arguments[module:]
     if not arguments or arguments[0].startswith("-"):
@@ -24,12 +29,18 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from .errors import KernelError
-    from .host import simulate
+    from .errors import KernelError, reported_kinds
+
+    try:
+        reported_kinds(kinds["--allow"], kinds["--enable"])
+        from .host import simulate
+    except (RuntimeError, ImportError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
     sys.argv = arguments
     try:
-        with simulate():
+        with simulate(kinds["--allow"], kinds["--enable"]):
             if module:
                 sys.path.insert(0, os.getcwd())
                 runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import time
 import warnings
-
-from numba.cuda.cudadrv.driver import MemoryInfo
+from typing import NamedTuple
 
 from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
 from .device_array import DeviceArray, DeviceMemory, allocate, allocated
@@ -13,6 +12,13 @@ from .device_array import DeviceArray, DeviceMemory, allocate, allocated
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
 BLOCKS_PER_MULTIPROCESSOR = 32
 MEMORY = 2**34  # bytes that the device claims to have
+
+
+class MemoryInfo(NamedTuple):
+    """Context.get_memory_info(), in bytes"""
+
+    free: int
+    total: int
 
 
 class Stream:

@@ -9,17 +9,14 @@ import math
 import weakref
 
 import numpy as np
-from numba.core import types
-from numba.cuda.api_util import prepare_shape_strides_dtype
-from numba.cuda.cudadrv.devicearray import (
-    array_core,
-    check_array_compatibility,
-    sentry_contiguous,
-)
-from numba.np import numpy_support
 
+from . import frontends
 from .memory import _Bytes, extent
 
+prepare_shape_strides_dtype = frontends.first().api_util.prepare_shape_strides_dtype
+array_core = frontends.first().devicearray.array_core
+check_array_compatibility = frontends.first().devicearray.check_array_compatibility
+sentry_contiguous = frontends.first().devicearray.sentry_contiguous
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 
@@ -129,7 +126,11 @@ class DeviceArray:
 
     @property
     def _numba_type_(self):
-        dtype = numpy_support.from_dtype(self.dtype)
+        return self.type_in(frontends.first())
+
+    def type_in(self, frontend):
+        """The array's type in numba or in numba-cuda-mlir."""
+        dtype = frontend.from_dtype(self.dtype)
         if self.ndim == 0 and self.dtype.names is not None:
             return dtype
         dense = 0 not in self.strides
@@ -140,7 +141,7 @@ class DeviceArray:
             if dense and self.is_f_contiguous()
             else "A"
         )
-        return types.Array(dtype, self.ndim, layout)
+        return frontend.types.Array(dtype, self.ndim, layout)
 
     def __array__(self, dtype=None, copy=None):
         return self.copy_to_host().astype(dtype or self.dtype, copy=False)

@@ -1,13 +1,14 @@
 """Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
 
-The functions here take the place of methods of numba.cuda.dispatcher (host.py), so `self` is Numba's object, which
-may be older than the replacement.
+The functions here take the place of methods of numba.cuda.dispatcher (host.py), or of numba-cuda-mlir's MLIRDispatcher, so `self`
+is Numba's object, which may be older than the replacement.
 """
 
 import __future__
 
 import builtins
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import linecache
@@ -17,14 +18,11 @@ import sys
 import warnings
 
 import numpy as np
-from numba.core import sigutils, types
-from numba.core.typing import signature
-from numba.core.typing.typeof import Purpose, typeof
-from numba.cuda.args import ArgHint, In, InOut, Out
 
+from . import frontends
 from .api import run
 from .device import BLOCKS_PER_MULTIPROCESSOR, DEVICE, THREADS_PER_BLOCK
-from .device_array import auto_device, host_view, is_cuda_array
+from .device_array import DeviceArray, auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .observers import observe
 from .scalars import twin
@@ -32,6 +30,8 @@ from .stepper import Stepper
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
+# the kinds of findings that `simulate` accepts and adds, as keywords of `run`
+kinds: dict[str, tuple[str, ...]] = {"allow": (), "enable": ()}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -48,8 +48,9 @@ class Overload:
 
     objectmode, entry_point = False, None
 
-    def __init__(self, argtypes, return_type):
-        self.argtypes, self.signature = argtypes, signature(return_type or types.void, *argtypes)
+    def __init__(self, frontend, argtypes, return_type):
+        self.argtypes = argtypes
+        self.signature = frontend.signature(return_type or frontend.types.void, *argtypes)
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
         """How many blocks are resident at once on the simulated device, by its limits of blocks and threads."""
@@ -64,19 +65,28 @@ class Overload:
 
 
 # ----------------------------------------------------------------------------- methods of numba.cuda.dispatcher
-def compile(self, sig):
+def compile(self, sig, **options):
     """CUDADispatcher.compile: remembers the signature."""
-    argtypes, return_type = sigutils.normalize_signature(sig)
-    return self.overloads.setdefault(argtypes, Overload(argtypes, return_type))
+    frontend = frontends.of(self)
+    argtypes, return_type = frontend.normalize_signature(sig)
+    return self.overloads.setdefault(argtypes, Overload(frontend, argtypes, return_type))
 
 
 def compile_device(self, args, return_type=None):
     """CUDADispatcher.compile_device"""
-    return self.overloads.setdefault(args, Overload(args, return_type))
+    return self.overloads.setdefault(args, Overload(frontends.of(self), args, return_type))
 
 
 def enable_caching(self):
     """CUDADispatcher.enable_caching: there is no compiled code to keep."""
+
+
+def configure(self, griddim, blockdim, stream=None, sharedmem=None, cluster=None):
+    """MLIRDispatcher.configure: kernel[griddim, blockdim, stream, sharedmem, cluster]"""
+    if cluster is not None and np.prod(cluster) != 1:
+        raise NotImplementedError(f"a launch in clusters of {cluster} blocks is not simulated")
+    grid, block = frontends.of(self).normalize_dimensions(griddim, blockdim)
+    return Configured(self, grid, block, stream or 0, sharedmem or 0)
 
 
 def forall(self, *args):
@@ -93,13 +103,12 @@ def launch(self, *args):
     kernel, options = self.dispatcher, self.dispatcher.targetoptions
     if options.get("device"):
         raise RuntimeError("Cannot compile a device function as a kernel")
-    argtypes = _declared(kernel, args)
+    frontend = frontends.of(kernel)
+    argtypes = _declared(frontend, kernel, args)
     copies_back: list = []
     for extension in reversed(kernel.extensions or ()):
         pairs = [
-            extension.prepare_args(
-                typeof(a, Purpose.argument), a, stream=self.stream, retr=copies_back
-            )
+            extension.prepare_args(frontend.typeof(a), a, stream=self.stream, retr=copies_back)
             for a in args
         ]
         args = [value for _, value in pairs]
@@ -109,7 +118,8 @@ def launch(self, *args):
     stepper = None if failed is None else Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
-            run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem, warn=_warn)
+            shared, grid, block = self.sharedmem, self.griddim, self.blockdim
+            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **kinds)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error
@@ -120,6 +130,19 @@ def launch(self, *args):
     finally:
         for copy in copies_back:
             copy()
+
+
+@dataclasses.dataclass
+class Configured:
+    """A kernel with its launch configuration, where numba-cuda-mlir has an object of compiled code."""
+
+    dispatcher: object
+    griddim: tuple[int, ...]
+    blockdim: tuple[int, ...]
+    stream: object
+    sharedmem: int
+
+    __call__ = launch
 
 
 # ----------------------------------------------------------------------------- generated code
@@ -145,51 +168,58 @@ def exec_with_source(source, globals=None, locals=None, **more):
 
 
 # ----------------------------------------------------------------------------- arguments
-def _declared(dispatcher, args):
+def _declared(frontend, dispatcher, args):
     """The declared argument types that a launch uses; None if the kernel was declared without."""
     if dispatcher._can_compile:
         return None
-    given = tuple(typeof(_typed_view(a), Purpose.argument) for a in args)
-    fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
-    for kinds in fitting:
-        dispatcher.typingctx.install_possible_conversions(given, kinds)
-    try:
-        index = dispatcher.typingctx.tm.select_overload(given, fitting, True, False)
-    except TypeError as error:  # none, or two that are equally good
+    given = tuple(_type_of(frontend, a) for a in args)
+    chosen = frontend.fitting(dispatcher, given)
+    if chosen is None:  # none, or two that are equally good
         kinds = ", ".join(map(str, given))
-        raise TypeError(f"No matching definition for argument type(s) {kinds}") from error
-    return fitting[index]
+        raise TypeError(f"No matching definition for argument type(s) {kinds}")
+    return chosen
 
 
-def _typed_view(a):
-    """What Numba's typeof accepts."""
-    return auto_device(a)[0] if is_cuda_array(a) and not isinstance(a, ArgHint) else a
+def _type_of(frontend, a):
+    """The Numba type of an argument."""
+    _, a = _hint(a)
+    if is_cuda_array(a):
+        a = auto_device(a)[0]
+    return a.type_in(frontend) if isinstance(a, DeviceArray) else frontend.typeof(a)
+
+
+def _hint(value):
+    """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
+    for f in frontends.known():
+        if isinstance(value, f.ArgHint):
+            kind = (
+                "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
+            )
+            return kind, value.value
+    return "in and out", value
 
 
 def _prepare(value, copies_back):
     """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of the host."""
-    if isinstance(value, ArgHint):
-        kind, value = type(value), value.value
-    else:
-        kind = InOut
+    kind, value = _hint(value)
     if isinstance(value, tuple):
         values = [_prepare(v, copies_back) for v in value]
         return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
     if is_cuda_array(value):
         return host_view(value)
     if not isinstance(value, np.ndarray):
-        return value.copy() if isinstance(value, np.void) and kind is In else value
-    device, _ = auto_device(value, copy=kind is not Out)
-    if kind is not In and value.flags.writeable:
+        return value.copy() if isinstance(value, np.void) and kind == "in" else value
+    device, _ = auto_device(value, copy=kind != "out")
+    if kind != "in" and value.flags.writeable:
         copies_back.append(lambda: device.copy_to_host(value))
     return device.array
 
 
 def _cast(value, kind):
     """A number as the type that the signature declares."""
-    if not isinstance(kind, (types.Number, types.Boolean)):
+    if not frontends.is_number(kind):
         return value
-    if isinstance(kind, types.Integer) and isinstance(value, (float, np.floating)):
+    if frontends.is_integer(kind) and isinstance(value, (float, np.floating)):
         raise TypeError(f"the signature declares {kind}, and {value!r} is not an integer")
     return twin(kind)(value)
 

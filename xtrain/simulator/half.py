@@ -3,7 +3,6 @@
 import operator
 
 import numpy as np
-from numba import cuda
 
 from .unset import carries
 
@@ -24,9 +23,9 @@ def _rounded(f, kind):
     return carries(lambda *args: kind(f(*map(np.float64, map(np.float16, args)))))
 
 
-def table() -> dict:
+def table(frontend) -> dict:
     """Function of cuda.fp16 -> what the simulator calls in its place."""
-    fp16, found = getattr(cuda, "fp16", None), {}
+    fp16, found = getattr(frontend.cuda, "fp16", None), {}
     for functions, kind in ((_FUNCTIONS, np.float16), (_COMPARISONS, np.bool_)):
         for name, f in functions.items():
             if hasattr(fp16, name):
@@ -36,7 +35,7 @@ def table() -> dict:
 
 def named(function):
     """What stands for a function of numba-cuda's module numba.cuda.fp16, whose names are __hadd and so on; None for others."""
-    if getattr(function, "__module__", None) != "numba.cuda._internal.cuda_fp16":
+    if not str(getattr(function, "__module__", None)).endswith("cuda._internal.cuda_fp16"):
         return None
     name = function.__name__.strip("_")
     if name in _FUNCTIONS:

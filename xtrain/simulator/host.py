@@ -1,89 +1,102 @@
 """Put the simulator in the place of the GPU: `with simulate(): ...`, `@simulate()`, `pytest --simulate-cuda`, `python -m`.
 
-While `simulate` is active, the functions and methods of numba.cuda that need a driver are replaced by those of the simulator,
-and `exec` keeps the source of generated kernels: REPLACED below is the whole list. This is the only place in the project that
-replaces functions of another module, because code under test calls numba.cuda by its own names and must not be changed.
-Activate it before the code under test is imported: a name that was imported before (`from numba.cuda import to_device`) still
-refers to Numba's function. Kernels may be decorated before or after.
+While `simulate` is active, the functions and methods of numba.cuda (and of numba_cuda_mlir.cuda if it is installed) that need a
+driver are replaced by those of the simulator, and `exec` keeps the source of generated kernels: REPLACED below is the whole list.
+This is the only place in the project that replaces functions of another module, because code under test calls numba.cuda by its
+own names and must not be changed. Activate it before the code under test is imported: a name that was imported before
+(`from numba.cuda import to_device`) still refers to Numba's function. Kernels may be decorated before or after.
 """
 
 import builtins
 import contextlib
 import threading
 
-from numba.core import config
-
-if getattr(config, "ENABLE_CUDASIM", False):
-    raise RuntimeError(
-        "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
-    )
-
-import numba.cuda
-import numba.cuda.cudadrv.devicearray
-import numba.cuda.cudadrv.devices
-import numba.cuda.cudadrv.driver
-import numba.cuda.dispatcher
-
-from . import device, device_array, dispatch
+from . import device, device_array, dispatch, frontends
+from .errors import reported_kinds
 
 _context = device.CONTEXT
 
-REPLACED = {
-    numba.cuda.dispatcher.CUDADispatcher: {
-        "compile": dispatch.compile,
-        "compile_device": dispatch.compile_device,
-        "enable_caching": dispatch.enable_caching,
-    },
-    numba.cuda.dispatcher._LaunchConfiguration: {"__call__": dispatch.launch},
-    numba.cuda.dispatcher.ForAll: {"__call__": dispatch.forall},
-    numba.cuda.dispatcher: {"get_current_device": device.get_current_device},
-    builtins: {"exec": dispatch.exec_with_source},  # so that generated kernels have a source
-    numba.cuda: {
-        **{
-            name: getattr(device_array, name)
-            for name in (
-                "as_cuda_array", "device_array", "device_array_like", "from_cuda_array_interface", "is_cuda_array", "managed_array",
-                "mapped_array", "mapped_array_like", "pinned_array", "pinned_array_like", "to_device",
-            )
+
+def _replaced(frontend) -> dict:
+    """object -> {name: what takes its place}"""
+    dispatcher, cudadrv = frontend.parts.dispatcher, frontend.parts.cudadrv
+    found = {
+        dispatcher.CUDADispatcher: {
+            "compile": dispatch.compile,
+            "compile_device": dispatch.compile_device,
+            "enable_caching": dispatch.enable_caching,
         },
-        **{
-            name: getattr(device, name)
-            for name in (
-                "cuda_error", "current_context", "detect", "event_elapsed_time", "external_stream", "get_current_device", "is_available",
-                "list_devices", "mapped", "pinned", "require_context", "select_device", "stream",
-            )
+        dispatcher._LaunchConfiguration: {"__call__": dispatch.launch},
+        dispatcher.ForAll: {"__call__": dispatch.forall},
+        dispatcher: {"get_current_device": device.get_current_device},
+        **{cuda: _FUNCTIONS for cuda in frontend.modules},
+        cudadrv.devicearray: {
+            "DeviceNDArray": device_array.DeviceArray,
+            "DeviceRecord": device_array.DeviceArray,
+            "auto_device": device_array.auto_device,
+            "from_array_like": device_array.from_array_like,
+            "from_record_like": device_array.from_record_like,
         },
-        **dict.fromkeys(("close", "profile_start", "profile_stop", "synchronize"), device.nothing),
-        "_auto_device": device_array.auto_device,
-        "default_stream": _context.get_default_stream,
-        "defer_cleanup": _context.defer_cleanup,
-        "event": device.Event,
-        "gpus": device.DEVICES,
-        "is_supported_version": device.is_available,
-        "legacy_default_stream": _context.get_legacy_default_stream,
-        "per_thread_default_stream": _context.get_per_thread_default_stream,
-        "profiling": contextlib.nullcontext,
+        cudadrv.devices: {
+            "get_context": device.current_context,
+            "gpus": device.DEVICES,
+            "require_context": device.require_context,
+            "reset": device.nothing,
+        },
+        cudadrv.driver: {
+            "Linker": device.Linker,
+            "_to_core_stream": device.same_stream,
+            "event_elapsed_time": device.event_elapsed_time,
+        },
+        dispatcher.config: {
+            "CUDA_LOW_OCCUPANCY_WARNINGS": 0,
+            "CUDA_WARN_ON_IMPLICIT_COPY": 0,
+        },  # about speed
+    }
+    if frontend.descriptor is not None:  # numba-cuda-mlir's
+        found[frontend.descriptor.MLIRDispatcher] = {
+            "compile": dispatch.compile,
+            "compile_device": dispatch.compile,
+            "configure": dispatch.configure,
+            "enable_caching": dispatch.enable_caching,
+        }
+        found[frontend.descriptor._ForAll] = {"__call__": dispatch.forall}
+    return found
+
+
+_FUNCTIONS = {
+    **{
+        name: getattr(device_array, name)
+        for name in (
+            "as_cuda_array", "device_array", "device_array_like", "from_cuda_array_interface", "is_cuda_array", "managed_array",
+            "mapped_array", "mapped_array_like", "pinned_array", "pinned_array_like", "to_device",
+        )
     },
-    numba.cuda.cudadrv.devicearray: {
-        "DeviceNDArray": device_array.DeviceArray,
-        "DeviceRecord": device_array.DeviceArray,
-        "auto_device": device_array.auto_device,
-        "from_array_like": device_array.from_array_like,
-        "from_record_like": device_array.from_record_like,
+    **{
+        name: getattr(device, name)
+        for name in (
+            "cuda_error", "current_context", "detect", "event_elapsed_time", "external_stream", "get_current_device", "is_available",
+            "list_devices", "mapped", "pinned", "require_context", "select_device", "stream",
+        )
     },
-    numba.cuda.cudadrv.devices: {
-        "get_context": device.current_context,
-        "gpus": device.DEVICES,
-        "require_context": device.require_context,
-        "reset": device.nothing,
-    },
-    numba.cuda.cudadrv.driver: {
-        "Linker": device.Linker,
-        "_to_core_stream": device.same_stream,
-        "event_elapsed_time": device.event_elapsed_time,
-    },
-    numba.cuda.dispatcher.config: {"CUDA_LOW_OCCUPANCY_WARNINGS": 0, "CUDA_WARN_ON_IMPLICIT_COPY": 0},  # about speed
+    **dict.fromkeys(("close", "profile_start", "profile_stop", "synchronize"), device.nothing),
+    "_auto_device": device_array.auto_device,
+    "default_stream": _context.get_default_stream,
+    "defer_cleanup": _context.defer_cleanup,
+    "event": device.Event,
+    "gpus": device.DEVICES,
+    "is_supported_version": device.is_available,
+    "legacy_default_stream": _context.get_legacy_default_stream,
+    "per_thread_default_stream": _context.get_per_thread_default_stream,
+    "profiling": contextlib.nullcontext,
 }  # fmt: skip
+
+frontends.load_all()  # the code under test imports either, and later
+REPLACED: dict = {
+    builtins: {"exec": dispatch.exec_with_source},  # so that generated kernels have a source
+}
+for _frontend in frontends.known():
+    REPLACED |= _replaced(_frontend)
 
 _lock, _depth = threading.Lock(), 0
 _originals: list = []  # (object, name, what it was)
@@ -113,7 +126,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate():
+def simulate(allow=(), enable=()):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a decorator.
 
         with simulate():
@@ -122,10 +135,18 @@ def simulate():
         @simulate()
         def test_kernel(): ...
 
-    Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
+    Launches raise a KernelError for what a GPU would not report. allow, enable: kinds of findings, as for `run`, in addition to those
+    of a `simulate` around this one. Raises RuntimeError if Numba's own simulator is in use.
     """
+    reported_kinds(allow, enable)  # raises ValueError for an unknown one
+    before = dispatch.kinds
     start()
+    dispatch.kinds = {
+        "allow": (*before["allow"], *allow),
+        "enable": (*before["enable"], *enable),
+    }
     try:
         yield
     finally:
+        dispatch.kinds = before
         stop()

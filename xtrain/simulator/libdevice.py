@@ -12,7 +12,6 @@ import statistics
 from fractions import Fraction
 
 import numpy as np
-from numba.cuda import libdevice, libdevicefuncs
 
 from .unset import carries
 
@@ -328,15 +327,17 @@ def _computation(name):
     return _FLOATS[stem if stem in _FLOATS else stem.removesuffix("f")], "float"
 
 
-def table(cast):
-    """(function of numba.cuda.libdevice, what the simulator calls in its place) for all of them. cast: scalars.cast."""
-    for full, (returns, parameters) in libdevicefuncs.functions.items():
+def table(frontend, cast):
+    """(function of cuda.libdevice, what the simulator calls in its place) for all of them. cast: scalars.cast."""
+    for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
         given = [p.ty for p in parameters if not p.is_ptr]
         results = [] if str(returns) == "none" else [returns]
         results += [p.ty for p in parameters if p.is_ptr]
         casts = [[cast(np.dtype(str(t))) for t in types] for types in (given, results)]
-        yield getattr(libdevice, name), carries(_typed(*_computation(name), *casts))
+        function = carries(_typed(*_computation(name), *casts))
+        for module in frontend.libdevices:
+            yield getattr(module, name), function
 
 
 def _typed(f, numbers, given, results):

@@ -7,8 +7,8 @@ import enum
 import itertools
 
 import numpy as np
-from numba import cuda
 
+from . import frontends
 from .errors import KernelError, Site
 from .scalars import twin, typed
 
@@ -136,7 +136,7 @@ class Names(ast.NodeTransformer):
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):
             owner = self.static(node.value)
-            fp16 = owner is getattr(cuda, "fp16", None)  # a class that is used as a module
+            fp16 = frontends.has("fp16", owner)  # a class that is used as a module
             if owner is not DYNAMIC and (fp16 or not isinstance(owner, (np.ndarray, type))):
                 return getattr(owner, node.attr, DYNAMIC)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -150,10 +150,10 @@ class Names(ast.NodeTransformer):
         if isinstance(node, ast.Name):  # from numba.cuda import syncthreads
             value = self.static(node)
             home = getattr(value, "__module__", None) or ""
-            named = home.startswith("numba") and getattr(cuda, node.id, None) is value
+            named = home.startswith("numba") and frontends.has(node.id, value)
             return node.id if named else None
         if isinstance(node, ast.Attribute):
-            if self.static(node.value) is cuda:
+            if frontends.is_cuda(self.static(node.value)):
                 return node.attr
             namespace = self.cuda_name(node.value)
             if namespace in NAMESPACES:

@@ -1,5 +1,6 @@
 """The pytest plugin: `pytest --simulate-cuda` runs every Numba CUDA kernel of the code under test in the simulator."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -17,22 +18,38 @@ def pytest_addoption(parser):
         metavar="FILE.html",
         help="with --simulate-cuda: write each launch that has a mistake as a page to step through: FILE.html, FILE-2.html, ...",
     )
+    for option, does in (("allow", "do not report"), ("enable", "report also")):
+        group.addoption(
+            f"--cuda-{option}",
+            metavar="KINDS",
+            action="append",
+            default=[],
+            help=f"with --simulate-cuda: {does} these kinds of findings, such as same_value_race,negative_index",
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     """Before the first conftest.py, which may import the code under test."""
-    if early_config.known_args_namespace.simulate_cuda:
+    options, active = early_config.known_args_namespace, contextlib.ExitStack()
+    if options.simulate_cuda:
+        allow, enable = ",".join(options.cuda_allow), ",".join(options.cuda_enable)
         try:
             from . import host  # imports numba.cuda
-        except RuntimeError as error:
+
+            active.enter_context(host.simulate(_kinds(allow), _kinds(enable)))
+        except (RuntimeError, ImportError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
-        host.start()
-        early_config.add_cleanup(host.stop)
-        if early_config.known_args_namespace.cuda_report:
+        early_config.add_cleanup(active.close)
+        if options.cuda_report:
             host.dispatch.failed = []
-    elif early_config.known_args_namespace.cuda_report:
-        raise pytest.UsageError("--cuda-report is for --simulate-cuda: add it")
+    for option in ("report", "allow", "enable"):
+        if getattr(options, f"cuda_{option}") and not options.simulate_cuda:
+            raise pytest.UsageError(f"--cuda-{option} is for --simulate-cuda: add it")
+
+
+def _kinds(text: str) -> list[str]:
+    return [kind for kind in text.split(",") if kind]
 
 
 def pytest_sessionfinish(session):

@@ -10,8 +10,8 @@ import math
 import types
 
 import numpy as np
-from numba.cuda.ufuncs import ufunc_db
 
+from . import frontends
 from .errors import KernelError
 from .names import assignments, parameters
 
@@ -87,7 +87,7 @@ def _is_array_function(rewriter, call):
     function = rewriter.static(call.func)
     if not isinstance(function, np.ufunc) or len(call.args) != function.nin + 1:
         return False
-    return function in ufunc_db()
+    return any(f.writes_to_array(function) for f in frontends.known())
 
 
 def _functions(definition):
@@ -108,7 +108,8 @@ def _check_attribute(rewriter, node):
     if isinstance(owner, (types.ModuleType, tuple, enum.Enum, enum.EnumMeta)):
         return
     kind = owner if isinstance(owner, type) else type(owner)
-    if kind.__module__.partition(".")[0] not in ("numba", "numpy", "builtins", "ml_dtypes"):
+    known = (*frontends.PACKAGES, "numpy", "builtins", "ml_dtypes")
+    if kind.__module__.partition(".")[0] not in known:
         name = ast.unparse(node.value)
         raise rewriter.error(
             node,

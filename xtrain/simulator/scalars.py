@@ -18,10 +18,8 @@ import math
 import operator
 
 import numpy as np
-from numba import types
-from numba.np.numpy_support import as_dtype
 
-from . import errors, half, libdevice, vectors
+from . import errors, frontends, half, libdevice, vectors
 from .unset import Unset, carried, carries
 
 FLOATS = (np.floating, float)
@@ -150,9 +148,9 @@ _INTEGERS = (Int8, Int16, Int32, UInt8, UInt16, UInt32, UInt64)
 
 def dtype_of(kind) -> np.dtype:
     """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
-    if isinstance(kind, types.Type):
+    if frontends.is_type(kind):
         try:
-            return as_dtype(kind)
+            return frontends.of(kind).as_dtype(kind)
         except NotImplementedError:  # numba-cuda's bfloat16, which only ml_dtypes knows
             import ml_dtypes
 
@@ -472,12 +470,23 @@ TWINS: dict = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS |= half.table()
-TWINS |= vectors.table(cast)
 TWINS[math.trunc] = _float_function(
     "trunc", lambda x: np.trunc(np.float64(x))
 )  # Numba returns a float
-TWINS |= dict(libdevice.table(cast))
+_learned: set[str] = set()
+
+
+def learn():
+    """Add the functions of the packages that the program has imported to TWINS."""
+    for frontend in frontends.known():
+        if frontend.package not in _learned:
+            _learned.add(frontend.package)
+            TWINS.update(half.table(frontend))
+            TWINS.update(vectors.table(frontend, cast))
+            TWINS.update(libdevice.table(frontend, cast))
+
+
+learn()
 
 
 @functools.cache
@@ -493,8 +502,8 @@ def _ufunc(f):
 
 def twin(obj):
     """What replaces obj in a simulated kernel; obj itself if it needs no replacement."""
-    if isinstance(obj, types.Type) or (isinstance(obj, type) and issubclass(obj, np.generic)):
-        return cast(dtype_of(obj))
+    if frontends.is_type(obj) or (isinstance(obj, type) and issubclass(obj, np.generic)):
+        return TWINS.get(obj) or cast(dtype_of(obj))
     if isinstance(obj, np.ufunc):
         return _ufunc(obj)
     try:

@@ -6,8 +6,7 @@ def tenth(x): return x * 0.1        # computed in float64, and returned as float
 
 import ast
 
-from numba.core import types
-
+from . import frontends
 from .names import at
 from .scalars import twin
 
@@ -33,7 +32,7 @@ def _signature(function):
 
 
 def _converted(rewriter, expression, kind):
-    if not isinstance(kind, (types.Number, types.Boolean)):
+    if not frontends.is_number(kind):
         return expression
     return at(
         ast.Call(rewriter.constant(twin(kind), expression, "cast"), [expression], []), expression

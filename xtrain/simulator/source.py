@@ -24,14 +24,14 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda
 
-from . import refused
+from . import frontends, refused
 from .errors import KernelError
 from .intrinsics import INTRINSICS
 from .names import ARITHMETIC, DYNAMIC, NAMESPACES, Names, at, parameters
 from .scalars import (
     floor_divide,
+    learn,
     modulo,
     number,
     power,
@@ -97,6 +97,7 @@ def translate(function) -> Translated:
     (a recursive call). Raises KernelError for what Numba does not compile.
     """
     if function not in _translated:
+        learn()
         _translated[function] = None  # in progress
         try:
             _translated[function] = _translate(function)
@@ -247,7 +248,8 @@ class _Rewriter(Names):
         value = self.static(node)
         if twin(value) is not value:
             return None
-        owner = self.static(node.value) if isinstance(node, ast.Attribute) else cuda
+        bare = frontends.first().cuda
+        owner = self.static(node.value) if isinstance(node, ast.Attribute) else bare
         attribute = node.attr if isinstance(node, ast.Attribute) else name
         near = get_close_matches(attribute, dir(owner), 1)
         text = f"{ast.unparse(node)} is not simulated"
@@ -384,7 +386,7 @@ class _Rewriter(Names):
             return self.intrinsic(node, function)
         if hasattr(function, "py_func"):
             return device_call(self, node, function)
-        if function is cuda.cg.this_grid:
+        if any(function is f.cuda.cg.this_grid for f in frontends.known()):
             return self.call(node, "this_grid")
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
             return self.request(node, GRID_SYNC, [])
@@ -393,11 +395,14 @@ class _Rewriter(Names):
             return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
         if self.is_value(node.func):
             return self.apply(node, self.visit(node.func))
-        if isinstance(function, types.FunctionType) and twin(function) is function:
-            raise self.error(
-                node,
-                f"{function.__name__} is a Python function: decorate it with @cuda.jit(device=True)",
+        simulated = twin(function) is not function or hasattr(Thread, name or "")
+        if isinstance(function, types.FunctionType) and not simulated:
+            text = (
+                f"{function.__name__} is a Python function: decorate it with @cuda.jit(device=True)"
             )
+            if frontends.owns(function):
+                text = f"{ast.unparse(node.func)} is not simulated"
+            raise self.error(node, text)
         if isinstance(node.func, ast.Name) and self.inner.get(node.func.id):
             self.waits = True
             node.args = [self.visit(a) for a in node.args]

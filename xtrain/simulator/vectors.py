@@ -1,9 +1,11 @@
 """Vector types: cuda.float32x4(x, y, z, w), or float4. Their components are .x, .y, .z and .w."""
 
+import itertools
 from collections import namedtuple
 
 import numpy as np
-from numba.cuda import stubs
+
+_BASES = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 
 
 def _vector(name, n, convert):
@@ -19,10 +21,12 @@ def _vector(name, n, convert):
     return make
 
 
-def table(cast) -> dict:
-    """Vector type of numba.cuda -> what makes one. cast: scalars.cast."""
+def table(frontend, cast) -> dict:
+    """Vector type of `cuda` -> what makes one. cast: scalars.cast."""
     found = {}
-    for stub in stubs._vector_type_stubs:
-        base, n = stub.__name__.rsplit("x", 1)
-        found[stub] = _vector(stub.__name__, int(n), cast(np.dtype(base)))
+    for base, n in itertools.product(_BASES.split(), (1, 2, 3, 4)):
+        name = f"{base}x{n}"
+        for cuda in frontend.modules:
+            if hasattr(cuda, name):
+                found[getattr(cuda, name)] = _vector(name, n, cast(np.dtype(base)))
     return found
