@@ -16,6 +16,7 @@ import contextlib
 import functools
 import math
 import operator
+from operator import index as as_int
 
 import numpy as np
 
@@ -36,10 +37,23 @@ def _float_type(integer, other):
     return np.float32 if type(other) is np.float32 and integer.in_float32 else np.float64
 
 
+_ZERO = np.int64(0)
+_NARROW: set = set()  # the classes below of less than 64 bits
+
+
+def _int64(x):
+    """np.int64(x), which takes a microsecond for an instance of a subclass."""
+    if type(x) is np.int64:
+        return x
+    return _ZERO + as_int(x) if type(x) in _NARROW else np.int64(x)
+
+
 def _arithmetic(op):
-    wide = np.float64 if op is operator.truediv else np.int64
+    wide = np.float64 if op is operator.truediv else _int64
 
     def forward(self, other):
+        if type(other) is np.int64 and type(self) in _NARROW:
+            return op(as_int(self), other)
         if isinstance(other, _NOT_INTEGERS):
             if type(other) is Unset:
                 return NotImplemented
@@ -49,6 +63,8 @@ def _arithmetic(op):
         return op(wide(self), wide(other))
 
     def backward(self, other):
+        if type(other) is np.int64 and type(self) in _NARROW:
+            return op(other, as_int(self))
         if isinstance(other, _NOT_INTEGERS):
             return op(other, _float_type(self, other)(self))
         return op(wide(other), wide(self))  # `forward` handles two operands of these classes
@@ -64,17 +80,17 @@ def _shift(op):
             return NotImplemented
         if self.unsigned:
             return UInt64(op(np.uint64(self), np.uint64(other)))
-        return op(np.int64(self), np.int64(other))
+        return op(_int64(self), _int64(other))
 
     def backward(self, other):
-        return op(np.int64(other), np.int64(self))
+        return op(_int64(other), _int64(self))
 
     return forward, backward
 
 
 def _comparison(op):
     def compare(self, other):
-        result = op(int(self), other)
+        result = op(as_int(self), other)
         return np.True_ if result is True else np.False_ if result is False else result
 
     return compare
@@ -128,6 +144,7 @@ UInt8 = _integer("UInt8", np.uint8, in_float32=True)
 UInt16 = _integer("UInt16", np.uint16)
 UInt32 = _integer("UInt32", np.uint32)
 UInt64 = _integer("UInt64", np.uint64)
+_NARROW.update((Int8, Int16, Int32, UInt8, UInt16, UInt32))
 
 # The class of a value loaded from memory of this dtype, or made by a cast to it.
 _SCALARS = {
