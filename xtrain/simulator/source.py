@@ -334,8 +334,12 @@ class _Rewriter(Names):
     def visit_Subscript(self, node):
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
-        site = self.site(node, ast.unparse(node.value))
-        return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
+        site, array = self.site(node, ast.unparse(node.value)), self.visit(node.value)
+        index = self.index(node.slice)
+        axes = index.elts if isinstance(index, ast.Tuple) else []
+        if len(axes) == 2 and not any(isinstance(i, ast.Starred) for i in axes):
+            return self.call(node, "load_2d", array, *axes, site)
+        return self.call(node, "load", array, index, site)
 
     def index(self, node):
         """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""
