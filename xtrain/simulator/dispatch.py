@@ -31,6 +31,7 @@ from .stepper import Stepper
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
+processes = 1  # in which the blocks of a launch run: see `run`
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -105,7 +106,8 @@ def launch(self, *args):
     stepper = None if failed is None else Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
-            run(kernel, self.griddim, self.blockdim, *prepared, shared=self.sharedmem, warn=_warn)
+            more = {"shared": self.sharedmem, "warn": _warn, "processes": processes}
+            run(kernel, self.griddim, self.blockdim, *prepared, **more)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error

@@ -25,6 +25,7 @@ import numba.cuda.cudadrv.driver
 import numba.cuda.dispatcher
 
 from . import device, device_array, dispatch
+from .processes import checked
 
 _context = device.CONTEXT
 
@@ -113,7 +114,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate():
+def simulate(processes=1):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a decorator.
 
         with simulate():
@@ -122,10 +123,14 @@ def simulate():
         @simulate()
         def test_kernel(): ...
 
-    Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
+    Launches raise a KernelError for what a GPU would not report. processes: as for `run`.
+    Raises RuntimeError if Numba's own simulator is in use.
     """
+    before, now = dispatch.processes, checked(processes)
     start()
+    dispatch.processes = now
     try:
         yield
     finally:
+        dispatch.processes = before
         stop()

@@ -1,5 +1,6 @@
 """The pytest plugin: `pytest --simulate-cuda` runs every Numba CUDA kernel of the code under test in the simulator."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -17,22 +18,33 @@ def pytest_addoption(parser):
         metavar="FILE.html",
         help="with --simulate-cuda: write each launch that has a mistake as a page to step through: FILE.html, FILE-2.html, ...",
     )
+    group.addoption(
+        "--cuda-processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --simulate-cuda: run the blocks of a launch in N processes if they are independent",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     """Before the first conftest.py, which may import the code under test."""
-    if early_config.known_args_namespace.simulate_cuda:
+    options, active = early_config.known_args_namespace, contextlib.ExitStack()
+    if options.simulate_cuda:
         try:
             from . import host  # imports numba.cuda
-        except RuntimeError as error:
+
+            active.enter_context(host.simulate(processes=options.cuda_processes))
+        except (RuntimeError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
-        host.start()
-        early_config.add_cleanup(host.stop)
-        if early_config.known_args_namespace.cuda_report:
+        early_config.add_cleanup(active.close)
+        if options.cuda_report:
             host.dispatch.failed = []
-    elif early_config.known_args_namespace.cuda_report:
+    elif options.cuda_report:
         raise pytest.UsageError("--cuda-report is for --simulate-cuda: add it")
+    elif options.cuda_processes != 1:
+        raise pytest.UsageError("--cuda-processes is for --simulate-cuda: add it")
 
 
 def pytest_sessionfinish(session):
