@@ -8,6 +8,7 @@ from .block import Launch
 from .errors import KernelError, reported_kinds
 from .memory import poisoned
 from .observers import observe
+from .processes import checked
 from .stepper import Stepper
 from .thread import Dim3
 from .unwritten import mark_unwritten, mark_written
@@ -44,6 +45,7 @@ def run(
     allow=(),
     enable=(),
     warn: Callable[[KernelError], object] | None = None,
+    processes: int = 1,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -54,6 +56,9 @@ def run(
     dependent launch); an access that would then be too early is a RaceError.
     allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
     warn: called with every finding that is only a warning, after the run; without it a warning is raised, too.
+    processes: run the blocks in so many processes if they are independent and take long enough. Results and findings are the same
+    as in one process, which runs the blocks again if one has a finding, waits for another block, or accesses an element that a
+    block of another process changes, also by an atomic (processes.py).
 
     Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays then hold what was
     written up to the error.
@@ -61,7 +66,7 @@ def run(
     with np.errstate(all="ignore"):
         reported = reported_kinds(allow, enable)
         launch = Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported)
-        launch.keeps_warnings = warn is not None
+        launch.keeps_warnings, launch.processes = warn is not None, checked(processes)
         try:
             launch.run()
         finally:
@@ -71,7 +76,15 @@ def run(
 
 
 def check(
-    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, allow=(), enable=()
+    kernel,
+    grid,
+    block,
+    *args,
+    shared: int = 0,
+    overlap: bool = False,
+    allow=(),
+    enable=(),
+    processes: int = 1,
 ) -> list[KernelError]:
     """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`, `severity` ("error" or "warning"),
     `sites` and `count`, the number of times that it occurred at these places.
@@ -87,6 +100,7 @@ def check(
             )
         except KernelError as error:  # Numba would not compile or launch it
             return [error]
+        launch.processes = checked(processes)
         return launch.findings()
 
 

@@ -11,12 +11,13 @@ import contextlib
 import gc
 import inspect
 import math
+import time
 import types
 from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors, observers
+from . import errors, observers, processes
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
@@ -67,6 +68,8 @@ class Launch:
     ):
         """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding."""
         self.keeps_warnings = False  # collect those
+        self.processes = 1  # for the blocks: processes.py
+        self.forked = False  # blocks ran in several processes
         self.reported = errors.reported_kinds() if reported is None else reported
         self.collects = collects
         self.found: dict = {}  # (kind, sites) -> KernelError
@@ -172,11 +175,17 @@ class Launch:
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
-        self.blocks = x * y * z
-        parked: list[Block] = []
-        for k, j, i in np.ndindex(z, y, x):
-            block = Block(self, Dim3(i, j, k))
-            parked += self._advance(block)
+        self.blocks, positions = x * y * z, np.ndindex(z, y, x)
+        start = time.perf_counter()
+        parked: list[Block] = self._advance(self.block_at(next(positions)))
+        seconds = time.perf_counter() - start
+        if self.processes > 1 and seconds * (self.blocks - 1) > processes.WORTH:
+            alone = parked or self.found or self.copies or self.overlap or self.observers
+            if not alone and processes.run_in_children(self, [*np.ndindex(z, y, x)][1:]):
+                self.forked = True
+                return
+        for at in positions:
+            parked += self._advance(self.block_at(at))
         while parked:
             before, waiting = self.changes, []
             progress = False
@@ -193,6 +202,10 @@ class Launch:
                 self._tell(parked[0], error)
                 raise error
             parked = waiting
+
+    def block_at(self, position) -> "Block":
+        """The block at a position (z, y, x) of the grid."""
+        return Block(self, Dim3(*position[::-1]))
 
     def _advance(self, block) -> list:
         """Run a block until it ends or is parked. Returns [block] if it is parked."""

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,8 @@ from .stepper import Stepper
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
-# the kinds of findings that `simulate` accepts and adds, as keywords of `run`
-kinds: dict[str, tuple[str, ...]] = {"allow": (), "enable": ()}
+# what `simulate` was given, as keywords of `run`
+options: dict[str, Any] = {"allow": (), "enable": (), "processes": 1}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -119,7 +120,7 @@ def launch(self, *args):
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
             shared, grid, block = self.sharedmem, self.griddim, self.blockdim
-            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **kinds)
+            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **options)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error

@@ -13,6 +13,7 @@ import threading
 
 from . import device, device_array, dispatch, frontends
 from .errors import reported_kinds
+from .processes import checked
 
 _context = device.CONTEXT
 
@@ -126,7 +127,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate(allow=(), enable=()):
+def simulate(allow=(), enable=(), processes=1):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a decorator.
 
         with simulate():
@@ -136,17 +137,19 @@ def simulate(allow=(), enable=()):
         def test_kernel(): ...
 
     Launches raise a KernelError for what a GPU would not report. allow, enable: kinds of findings, as for `run`, in addition to those
-    of a `simulate` around this one. Raises RuntimeError if Numba's own simulator is in use.
+    of a `simulate` around this one. processes: as for `run`. Raises RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds(allow, enable)  # raises ValueError for an unknown one
-    before = dispatch.kinds
-    start()
-    dispatch.kinds = {
+    before = dispatch.options
+    now = {
         "allow": (*before["allow"], *allow),
         "enable": (*before["enable"], *enable),
+        "processes": checked(processes),
     }
+    start()
+    dispatch.options = now
     try:
         yield
     finally:
-        dispatch.kinds = before
+        dispatch.options = before
         stop()

@@ -10,6 +10,10 @@ synchronizations. Two accesses by different threads are in order if
   - the blocks differ and the second knows of the first by an atomic after a threadfence
     (releases.py).
 Any other pair is a data race, unless both only read or both are atomics.
+
+Between two barriers, most shared memory is either written or read. While it is only read, each run of reads by one thread is
+noted as {key: site}. The notes become records at the first write of the same interval; without one, they are dropped at the
+barrier. So most reads need no record: Array.reader is the short way of Thread.load.
 """
 
 import math
@@ -20,6 +24,8 @@ import numpy as np
 from . import errors, releases, unwritten
 from .scalars import dtype_of, scalar_type, storing
 from .unwritten import extent
+
+MAX_RUNS = 4096  # of one memory: threads that take turns in a waiting loop begin new ones forever
 
 
 class Mark:
@@ -53,8 +59,8 @@ class Memory:
     """The shadow of one range of memory: a global array with all its aliases, a shared array or a local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes",
-        "past_writes", "reads", "releases", "unread", "unset", "unwritten", "watched", "writes",
+        "atomics", "base", "busy", "changed", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes",
+        "past_writes", "reading", "reads", "releases", "runs", "unread", "unset", "unwritten", "watched", "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
@@ -78,6 +84,41 @@ class Memory:
         self.unwritten = None  # global memory: the keys that no kernel and no copy has written
         self.busy = None  # registers that a product in flight uses: see errors.in_use
         self.watched = False  # there are atomics, Unsets or finished blocks: check all dicts
+        # Shared memory.
+        self.runs: list = []  # (mark, {key: site}): reads that have no record yet
+        self.reading: list = []  # the Arrays through which the thread of the last run reads
+        self.changed = 0  # the epoch of the last write or atomic
+
+    def note(self, a, key, mark, site) -> bool:
+        """Note a read, if nothing has been written in this epoch. Later reads by this thread may take the short way."""
+        if self.changed == mark.epoch or self.watched or not a.dense or key not in self.writes:
+            return False
+        if self.runs and self.runs[-1][0].epoch != mark.epoch:
+            self.runs.clear()
+        if not self.runs or self.runs[-1][0] is not mark:
+            if len(self.runs) == MAX_RUNS:
+                return False
+            self.interrupt()
+            self.runs.append((mark, {}))
+        a.reader, a.run = mark, self.runs[-1][1]
+        a.run[key] = site
+        self.reading.append(a)
+        return True
+
+    def interrupt(self):
+        """End the run of reads: the next read takes the long way."""
+        for a in self.reading:
+            a.reader = a.run = None
+        self.reading.clear()
+
+    def record_runs(self, mark):
+        """Record the reads that were noted in this epoch."""
+        self.interrupt()
+        for reader, run in self.runs:
+            if reader.epoch == mark.epoch:
+                for key, site in run.items():
+                    add_reader(self.reads, key, reader, site)
+        self.runs.clear()
 
     def all_in_order(self):
         """All blocks have met: their accesses precede everything that comes."""
@@ -89,6 +130,12 @@ class Memory:
     def written(self) -> set:
         """The keys that finished blocks have written."""
         return {*self.old_writes, *self.old_atomics, *self.past_writes}
+
+    def bytes_up_to(self, keys) -> np.ndarray:
+        """The bytes of global memory up to the last of some sorted keys, a row for each key."""
+        size = (int(keys[-1]) + 1) * self.granule if len(keys) else 0
+        raw = np.asarray(_Bytes(self.base, size, None)) if size else np.empty(0, np.uint8)
+        return raw.reshape(-1, self.granule)
 
     def end_of_block(self):
         """Move the records of the running block to those of the finished blocks."""
@@ -141,8 +188,8 @@ class Array:
     """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and record its elements."""
 
     __slots__ = (
-        "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "plane", "span", "start", "steps", "stride",
-        "wrap", "writeable",
+        "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "plane", "reader", "run", "span", "start",
+        "steps", "stride", "wrap", "writeable",
     )  # fmt: skip
 
     def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True, stride=None):
@@ -153,7 +200,8 @@ class Array:
         self.bias = bias  # key of flat[0]
         self.span = self.dtype.itemsize // memory.granule  # keys per element
         self.stride = stride or self.span  # keys from flat[k] to flat[k + 1]
-        self.dense = self.span == self.stride == 1
+        self.dense = self.span == self.stride == 1  # in shared memory, k is then the key of flat[k]
+        self.reader = self.run = None  # the mark whose reads are noted, and the notes: Memory.note
         scalar = scalar_type(self.dtype)
         self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
         self.convert = storing(self.dtype)  # before a store
@@ -165,6 +213,7 @@ class Array:
             setattr(new, name, getattr(self, name))
         new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
         new.plane = (*dims, *steps, start)
+        new.reader = new.run = None
         return new
 
     shape = property(lambda self: tuple(map(np.int64, self.dims)))

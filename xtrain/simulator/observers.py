@@ -69,6 +69,9 @@ class _Observed:
                 self._tell(a, k, site, READ, a.flat[k])
         return super().load(a, index, site)
 
+    def load_2d(self, a, i, j, site):
+        return self.load(a, (i, j), site)
+
     def store(self, a, index, value, site):
         k = a.locate(index)
         if k is not None:

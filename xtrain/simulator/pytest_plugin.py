@@ -26,6 +26,13 @@ def pytest_addoption(parser):
             default=[],
             help=f"with --simulate-cuda: {does} these kinds of findings, such as same_value_race,negative_index",
         )
+    group.addoption(
+        "--cuda-processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --simulate-cuda: run the blocks of a launch in N processes if they are independent",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,14 +44,15 @@ def pytest_load_initial_conftests(early_config):
         try:
             from . import host  # imports numba.cuda
 
-            active.enter_context(host.simulate(_kinds(allow), _kinds(enable)))
+            kinds = _kinds(allow), _kinds(enable)
+            active.enter_context(host.simulate(*kinds, processes=options.cuda_processes))
         except (RuntimeError, ImportError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
         early_config.add_cleanup(active.close)
         if options.cuda_report:
             host.dispatch.failed = []
-    for option in ("report", "allow", "enable"):
-        if getattr(options, f"cuda_{option}") and not options.simulate_cuda:
+    for option, default in (("report", None), ("allow", []), ("enable", []), ("processes", 1)):
+        if getattr(options, f"cuda_{option}") != default and not options.simulate_cuda:
             raise pytest.UsageError(f"--cuda-{option} is for --simulate-cuda: add it")
 
 

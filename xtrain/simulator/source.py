@@ -338,8 +338,12 @@ class _Rewriter(Names):
             return self.object(value, node, "member")
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
-        site = self.site(node, ast.unparse(node.value))
-        return self.call(node, "load", self.visit(node.value), self.index(node.slice), site)
+        site, array = self.site(node, ast.unparse(node.value)), self.visit(node.value)
+        index = self.index(node.slice)
+        axes = index.elts if isinstance(index, ast.Tuple) else []
+        if len(axes) == 2 and not any(isinstance(i, ast.Starred) for i in axes):
+            return self.call(node, "load_2d", array, *axes, site)
+        return self.call(node, "load", array, index, site)
 
     def index(self, node):
         """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""

@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 import sys
+from operator import index as as_int
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,9 @@ class Thread:
                 return k
         if a.memory.local:  # no other thread has this memory
             read = None if k in a.memory.writes else self._first(a, k, index, site)
+        elif a.reader is self.mark and k in a.memory.writes:
+            a.run[k] = site
+            read = None
         elif a.dense:
             read = self._read(a, k + a.bias, index, site)
         else:
@@ -133,6 +137,22 @@ class Thread:
             return value
         value = Unset(value, read)
         return value.use("an instruction", site) if self.block.eager else value
+
+    def load_2d(self, a, i, j, site):
+        """a[i, j]: `load` with all that it calls for shared memory that is only read at the moment."""
+        try:
+            if a.reader is self.mark:
+                y, x = as_int(i), as_int(j)
+                n, m, row, column, start = a.plane
+                if 0 <= y < n and 0 <= x < m:
+                    k = start + y * row + x * column
+                    if k in a.memory.writes:
+                        a.run[k] = site
+                        value = a.flat[k]
+                        return value if a.wrap is None else a.wrap(value)
+        except (AttributeError, TypeError, ValueError):  # no array, no integers, not two axes
+            pass
+        return self.load(a, (i, j), site)
 
     def _element_of(self, a, index, site):
         """An element of a tuple or of an array of records, or a field of a record."""
@@ -244,6 +264,11 @@ class Thread:
     def _read(self, a, key, index, site):
         """Check and record a read. Returns None, or the read of a value that was never written (unset.py)."""
         memory, mark = a.memory, self.mark
+        if memory.kind == "shared":
+            if memory.note(a, key, mark, site):
+                return None
+            if memory.runs:
+                memory.record_runs(mark)
         epoch, read = mark.epoch, None
         record = memory.writes.get(key)
         if record is None:
@@ -266,7 +291,9 @@ class Thread:
 
     def _write(self, a, key, index, site, k, value):
         memory, mark = a.memory, self.mark
-        epoch = mark.epoch
+        epoch = memory.changed = mark.epoch
+        if memory.runs:
+            memory.record_runs(mark)
         write, read = memory.writes.get(key), memory.reads.get(key)
         if write is not None and write[0] is not mark and write[0].epoch == epoch:
             self._order(memory, key, write, "wrote", "wrote", index, site, (a, k, value))
@@ -289,6 +316,9 @@ class Thread:
     def _change(self, a, key, index, site):
         """Check and record an atomic."""
         memory = a.memory
+        memory.changed = self.mark.epoch
+        if memory.runs:
+            memory.record_runs(self.mark)
         if key not in memory.writes or key in memory.unset:
             read = self._first(a, key, index, site)
             if read is not None:
