@@ -21,9 +21,9 @@ integers to float32 in one. So bits are moved to where a float has them, by inst
 
 import ml_dtypes
 import numpy as np
-from numba import float32, int8, uint32
 
 from ...simulator import simulates
+from ..runtime.compiler import float32, int8, uint32
 from .intrinsics import GLOBAL, intrinsic
 
 E4M3 = ml_dtypes.float8_e4m3fn

@@ -21,9 +21,8 @@ The accumulator of a 64 x n product is a register array of n / 2 float32. Lane 4
 product in registers (matrix A, the same section).
 """
 
-from numba import float32, int32, uint32, uint64
-
 from ...simulator import simulates
+from ..runtime.compiler import float32, int32, uint32, uint64
 from . import hopper_simulated as simulated
 from .intrinsics import GLOBAL, instruction, intrinsic
 from .ptx import device

@@ -10,17 +10,20 @@ An intrinsic is described once. `@intrinsic` turns a Python function that genera
     def atomic_add_in_order(code, x, i, value):
         return code.asm("atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;", int32, [code.address(x, i, GLOBAL), value], memory=True)
 
-`code` offers the few operations of llvm_code.py (loads, stores, integer arithmetic, PTX). A parameter with a declared type is a
-value of that type; the compiler converts what the kernel passes. Any other parameter is an Operand: an array, or an index of
-any integer type. `simulates` registers the Python implementation that the simulator runs instead.
+`code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler: loads, stores, integer arithmetic, PTX.
+A parameter with a declared type is a value of that type; the compiler converts what the kernel passes. Any other parameter is
+an Operand: an array, or an index of any integer type. `simulates` registers the Python implementation that the simulator runs.
 """
 
 import inspect
 from typing import Any, NamedTuple
 
-from numba import types
+from ..runtime.compiler import COMPILER, types
 
-from .llvm_code import Code, function_maker
+if COMPILER == "numba":
+    from .llvm_code import Code, function_maker
+else:
+    from .mlir_code import Code, function_maker
 
 GLOBAL, SHARED = 1, 3  # address spaces
 LITERAL = "literal"  # the declared type of a parameter that must be a constant: the code generator gets its value

@@ -12,13 +12,16 @@ import inspect
 
 import ml_dtypes
 import numpy as np
-from numba import cuda, float32, int32, uint16, uint32
 
 from ...simulator import simulates
 from ...simulator.early import let_next, wait
+from ..runtime.compiler import COMPILER, cuda, float32, int32, uint16, uint32
 from .intrinsics import GLOBAL, SHARED, instruction, intrinsic
 
-_JIT = inspect.signature(cuda.jit).parameters
+# Options that numba-cuda-mlir and releases of numba-cuda have, and older ones lack
+_JIT = {"forceinline", "launch_bounds"}
+if COMPILER == "numba":
+    _JIT &= set(inspect.signature(cuda.jit).parameters)
 
 
 def device(fn):

@@ -15,9 +15,9 @@ instruction, for the simulator. Names in "quotes" are sections of NVIDIA's PTX I
 
 import ml_dtypes
 import numpy as np
-from numba import float32, int32, uint32
 
 from ...simulator import KernelError, simulates
+from ..runtime.compiler import float32, int32, uint32
 from .intrinsics import GLOBAL, LITERAL, SHARED, instruction, intrinsic
 from .ptx import narrow_pair, widen
 

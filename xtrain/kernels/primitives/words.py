@@ -12,10 +12,10 @@ elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8
 
 import ml_dtypes
 import numpy as np
-from numba import float32, uint32
 
 from ...device import Array
 from ...simulator import simulates
+from ..runtime.compiler import float32, uint32
 from .intrinsics import GLOBAL, SHARED, intrinsic
 from .ptx import narrow_pair, widen
 
