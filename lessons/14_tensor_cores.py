@@ -186,15 +186,13 @@ def mma_kernel(c, a, b):
 
 # %% [markdown]
 # How can a Python function contain such an instruction? Numba compiles a kernel through LLVM and
-# lets the library define an *intrinsic*: a function that emits its own LLVM code, here a wrapper
-# around one line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b
-# and c:
+# lets the library define an *intrinsic*: a function that emits its own code, here a wrapper around
+# one line of assembly. `$0` to `$13` are its registers: four results, then the operands a, b and c:
 
 # %%
 from xtrain.kernels.primitives import tensor_cores as _tensor_cores
 
 lesson.source(_tensor_cores.mma_bf16)
-lesson.source(_tensor_cores._asm)
 
 # %% [markdown]
 # ## ldmatrix: fragments from shared memory

@@ -26,12 +26,11 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
-from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsqrt_rn, fsub_rn
 
 from ..device import Array
 from .primitives.flat import BLOCK, CHUNK, GAP, QUAD, STRIDE, load, on_16_bytes, position, store
 from .primitives.ptx import device, kernel
+from .runtime.compiler import cuda, fadd_rn, fdiv_rn, float32, fmul_rn, fsqrt_rn, fsub_rn, int64
 from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 

@@ -11,8 +11,6 @@ Bytes moved, forward: write y, which the product then reads. Backward: read dy. 
 
 import functools
 
-from numba import cuda, float32
-
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
@@ -25,6 +23,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import kernel
 from .primitives.reduce import add_column_sums
+from .runtime.compiler import cuda, float32
 from .runtime.launch import FLOATS, check_array, launch, on_host, wide
 
 

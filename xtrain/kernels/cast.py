@@ -22,7 +22,6 @@ import math
 
 import ml_dtypes
 import numpy as np
-from numba import cuda, float32, int64
 
 from ..device import Array
 from .primitives.flat import (
@@ -39,6 +38,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import device, kernel
+from .runtime.compiler import cuda, float32, int64
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, on_host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -9,10 +9,10 @@ Bytes moved: read the words once.
 """
 
 import numpy as np
-from numba import cuda, int64
 
 from ..device import Array
 from .primitives.reduce import warp_sum
+from .runtime.compiler import cuda, int64
 from .runtime.launch import check_array, empty, launch, on_host
 
 WARP = 32

@@ -25,7 +25,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int64, types, uint32
 
 from ..device import Array, cupy
 from ..simulator import SimArray
@@ -48,6 +47,7 @@ from .primitives.words import (
     unpack4,
     unpack8,
 )
+from .runtime.compiler import cuda, float32, int64, types, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
 from .softmax import LOG2E, LOWEST, online_softmax

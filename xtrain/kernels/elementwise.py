@@ -10,7 +10,6 @@ scale. Memory traffic alone determines the speed; primitives/flat.py explains ho
 """
 
 import numpy as np
-from numba import cuda, float32, int64
 
 from ..device import Array
 from .primitives.flat import (
@@ -26,6 +25,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import device, kernel
+from .runtime.compiler import cuda, float32, int64
 from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check_array, dtype_name, empty_like, on_host
 

@@ -29,7 +29,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import boolean, cuda, float32, int32, int64, uint32
 
 from ..device import Array
 from .primitives.flat import (
@@ -45,6 +44,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import device, kernel, wait_for_previous
 from .primitives.reduce import FULL, warp_sum
+from .runtime.compiler import boolean, cuda, float32, int32, int64, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,

@@ -15,7 +15,6 @@ Bytes moved: read g once.
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
 
 from ..device import Array
 from .primitives.flat import (
@@ -32,6 +31,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import kernel
 from .primitives.reduce import MAX_WARPS, block_sum
+from .runtime.compiler import cuda, float32, int64
 from .runtime.launch import check, check_array, empty, launch, on_host
 
 PARTIALS = 1056  # 8 blocks on each of an H200's 132 multiprocessors: full occupancy

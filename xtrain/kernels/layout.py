@@ -11,7 +11,6 @@ Bytes moved: read x, write y. The numbers are float32 or bf16; their bits are co
 import functools
 
 import numpy as np
-from numba import cuda, int64, uint32
 
 from ..device import Array
 from .primitives.flat import flat_rows, on_16_bytes, row_step
@@ -23,6 +22,7 @@ from .primitives.words import (
     store_words4,
     store_words8,
 )
+from .runtime.compiler import cuda, int64, uint32
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host
 
 WARPS = 8  # of the plain kernel: rows of D numbers per block, one warp each

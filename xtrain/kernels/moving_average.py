@@ -10,9 +10,6 @@ constant decay the random weights of the start would stay in the average for tho
 Bytes moved: read e and w, write e: 12 per element.
 """
 
-from numba import cuda, float32
-from numba.cuda.libdevice import fadd_rn, fmul_rn, fsub_rn
-
 from ..device import Array
 from .primitives.flat import (
     BLOCK,
@@ -27,6 +24,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import kernel
+from .runtime.compiler import cuda, fadd_rn, float32, fmul_rn, fsub_rn
 from .runtime.cost import declare_cost
 from .runtime.launch import check_array, on_host
 

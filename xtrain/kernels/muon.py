@@ -32,13 +32,13 @@ Sources: K. Jordan et al., "Muon: an optimizer for hidden layers in neural netwo
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
 
 from ..device import Array
 from .gemm import matmul
 from .primitives.flat import BLOCK, CHUNK, GAP, QUAD, STRIDE, load, on_16_bytes, store
 from .primitives.ptx import kernel, load1, store1
 from .primitives.reduce import MAX_WARPS, block_sum
+from .runtime.compiler import cuda, float32, int64
 from .runtime.cost import declare_cost
 from .runtime.launch import check_array, empty, launch, on_host
 

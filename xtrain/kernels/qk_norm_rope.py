@@ -26,8 +26,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
-from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
@@ -36,6 +34,7 @@ from .primitives.ptx import device, kernel, let_next_start, load1, store1
 from .primitives.reduce import add_column_sums, warp_sum
 from .primitives.words import elements_per_vector
 from .rope import angle, check_tables, cycle, position_of, positions_for, rope_ref
+from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,

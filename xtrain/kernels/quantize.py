@@ -43,8 +43,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
-from numba.cuda.libdevice import float_as_int, int_as_float
 
 from ..device import Array, to_numpy
 from ..errors import UserError
@@ -53,6 +51,7 @@ from .primitives.codes import E4M3, code_values, codes_to_floats, load_codes16
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel, load1, store1, store8
 from .primitives.reduce import MAX_WARPS, block_max
+from .runtime.compiler import cuda, float32, float_as_int, int32, int64, int_as_float, uint32
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host, wide
 
 CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}  # kind -> dtype of the codes

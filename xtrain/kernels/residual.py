@@ -14,8 +14,6 @@ Backward: read dh, dy and h, write dx.
 import functools
 
 import numpy as np
-from numba import cuda, float32, int64
-from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
@@ -24,6 +22,7 @@ from .primitives.reduce import MAX_WARPS
 from .primitives.rows import MAX_COLUMNS, RowKernel, aligned_rows, make_row_ops
 from .primitives.words import elements_per_vector
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
+from .runtime.compiler import cuda, float32, int64, rsqrtf
 from .runtime.invariance import is_batch_invariant
 from .runtime.launch import (
     FLOATS,

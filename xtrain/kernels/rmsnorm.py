@@ -22,8 +22,6 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
-from numba.cuda.libdevice import rsqrtf
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
@@ -31,6 +29,7 @@ from .primitives.ptx import kernel, let_next_start
 from .primitives.reduce import MAX_WARPS, add_column_sums, block_sum
 from .primitives.rows import RowKernel, aligned_rows, make_row_ops, row_plan
 from .primitives.words import elements_per_vector
+from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,

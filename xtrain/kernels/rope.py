@@ -27,13 +27,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.heads import NAN, HeadKernel, head_plan, make_head_ops
 from .primitives.ptx import kernel, load1, store1
 from .primitives.words import elements_per_vector
+from .runtime.compiler import cuda, float32, int64, uint32
 from .runtime.launch import (
     FLOATS,
     check,

@@ -14,9 +14,9 @@ not summed. So all ranks make the same decision.
 import math
 
 import numpy as np
-from numba import cuda, float32, int32
 
 from ..device import Array
+from .runtime.compiler import cuda, float32, int32
 from .runtime.launch import check, check_array, launch, on_host
 
 NAN, INF = float32(math.nan), float32(math.inf)

@@ -19,8 +19,6 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64
-from numba.cuda.libdevice import fmul_rn
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
@@ -28,6 +26,7 @@ from .primitives.ptx import device, kernel, load4, store4
 from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
 from .primitives.rows import row_plan
 from .primitives.tensor_cores import exp2, fmax
+from .runtime.compiler import cuda, float32, fmul_rn, int32, int64
 from .runtime.cost import declare_cost
 from .runtime.launch import check, check_array, launch, on_host
 

@@ -23,8 +23,6 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int64
-from numba.cuda.libdevice import fast_fdividef
 
 from ..device import Array
 from .primitives.flat import (
@@ -43,6 +41,7 @@ from .primitives.flat import (
     store,
 )
 from .primitives.ptx import device, kernel
+from .runtime.compiler import cuda, fast_fdividef, float32, int64
 from .runtime.cost import declare_cost
 from .runtime.launch import (
     FLOATS,

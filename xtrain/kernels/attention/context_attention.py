@@ -27,7 +27,6 @@ A sequence with a negative history is idle: o = 0.
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint16, uint32
 
 from ...device import Array
 from ..decoding.kv_cache import (
@@ -54,6 +53,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import check, check_array, dtype_name, empty, launch, on_host
 from . import flash_attention_fp32 as fp32
@@ -131,6 +131,7 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     sizes = fp32.tile_sizes(D)
     TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
     TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
+    LOWEST = fp32.LOWEST  # mlir 0.6 does not compile a float of another module
     dots, add_weighted, clear = fp32.make_products(D)
     add_scores, row_sum = fp32.make_add_scores(D, True, WINDOW > 0), fp32.row_sum
     first_key = make_first_key(WINDOW)
@@ -187,7 +188,7 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
         lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
-            top[i], total[i] = fp32.LOWEST, float32(0.0)
+            top[i], total[i] = LOWEST, float32(0.0)
             lo[i] = first_key(edges_E, 0, t0 + y + ROWS * i, past)
         load_queries(q_s, q, head, stride, t0, T)
         end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees

@@ -40,7 +40,6 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int32, int64, types, uint32
 
 from ...device import Array
 from ..decoding.gemv_tensor_cores import MULTIPROCESSORS
@@ -60,6 +59,7 @@ from ..primitives.reduce import FULL
 from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
+from ..runtime.compiler import cuda, float32, int32, int64, types, uint32
 from ..runtime.launch import can_overlap, check, check_array, dtype_name, empty, launch, on_host
 from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor

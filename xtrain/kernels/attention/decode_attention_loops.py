@@ -26,7 +26,6 @@ channel in a register: these are combined from the halves of two words. Rows g a
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
 
 from ..decoding.kv_cache import make_block_table
 from ..primitives.ptx import device, load1, load4
@@ -39,6 +38,7 @@ from ..primitives.words import (
     load_words8,
     load_words8_shared,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from .flash_attention_bf16 import LOWEST, SLACK
 
 NAN = np.float32(np.nan)

@@ -9,9 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba import cuda, float32, int64, uint32
-from numba.cuda.libdevice import rsqrtf
-
 from ..primitives.ptx import (
     device,
     load1,
@@ -23,6 +20,7 @@ from ..primitives.ptx import (
 )
 from ..primitives.reduce import NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2
+from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 
 LOG2E = float32(math.log2(math.e))
 CHUNK = 256  # keys of a split, about: four rounds of a warp, so that reading them outweighs its other work

@@ -26,8 +26,6 @@ neither bf16 nor the sums, and acc need not be rescaled. The result is divided b
 import functools
 import math
 
-from numba import cuda, float32, int32, int64, uint16, uint32
-
 from ..primitives.ptx import device, kernel, store1
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, fmax, log2, wait_copies, warp_id
@@ -39,6 +37,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_table import Tiles
 from .key_bounds import make_first_key

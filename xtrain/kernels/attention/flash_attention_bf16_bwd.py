@@ -14,8 +14,6 @@ heads, flash_attention_bf16_bwd_whole.py computes all three gradients in one ker
 
 import functools
 
-from numba import cuda, float32, int32, int64, uint16
-
 from ..primitives.ptx import device, kernel, load1, load8, store1
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import (
@@ -35,6 +33,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint16
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF, make_hide_early, make_hide_keys
 from .flash_attention_table import Tiles

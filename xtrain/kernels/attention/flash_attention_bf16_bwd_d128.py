@@ -15,8 +15,6 @@ packed, from lane to the same lane: both warps hold the same elements of a tile 
 
 import functools
 
-from numba import cuda, float32, int32, int64, uint16, uint32
-
 from ..primitives.ptx import device, kernel
 from ..primitives.tensor_cores import (
     high_bf16,
@@ -35,6 +33,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E
 from .flash_attention_bf16_bwd import (

@@ -20,8 +20,6 @@ multiprocessor runs.
 import functools
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64, uint16, uint32
-
 from ..primitives.ptx import device, kernel, load1, load8
 from ..primitives.tensor_cores import (
     commit_copies,
@@ -47,6 +45,7 @@ from ..primitives.tiles import (
     make_scores,
     make_store,
 )
+from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF
 from .flash_attention_bf16_bwd import make_column_gradients

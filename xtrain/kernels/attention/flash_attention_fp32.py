@@ -13,10 +13,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64
-
 from ..primitives.ptx import device, kernel
 from ..primitives.reduce import FULL
+from ..runtime.compiler import cuda, float32, int32, int64
 from .key_bounds import make_first_key, make_last_query
 
 ROWS, LANES = 8, 16  # threads: y, x

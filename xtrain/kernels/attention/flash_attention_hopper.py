@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
 
 from ...device import Array
 from ..primitives.hopper import (
@@ -38,6 +37,7 @@ from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_pr
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
 from ..primitives.tensor_maps import tensor_maps, tensors_of, tile_counter
+from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch
 from .flash_attention_hopper_parts import (

@@ -15,7 +15,6 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32, uint64
 
 from ...device import Array
 from ..primitives.hopper import (
@@ -35,6 +34,7 @@ from ..primitives.ptx import device, kernel, let_next_start, load1, load8, store
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import exp2, warp_id
 from ..primitives.tensor_maps import tensor_maps
+from ..runtime.compiler import cuda, float32, int32, int64, uint32, uint64
 from ..runtime.launch import can_overlap, empty, launch
 from .flash_attention_hopper import Gpu, Work, choose, launch_tiles
 from .flash_attention_hopper_dkdv import dkdv_shared_bytes, make_dkdv_kernel

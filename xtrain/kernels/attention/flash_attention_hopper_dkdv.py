@@ -10,8 +10,6 @@ buffers of K and V.
 import functools
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64, uint32, uint64
-
 from ..primitives.hopper import (
     PANEL,
     acquire_map,
@@ -33,6 +31,7 @@ from ..primitives.hopper import (
 )
 from ..primitives.ptx import device, kernel, wait_for_previous
 from ..primitives.tensor_cores import exp2, opaque, warp_id
+from ..runtime.compiler import cuda, float32, int32, int64, uint32, uint64
 from .flash_attention_hopper_parts import (
     HEADER,
     LOG2E,

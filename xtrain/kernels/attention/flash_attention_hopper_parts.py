@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64, uint32
-
 from ..primitives.hopper import (
     PANEL,
     acquire_map,
@@ -42,6 +40,7 @@ from ..primitives.ptx import device, wait_for_previous
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import opaque, pack_bf16
 from ..primitives.tensor_maps import tensors_of
+from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_first_key

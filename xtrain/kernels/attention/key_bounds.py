@@ -17,10 +17,10 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, int32, int64
 
 from ...device import Array
 from ..primitives.ptx import device, kernel
+from ..runtime.compiler import cuda, int32, int64
 from ..runtime.launch import check, check_array, empty, launch, on_host
 
 BY_ARRAY = -1

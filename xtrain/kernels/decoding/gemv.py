@@ -24,8 +24,6 @@ Bytes moved: read w; x, y and delta are small.
 import functools
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
-from numba.cuda.libdevice import rsqrtf
 
 from ...device import Array
 from ..cast import cast_fwd
@@ -34,6 +32,7 @@ from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import kernel, let_next_start, load4, store1, store4, wait_for_previous
 from ..primitives.reduce import warp_sum
 from ..quantize import Quantized, check_quantized, dense
+from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ..swiglu import sigmoid, silu_ref
 from .gemv_tensor_cores import (

@@ -23,9 +23,6 @@ x is rounded to bf16 after the norm weight, before r; sums, r and everything aft
 import functools
 from dataclasses import dataclass
 
-from numba import cuda, float32, int64, uint16, uint32
-from numba.cuda.libdevice import rsqrtf
-
 from ..primitives.codes import codes_to_bf16, load_codes16
 from ..primitives.ptx import (
     device,
@@ -41,6 +38,7 @@ from ..primitives.ptx import (
 from ..primitives.reduce import FULL, warp_sum
 from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
+from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint16, uint32
 from ..swiglu import sigmoid
 
 MAX_ROWS = 8  # columns of one tensor-core tile

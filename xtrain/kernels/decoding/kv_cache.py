@@ -25,12 +25,12 @@ Bytes moved by append: read and write 2 N G D elements.
 import functools
 
 import numpy as np
-from numba import cuda, int64, uint32
 
 from ...device import Array
 from ..primitives.flat import flat_rows, on_16_bytes, row_step
 from ..primitives.ptx import device, kernel, load1, store1
 from ..primitives.words import load_words4, load_words8, store_words4, store_words8
+from ..runtime.compiler import cuda, int64, uint32
 from ..runtime.launch import FLOATS, check, check_array, dtype_name, launch, on_host, zeros
 
 BLOCK = 256  # threads

@@ -20,11 +20,11 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
 
 from ...device import Array
 from ..primitives.last_block import arrive_last, zero_counters
 from ..primitives.ptx import device, kernel, let_next_start, load1, wait_for_previous
+from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host, wide
 from .sampling_search import (
     KEY,

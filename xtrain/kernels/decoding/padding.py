@@ -13,10 +13,10 @@ The sequence of a token is found by a binary search in `edges`: log2 A steps, no
 """
 
 import numpy as np
-from numba import cuda, int32, int64
 
 from ...device import Array
 from ..primitives.ptx import device, kernel
+from ..runtime.compiler import cuda, int32, int64
 from ..runtime.launch import check, empty, launch, on_host
 from .kv_cache import check_block_tables, check_int32
 

@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, float32, int32, int64
-from numba.cuda.libdevice import fadd_rn, fdiv_rn, fmul_rn, fsub_rn
 
 from ...device import Array, array_module
 from ..primitives.ptx import device, kernel, let_next_start, load1, store1, wait_for_previous
+from ..runtime.compiler import cuda, fadd_rn, fdiv_rn, float32, fmul_rn, fsub_rn, int32, int64
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, launch, on_host, wide, zeros
 
 THREADS = 256  # of a row's block

@@ -9,10 +9,9 @@ that bin's weight, and the drawn token is in one of very few bins, lo to hi. One
 import functools
 import math
 
-from numba import cuda, float32, int32, int64, uint32
-
 from ..primitives.last_block import arrive_last
 from ..primitives.ptx import device, kernel, let_next_start, wait_for_previous
+from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from .sampling_search import (
     KEY,
     LAST_KEY,

@@ -22,13 +22,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from numba import cuda, float32, int32, int64, uint32
-from numba.cuda.libdevice import float_as_int, int_as_float
-
 from ...device import Array
 from ..primitives.last_block import arrive_last
 from ..primitives.ptx import device, kernel, let_next_start, load1, wait_for_previous
 from ..primitives.reduce import FULL
+from ..runtime.compiler import cuda, float32, float_as_int, int32, int64, int_as_float, uint32
 from ..runtime.launch import multiprocessors
 
 ID = 31  # bits of a key that hold the id

@@ -21,114 +21,78 @@ integers to float32 in one. So bits are moved to where a float has them, by inst
 
 import ml_dtypes
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from ...simulator import simulates
-from .ptx import F32, GLOBAL, I32, _data, _register, _vector, intrinsic
+from ..runtime.compiler import float32, int8, uint32
+from .intrinsics import GLOBAL, intrinsic
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
 # ----------------------------------------------------------------------------- code generation
-def _constant(bits):
-    return ir.Constant(I32, bits)
-
-
-def _permute(builder, a, b, selector):
+def _permute(code, a, b, selector):
     """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last. "prmt" """
-    function = ir.FunctionType(I32, [I32, I32])
-    text = f"prmt.b32 $0, $1, $2, {selector:#06x};"
-    return builder.call(ir.InlineAsm(function, text, "=r,r,r", side_effect=False), [a, b])
+    return code.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", uint32, [a, b], effect=False)
 
 
-def _fma_pairs(builder, a, b, c):
+def _fma_pairs(code, a, b, c):
     """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are not flushed."""
-    function = ir.FunctionType(I32, [I32, I32, I32])
-    text = "fma.rn.bf16x2 $0, $1, $2, $3;"
-    asm = ir.InlineAsm(function, text, "=r,r,r,r", side_effect=False)
-    return builder.call(asm, [a, b, c])
+    return code.asm("fma.rn.bf16x2 $0, $1, $2, $3;", uint32, [a, b, c], effect=False)
 
 
-def _e4m3_in_place(builder, bits):
+def _e4m3_in_place(code, bits):
     """Each e4m3 at the top of a 32-bit float, or of both halves of a word -> its bits where the wider float has them"""
-    sign = builder.and_(bits, _constant(0x80008000))
-    rest = builder.and_(builder.lshr(bits, _constant(4)), _constant(0x07F007F0))
-    return builder.or_(sign, rest)
+    sign = code.and_(bits, 0x80008000)
+    rest = code.and_(code.lshr(bits, 4), 0x07F007F0)
+    return code.or_(sign, rest)
 
 
-def _int8_floats(builder, word):
-    shifted = builder.xor(word, _constant(0x80808080))  # code + 128
+def _int8_floats(code, word):
+    shifted = code.xor(word, 0x80808080)  # code + 128
     for j in range(4):
-        bits = _permute(builder, shifted, _constant(0x4B000000), 0x7540 | j)
-        wide = builder.bitcast(bits, F32)
-        yield builder.fsub(wide, ir.Constant(F32, 2.0**23 + 128))
+        bits = _permute(code, shifted, 0x4B000000, 0x7540 | j)
+        yield code.fsub(code.bitcast(bits, float32), 2.0**23 + 128)
 
 
-def _e4m3_floats(builder, word):
+def _e4m3_floats(code, word):
     for j in range(4):
-        top = builder.and_(builder.shl(word, _constant(24 - 8 * j)), _constant(0xFF000000))
+        top = code.and_(code.shl(word, 24 - 8 * j), 0xFF000000)
         # the lower half of the masks of _e4m3_in_place finds zeros
-        value = builder.bitcast(_e4m3_in_place(builder, top), F32)
-        yield builder.fmul(value, ir.Constant(F32, 2.0**120))
+        yield code.fmul(code.bitcast(_e4m3_in_place(code, top), float32), 2.0**120)
 
 
-def _int8_pairs(builder, word):
-    low, sign = (builder.and_(word, _constant(mask)) for mask in (0x7F7F7F7F, 0x80808080))
+def _int8_pairs(code, word):
+    low, sign = (code.and_(word, mask) for mask in (0x7F7F7F7F, 0x80808080))
     for selector in (0x4140, 0x4342):
-        a, b = (_permute(builder, x, _constant(0x43), selector) for x in (low, sign))
-        yield _fma_pairs(builder, b, _constant(0xBF80BF80), a)  # a - b
+        a, b = (_permute(code, x, 0x43, selector) for x in (low, sign))
+        yield _fma_pairs(code, b, 0xBF80BF80, a)  # a - b
 
 
-def _e4m3_pairs(builder, word):
+def _e4m3_pairs(code, word):
     for selector in (0x1404, 0x3424):
-        bits = _e4m3_in_place(builder, _permute(builder, word, _constant(0), selector))
-        yield _fma_pairs(builder, bits, _constant(0x7B807B80), _constant(0x80008000))  # 2^120, -0
+        bits = _e4m3_in_place(code, _permute(code, word, 0, selector))
+        yield _fma_pairs(code, bits, 0x7B807B80, 0x80008000)  # 2^120, -0
 
 
-@intrinsic
-def load_codes16(typingctx, words, x, i):
+@intrinsic()
+def load_codes16(code, words, x, i):
     """words[0:4] = x[i : i + 16]"""
-
-    def codegen(context, builder, sig, args):
-        pointer = _vector(context, builder, sig, args, 1, 2, I32, 4, GLOBAL)
-        vector, out = builder.load(pointer, align=16), _data(context, builder, sig.args[0], args[0])
-        for j in range(4):
-            builder.store(builder.extract_element(vector, _constant(j)), _register(builder, out, j))
-        return context.get_dummy_value()
-
-    return types.void(words, x, i), codegen
+    code.set_registers(words, code.load(code.pointer(x, i), uint32, GLOBAL, 4))
 
 
-@intrinsic
-def codes_to_floats(typingctx, values, words, x):
+@intrinsic()
+def codes_to_floats(code, values, words, x):
     """values[0:16] = the codes in words[0:4]"""
-    unpack = _int8_floats if x.dtype == types.int8 else _e4m3_floats
-
-    def codegen(context, builder, sig, args):
-        source = _data(context, builder, sig.args[1], args[1])
-        loaded = [builder.load(_register(builder, source, j)) for j in range(4)]
-        floats = [value for word in loaded for value in unpack(builder, word)]
-        out = _data(context, builder, sig.args[0], args[0])
-        for j, value in enumerate(floats):
-            builder.store(value, _register(builder, out, j))
-        return context.get_dummy_value()
-
-    return types.void(values, words, x), codegen
+    unpack = _int8_floats if x.type.dtype == int8 else _e4m3_floats
+    loaded = code.registers(words, 4)
+    code.set_registers(values, [value for word in loaded for value in unpack(code, word)])
 
 
-@intrinsic
-def codes_to_bf16(typingctx, pairs, word, x):
+@intrinsic(word=uint32)
+def codes_to_bf16(code, pairs, word, x):
     """pairs[0:2] = the codes of a word, in their order"""
-    unpack = _int8_pairs if x.dtype == types.int8 else _e4m3_pairs
-
-    def codegen(context, builder, sig, args):
-        out = _data(context, builder, sig.args[0], args[0])
-        for j, pair in enumerate(unpack(builder, args[1])):
-            builder.store(pair, _register(builder, out, j))
-        return context.get_dummy_value()
-
-    return types.void(pairs, types.uint32, x), codegen
+    unpack = _int8_pairs if x.type.dtype == int8 else _e4m3_pairs
+    code.set_registers(pairs, unpack(code, word))
 
 
 # ----------------------------------------------------------------------------- the same in the simulator

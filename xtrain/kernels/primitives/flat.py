@@ -21,10 +21,10 @@ row of odd width), and the end of an array, are read and written element by elem
 import math
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
 
 from ...device import Array, cupy
 from ...simulator import SimArray
+from ..runtime.compiler import cuda, float32, int64, uint32
 from ..runtime.launch import launch
 from .ptx import device, load1, load4, store1, store4
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import cuda, int64, uint32
 
+from ..runtime.compiler import cuda, int64, uint32
 from .ptx import device, load4, load8
 from .reduce import FULL
 from .words import (

@@ -21,118 +21,65 @@ The accumulator of a 64 x n product is a register array of n / 2 float32. Lane 4
 product in registers (matrix A, the same section).
 """
 
-import inspect
-
-from llvmlite import ir
-from numba import types, uint32, uint64
-
 from ...simulator import simulates
+from ..runtime.compiler import float32, int32, uint32, uint64
 from . import hopper_simulated as simulated
-from .ptx import F32, I8, I32, I64, SHARED, device, intrinsic
-from .tensor_cores import _asm, _global_address, _registers, _set_registers
+from .intrinsics import GLOBAL, instruction, intrinsic
+from .ptx import device
 
-VOID = ir.VoidType()
-LETTER = {types.uint32: "r", types.int32: "r", types.uint64: "l", types.float32: "f"}
-_u32, _u64, _i32 = types.uint32, types.uint64, types.int32
 WARPGROUP = 128  # threads
 MAP_WORDS = 16  # a tensor map is 16 x 8 bytes
 SHARED_ALIGNMENT = 1024
 PANEL = 64  # columns of bf16: 128 bytes
 
 
-def _define(name, parameters, make):
-    """Define an intrinsic with these parameter names. make(*types of the arguments) -> (signature, code generator)"""
-
-    def impl(typingctx, *args):
-        return make(*args)
-
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["typingctx", *parameters.split()]
-    signature = inspect.Signature([inspect.Parameter(n, positional) for n in names])
-    setattr(impl, "__signature__", signature)  # noqa: B010  mypy knows no such attribute
-    impl.__name__ = impl.__qualname__ = name  # part of the cache key, see runtime/compile.py
-    return intrinsic(impl)
-
-
-def instruction(name, text, result, *arguments, pure=False):
-    """An intrinsic for one PTX statement on scalars. In the text, $0 is the result if there is one, then the arguments.
-
-    result, arguments: Numba types; result None: no result. pure: the statement has no side effects.
-    """
-    result = result or types.void
-    constraints = [] if result == types.void else ["=" + LETTER[result]]
-    constraints += [LETTER[a] for a in arguments] + ([] if pure else ["~{memory}"])
-
-    def codegen(context, builder, sig, args):
-        kind = VOID if result == types.void else context.get_value_type(result)
-        out = _asm(builder, text, ",".join(constraints), kind, list(args), effect=not pure)
-        return context.get_dummy_value() if result == types.void else out
-
-    names = " ".join(f"a{i}" for i in range(len(arguments)))
-    return _define(name, names, lambda *_: (result(*arguments), codegen))
-
-
 # ----------------------------------------------------------------------------- shared memory by address
-@intrinsic
-def shared_base(typingctx):
+@intrinsic(returns=uint32)
+def shared_base(code):
     """The address of the block's dynamic shared memory, a multiple of 1024."""
-
-    def codegen(context, builder, sig, args):
-        module = builder.module
-        memory = module.globals.get("xtrain_dynamic_shared")
-        if memory is None:
-            kind = ir.ArrayType(I8, 0)
-            memory = ir.GlobalVariable(module, kind, "xtrain_dynamic_shared", addrspace=SHARED)
-            memory.linkage, memory.align = "external", SHARED_ALIGNMENT
-        return builder.ptrtoint(memory, I32)
-
-    return types.uint32(), codegen
+    return code.dynamic_shared("xtrain_dynamic_shared", SHARED_ALIGNMENT)
 
 
-store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, _u32, _u32)
+store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, uint32, uint32)
 # clear_shared(address): 16 bytes become zeros; address: a multiple of 16. For rows of a tile that a copy has brought.
 clear_shared = instruction(
     "clear_shared",
     "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }",
     None,
-    _u32,
+    uint32,
 )
 # post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0; the other lanes get 0. An
 # mbarrier must order the two. They are atomics, because compute-sanitizer's racecheck does not track mbarriers and does not
 # report two atomics as a hazard. "atom"
-post = instruction("post", "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }", None, _u32, _u32)
+post = instruction(
+    "post", "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }", None, uint32, uint32
+)
 read_post = instruction(
     "read_post",
     "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.b32 t, 0; "
     "@p atom.shared.or.b32 t, [$1], 0; mov.b32 $0, t; }",
-    _i32,
-    _u32,
+    int32,
+    uint32,
 )
 
 
-@intrinsic
-def load_floats(typingctx, registers, address):
+@intrinsic(address=uint32)
+def load_floats(code, registers, address):
     """registers[0:2] = the two float32 at a shared address, a multiple of 8. "ld" """
-
-    def codegen(context, builder, sig, args):
-        kind = ir.LiteralStructType([F32] * 2)
-        constraints = "=f,=f,r,~{memory}"
-        out = _asm(builder, "ld.shared.v2.f32 {$0,$1}, [$2];", constraints, kind, [args[1]])
-        values = [builder.extract_value(out, i) for i in range(2)]
-        _set_registers(context, builder, sig, args, 0, values)
-        return context.get_dummy_value()
-
-    return types.void(registers, types.uint32), codegen
+    values = code.asm("ld.shared.v2.f32 {$0,$1}, [$2];", [float32] * 2, [address], memory=True)
+    code.set_registers(registers, values)
 
 
 # ----------------------------------------------------------------------------- barriers
 # mbar_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and all expected bytes. "mbarrier"
-mbar_init = instruction("mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, _u32, _u32)
+mbar_init = instruction(
+    "mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, uint32, uint32
+)
 # Makes the mbarriers that this thread has initialized visible to the copy engine. "fence.mbarrier_init"
 mbar_init_fence = instruction("mbar_init_fence", "fence.mbarrier_init.release.cluster;", None)
 # mbar_expect(address, nbytes): arrive, and expect nbytes more. "mbarrier.arrive", "expect-tx operation"
 mbar_expect = instruction(
-    "mbar_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, _u32, _u32
+    "mbar_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, uint32, uint32
 )
 # mbar_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work of the other lanes.
 mbar_arrive = instruction(
@@ -140,7 +87,7 @@ mbar_arrive = instruction(
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
     "@p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
     None,
-    _u32,
+    uint32,
 )
 # mbar_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0 ...) has completed. On a new
 # mbarrier, parity 1 does not wait: it is "the phase before the first". "mbarrier.try_wait"
@@ -148,11 +95,11 @@ mbar_wait = instruction(
     "mbar_wait",
     "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra L; D: }",
     None,
-    _u32,
-    _u32,
+    uint32,
+    uint32,
 )
 # bar_sync(number, count): named barrier 1 to 15 of the block, for `count` threads. "barrier"
-bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, _u32, _u32)
+bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, uint32, uint32)
 # Makes this thread's stores to shared memory visible to wgmma and TMA. "membar / fence", proxies
 fence_async = instruction("fence_async", "fence.proxy.async.shared::cta;", None)
 
@@ -166,80 +113,53 @@ def make_setmaxnreg(count, more):
 
 
 # ----------------------------------------------------------------------------- copies (TMA)
-def _map_address(context, builder, sig, args, maps, i):
-    start = _global_address(context, builder, sig, [*args, ir.Constant(I64, 0)], maps, -1)
-    number = builder.zext(args[i], I64)
-    return builder.add(start, builder.mul(number, ir.Constant(I64, 8 * MAP_WORDS)))
+def _map_address(code, maps, i):
+    """The address of tensor map number i of the array `maps`"""
+    start = code.address(maps, 0, GLOBAL)
+    return code.add(start, code.mul(code.resize(i, uint64), 8 * MAP_WORDS))
 
 
-def _with_map(name, text, constraints, order, parameters, kinds, maps, i):
-    """An intrinsic that takes a tensor map.
+@intrinsic(i=uint32)
+def acquire_map(code, maps, i):
+    """Make map i visible to the copy engine, before this thread uses it. "fence.proxy.tensormap"
 
-    order: the operands of the text, as indices into the arguments; "map" is the address of map number args[i] in args[maps].
+    Tensor maps are in global memory, written by a copy before the launch.
     """
-
-    def make(*given):
-        def codegen(context, builder, sig, args):
-            address = _map_address(context, builder, sig, args, maps, i)
-            operands = [address if k == "map" else args[k] for k in order]
-            _asm(builder, text, constraints, VOID, operands)
-            return context.get_dummy_value()
-
-        full = [given[maps] if k == maps else kind for k, kind in enumerate(kinds)]
-        return types.void(*full), codegen
-
-    return _define(name, parameters, make)
+    text = "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;"
+    code.asm(text, None, [_map_address(code, maps, i)], memory=True)
 
 
-# acquire_map(maps, i): tensor maps are in global memory, written by a copy before the launch. A thread must make a map visible
-# to the copy engine before it uses the map. "fence.proxy.tensormap"
-acquire_map = _with_map(
-    "acquire_map",
-    "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;",
-    "l,~{memory}",
-    ["map"],
-    "maps i",
-    [None, _u32],
-    0,
-    1,
-)
-# load_tile(to, maps, i, barrier, column, row, head, sequence): copies the box of map i with this start to shared address `to`;
-# its bytes complete `barrier`. Zeros beyond the end of the tensor. "cp.async.bulk.tensor". In the map, heads come before rows,
-# see tensor_maps.py.
-load_tile = _with_map(
-    "load_tile",
-    "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-    "[$0], [$1, {$3, $4, $5, $6}], [$2];",
-    "r,l,r,r,r,r,r,~{memory}",
-    [0, "map", 3, 4, 6, 5, 7],
-    "to maps i barrier column row head sequence",
-    [_u32, None, _u32, _u32, _i32, _i32, _i32, _i32],
-    1,
-    2,
-)
-# load_row(to, maps, i, barrier, column, row): the same for a float32 matrix: some columns of one row, not swizzled.
-load_row = _with_map(
-    "load_row",
-    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-    "[$0], [$1, {$3, $4}], [$2];",
-    "r,l,r,r,r,~{memory}",
-    [0, "map", 3, 4, 5],
-    "to maps i barrier column row",
-    [_u32, None, _u32, _u32, _i32, _i32],
-    1,
-    2,
-)
-# store_tile(maps, i, address, column, row, head, sequence): the reverse; nothing is written beyond the end of the tensor.
-store_tile = _with_map(
-    "store_tile",
-    "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];",
-    "l,r,r,r,r,r,~{memory}",
-    ["map", 2, 3, 5, 4, 6],
-    "maps i address column row head sequence",
-    [None, _u32, _u32, _i32, _i32, _i32, _i32],
-    0,
-    1,
-)
+@intrinsic(to=uint32, i=uint32, barrier=uint32, column=int32, row=int32, head=int32, sequence=int32)
+def load_tile(code, to, maps, i, barrier, column, row, head, sequence):
+    """Copy the box of map i with this start to shared address `to`; its bytes complete `barrier`. Zeros beyond the end of the
+    tensor. "cp.async.bulk.tensor". In the map, heads come before rows, see tensor_maps.py.
+    """
+    text = (
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$3, $4, $5, $6}], [$2];"
+    )
+    start = [column, head, row, sequence]
+    code.asm(text, None, [to, _map_address(code, maps, i), barrier, *start], memory=True)
+
+
+@intrinsic(to=uint32, i=uint32, barrier=uint32, column=int32, row=int32)
+def load_row(code, to, maps, i, barrier, column, row):
+    """The same for a float32 matrix: some columns of one row, not swizzled."""
+    text = (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$3, $4}], [$2];"
+    )
+    code.asm(text, None, [to, _map_address(code, maps, i), barrier, column, row], memory=True)
+
+
+@intrinsic(i=uint32, address=uint32, column=int32, row=int32, head=int32, sequence=int32)
+def store_tile(code, maps, i, address, column, row, head, sequence):
+    """The reverse of load_tile; nothing is written beyond the end of the tensor."""
+    text = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
+    start = [column, head, row, sequence]
+    code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
+
+
 # commit_stores(): the stores that this thread has started become a group. wait_stores(): wait until the copy engine has read
 # the data of all groups. "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
 commit_stores = instruction("commit_stores", "cp.async.bulk.commit_group;", None)
@@ -290,27 +210,16 @@ def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
     the commit, with all registers as operands, so that the compilers cannot move them.
     """
     size, in_registers = n // 2, a_steps is None
-    count = 4 * len(b_steps) if in_registers else 1
     text = _product_text(n, a_steps, b_steps, b_rows, accumulate)
-    operands = ["=f"] * size + ["r" if in_registers else "l"] * count + ["l"]
-    operands += [str(i) for i in range(size)] if accumulate else []
-    constraints = ",".join([*operands, "~{memory}"])
-
-    def make(acc, a, b):
-        def codegen(context, builder, sig, args):
-            values = (
-                _registers(context, builder, sig, args, 1, count) if in_registers else [args[1]]
-            )
-            values.append(args[2])
-            if accumulate:
-                values += _registers(context, builder, sig, args, 0, size)
-            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
-            return context.get_dummy_value()
-
-        return types.void(acc, a if in_registers else _u64, _u64), codegen
-
     name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}"
-    op = _define(name, "acc a b", make)
+    declared = {"b": uint64} if in_registers else {"a": uint64, "b": uint64}
+
+    @intrinsic(name=name, **declared)
+    def op(code, acc, a, b):
+        left = code.registers(a, 4 * len(b_steps)) if in_registers else [a]
+        before = code.registers(acc, size) if accumulate else []
+        _with_accumulator(code, acc, size, text, [*left, b], before)
+
     simulate_product = simulated.product(n, a_steps, b_steps, b_rows, accumulate)
     simulates(op, collective=WARPGROUP)(simulate_product)
     return op
@@ -335,25 +244,18 @@ def _product_text(n, a_steps, b_steps, b_rows, accumulate):
     return "".join([*text, "wgmma.commit_group.sync.aligned; }"])
 
 
-def _accumulator_asm(context, builder, sig, args, text, constraints, values, size):
-    out = _asm(builder, text, constraints, ir.LiteralStructType([F32] * size), values)
-    fields = [builder.extract_value(out, i) for i in range(size)]
-    _set_registers(context, builder, sig, args, 0, fields)
+def _with_accumulator(code, acc, size, text, operands, before):
+    """One statement that has all registers of the accumulator as results"""
+    after = code.asm(text, [float32] * size, operands, memory=True, tied=before)
+    code.set_registers(acc, after)
 
 
 def _accumulator_instruction(name, n, text):
-    size = n // 2
-    constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["~{memory}"])
+    @intrinsic(name=name)
+    def op(code, acc):
+        _with_accumulator(code, acc, n // 2, text, [], code.registers(acc, n // 2))
 
-    def make(acc):
-        def codegen(context, builder, sig, args):
-            values = _registers(context, builder, sig, args, 0, size)
-            _accumulator_asm(context, builder, sig, args, text, constraints, values, size)
-            return context.get_dummy_value()
-
-        return types.void(acc), codegen
-
-    return _define(name, "acc", make)
+    return op
 
 
 def make_wait(n, pending):

@@ -8,10 +8,10 @@ Integers and minima do not depend on which block is the last; sums of floats mus
 """
 
 import numpy as np
-from numba import cuda, int32
 
 from ...device import Array, cupy
 from ...simulator import SimArray
+from ..runtime.compiler import cuda, int32
 from ..runtime.launch import zeros
 from .ptx import atomic_add_in_order, device
 from .tensor_maps import upload

@@ -9,32 +9,19 @@ this file, which the simulator runs instead. Names in "quotes" are sections of N
 """
 
 import inspect
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-from llvmlite import ir
-from numba import cuda, types
 
 from ...simulator import simulates
 from ...simulator.early import let_next, wait
+from ..runtime.compiler import COMPILER, cuda, float32, int32, uint16, uint32
+from .intrinsics import GLOBAL, SHARED, instruction, intrinsic
 
-intrinsic: Any
-try:
-    from numba.cuda.extending import intrinsic
-except ImportError:  # older releases
-    from numba.extending import intrinsic
-
-I8, I16, I32, I64, F32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
-GLOBAL, SHARED = 1, 3  # NVVM's address spaces
-
-_JIT = inspect.signature(cuda.jit).parameters
+# Options that numba-cuda-mlir and releases of numba-cuda have, and older ones lack
+_JIT = {"forceinline", "launch_bounds"}
+if COMPILER == "numba":
+    _JIT &= set(inspect.signature(cuda.jit).parameters)
 
 
 def device(fn):
@@ -50,94 +37,39 @@ def kernel(threads: int, min_blocks: int = 0, **options):
     return cuda.jit(**options)
 
 
-# ----------------------------------------------------------------------------- helpers for code generation
-def _data(context, builder, array_type, array):
-    return context.make_array(array_type)(context, builder, value=array).data
-
-
-def _int64(builder, value, number):
-    if value.type.width >= 64:
-        return value
-    return builder.sext(value, I64) if number.signed else builder.zext(value, I64)
-
-
-def _vector(context, builder, sig, args, a, i, element, length, space):
-    """Pointer to the vector of `length` elements at args[a][args[i]] in address space `space`. No bounds check."""
-    pointer = builder.gep(
-        _data(context, builder, sig.args[a], args[a]), [_int64(builder, args[i], sig.args[i])]
-    )
-    there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, space))
-    return builder.bitcast(there, ir.PointerType(ir.VectorType(element, length), space))
-
-
-def _register(builder, pointer, j):
-    return builder.gep(pointer, [ir.Constant(I32, j)])
-
-
-def _widen(builder, bits, is_bf16):
-    """The low (0) or high (1) half of a 32-bit pair of bf16, as float32"""
-    if is_bf16:
-        bits = builder.and_(bits, ir.Constant(I32, 0xFFFF0000))
-    else:
-        bits = builder.shl(bits, ir.Constant(I32, 16))
-    return builder.bitcast(bits, F32)
-
-
-def _narrow_pair(builder, low, high):
-    """Two float32 -> a 32-bit pair of bf16, rounded to nearest even. PTX ISA, cvt: the first source is the upper half."""
-    function = ir.FunctionType(I32, [F32, F32])
-    asm = ir.InlineAsm(function, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", side_effect=False)
-    return builder.call(asm, [low, high])
-
-
 # ----------------------------------------------------------------------------- 8 or 4 elements of a row at once
+def widen(code, bits, upper):
+    """The low (0) or high (1) half of a 32-bit pair of bf16, as float32"""
+    bits = code.and_(bits, 0xFFFF0000) if upper else code.shl(bits, 16)
+    return code.bitcast(bits, float32)
+
+
+def narrow_pair(code, low, high):
+    """Two float32 -> a 32-bit pair of bf16, rounded to nearest even. PTX ISA, cvt: the first source is the upper half."""
+    return code.asm("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, [low, high], effect=False)
+
+
 def _load(name, count, space):
-    def load(typingctx, registers, x, i):
-        is_bf16 = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if is_bf16 else (F32, 4)  # one access: 16 or 8 bytes
+    def load(code, registers, x, i):
+        if x.is_bf16:  # one access: 16 or 8 bytes
+            pairs = code.load(code.pointer(x, i), uint32, space, count // 2)
+            values = [widen(code, pair, upper) for pair in pairs for upper in (0, 1)]
+        else:
+            values = code.load(code.pointer(x, i), float32, space, 4, count // 4)
+        code.set_registers(registers, values)
 
-        def codegen(context, builder, sig, args):
-            out = _data(context, builder, sig.args[0], args[0])
-            pointer = _vector(context, builder, sig, args, 1, 2, word, length, space)
-            values = []
-            for j in range(count // (2 * length if is_bf16 else length)):
-                vector = builder.load(_register(builder, pointer, j), align=4 * length)
-                at = [ir.Constant(I32, k) for k in range(length)]
-                values += [builder.extract_element(vector, k) for k in at]
-            if is_bf16:
-                values = [_widen(builder, values[j // 2], j % 2) for j in range(count)]
-            for j, value in enumerate(values):
-                builder.store(value, _register(builder, out, j))
-            return context.get_dummy_value()
-
-        return types.void(registers, x, i), codegen
-
-    load.__name__ = name
-    return intrinsic(load)
+    return intrinsic(name=name)(load)
 
 
 def _store(name, count, space):
-    def store(typingctx, x, i, registers):
-        is_bf16 = isinstance(x.dtype, types.Integer)
-        word, length = (I32, count // 2) if is_bf16 else (F32, 4)
+    def store(code, x, i, registers):
+        values, length = code.registers(registers, count), 4
+        if x.is_bf16:
+            values = [narrow_pair(code, *values[j : j + 2]) for j in range(0, count, 2)]
+            length = count // 2
+        code.store(code.pointer(x, i), values, space, length)
 
-        def codegen(context, builder, sig, args):
-            source = _data(context, builder, sig.args[2], args[2])
-            values = [builder.load(_register(builder, source, j)) for j in range(count)]
-            if is_bf16:
-                values = [_narrow_pair(builder, *values[j : j + 2]) for j in range(0, count, 2)]
-            pointer = _vector(context, builder, sig, args, 0, 1, word, length, space)
-            for j in range(0, len(values), length):
-                vector = ir.Constant(ir.VectorType(word, length), ir.Undefined)
-                for k in range(length):
-                    vector = builder.insert_element(vector, values[j + k], ir.Constant(I32, k))
-                builder.store(vector, _register(builder, pointer, j // length), align=4 * length)
-            return context.get_dummy_value()
-
-        return types.void(x, i, registers), codegen
-
-    store.__name__ = name
-    return intrinsic(store)
+    return intrinsic(name=name)(store)
 
 
 # load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8.
@@ -151,54 +83,25 @@ load8_shared, store8_shared = _load("load8_shared", 8, SHARED), _store("store8_s
 load4_shared, store4_shared = _load("load4_shared", 4, SHARED), _store("store4_shared", 4, SHARED)
 
 
-@intrinsic
-def load1(typingctx, x, i):
+@intrinsic(returns=float32)
+def load1(code, x, i):
     """x[i] as float32. x: flat, float32 or bf16."""
-    is_bf16 = isinstance(x.dtype, types.Integer)
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(
-            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
-        )
-        value = builder.load(pointer)
-        return _widen(builder, builder.zext(value, I32), 0) if is_bf16 else value
-
-    return types.float32(x, i), codegen
+    if not x.is_bf16:
+        return code.load(code.pointer(x, i), float32)[0]
+    (bits,) = code.load(code.pointer(x, i), uint16)
+    return widen(code, code.resize(bits, uint32), 0)
 
 
-@intrinsic
-def store1(typingctx, x, i, value):
+@intrinsic(value=float32)
+def store1(code, x, i, value):
     """x[i] = value, rounded to nearest even for bf16."""
-    is_bf16 = isinstance(x.dtype, types.Integer)
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(
-            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
-        )
-        value = args[2]
-        if is_bf16:
-            value = builder.trunc(_narrow_pair(builder, value, value), I16)
-        builder.store(value, pointer)
-        return context.get_dummy_value()
-
-    return types.void(x, i, types.float32), codegen
+    there = code.pointer(x, i)
+    if x.is_bf16:
+        value = code.resize(narrow_pair(code, value, value), uint16)
+    code.store(there, [value])
 
 
 # ----------------------------------------------------------------------------- kernels that overlap
-def _grid_control(name, instruction):
-    def control(typingctx):
-        def codegen(context, builder, sig, args):
-            function = ir.FunctionType(ir.VoidType(), [])
-            asm = ir.InlineAsm(function, f"{instruction};", "~{memory}", side_effect=True)
-            builder.call(asm, [])
-            return context.get_dummy_value()
-
-        return types.void(), codegen
-
-    control.__name__ = name
-    return intrinsic(control)
-
-
 # For kernels launched with overlap (runtime/launch.py). Compute capability 9.0 and up, "griddepcontrol".
 # wait_for_previous(): when it returns, the previous kernel has finished and its writes are visible. Before this call a kernel
 # may only read memory that the previous kernel does not write (such as weights), and only write memory that the previous
@@ -207,46 +110,23 @@ def _grid_control(name, instruction):
 # is called after wait_for_previous, the next kernel overlaps only with this one. If it is called before, the next kernel may
 # start while two or more earlier kernels still run, and the rules above hold for all of them. (Each of them waits for the one
 # before it, so after wait_for_previous all of them have finished.)
-wait_for_previous = _grid_control("wait_for_previous", "griddepcontrol.wait")
-let_next_start = _grid_control("let_next_start", "griddepcontrol.launch_dependents")
+wait_for_previous = instruction("wait_for_previous", "griddepcontrol.wait;", None)
+let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", None)
 
 
-@intrinsic
-def prefetch(typingctx, x, i):
+@intrinsic()
+def prefetch(code, x, i):
     """Prefetch the 128 bytes around x[i], in global memory, into the L2 cache. "prefetch" """
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(
-            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
-        )
-        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-        function = ir.FunctionType(ir.VoidType(), [I64])
-        asm = ir.InlineAsm(function, "prefetch.global.L2 [$0];", "l", side_effect=True)
-        builder.call(asm, [builder.ptrtoint(there, I64)])
-        return context.get_dummy_value()
-
-    return types.void(x, i), codegen
+    code.asm("prefetch.global.L2 [$0];", None, [code.address(x, i, GLOBAL)])
 
 
-@intrinsic
-def prefetch_run(typingctx, x, i, n):
+@intrinsic()
+def prefetch_run(code, x, i, n):
     """Prefetch x[i : i + n] into the L2 cache. Both ends are multiples of 16 bytes. Compute capability 9.0 and up.
     "cp.async.bulk.prefetch" """
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(
-            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
-        )
-        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-        bytes_of_one = ir.Constant(I64, sig.args[0].dtype.bitwidth // 8)
-        count = builder.mul(_int64(builder, args[2], sig.args[2]), bytes_of_one)
-        function = ir.FunctionType(ir.VoidType(), [I64, I32])
-        text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-        asm = ir.InlineAsm(function, text, "l,r", side_effect=True)
-        builder.call(asm, [builder.ptrtoint(there, I64), builder.trunc(count, I32)])
-        return context.get_dummy_value()
-
-    return types.void(x, i, n), codegen
+    start = code.address(x, i, GLOBAL)
+    nbytes = code.resize(code.mul(code.int64(n), x.type.dtype.bitwidth // 8), uint32)
+    code.asm("cp.async.bulk.prefetch.L2.global [$0], $1;", None, [start, nbytes])
 
 
 def _aligned_run(thread, site, x, i, n):
@@ -259,26 +139,16 @@ def _aligned_run(thread, site, x, i, n):
         raise ValueError(f"{site.what}: elements {i} to {i + n} are outside an array of {x.size}")
 
 
-@intrinsic
-def atomic_add_in_order(typingctx, x, i, value):
+@intrinsic(returns=int32, value=int32)
+def atomic_add_in_order(code, x, i, value):
     """x[i] += value, int32 in global memory; returns the old value. With acquire-release ordering ("atom", .acq_rel).
 
     All writes that are visible to this thread (its own and, after a barrier, those of its block) become visible to every
     thread whose later call observes this addition. It waits once, for those writes; cuda.threadfence before and after an
     atomic would wait twice.
     """
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.gep(
-            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
-        )
-        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-        function = ir.FunctionType(I32, [I64, I32])
-        text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
-        asm = ir.InlineAsm(function, text, "=r,l,r,~{memory}", side_effect=True)
-        return builder.call(asm, [builder.ptrtoint(there, I64), args[2]])
-
-    return types.int32(x, i, types.int32), codegen
+    text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
+    return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 
 
 # The simulator runs launches one after the other, but it checks the rules of overlapping ones; prefetching has no effect.

@@ -8,8 +8,7 @@ and a block must be a whole number of warps.
 import functools
 import math
 
-from numba import cuda, float32, int64
-
+from ..runtime.compiler import cuda, float32, int64
 from ..runtime.launch import can_overlap, launch
 from .ptx import kernel, load1, wait_for_previous
 

@@ -15,9 +15,8 @@ C is a compile-time constant, so all loops over a row are unrolled and its colum
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from numba import cuda, float32, uint32
-
 from ...device import Array
+from ..runtime.compiler import cuda, float32, uint32
 from .flat import on_16_bytes
 from .ptx import device, load1, load4, load8, store1, store4, store8
 from .reduce import MAX_WARPS, block_sum, warp_sum

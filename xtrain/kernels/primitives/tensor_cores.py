@@ -15,70 +15,16 @@ instruction, for the simulator. Names in "quotes" are sections of NVIDIA's PTX I
 
 import ml_dtypes
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from ...simulator import KernelError, simulates
-from .ptx import (
-    F32,
-    GLOBAL,
-    I32,
-    I64,
-    SHARED,
-    _data,
-    _int64,
-    _narrow_pair,
-    _register,
-    _widen,
-    intrinsic,
-)
-
-
-# ----------------------------------------------------------------------------- helpers for code generation
-def _asm(builder, text, constraints, result, args, effect=True):
-    """effect: the instruction has side effects, so the compiler must not move, merge or remove it."""
-    function = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(ir.InlineAsm(function, text, constraints, side_effect=effect), args)
-
-
-def _shared_address(context, builder, sig, args, a, i):
-    """32-bit address of args[a][args[i]] in shared memory"""
-    data = _data(context, builder, sig.args[a], args[a])
-    base = builder.addrspacecast(data, ir.PointerType(data.type.pointee, SHARED))
-    size = ir.Constant(I32, sig.args[a].dtype.bitwidth // 8)
-    return builder.add(builder.ptrtoint(base, I32), builder.mul(_int32(builder, args[i]), size))
-
-
-def _int32(builder, value):
-    return value if value.type.width <= 32 else builder.trunc(value, I32)
-
-
-def _global_address(context, builder, sig, args, a, i):
-    """64-bit address of args[a][args[i]] in global memory"""
-    data = _data(context, builder, sig.args[a], args[a])
-    pointer = builder.gep(data, [_int64(builder, args[i], sig.args[i])])
-    space = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-    return builder.ptrtoint(space, I64)
-
-
-def _registers(context, builder, sig, args, a, n):
-    data = _data(context, builder, sig.args[a], args[a])
-    return [builder.load(_register(builder, data, j)) for j in range(n)]
-
-
-def _set_registers(context, builder, sig, args, a, values):
-    data = _data(context, builder, sig.args[a], args[a])
-    for j, value in enumerate(values):
-        builder.store(value, _register(builder, data, j))
-
-
-def _fields(builder, struct, n=4):
-    return [builder.extract_value(struct, j) for j in range(n)]
+from ..runtime.compiler import float32, int32, uint32
+from .intrinsics import GLOBAL, LITERAL, SHARED, instruction, intrinsic
+from .ptx import narrow_pair, widen
 
 
 # ----------------------------------------------------------------------------- the tensor core
-@intrinsic
-def mma_bf16(typingctx, c, a, b):
+@intrinsic()
+def mma_bf16(code, c, a, b):
     """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8) float32.
 
     "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbouring elements per register:
@@ -86,43 +32,26 @@ def mma_bf16(typingctx, c, a, b):
         B   b[0] rows 2t, 2t + 1, b[1] rows 2t + 8, 2t + 9: column g
         C   c[0], c[1] row g, c[2], c[3] row g + 8: columns 2t, 2t + 1
     """
-
-    def codegen(context, builder, sig, args):
-        values = []
-        for i, n in ((1, 4), (2, 2), (0, 4)):
-            values += _registers(context, builder, sig, args, i, n)
-        out = _asm(
-            builder,
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            ir.LiteralStructType([F32] * 4),
-            values,
-        )
-        _set_registers(context, builder, sig, args, 0, _fields(builder, out))
-        return context.get_dummy_value()
-
-    return types.void(c, a, b), codegen
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    operands = code.registers(a, 4) + code.registers(b, 2) + code.registers(c, 4)
+    code.set_registers(c, code.asm(text, [float32] * 4, operands))
 
 
 def _ldmatrix(name, option):
-    def ldmatrix(typingctx, registers, smem, i, flip, more):
-        def codegen(context, builder, sig, args):
-            address = _shared_address(context, builder, sig, args, 1, 2)
-            # Hides the sum from the compiler, which would otherwise compute another one for each `more`.
-            address = _asm(builder, "mov.b32 $0, $1;", "=r,r", I32, [address], effect=False)
-            flip, more = (builder.mul(_int32(builder, x), ir.Constant(I32, 2)) for x in args[3:])
-            address = builder.add(builder.xor(address, flip), more)
-            text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
-            result = ir.LiteralStructType([I32] * 4)
-            out = _asm(builder, text, "=r,=r,=r,=r,r,~{memory}", result, [address])
-            _set_registers(context, builder, sig, args, 0, _fields(builder, out))
-            return context.get_dummy_value()
+    text = f"ldmatrix.sync.aligned.m8n8.x4{option}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
 
-        return types.void(registers, smem, i, flip, more), codegen
+    def ldmatrix(code, registers, smem, i, flip, more):
+        address = code.address(smem, i, SHARED)
+        # Hides the sum from the compiler, which would otherwise compute another one for each `more`.
+        address = code.asm("mov.b32 $0, $1;", uint32, [address], effect=False)
+        flip, more = (code.mul(code.int32(x), 2) for x in (flip, more))
+        address = code.add(code.xor(address, flip), more)
+        code.set_registers(registers, code.asm(text, [uint32] * 4, [address], memory=True))
 
-    ldmatrix.__name__ = name
-    return intrinsic(ldmatrix)
+    return intrinsic(name=name)(ldmatrix)
 
 
 # ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one register each. Row r of matrix m
@@ -135,20 +64,13 @@ ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
 
 # ----------------------------------------------------------------------------- asynchronous copies
 def _copy_async(name, cache, nbytes):
-    def copy(typingctx, smem, i, x, j, valid):
-        def codegen(context, builder, sig, args):
-            to = _shared_address(context, builder, sig, args, 0, 1)
-            source = _global_address(context, builder, sig, args, 2, 3)
-            valid = context.is_true(builder, sig.args[4], args[4])
-            size = builder.select(valid, ir.Constant(I32, nbytes), ir.Constant(I32, 0))
-            text = f"cp.async.{cache}.shared.global [$0], [$1], {nbytes}, $2;"
-            _asm(builder, text, "r,l,r,~{memory}", ir.VoidType(), [to, source, size])
-            return context.get_dummy_value()
+    text = f"cp.async.{cache}.shared.global [$0], [$1], {nbytes}, $2;"
 
-        return types.void(smem, i, x, j, valid), codegen
+    def copy(code, smem, i, x, j, valid):
+        to, source = code.address(smem, i, SHARED), code.address(x, j, GLOBAL)
+        code.asm(text, None, [to, source, code.choose(valid, nbytes, 0)], memory=True)
 
-    copy.__name__ = name
-    return intrinsic(copy)
+    return intrinsic(name=name)(copy)
 
 
 # copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to smem[i]; copy4_async copies one
@@ -158,146 +80,70 @@ copy16_async = _copy_async("copy16_async", "cg", 16)
 copy4_async = _copy_async("copy4_async", "ca", 4)
 
 
-@intrinsic
-def commit_copies(typingctx):
-    """The copies that this thread has started since the last commit become one group. "cp.async.commit_group" """
-
-    def codegen(context, builder, sig, args):
-        _asm(builder, "cp.async.commit_group;", "~{memory}", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+# The copies that this thread has started since the last commit become one group. "cp.async.commit_group"
+commit_copies = instruction("commit_copies", "cp.async.commit_group;", None)
 
 
-@intrinsic
-def wait_copies(typingctx, n):
+@intrinsic(n=LITERAL)
+def wait_copies(code, n):
     """Wait until at most n (a constant) of this thread's groups are in flight. "cp.async.wait_group"
 
     Other threads see the data after the next barrier.
     """
-    if not hasattr(n, "literal_value"):
-        return None
-    count = n.literal_value
-
-    def codegen(context, builder, sig, args):
-        _asm(builder, f"cp.async.wait_group {count};", "~{memory}", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(n), codegen
+    code.asm(f"cp.async.wait_group {n};", memory=True)
 
 
 # ----------------------------------------------------------------------------- 16 bytes of bf16
-def _words(builder, address, space, length):
-    return builder.inttoptr(address, ir.PointerType(ir.VectorType(I32, length), space))
+def _store16(name, space):
+    def store16(code, x, i, registers):
+        value = code.vector(code.registers(registers, 4))
+        code.store(code.address(x, i, space), [value], space)
 
-
-def _store16(name, space, address_of):
-    def store16(typingctx, x, i, registers):
-        def codegen(context, builder, sig, args):
-            vector = ir.Constant(ir.VectorType(I32, 4), ir.Undefined)
-            for j, value in enumerate(_registers(context, builder, sig, args, 2, 4)):
-                vector = builder.insert_element(vector, value, ir.Constant(I32, j))
-            address = address_of(context, builder, sig, args, 0, 1)
-            builder.store(vector, _words(builder, address, space, 4), align=16)
-            return context.get_dummy_value()
-
-        return types.void(x, i, registers), codegen
-
-    store16.__name__ = name
-    return intrinsic(store16)
+    return intrinsic(name=name)(store16)
 
 
 # x[i : i + 8] = registers[0:4]; i is a multiple of 8. To global and to shared memory.
-store16 = _store16("store16", GLOBAL, _global_address)
-store16_shared = _store16("store16_shared", SHARED, _shared_address)
+store16 = _store16("store16", GLOBAL)
+store16_shared = _store16("store16_shared", SHARED)
 
 
-@intrinsic
-def load16_shared(typingctx, registers, smem, i):
+@intrinsic()
+def load16_shared(code, registers, smem, i):
     """registers[0:4] = smem[i : i + 8]; i is a multiple of 8."""
-
-    def codegen(context, builder, sig, args):
-        address = _shared_address(context, builder, sig, args, 1, 2)
-        vector = builder.load(_words(builder, address, SHARED, 4), align=16)
-        values = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(4)]
-        _set_registers(context, builder, sig, args, 0, values)
-        return context.get_dummy_value()
-
-    return types.void(registers, smem, i), codegen
+    code.set_registers(registers, code.load(code.address(smem, i, SHARED), uint32, SHARED, 4))
 
 
-@intrinsic
-def store_pair_shared(typingctx, smem, i, pair):
+@intrinsic(pair=uint32)
+def store_pair_shared(code, smem, i, pair):
     """smem[i], smem[i + 1] = the two bf16 of `pair`; i is even."""
-
-    def codegen(context, builder, sig, args):
-        address = _shared_address(context, builder, sig, args, 0, 1)
-        builder.store(args[2], builder.inttoptr(address, ir.PointerType(I32, SHARED)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(smem, i, types.uint32), codegen
+    code.store(code.address(smem, i, SHARED), [pair], SHARED)
 
 
-@intrinsic
-def load2_shared(typingctx, registers, smem, i):
+@intrinsic()
+def load2_shared(code, registers, smem, i):
     """registers[0:2] = smem[i : i + 2]; smem: float32; i is even."""
-
-    def codegen(context, builder, sig, args):
-        address = _shared_address(context, builder, sig, args, 1, 2)
-        pointer = builder.inttoptr(address, ir.PointerType(ir.VectorType(F32, 2), SHARED))
-        vector = builder.load(pointer, align=8)
-        values = [builder.extract_element(vector, ir.Constant(I32, j)) for j in range(2)]
-        _set_registers(context, builder, sig, args, 0, values)
-        return context.get_dummy_value()
-
-    return types.void(registers, smem, i), codegen
+    code.set_registers(registers, code.load(code.address(smem, i, SHARED), float32, SHARED, 2))
 
 
 # ----------------------------------------------------------------------------- values
-def _scalar(name, generate, result, *arguments):
-    """An intrinsic whose value is generate(builder, *arguments)."""
-    found = result(*arguments), lambda context, builder, sig, args: generate(builder, *args)
-
-    def of_0(typingctx):
-        return found
-
-    def of_1(typingctx, x):
-        return found
-
-    def of_2(typingctx, x, y):
-        return found
-
-    function = (of_0, of_1, of_2)[len(arguments)]
-    function.__name__ = name
-    return intrinsic(function)
-
-
-def _instruction(text, constraints, result, effect=False):
-    return lambda builder, *args: _asm(builder, text, constraints, result, args, effect)
-
-
-_f32, _u32, _i32 = types.float32, types.uint32, types.int32
 # 2 ** x and log2(x), with an error of two units in the last place; exp2(-inf) is 0. "ex2", "lg2"
-exp2 = _scalar("exp2", _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
-log2 = _scalar("log2", _instruction("lg2.approx.ftz.f32 $0, $1;", "=f,f", F32), _f32, _f32)
-fmax = _scalar("fmax", _instruction("max.f32 $0, $1, $2;", "=f,f,f", F32), _f32, _f32, _f32)
+exp2 = instruction("exp2", "ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
+log2 = instruction("log2", "lg2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
+fmax = instruction("fmax", "max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
 # Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as float32.
-pack_bf16 = _scalar("pack_bf16", _narrow_pair, _u32, _f32, _f32)
-low_bf16 = _scalar("low_bf16", lambda builder, pair: _widen(builder, pair, 0), _f32, _u32)
-high_bf16 = _scalar("high_bf16", lambda builder, pair: _widen(builder, pair, 1), _f32, _u32)
+pack_bf16 = intrinsic(uint32, "pack_bf16", low=float32, high=float32)(narrow_pair)
+low_bf16 = intrinsic(float32, "low_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 0))
+high_bf16 = intrinsic(float32, "high_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 1))
 # Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives those of column g. "movmatrix"
 _TRANSPOSE = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-transpose_pairs = _scalar(
-    "transpose_pairs", _instruction(_TRANSPOSE, "=r,r", I32, True), _u32, _u32
-)
+transpose_pairs = instruction("transpose_pairs", _TRANSPOSE, uint32, uint32, memory=False)
 # threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
 _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
 )
-warp_id = _scalar("warp_id", _instruction(_WARP_ID, "=r", I32), _i32)
+warp_id = instruction("warp_id", _WARP_ID, int32, pure=True)
 # n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n before a loop.
-_MOVE = _instruction("mov.b32 $0, $1;", "=r,r,~{memory}", I32, effect=True)
-opaque = _scalar("opaque", _MOVE, _i32, _i32)
+opaque = instruction("opaque", "mov.b32 $0, $1;", int32, int32)
 
 
 # ----------------------------------------------------------------------------- the same in the simulator

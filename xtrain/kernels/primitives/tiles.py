@@ -21,8 +21,7 @@ with MT = 1, 16 rows, reading shared memory takes longer than multiplying.
 
 import functools
 
-from numba import cuda, float32, uint32
-
+from ..runtime.compiler import cuda, float32, uint32
 from .ptx import device
 from .tensor_cores import (
     commit_copies,

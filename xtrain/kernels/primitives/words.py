@@ -12,23 +12,12 @@ elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8
 
 import ml_dtypes
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from ...device import Array
 from ...simulator import simulates
-from .ptx import (
-    F32,
-    GLOBAL,
-    I32,
-    SHARED,
-    _data,
-    _narrow_pair,
-    _register,
-    _vector,
-    _widen,
-    intrinsic,
-)
+from ..runtime.compiler import float32, uint32
+from .intrinsics import GLOBAL, SHARED, intrinsic
+from .ptx import narrow_pair, widen
 
 
 def elements_per_vector(*arrays: Array) -> int:
@@ -41,100 +30,51 @@ def elements_per_vector(*arrays: Array) -> int:
 
 
 # ----------------------------------------------------------------------------- code generation
-def _get(context, builder, sig, args, a, n):
-    """The first n registers of args[a]"""
-    data = _data(context, builder, sig.args[a], args[a])
-    return [builder.load(_register(builder, data, j)) for j in range(n)]
-
-
-def _set(context, builder, sig, args, a, values):
-    data = _data(context, builder, sig.args[a], args[a])
-    for j, value in enumerate(values):
-        builder.store(value, _register(builder, data, j))
-    return context.get_dummy_value()
-
-
-def _is_bf16(x):
-    return isinstance(x.dtype, types.Integer)
-
-
 def _accesses(n, x):
     """-> the number of accesses, the words in each"""
-    words = n // 2 if _is_bf16(x) else n
+    words = n // 2 if x.is_bf16 else n
     return max(words // 4, 1), min(words, 4)
 
 
 def _make_load(name, n, space):
-    def load(typingctx, words, x, i):
+    def load(code, words, x, i):
         count, length = _accesses(n, x)
+        code.set_registers(words, code.load(code.pointer(x, i), uint32, space, length, count))
 
-        def codegen(context, builder, sig, args):
-            pointer = _vector(context, builder, sig, args, 1, 2, I32, length, space)
-            values = []
-            for k in range(count):
-                vector = builder.load(_register(builder, pointer, k), align=4 * length)
-                values += [
-                    builder.extract_element(vector, ir.Constant(I32, j)) for j in range(length)
-                ]
-            return _set(context, builder, sig, args, 0, values)
-
-        return types.void(words, x, i), codegen
-
-    load.__name__ = name
-    return intrinsic(load)
+    return intrinsic(name=name)(load)
 
 
 def _make_store(name, n, space):
-    def store(typingctx, x, i, words):
+    def store(code, x, i, words):
         count, length = _accesses(n, x)
+        values = code.registers(words, count * length)
+        code.store(code.pointer(x, i), values, space, length)
 
-        def codegen(context, builder, sig, args):
-            values = _get(context, builder, sig, args, 2, count * length)
-            pointer = _vector(context, builder, sig, args, 0, 1, I32, length, space)
-            for k in range(count):
-                vector = ir.Constant(ir.VectorType(I32, length), ir.Undefined)
-                for j in range(length):
-                    value = values[k * length + j]
-                    vector = builder.insert_element(vector, value, ir.Constant(I32, j))
-                builder.store(vector, _register(builder, pointer, k), align=4 * length)
-            return context.get_dummy_value()
-
-        return types.void(x, i, words), codegen
-
-    store.__name__ = name
-    return intrinsic(store)
+    return intrinsic(name=name)(store)
 
 
 def _make_unpack(name, n):
-    def unpack(typingctx, values, words, x):
-        def codegen(context, builder, sig, args):
-            if _is_bf16(x):
-                pairs = _get(context, builder, sig, args, 1, n // 2)
-                floats = [_widen(builder, pair, upper) for pair in pairs for upper in (0, 1)]
-            else:
-                floats = [builder.bitcast(w, F32) for w in _get(context, builder, sig, args, 1, n)]
-            return _set(context, builder, sig, args, 0, floats)
+    def unpack(code, values, words, x):
+        if x.is_bf16:
+            pairs = code.registers(words, n // 2)
+            floats = [widen(code, pair, upper) for pair in pairs for upper in (0, 1)]
+        else:
+            floats = [code.bitcast(word, float32) for word in code.registers(words, n)]
+        code.set_registers(values, floats)
 
-        return types.void(values, words, x), codegen
-
-    unpack.__name__ = name
-    return intrinsic(unpack)
+    return intrinsic(name=name)(unpack)
 
 
 def _make_pack(name, n):
-    def pack(typingctx, words, values, x):
-        def codegen(context, builder, sig, args):
-            floats = _get(context, builder, sig, args, 1, n)
-            if _is_bf16(x):
-                new = [_narrow_pair(builder, *pair) for pair in zip(floats[::2], floats[1::2])]
-            else:
-                new = [builder.bitcast(f, I32) for f in floats]
-            return _set(context, builder, sig, args, 0, new)
+    def pack(code, words, values, x):
+        floats = code.registers(values, n)
+        if x.is_bf16:
+            new = [narrow_pair(code, *pair) for pair in zip(floats[::2], floats[1::2])]
+        else:
+            new = [code.bitcast(value, uint32) for value in floats]
+        code.set_registers(words, new)
 
-        return types.void(words, values, x), codegen
-
-    pack.__name__ = name
-    return intrinsic(pack)
+    return intrinsic(name=name)(pack)
 
 
 load_words2, load_words4, load_words8 = (_make_load(f"load_words{n}", n, GLOBAL) for n in (2, 4, 8))

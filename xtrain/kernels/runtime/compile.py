@@ -26,12 +26,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, types
-from numba.cuda import api, dispatcher
-from numba.cuda.cudadrv import devices
 
 from ...blas import cores
 from ...device import cache_folder, cupy
+from .compiler import COMPILER, cuda, types
+
+if COMPILER == "numba":
+    from numba.cuda import api, dispatcher
+    from numba.cuda.cudadrv import devices
+else:
+    from numba_cuda_mlir import tools
+    from numba_cuda_mlir.numba_cuda import dispatcher
 
 KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
@@ -84,6 +89,9 @@ def _compile(kernel, signature):
 
 
 def _translate(kernel, signature):
+    if COMPILER == "mlir":
+        compiled = kernel.compile(signature).metadata
+        return compiled["func_name"], bytes(compiled["cubin"])
     kernel.compile(signature)
     compiled = kernel.overloads[signature]
     # numba-cuda 0.30 has no public function that returns the machine code.
@@ -141,6 +149,9 @@ def _start_worker(jobs, capability):
     """In a forked process CUDA does not work. Compiling needs it only to ask for the compute capability."""
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
+    if COMPILER == "mlir":
+        tools._cached_cc = capability
+        return
     device = SimpleNamespace(compute_capability=capability)
     context = SimpleNamespace(device=device)
     devices.get_context = api.current_context = lambda *_: context
@@ -176,7 +187,7 @@ def _sources() -> str:
 
 @functools.cache
 def _versions() -> tuple:
-    names = ("numba", "numba-cuda", "llvmlite")
+    names = ("numba", "numba-cuda", "llvmlite") if COMPILER == "numba" else ("numba-cuda-mlir",)
     return tuple((name, importlib.metadata.version(name)) for name in names), sys.version_info[:2]
 
 

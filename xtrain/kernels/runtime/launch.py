@@ -9,7 +9,8 @@ The array type alone decides which implementation a launcher uses:
 Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may synchronize with its
 stream. Here Numba compiles a kernel once per signature, and the driver's cuLaunchKernel launches it with parameters packed
 by hand, in about 10 us. Numba's calling convention passes an array as seven or more separate parameters: meminfo, parent,
-size, itemsize, data pointer, shape..., strides... .
+size, itemsize, data pointer, shape..., strides... . That of numba-cuda-mlir: allocation, data pointer, offset, shape...,
+strides in elements... .
 """
 
 import contextlib
@@ -22,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, types
 
 from ... import simulator
 from ...device import Array, array_module, cupy
 from ...simulator import SimArray
 from .compile import MachineCode, allow_shared, compile_together, load_function
+from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
 from .overlap import launch_overlapping
 
@@ -324,7 +325,11 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
             shape = a.shape
             # a._c_contiguous: a.flags would build an object each time
             kinds += (a.dtype.char, len(shape), a._c_contiguous)
-            values += (0, 0, a.size, a.itemsize, a.data.ptr, *shape, *a.strides)
+            if COMPILER == "numba":
+                values += (0, 0, a.size, a.itemsize, a.data.ptr, *shape, *a.strides)
+            else:
+                strides = [stride // a.itemsize for stride in a.strides]
+                values += (a.data.ptr, a.data.ptr, 0, *shape, *strides)
     key = tuple(kinds)
     plan = _plans.get(key)
     if plan is None:
@@ -365,7 +370,7 @@ _STRUCT_FORMATS = dict(zip("fd?iIlqLQ", ("f4x", "d", "?7x", "i4x", "I4x", "q", "
 def struct_format(a) -> str:
     """Format of one kernel argument for the struct module, each value in 8 bytes."""
     if not isinstance(a, np.generic):
-        return "q" * (5 + 2 * a.ndim)
+        return "q" * ((5 if COMPILER == "numba" else 3) + 2 * a.ndim)
     return _STRUCT_FORMATS[a.dtype.char]
 
 

@@ -1,0 +1,206 @@
+"""The operations of llvm_code.py as MLIR: for numba-cuda-mlir. Written for its release 0.6, whose MLIR is not a stable API."""
+
+import math
+
+from numba_cuda_mlir import cuda, types
+from numba_cuda_mlir._mlir import ir
+from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
+from numba_cuda_mlir.extending import intrinsic as function_maker
+from numba_cuda_mlir.extending import lower_builtin, refresh_registries
+from numba_cuda_mlir.lowering_utilities import memref_data_pointer
+
+__all__ = ["Code", "function_maker"]
+LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
+DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
+
+
+def _type(kind):
+    """The MLIR type of a number of this kind"""
+    return ir.F32Type.get() if kind == types.float32 else ir.IntegerType.get_signless(kind.bitwidth)
+
+
+def _constant(number, kind):
+    if isinstance(kind, ir.FloatType):
+        return arith.ConstantOp(kind, ir.FloatAttr.get(kind, number)).result
+    half = 1 << (kind.width - 1)
+    signed = (int(number) + half) % (2 * half) - half
+    return arith.ConstantOp(kind, ir.IntegerAttr.get(kind, signed)).result
+
+
+def _integer(value, width, signed):
+    """An integer of another width"""
+    have, there = value.type.width, ir.IntegerType.get_signless(width)
+    if have == width:
+        return value
+    change = arith.TruncIOp if have > width else arith.ExtSIOp if signed else arith.ExtUIOp
+    return change(there, value).result
+
+
+def _arithmetic(operation):
+    def generate(self, a, b):
+        return operation(a, b if isinstance(b, ir.Value) else _constant(b, a.type)).result
+
+    return generate
+
+
+class Code:
+    """Appends MLIR to the kernel. The methods are those of llvm_code.Code."""
+
+    def __init__(self, builder):
+        self.builder = builder
+
+    @classmethod
+    def generator(cls, body, kinds):
+        def generate(builder, target, args, kwargs):
+            values = []
+            for argument, kind in zip(args, kinds):
+                value = builder.load_var(argument)
+                if isinstance(kind, (types.Integer, types.Float)):
+                    given = builder.get_numba_type(argument.name)
+                    if isinstance(given, types.Float) or isinstance(kind, types.Float):
+                        value = builder.mlir_convert(value, _type(kind))
+                    else:
+                        value = _integer(value, kind.bitwidth, getattr(given, "signed", False))
+                values.append(value)
+            builder.store_var(target, body(cls(builder), values))
+
+        return generate
+
+    # ------------------------------------------------------------------------- values
+    add, mul, fsub, fmul = map(
+        _arithmetic, (arith.AddIOp, arith.MulIOp, arith.SubFOp, arith.MulFOp)
+    )
+    and_, or_, xor = map(_arithmetic, (arith.AndIOp, arith.OrIOp, arith.XOrIOp))
+    shl, lshr = map(_arithmetic, (arith.ShLIOp, arith.ShRUIOp))
+
+    def constant(self, number, kind=types.uint32):
+        return _constant(number, _type(kind))
+
+    def bitcast(self, value, kind):
+        there = _type(kind)
+        return value if value.type == there else arith.BitcastOp(there, value).result
+
+    def resize(self, value, kind):
+        return _integer(value, kind.bitwidth, False)
+
+    def int32(self, i):
+        return _integer(i.value, 32, i.type.signed)
+
+    def int64(self, i):
+        if isinstance(i, int):
+            return _constant(i, ir.IntegerType.get_signless(64))
+        return _integer(i.value, 64, i.type.signed)
+
+    def choose(self, condition, yes, no):
+        value = condition.value
+        if value.type.width != 1:
+            zero = _constant(0, value.type)
+            value = arith.CmpIOp(arith.CmpIPredicate.ne, value, zero).result
+        return arith.SelectOp(value, self.constant(yes), self.constant(no)).result
+
+    # ------------------------------------------------------------------------- memory
+    def _index(self, x, j):
+        """The indices of element j of a register array, which may have several dimensions"""
+        shape, index = list(ir.MemRefType(x.value.type).shape), []
+        for k in range(len(shape)):
+            below = math.prod(shape[k + 1 :])
+            index.append(j // below % (shape[k] if k else j + 1))
+        kind = ir.IndexType.get()
+        return [arith.ConstantOp(kind, ir.IntegerAttr.get(kind, i)).result for i in index]
+
+    def registers(self, x, n):
+        return [memref.LoadOp(x.value, self._index(x, j)).result for j in range(n)]
+
+    def set_registers(self, x, values):
+        for j, value in enumerate(values):
+            memref.StoreOp(value, x.value, self._index(x, j))
+
+    def pointer(self, x, i):
+        element = ir.MemRefType(x.value.type).element_type
+        return self._at(memref_data_pointer(x.value), self.int64(i), element)
+
+    def _at(self, pointer, i, element):
+        return llvm.getelementptr(pointer.type, pointer, [i], [DYNAMIC], element, None)
+
+    def address(self, x, i, space):
+        if space == 1:
+            there = self._in_space(self.pointer(x, i), space)
+            return llvm.ptrtoint(ir.IntegerType.get_signless(64), there)
+        there = self._in_space(memref_data_pointer(x.value), space)
+        base = llvm.ptrtoint(ir.IntegerType.get_signless(32), there)
+        return self.add(base, self.mul(self.int32(i), x.type.dtype.bitwidth // 8))
+
+    def _in_space(self, pointer, space):
+        return llvm.addrspacecast(llvm.PointerType.get(space), pointer) if space else pointer
+
+    def _first(self, where, space):
+        if isinstance(where.type, ir.IntegerType):
+            return llvm.inttoptr(llvm.PointerType.get(space), where)
+        return self._in_space(where, space)
+
+    def load(self, where, kind, space=None, length=1, count=1):
+        element, first, values = _type(kind), self._first(where, space), []
+        loaded = element if length == 1 else ir.VectorType.get([length], element)
+        alignment = kind.bitwidth // 8 * (length if space else 1)
+        for k in range(count):
+            at = self._at(first, self.int64(k), loaded) if k else first
+            value = llvm.load(loaded, at, alignment=alignment)
+            if length == 1:
+                return [value]
+            values += [llvm.extractelement(value, self.constant(j)) for j in range(length)]
+        return values
+
+    def vector(self, values):
+        vector = llvm.mlir_undef(ir.VectorType.get([len(values)], values[0].type))
+        for j, value in enumerate(values):
+            vector = llvm.insertelement(vector, value, self.constant(j))
+        return vector
+
+    def store(self, where, values, space=None, length=1):
+        first = self._first(where, space)
+        for k in range(0, len(values), length):
+            value = values[k] if length == 1 else self.vector(values[k : k + length])
+            at = self._at(first, self.int64(k // length), value.type) if k else first
+            words = math.prod(value.type.shape) if isinstance(value.type, ir.VectorType) else 1
+            llvm.store(value, at, alignment=4 * words if space else None)
+
+    def dynamic_shared(self, name, alignment):
+        block = self.builder.mlir_gpu_module.bodyRegion.blocks[0]
+        names = [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
+        if name not in names:
+            with ir.InsertionPoint.at_block_begin(block):
+                kind = ir.Type.parse("!llvm.array<0 x i8>")
+                linkage = ir.Attribute.parse("#llvm.linkage<external>")
+                llvm.GlobalOp(kind, name, linkage, addr_space=3, alignment=alignment)
+        memory = llvm.mlir_addressof(llvm.PointerType.get(3), name)
+        return llvm.ptrtoint(ir.IntegerType.get_signless(32), memory)
+
+    # ------------------------------------------------------------------------- PTX
+    def asm(self, text, returns=None, operands=(), effect=True, memory=False, tied=()):
+        several = isinstance(returns, list)
+        kinds = returns if several else [returns] * (returns is not None)
+        results = [_type(kind) for kind in kinds]
+        operands = [o if isinstance(o, ir.Value) else self.constant(o) for o in operands]
+        constraints = ["=" + LETTERS[str(kind)] for kind in results]
+        constraints += [LETTERS[str(o.type)] for o in operands]
+        constraints += [str(i) for i in range(len(tied))] + ["~{memory}"] * memory
+        result = results[0] if results else None
+        if several:
+            result = ir.Type.parse(f"!llvm.struct<({', '.join(map(str, results))})>")
+        operands = [*operands, *tied]
+        out = llvm.inline_asm(
+            result, operands, text, ",".join(constraints), has_side_effects=effect
+        )
+        if several:
+            return [llvm.extractvalue(kind, out, [j]) for j, kind in enumerate(results)]
+        return out if results else None
+
+
+@lower_builtin(cuda.threadfence)
+def _threadfence(builder, target, args, kwargs):
+    """Release 0.6 has the function but no code for it."""
+    llvm.inline_asm(None, [], "membar.gl;", "~{memory}", has_side_effects=True)
+    builder.store_var(target, None)
+
+
+refresh_registries(typing=False)
