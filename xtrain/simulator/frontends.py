@@ -72,7 +72,7 @@ class Frontend:
     def fitting(self, dispatcher, given: tuple):
         """The declared types that a launch with arguments of the types `given` uses; None if there are none, or several."""
         fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
-        if self.package == MLIR:
+        if hasattr(dispatcher, "_resolve_overload"):  # an MLIRDispatcher
             best, _ = dispatcher._resolve_overload(given, candidate_sig_args=fitting)
             return best[0] if len(best) == 1 else None
         for kinds in fitting:

@@ -136,8 +136,8 @@ def simulate(allow=(), enable=(), processes=1):
         @simulate()
         def test_kernel(): ...
 
-    Launches raise a KernelError for what a GPU would not report. allow, enable: kinds of findings, as for `run`, in addition to those
-    of a `simulate` around this one. processes: as for `run`. Raises RuntimeError if Numba's own simulator is in use.
+    allow, enable: kinds of findings, as for `run`, added to those of a `simulate` around this one. processes: as for `run`.
+    Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds(allow, enable)  # raises ValueError for an unknown one
     before = dispatch.options
