@@ -82,14 +82,14 @@ print("integers", [int(added(whole[order])) for order in orders])
 # The second row is the **exclusive prefix sum**, or exclusive scan, of the first. (The *inclusive* one, 3 4 8 9 14,
 # also counts the element itself.) Each number depends on all before it, which looks like work for one thread. But
 # take a sum of the last 1, then 2, 4, 8, ... elements: in each step lane l adds the sum of lane l - d to its own,
-# and d doubles (Hillis and Steele 1986). How many elements does the sum of each lane cover?
+# and d doubles (Hillis and Steele 1986). How many elements does the sum of each lane cover? A column is a lane, a
+# row is a step:
 
 # %%
 lanes = np.arange(8)
 steps = [np.minimum(lanes + 1, covered) for covered in (1, 2, 4, 8)]
-lesson.figures.ownership(
-    np.array(steps), "elements in a lane's sum: at first, after d = 1, 2, 4", "sum"
-)
+title = "elements in a lane's sum: at first, after d = 1, 2, 4"
+lesson.figures.ownership(np.array(steps), title, width=lesson.figures.NARROW)
 
 # %% [markdown]
 # After three steps every one of the 8 lanes has its inclusive sum; 32 lanes need five. Within a warp a lane reads another's register:
