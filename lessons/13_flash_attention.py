@@ -657,7 +657,7 @@ lesson.table(
 # %% [markdown]
 # The xtrain column shows the kernels of lesson 14, which run on every GPU since the A100. From 1024
 # tokens on, cuDNN, NVIDIA's own library, is faster, because it uses instructions that exist only on
-# Hopper. [Lesson 23](23_beyond.ipynb) covers those, and xtrain's kernels that use them. At 65,536
+# Hopper. [Lesson 23](23_hopper.ipynb) covers those, and xtrain's kernels that use them. At 65,536
 # tokens, PyTorch's own flash kernels are about as fast as these.
 #
 # ## What did not help

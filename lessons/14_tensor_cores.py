@@ -587,7 +587,7 @@ for D in (32, 64, 128):
 #
 # *Padding instead of a swizzle.* It avoids bank conflicts equally well and is simpler. But it needs
 # an eighth more shared memory at width 64, and Hopper's engine for copying tiles, TMA ([lesson
-# 23](23_beyond.ipynb)) writes them in exactly this swizzle.
+# 23](23_hopper.ipynb)) writes them in exactly this swizzle.
 #
 # ## More exercises
 #

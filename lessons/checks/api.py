@@ -23,11 +23,12 @@ from xtrain.kernels.runtime.launch import empty, launch, zeros
 from . import attempt, figures, padding, records
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
+from .ranks import ProcessRank, run_ranks
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners", "padding", "record",
-    "report", "source", "stepped", "table", "traced", "tracing", "zeros",
+    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners",
+    "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "zeros",
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"
@@ -35,7 +36,7 @@ WORK = Path("my_lessons")  # the reader's solutions; ignored by git
 PASSED = "passed.txt"  # in this folder: the exercises that passed
 TRACKS = {  # lessons/index.md shows the same
     "Kernels": (1, 2, 3, 4, 10, 11, 12, 13, 14, 23, 30),
-    "Training": (5, 6, 7, 8, 9, 15, 16, 25, 26, 28),
+    "Training": (5, 6, 7, 8, 9, 15, 16, 32, 25, 26, 28),
     "Serving": (17, 18, 19, 20, 21, 22, 24, 27, 29),
 }
 

@@ -8,6 +8,8 @@ bars(values, unit)           a few numbers side by side
 tiles(...)                   which part of A and B a block of C needs
 stack(steps)                 the layers of a model along its residual stream, with shapes
 nucleus(p, ids, top_p, u)    which tokens top-p keeps, and which one a random number draws
+ring(world)                  which ranks' numbers a chunk contains after each step of a ring all-reduce
+products(rows, ranks)        matrix products whose matrices are divided among ranks
 
 A phone shows a figure about 350 pixels wide, 76 an inch: letters of 9 points are 9.5 pixels high there.
 """
@@ -398,6 +400,88 @@ def nucleus(p, ids, top_p: float, u: float, title="") -> Figure:
     axes.set_ylabel("running sum")
     _title(axes, title)
     _plain(axes)
+    return _shown(figure)
+
+
+def ring(world: int) -> Figure:
+    """The chunks of every rank after each step of a ring all-reduce: which ranks' numbers they contain.
+
+    Left: reduce-scatter from the top down. Right: all-gather. A chunk that was received in the step has a thick frame.
+    """
+    held = [[{r} for _ in range(world)] for r in range(world)]
+    states = [("start", held, [None] * world)]
+    for step in range(2 * (world - 1)):
+        adds, before = step < world - 1, states[-1][1]
+        chunks = [(r - step - 1 + (not adds) * world) % world for r in range(world)]
+        held = [[set(c) for c in row] for row in before]
+        for r, c in enumerate(chunks):
+            came = before[r - 1][c]
+            held[r][c] = held[r][c] | came if adds else set(came)
+        states.append((f"step {step + 1}", held, chunks))
+    left, right = states[:world], states[world:]
+    figure, grid = plt.subplots(
+        world, 2, figsize=(NARROW, 0.27 * world * world + 0.25 * world + 0.6), layout="constrained"
+    )
+    for row, pair in enumerate(zip(left, [None, *right])):
+        for axes, state in zip(grid[row], pair):
+            axes.set_axis_off()
+            axes.set(xlim=(-0.9, world), ylim=(world, 0))
+            if state is None:
+                text = "left:\nreduce-scatter,\nreceive and add\n\nright:\nall-gather,\nreceive and store"
+                axes.text(world / 2, world / 2, text, ha="center", va="center", fontsize=9)
+                continue
+            name, held, chunks = state
+            axes.set_title(name, fontsize=9, pad=2)
+            for r in range(world):
+                axes.text(-0.15, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
+                for c in range(world):
+                    n = len(held[r][c])
+                    color = ACCENT if n == world else [PALE, COLORS[0], "#4db6ac"][min(n - 1, 2)]
+                    text = "sum" if n == world else "+".join(map(str, sorted(held[r][c])))
+                    ink = "white" if n == world else INK
+                    new = chunks[r] == c
+                    frame = dict(fc=color, ec=INK if new else "white", lw=1.8 if new else 1)
+                    axes.add_patch(plt.Rectangle((c + 0.04, r + 0.06), 0.92, 0.88, **frame))
+                    size = 7 if 2 < n < world else 8
+                    axes.text(c + 0.5, r + 0.52, text, ha="center", va="center", fontsize=size, color=ink)  # fmt: skip
+    figure.suptitle("columns: chunks; a cell: whose numbers are in it", fontsize=10)
+    return _shown(figure)
+
+
+def products(rows: list[list[str | tuple[str, float, float, int | str]]], ranks=2) -> Figure:
+    """Rows of matrices and signs. A matrix: (text below, height, width, whose).
+
+    whose: 0 or 1, the axis that is divided among the ranks; "0", "1", ..., the rank that has it alone; "all": every rank has it.
+    """
+    wide = lambda item: 0.5 if isinstance(item, str) else item[2] + 0.3
+    total = max(sum(map(wide, row)) for row in rows)
+    tall = [max(item[1] for item in row if not isinstance(item, str)) + 0.9 for row in rows]
+    figure, axes = _axes(NARROW / total * sum(tall) + 0.3, NARROW)
+    top = 0.0
+    for row, height in zip(rows, tall):
+        left, middle = 0.0, top + (height - 0.7) / 2
+        for item in row:
+            if isinstance(item, str):
+                axes.text(left + 0.2, middle, item, ha="center", va="center", fontsize=11)
+                left += wide(item)
+                continue
+            text, h, w, axis = item
+            n = ranks if axis in (0, 1) else 1
+            alone = PALE if axis == "all" else COLORS[int(axis)]
+            for r in range(n):
+                dy, dx = (h / n if axis == 0 else 0), (w / n if axis == 1 else 0)
+                size = (w / n if axis == 1 else w), (h / n if axis == 0 else h)
+                color = COLORS[r] if n > 1 else alone
+                corner = (left + r * dx, middle - h / 2 + r * dy)
+                axes.add_patch(plt.Rectangle(corner, *size, fc=color, ec=INK, lw=0.6))
+            axes.text(left + w / 2, middle + h / 2 + 0.12, text, ha="center", va="top", fontsize=9)
+            left += wide(item)
+        top += height
+    for r in range(ranks):
+        axes.add_patch(plt.Rectangle((r * 1.3, top - 0.05), 0.25, 0.25, fc=COLORS[r], ec=INK, lw=0.5))  # fmt: skip
+        axes.text(r * 1.3 + 0.35, top + 0.08, f"rank {r}", va="center", fontsize=9)
+    axes.set(xlim=(-0.05, total), ylim=(top + 0.3, -0.1))
+    axes.set_axis_off()
     return _shown(figure)
 
 

@@ -1,4 +1,4 @@
-"""Exercises of lesson 23: Hopper kernels, and models split across several GPUs."""
+"""Exercises of lesson 23: Hopper's wgmma and TMA."""
 
 import ml_dtypes
 import numpy as np
@@ -6,11 +6,6 @@ import numpy as np
 from xtrain.kernels.primitives.tensor_maps import tensor_maps
 
 from .attempt import exercise
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
 
 BYTES = 64 * 64 * 2
 
@@ -67,112 +62,6 @@ def warpgroup_kernel(e):
             "Only the rows of the first warp are written: warp w = thread // 32 has rows 16 * w to 16 * w + 15.":
                 lambda got: np.isnan(got[16:]).all() and np.allclose(got[:16], (a @ b.T)[:16], 1e-3, 1e-3),
         }, rtol=1e-3, atol=1e-3)  # fmt: skip
-
-
-@exercise(
-    "23.3", "mlp_shares",
-    first_step="rank r owns some of the hidden units: rows of w1, and the columns of w2 that belong to the SAME hidden units.",
-    hints={"ValueError": "w1 is (F, C), w2 is (C, F): a hidden unit is a ROW of w1 and a COLUMN of w2, w1[mine] and w2[:, mine]."},
-    kernel=False,
-)  # fmt: skip
-def mlp_shares(e):
-    fixed = (3, 4, 6, 1), (3, 4, 6, 2), (2, 5, 12, 4), (2, 6, 6, 3)
-    draw = lambda rng: (*rng.integers(2, 6, 2), 6 * (ranks := rng.integers(2, 6)), ranks)
-    for N, C, F, ranks in e.cases(fixed, draw):
-        x, w1, w2 = (np.asarray(e.normal(*s)).astype(np.float64) for s in ((N, C), (F, C), (C, F)))
-        got = e.call(
-            x, w1, w2, ranks, case=f"x ({N}, {C}), w1 ({F}, {C}), w2 ({C}, {F}), {ranks} ranks"
-        )
-        e.need(
-            isinstance(got, list) and len(got) == ranks,
-            f"Return a list with one array for each of the {ranks} ranks.",
-        )
-        want = silu(x @ w1.T) @ w2.T
-        part = F // ranks
-        mine = slice(0, part)
-        first = silu(x @ w1[mine].T) @ w2[:, mine].T
-        e.need(
-            np.shape(got[0]) == (N, C),
-            f"The share of rank 0 has shape {np.shape(got[0])}: each share is (N, C), as large as the result, and the shares are summed.",
-        )
-        total = sum(np.asarray(s) for s in got)
-        e.need(
-            ranks == 1 or not np.allclose(got[0], want),
-            "Every rank computes the whole MLP: nothing is split. Rank r must use only F / ranks rows of w1 and columns of w2.",
-        )
-        e.need(
-            ranks == 1 or not all(np.allclose(share, want / ranks) for share in got),
-            "Every rank computes the whole MLP and takes a part of the result: nothing is split. Rank r must use only F / ranks hidden units.",
-        )
-        rows, strided = _slices(F, ranks), [slice(r, None, ranks) for r in range(ranks)]
-        pairs = zip(rows, strided), zip(strided, rows), zip(rows, rows[::-1])
-        unmatched = [sum(silu(x @ w1[a].T) @ w2[:, b].T for a, b in pair) for pair in pairs]
-        inputs = (
-            sum(silu(x[:, s] @ w1[:, s].T) @ w2.T for s in _slices(C, ranks))
-            if C % ranks == 0
-            else None
-        )
-        e.same("the sum of the shares", total, want, {
-            "w1 was split along its inputs. The sum over inputs must be complete BEFORE silu, because silu is not linear: "
-            "silu(a + b) is not silu(a) + silu(b).": inputs if inputs is not None else np.empty(0),
-            "silu is missing between the two products.": (x @ w1.T) @ w2.T,
-            "The columns of w2 do not belong to the rows of w1: both are r * F / ranks to (r + 1) * F / ranks - 1.":
-                lambda got: any(np.allclose(got, wrong) for wrong in unmatched),
-        }, rtol=1e-6)  # fmt: skip
-        e.same("the share of rank 0", np.asarray(got[0]), first, {
-            "The sum is right, but rank 0 has every ranks-th hidden unit. Give each rank neighbouring units, so that its weights are contiguous.":
-                silu(x @ w1[::ranks].T) @ w2[:, ::ranks].T,
-        }, rtol=1e-6)  # fmt: skip
-
-
-def _slices(n, parts):
-    return [slice(i * n // parts, (i + 1) * n // parts) for i in range(parts)]
-
-
-@exercise(
-    "23.4", "fsdp_bytes",
-    first_step="each rank permanently stores 1 / ranks of the weights of every layer. How many whole layers must be in memory at the same time?",
-    kernel=False,
-)  # fmt: skip
-def fsdp_bytes(e):
-    fixed = (
-        (4, 100, 1, 0),
-        (32, 800, 8, 0),
-        (32, 800, 8, 1),
-        (10, 64, 4, 2),
-    )
-    draw = lambda rng: (
-        rng.integers(5, 90),
-        64 * rng.integers(1, 90),
-        2 ** rng.integers(1, 7),
-        rng.integers(0, 4),
-    )
-    for layers, size, ranks, ahead in e.cases(fixed, draw, times=5):
-        got = e.call(
-            layers,
-            size,
-            ranks,
-            ahead,
-            case=f"{layers} layers of {size} bytes, {ranks} ranks, {ahead} gathered ahead",
-        )
-        want = layers * size // ranks + (1 + ahead) * size if ranks > 1 else layers * size
-        if got == want:
-            continue
-        e.need(got is not None and np.ndim(got) == 0, "Return one number.")
-        say = f"It returns {got}; expected {want}."
-        if got == layers * size:
-            say += " This is everything on every rank: data parallelism without sharding."
-        elif got == layers * size // ranks:
-            say += " To compute a layer, all its weights must be in memory: gathered from all ranks, used, and freed."
-        elif ahead and got == layers * size // ranks + size:
-            say += " While a layer is computed, the next ones are already gathered: they need memory too."
-        elif ranks > 1 and got == layers * size / ranks + (1 + ahead) * size * (ranks - 1) / ranks:
-            say += " A gathered layer is a whole new array, which includes a copy of the rank's own part: layer_bytes each."
-        elif got == layers * size / ranks + ahead * size and ahead:
-            say += " The layer that is being computed is in memory as a whole, in addition to those gathered ahead."
-        elif ranks == 1:
-            say += " A single rank already has all weights; nothing is gathered."
-        raise e.wrong(say)
 
 
 @exercise(

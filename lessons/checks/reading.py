@@ -74,6 +74,10 @@ def library_name(function, allow=frozenset()) -> str | None:
             )
         )
         scope = {**function.__globals__, **cells}
+        for (
+            name
+        ) in function.__code__.co_varnames:  # a variable of its own, whatever else has the name
+            scope.pop(name, None)
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]

@@ -143,6 +143,11 @@ def test_library_is_refused(how):
     assert not verdict.passed and "the library's own" in verdict.text, verdict.text
 
 
+def test_a_variable_may_have_the_name_of_a_library_function():
+    code = "from xtrain.kernels.elementwise import add_ref\nfrom numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    add_ref = cuda.grid(1)\n    y_n[add_ref] = 7\n"
+    assert "the library's own" not in lesson.verdict("1.1", lesson.load(code, "own.py").add_kernel).text  # fmt: skip
+
+
 def test_objects_that_are_not_kernels():
     code = "def add_kernel(y_n, a_n, b_n):\n    y_n[0] = a_n[0]\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "plain.py").add_kernel)
@@ -540,6 +545,7 @@ def test_figures_are_drawn():
             [("a", "(N,)", False), ("b", "(N,)", True), ("c", "(N,)", False)],
             repeat=(1, 2, "L times"),
         ),
+        f.products([["=", ("x", 1, 1, "all"), ("y", 1, 2, 1)], [("z", 2, 1, 0), ("w", 1, 1, "1")]]),
     ]
     assert all(figure.axes for figure in made)
     for figure in made:  # readable on a phone, where a figure is 350 pixels wide
@@ -548,6 +554,16 @@ def test_figures_are_drawn():
         figure.draw_without_rendering()
         drawn = figure.get_tightbbox()  # in inches
         assert drawn.x0 > -0.01 and drawn.x1 < figure.get_figwidth() + 0.01
+
+
+def test_the_picture_of_a_ring_ends_with_the_sum_everywhere():
+    cells = lambda axes: [t.get_text() for t in axes.texts if "rank" not in t.get_text()]
+    panels = {axes.get_title(): cells(axes) for axes in lesson.figures.ring(4).axes}
+    assert panels["start"] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4 + ["3"] * 4
+    assert {c for c in panels["step 1"] if "+" in c} == {"0+3", "0+1", "1+2", "2+3"}
+    sums = [panels[f"step {i}"].count("sum") for i in range(1, 7)]
+    # reduce-scatter: one chunk per rank at its end; then one more in each step
+    assert sums == [0, 0, 4, 8, 12, 16]
 
 
 def test_the_picture_of_top_p_marks_what_is_kept_and_what_is_drawn():

@@ -9,17 +9,16 @@
 # ---
 
 # %% [markdown]
-# # 23 Beyond
+# # 23 Hopper: wgmma and TMA
 #
-# *About 75 minutes. You need [lesson 14](14_tensor_cores.ipynb) and [lesson 16](16_memory.ipynb).*
+# *About 60 minutes. You need [lesson 14](14_tensor_cores.ipynb).*
 #
-# **The question.** You can write, check, profile and fuse kernels, train on several GPUs, and
-# serve. What more do the fastest kernels and the largest models do, and where do you start reading?
+# **The question.** With `mma.sync`, reading the operands takes as long as multiplying them. What do
+# the fastest kernels do instead?
 #
-# The first half continues where lesson 14 stopped, inside one kernel: the steps from `mma.sync` to
-# the kernel that xtrain uses on Hopper GPUs (H100, H200), each with its reason. One idea is behind
-# all of them: **overlap work that uses different hardware units**. The second half splits a
-# *product*, and then the *weights*, across GPUs, and ends with a map of the code.
+# This lesson takes the steps from `mma.sync` to the kernel that xtrain uses on Hopper GPUs (H100,
+# H200), each with its reason. One idea is behind all of them: **overlap work that uses different
+# hardware units**.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -58,10 +57,6 @@ Q, K = 1024, 1024 + TILE_BYTES  # byte offsets of the two tiles in exercise 23.1
 STEPS = along_rows(64, TILE_BYTES)  # byte offsets of a tile's slices of 16 columns
 begin_product, wait_for_product = make_product(64, STEPS, STEPS), make_wait(64, 0)
 describe = make_descriptor(TILE_BYTES)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
 
 
 # %% [markdown]
@@ -521,243 +516,33 @@ lesson.source(_flash_attention_hopper_parts.make_key_producer, part="def load_ke
 # completed, so in the first round the producer does not wait.
 
 # %% [markdown]
-# ## Splitting a product: tensor parallelism
-#
-# The second half leaves the single GPU. Data parallelism (lesson 15) gives every GPU all weights
-# and a part of the tokens. If one layer is too large for one GPU, or one token must be faster than
-# one GPU allows, the *layer* is split. An MLP has two products with a nonlinearity between them:
-# $y = \text{silu}(x w_1^\top) \, w_2^\top$.
-#
-# The hidden units are independent of each other until the second product sums them. So rank r gets
-# a part of *them*: rows of $w_1$, and the columns of $w_2$ that belong to the same units. Each rank
-# then computes a share of y on its own, including the nonlinearity, and **one** sum over the ranks
-# completes the layer. By hand for 4 hidden units on 2 ranks:
-
-# %%
-x = np.array([[1.0, 2.0]])
-w1 = np.array([[1.0, 0], [0, 1], [1, 1], [1, -1]])
-w2 = np.array([[1.0, 2, 3, 4]])
-hidden = silu(x @ w1.T)
-print("hidden", hidden.round(3), "  y", (hidden @ w2.T).round(3))
-for r in (0, 1):
-    mine = slice(2 * r, 2 * r + 2)
-    print(
-        f"rank {r}: hidden {hidden[:, mine].round(3)}, share {(hidden[:, mine] @ w2[:, mine].T).round(3)}"
-    )
-
-# %% [markdown]
-# ## Exercise 23.3: the shares of an MLP
-
-
-# %% tags=["exercise"]
-def mlp_shares(x_NC, w1_FC, w2_CF, ranks):
-    """-> [share (N, C) of each rank], a list; their sum is silu(x w1^T) w2^T.
-
-    x: (N, C), w1: (F, C), w2: (C, F). Rank r uses only hidden units r * F / ranks to
-    (r + 1) * F / ranks - 1.
-    """
-    # YOUR CODE
-
-
-# %%
-lesson.check("23.3", mlp_shares)
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Use `mine = slice(r * part, (r + 1) * part)` with part = F / ranks; rows `w1_FC[mine]` and columns
-# `w2_CF[:, mine]`.
-#
-# </details>
-
-
-# %% tags=["solution"]
-# Solution 23.3
-def mlp_shares(x_NC, w1_FC, w2_CF, ranks):
-    """-> [share (N, C) of each rank], a list; their sum is silu(x w1^T) w2^T.
-
-    x: (N, C), w1: (F, C), w2: (C, F). Rank r uses only hidden units r * F / ranks to
-    (r + 1) * F / ranks - 1.
-    """
-    part = len(w1_FC) // ranks
-    shares = []
-    for r in range(ranks):
-        mine = slice(r * part, (r + 1) * part)
-        shares.append(silu(x_NC @ w1_FC[mine].T) @ w2_CF[:, mine].T)
-    return shares
-
-
-# %% [markdown]
-# Attention is split in the same way, by heads: each rank has the queries, keys and values of some
-# heads, and the columns of the output projection that belong to them. So a block costs two sums
-# over ranks in the forward pass and two in the backward pass. They are *between* the products, so
-# nothing can hide them. How long do they take, compared with the arithmetic? For one block of width
-# C on N tokens:
-
-# %%
-N, C = 8192, 4096
-flops = 2 * N * 12 * C * C  # 12 C^2 parameters in a block, forward
-for ranks in (2, 4, 8):
-    compute = flops / ranks / 600e12  # at an achieved 600 TFLOP/s in bf16
-    # two all-reduces in bf16 over a 320 GB/s bus
-    traffic = 2 * (2 * (ranks - 1) / ranks) * 2 * N * C / 320e9
-    print(f"{ranks} ranks: arithmetic {compute * 1e3:.1f} ms, sums {traffic * 1e3:.1f} ms")
-
-# %% [markdown]
-# (320 GB/s is the bandwidth of an all-reduce on 4 H200s with NVLink; 600 TFLOP/s is a typical share
-# of the peak.) Within one machine this pays off; across machines, with a tenth of that bandwidth,
-# it does not. This is why tensor parallelism is used within a machine and data parallelism between
-# machines.
-#
-# ## Sharding the weights: FSDP
-#
-# ZeRO-1 (lesson 16) shards the optimizer state. FSDP, or ZeRO-3, shards the weights as well: rank r
-# stores 1 / R of every layer. To compute a layer, every rank sends its part to all others (an
-# *all-gather*), uses the whole layer, and frees it again. The backward pass gathers it once more,
-# and sums the gradients so that each rank receives only its part (a *reduce-scatter*). The
-# arithmetic is the same as with data parallelism; the memory is not:
-#
-# ## Exercise 23.4: how many bytes of weights?
-#
-# While one layer is computed, the next ones (`ahead` of them) may already be gathered, so that the
-# GPU does not wait.
-
-
-# %% tags=["exercise"]
-def fsdp_bytes(layers, layer_bytes, ranks, ahead):
-    """Peak bytes of weights on one rank. With one rank nothing is gathered.
-
-    layers: number of layers, of layer_bytes each. A gathered layer is a new array of
-    layer_bytes, in addition to the part that the rank owns.
-    """
-    # YOUR CODE
-
-
-# %%
-lesson.check("23.4", fsdp_bytes)
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# Add the rank's own part of all layers, the whole layer that is being computed, and the whole
-# layers gathered ahead.
-#
-# </details>
-
-
-# %% tags=["solution"]
-# Solution 23.4
-def fsdp_bytes(layers, layer_bytes, ranks, ahead):
-    """Peak bytes of weights on one rank. With one rank nothing is gathered.
-
-    layers: number of layers, of layer_bytes each. A gathered layer is a new array of
-    layer_bytes, in addition to the part that the rank owns.
-    """
-    if ranks == 1:
-        return layers * layer_bytes
-    return layers * layer_bytes // ranks + (1 + ahead) * layer_bytes
-
-
-# %%
-layers, layer_bytes = 80, 70_000_000_000 * 2 // 80  # 70 billion parameters in bf16
-for ranks in (1, 8, 64):
-    print(
-        f"{ranks:2} ranks: {fsdp_bytes(layers, layer_bytes, ranks, 1) / 1e9:6.1f} GB of weights per rank"
-    )
-
-# %% [markdown]
-# ## A map of the code
-#
-# Where to find each idea of the course:
-
-# %%
-MAP = {
-    "races, deadlocks, bounds": "xtrain/simulator",
-    "16-byte accesses, PTX": "xtrain/kernels/primitives/ptx.py",
-    "rows in registers": "xtrain/kernels/primitives/rows.py",
-    "tensor cores, ldmatrix, swizzle": "xtrain/kernels/primitives/tiles.py",
-    "FlashAttention": "xtrain/kernels/attention/flash_attention_bf16.py",
-    "wgmma, TMA, mbarriers": "xtrain/kernels/primitives/hopper.py",
-    "FlashAttention on Hopper": "xtrain/kernels/attention/flash_attention_hopper.py",
-    "autograd": "xtrain/nn/autograd.py",
-    "bitwise identical ranks": "xtrain/parallel/collectives.py",
-    "buckets that overlap with backward": "xtrain/parallel/ddp.py",
-    "sharded optimizer": "xtrain/parallel/zero.py",
-    "memory plan of a step": "xtrain/training/memory_plan.py",
-    "serving": "xtrain/serving/engine.py",
-}
-for idea, file in MAP.items():
-    there = (lesson.LESSONS.parent / file).exists()
-    print(f"{idea:38} {file}{'' if there else '  (not in this checkout)'}")
-
-# %%
-from xtrain.parallel import zero
-
-print(zero.__doc__)
-
-# %% [markdown]
-# What would have to change to go from ZeRO-1 to FSDP? The arena (lesson 16) is already divided into
-# buckets, and each rank owns a part of each bucket. The all-gather that `zero.py` does after the
-# optimizer step would instead run bucket by bucket, before each layer, into memory that is freed
-# after the layer.
-#
 # ## What did not help
 #
-# *Inside the kernel.* These were tried during its design, on the shapes above, and are not in the
-# records. Exponentials by a polynomial, on the multiply-add units (as in the successors of
+# These were tried when the kernel was designed, on the shapes above, and are not in the records.
+# Exponentials by a polynomial, on the multiply-add units (as in the successors of
 # FlashAttention-3), were a few percent slower. Barriers that make two warpgroups alternate
 # ("ping-pong") were slightly faster at 1024 tokens and slower at 4096. Persistent blocks with a
 # fixed assignment of tiles, instead of a counter, were clearly slower, since blocks do not run
 # equally fast.
 #
-# *Splitting w1 along its inputs.* Each rank then has a part of the sum over inputs, but the
-# nonlinearity needs the whole sum. This requires a second all-reduce in the middle of the MLP, of F
-# numbers per token instead of C:
-
-# %%
-N, C, F = 8192, 4096, 11008
-for name, numbers in (("along hidden units", N * C), ("along inputs", N * F + N * C)):
-    print(f"{name:22} {2 * numbers / 1e6:6.0f} MB to reduce per MLP, in bf16")
-
-# %% [markdown]
-# *Pipelining the layers* over GPUs (each GPU has some of the layers) needs the least communication,
-# but GPUs wait for each other at the beginning and end of every step: with R stages and M
-# micro-batches, the idle share is (R - 1) / (M + R - 1):
-
-# %%
-for M in (1, 8, 64):
-    print(f"8 stages, {M:2} micro-batches: {7 / (M + 7):.0%} idle")
-
-# %% [markdown]
 # ## More exercises
 #
-# 1. Split attention by heads: given wq, wk, wv, wo, which parts belong to rank r, and what is
-#    summed?
-# 2. RMSNorm is between two split layers. Must its input be summed first? Could each rank instead
-#    normalize a part of the tokens? (This is *sequence parallelism*.)
-# 3. Read `xtrain/parallel/collectives.py` and find where the order of additions is fixed.
-# 4. In 23.1 both tiles use one barrier. Give each tile its own. What could start earlier if q and k
+# 1. In 23.1 both tiles use one barrier. Give each tile its own. What could start earlier if q and k
 #    were larger?
+# 2. In 23.2 let every fourth load take three times as long. With how many buffers does the time no
+#    longer depend on it?
 #
 # <details><summary>Solutions</summary>
 #
-# 1: the rows of wq, wk, wv of its heads, and the columns of wo that belong to them; the outputs of
-# wo are summed. With grouped-query attention a rank needs whole groups. 2: yes, the norm needs the
-# whole row; so reduce-scatter over tokens, normalize, all-gather: the traffic is the same as that
-# of the all-reduce, and the work of the norm is split too. 3: `Ranks.total` gathers a few numbers
-# and adds them in the order of the ranks; the sums of gradients are left to MPI and NCCL, as the
-# docstring of the file says. 4: nothing here, since the product needs both tiles; in attention the
-# scores can start when q and k have arrived, while v is still in flight, so the kernel has separate
-# barriers for k and v.
+# 1: nothing here, since the product needs both tiles; in attention the scores can start when q and
+# k have arrived, while v is still in flight, so the kernel has separate barriers for k and v. 2:
+# with enough buffers that the loads are ahead by the extra time when the slow one begins; if the
+# loads take longer than the computations on average, no number is enough.
 #
 # </details>
 #
 # ## Sources
 #
-# - M. Shoeybi et al., *Megatron-LM*, 2019: tensor parallelism. V. Korthikanti et al., 2022:
-#   sequence parallelism.
-# - S. Rajbhandari et al., *ZeRO*, 2020; Y. Zhao et al., *PyTorch FSDP*, 2023.
-# - Y. Huang et al., *GPipe*, 2019.
 # - NVIDIA, *PTX ISA*: `cp.async.bulk.tensor`, `mbarrier`, `wgmma`, `setmaxnreg`. NVIDIA, *CUDA C++
 #   Programming Guide*, "Arithmetic Instructions": 16 exponentials per clock and multiprocessor.
 # - J. Shah et al., *FlashAttention-3*, 2024: warp specialization, softmax overlapped with products.
