@@ -44,6 +44,7 @@ def run(
     allow=(),
     enable=(),
     warn: Callable[[KernelError], object] | None = None,
+    resident: int | None = None,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -53,6 +54,8 @@ def run(
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
     allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
+    resident: so many blocks run at a time, as on a GPU that has room for no more; a block that waits for one that cannot start
+    is a DeadlockError. None: every block may start.
     warn: called with every finding that is only a warning, after the run; without it a warning is raised, too.
 
     Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays then hold what was
@@ -60,7 +63,9 @@ def run(
     """
     with np.errstate(all="ignore"):
         reported = reported_kinds(allow, enable)
-        launch = Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported)
+        launch = Launch(
+            kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, resident=resident
+        )
         launch.keeps_warnings = warn is not None
         try:
             launch.run()

@@ -64,11 +64,13 @@ class Launch:
         overlap=False,
         reported=None,
         collects=False,
+        resident=None,
     ):
-        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding."""
+        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding.
+        resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
         self.reported = errors.reported_kinds() if reported is None else reported
-        self.collects = collects
+        self.collects, self.resident = collects, resident
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
         given = inspect.signature(kernel.py_func).bind(*args).arguments
@@ -164,27 +166,37 @@ class Launch:
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
-        self.blocks = x * y * z
+        self.blocks = self.not_started = x * y * z
         parked: list[Block] = []
         for k, j, i in np.ndindex(z, y, x):
-            block = Block(self, Dim3(i, j, k))
-            parked += self._advance(block)
+            while self.resident is not None and len(parked) >= self.resident:
+                parked = self._turn(parked)
+            self.not_started -= 1
+            before, block = self.changes, Block(self, Dim3(i, j, k))
+            left = self._advance(block)
+            if self.changes != before:  # a wait for too few arrivals ends here, before the others
+                parked = [b for waiting in parked for b in self._advance(waiting)]
+            parked += left
         while parked:
-            before, waiting = self.changes, []
-            progress = False
-            for block in parked:
-                waiting += self._advance(block)
-                progress = progress or block.progress
-            if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
-                for memory in self.memories:
-                    memory.all_in_order()
-                for block in waiting:
-                    block.pass_grid()
-            elif len(waiting) == len(parked) and not progress and self.changes == before:
-                error = parked[0].deadlock()
-                self._tell(parked[0], error)
-                raise error
-            parked = waiting
+            parked = self._turn(parked)
+
+    def _turn(self, parked) -> list:
+        """Run each of these blocks until it ends or is parked again -> those that are. Raises DeadlockError if nothing changes."""
+        before, waiting = self.changes, []
+        progress = False
+        for block in parked:
+            waiting += self._advance(block)
+            progress = progress or block.progress
+        if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+            for memory in self.memories:
+                memory.all_in_order()
+            for block in waiting:
+                block.pass_grid()
+        elif len(waiting) == len(parked) and not progress and self.changes == before:
+            error = parked[0].deadlock()
+            self._tell(parked[0], error)
+            raise error
+        return waiting
 
     def _advance(self, block) -> list:
         """Run a block until it ends or is parked. Returns [block] if it is parked."""
@@ -200,6 +212,15 @@ class Launch:
     def _tell(self, block, error):
         for observer in self.observers:
             observer.failed(block, error)
+
+    def not_resident(self) -> str:
+        """For a deadlock: a line on the blocks that have not started."""
+        if not self.not_started:
+            return ""
+        return (
+            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} are resident at a time, and "
+            "they wait. A block may wait only for blocks that are resident together with it"
+        )
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -478,6 +499,7 @@ class Block:
                 else "a loop waits for a change of memory that no thread makes\n"
             )
             + "\n".join(groups)
+            + self.launch.not_resident()
             + (self.engines.report() if self.engines_in_use else "")
             + (EXITED if kind == "exited_threads" else ""),
             tuple(site for site in dict.fromkeys(sites) if site),

@@ -261,11 +261,33 @@ def _aligned_run(thread, site, x, i, n):
 
 @intrinsic
 def atomic_add_in_order(typingctx, x, i, value):
-    """x[i] += value, int32 in global memory; returns the old value. With acquire-release ordering ("atom", .acq_rel).
+    """x[i] += value, int32 or int64 in global memory; returns the old value. With acquire-release ordering ("atom", .acq_rel).
 
     All writes that are visible to this thread (its own and, after a barrier, those of its block) become visible to every
     thread whose later call observes this addition. It waits once, for those writes; cuda.threadfence before and after an
     atomic would wait twice.
+    """
+    word, kind, name = (I64, "u64", "l") if x.dtype.bitwidth == 64 else (I32, "s32", "r")
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.gep(
+            _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
+        )
+        there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
+        function = ir.FunctionType(word, [I64, word])
+        text = f"atom.acq_rel.gpu.global.add.{kind} $0, [$1], $2;"
+        asm = ir.InlineAsm(function, text, f"={name},l,{name},~{{memory}}", side_effect=True)
+        return builder.call(asm, [builder.ptrtoint(there, I64), args[2]])
+
+    return x.dtype(x, i, x.dtype), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, x, i):
+    """x[i], int64 in global memory. With acquire ordering ("ld", .acquire).
+
+    What the threads that have made additions in order (atomic_add_in_order) had written or seen before is visible to this
+    thread afterwards if it observes their additions, and after a barrier to its block.
     """
 
     def codegen(context, builder, sig, args):
@@ -273,12 +295,12 @@ def atomic_add_in_order(typingctx, x, i, value):
             _data(context, builder, sig.args[0], args[0]), [_int64(builder, args[1], sig.args[1])]
         )
         there = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, GLOBAL))
-        function = ir.FunctionType(I32, [I64, I32])
-        text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
-        asm = ir.InlineAsm(function, text, "=r,l,r,~{memory}", side_effect=True)
-        return builder.call(asm, [builder.ptrtoint(there, I64), args[2]])
+        function = ir.FunctionType(I64, [I64])
+        text = "ld.acquire.gpu.global.s64 $0, [$1];"
+        asm = ir.InlineAsm(function, text, "=l,l,~{memory}", side_effect=True)
+        return builder.call(asm, [builder.ptrtoint(there, I64)])
 
-    return types.int32(x, i, types.int32), codegen
+    return types.int64(x, i), codegen
 
 
 # The simulator runs launches one after the other, but it checks the rules of overlapping ones; prefetching has no effect.
@@ -291,6 +313,11 @@ simulates(wait_for_previous)(wait)
 def _simulated_add_in_order(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)
+
+
+@simulates(load_acquire)
+def _simulated_load_acquire(thread, site, x, i):
+    return thread.load_acquire(site, x, i)
 
 
 simulates(let_next_start)(let_next)
