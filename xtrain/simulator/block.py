@@ -181,7 +181,7 @@ class Launch:
             parked = self._turn(parked)
 
     def _turn(self, parked) -> list:
-        """Run each of these blocks until it ends or is parked -> those that are parked. Raises DeadlockError if nothing changes."""
+        """Run each of these blocks until it ends or is parked -> those that are parked. DeadlockError if nothing changes."""
         before, waiting = self.changes, []
         progress = False
         for block in parked:

@@ -182,7 +182,8 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
 
 @functools.cache
 def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
-    """-> stage(x_s, squares_s, h, x, delta, norm_w, share, shares, N): x to shared memory in bf16, the warps' sums of squares to squares_s
+    """-> stage(x_s, squares_s, h, x, delta, norm_w, share, shares, N): x goes to shared memory, in bf16, and the warps' sums of
+    squares to squares_s
 
     ADD: as in make_operands. The result for a row does not depend on the number of rows.
     """
