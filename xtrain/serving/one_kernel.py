@@ -41,12 +41,16 @@ def fits(b: int) -> bool:
     return b <= MAX_ROWS
 
 
-def make_step(model: Transformer, cache: PagedCache, b: int) -> DecodingStep:
-    """The step for b sequences whose keys and values are in the cache. check_model must have accepted the model."""
+def make_step(model: Transformer, cache: PagedCache, b: int, **changes: int) -> DecodingStep:
+    """The step for b sequences whose keys and values are in the cache, of a model that check_model has accepted.
+
+    changes: of StepShape.
+    """
     c, head = model.config, model._head()
     shape = StepShape(
         N=b, C=c.dim, H=c.n_heads, G=c.n_kv_heads, D=c.head_dim, F=c.hidden_dim, V=head.declared_shape[0],
         L=c.n_layers, S=cache.S, half=model.branch_dtype is not None, qk_norm=c.qk_norm, bias=c.qkv_bias,
+        **changes,
     )  # fmt: skip
     M = -(-cache.capacity // cache.S)
     return DecodingStep(shape, _weights(model, head), cache.whole, M, *cache.tables, c.norm_eps)
@@ -62,7 +66,12 @@ def _weights(model, head) -> StepWeights:
         a, mlp = layer.self_attn, layer.mlp
         norms = (a.q_norm.weight, a.k_norm.weight) if model.config.qk_norm else (None, None)
         matrices = (a.qkv.weight, a.o_proj.weight, mlp.gate_up.weight, mlp.down_proj.weight)
-        rest = layer.input_layernorm.weight, layer.post_attention_layernorm.weight, *norms, a.qkv.bias
+        rest = (
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            *norms,
+            a.qkv.bias,
+        )
         rows.append([*(p.offset for p in matrices), *map(small, rest)])
     last = [0] * kernels.OFFSETS
     last[kernels.W_QKV], last[kernels.NORM_1] = head.offset, small(decoder.norm.weight)

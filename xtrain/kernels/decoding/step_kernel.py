@@ -1,6 +1,7 @@
 """A decoding step in one kernel: from the ids of up to 8 tokens to their logits, without a kernel boundary in between.
 
-    ids: (N,)    h: (N, C), the residual stream, twice    qkv: (N, P)    o: (N, H D)    act: (N, F)    delta: (N, C)    logits: (N, V)
+    ids: (N,)    h: (N, C), the residual stream, twice    delta: (N, C)    qkv: (N, P)    o: (N, H D)    act: (N, F)
+    logits: (N, V)
 
     EMBED      h0 = E[ids],  delta = 0
     QKV        h1 = h0 + delta      qkv = norm(h1) Wqkv^T + b                    gemv.py
@@ -60,11 +61,26 @@ from .gemv_tensor_cores import (
     shared_bytes,
     sums_size,
 )
-from .step_tasks import ATTEND, DOWN, EMBED, FIELDS, GATE_UP, HEAD, OUT, QKV, SPACING
+from .step_tasks import (
+    ARRIVALS,
+    ATTEND,
+    DOWN,
+    EMBED,
+    FIELDS,
+    GATE_UP,
+    HEAD,
+    KIND,
+    LAYER,
+    OUT,
+    QKV,
+    SHARE,
+    SHARES,
+    SIGNAL,
+    SPACING,
+    WAIT,
+)
 
-WARPS = 8  # of a block: the separate float32 kernels have as many
-BLOCK = 32 * WARPS
-CHUNKS = 4  # of weights in flight per warp, on tensor cores; with SwiGLU half as many of two matrices
+CHUNKS = 4  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
 MOST_STAGED = 64 << 10  # bytes of x in shared memory; the rest of 99 KB is for sums and attention
 NAN = np.float32(np.nan)
 # Columns of the table of offsets: where a layer's matrices and small weights begin. Its last row is the head's.
@@ -88,6 +104,12 @@ class StepShape:
     half: bool  # bf16: matrices, cache and all activations but h
     qk_norm: bool
     bias: bool  # of the QKV product
+    warps: int = 8  # of a block: as many as in the separate float32 kernels
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
 
     @property
     def P(self) -> int:
@@ -98,7 +120,7 @@ class StepShape:
     def attention(self):
         """The configuration of the separate kernel, with this kernel's blocks."""
         chosen = choose_attention(self.D, self.H // self.G, self.half, self.N * self.G)
-        return dataclasses.replace(chosen, warps=WARPS, blocks=1)
+        return dataclasses.replace(chosen, warps=self.warps, blocks=1)
 
     def product(self, kind: int) -> tuple[int, int, Variant, Config]:
         """-> K, columns of y, variant and configuration of a product"""
@@ -107,8 +129,8 @@ class StepShape:
             DOWN: (self.F, self.C), HEAD: (self.C, self.V),
         }[kind]  # fmt: skip
         normed, swiglu = kind in (QKV, GATE_UP, HEAD), kind == GATE_UP
-        each = -(-(K // CHUNK) // WARPS)
-        config = Config(WARPS, max(1, min(CHUNKS // 2 if swiglu else CHUNKS, each)), 1)
+        each = -(-(K // CHUNK) // self.warps)
+        config = Config(self.warps, max(1, min(CHUNKS // 2 if swiglu else CHUNKS, each)), 1)
         variant = Variant(
             norm=normed, add=normed, half=not normed, swiglu=swiglu, bias=kind == QKV and self.bias,
             overlap=False, ready=False, once=False, staged=shared_bytes(MAX_ROWS, K) <= MOST_STAGED,
@@ -117,15 +139,17 @@ class StepShape:
 
     def units(self, splits: int) -> dict[int, int]:
         """-> into how many parts each kind of stage can be divided. splits: of a row's keys, at most"""
-        rows = TILE if self.half else WARPS
+        rows = TILE if self.half else self.warps
         products = {k: -(-self.product(k)[1] // rows) for k in (QKV, OUT, GATE_UP, DOWN, HEAD)}
-        embed = -(-self.N * self.C // BLOCK)
+        embed = -(-self.N * self.C // self.block)
         return {EMBED: embed, ATTEND: self.N * self.G * splits, **products}
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        staged = [self.product(k)[0] for k in (QKV, OUT, GATE_UP, DOWN, HEAD) if self.product(k)[2].staged]
+        staged = [
+            self.product(k)[0] for k in (QKV, OUT, GATE_UP, DOWN, HEAD) if self.product(k)[2].staged
+        ]
         return max((shared_bytes(self.N, K) for K in staged), default=0) if self.half else 0
 
 
@@ -157,7 +181,7 @@ def arrive(counters, i):
 
 
 # ----------------------------------------------------------------------------- tasks
-def make_plain_task(N, K, F, variant):
+def make_plain_task(N, K, F, variant, WARPS):
     """-> multiply(y, h, x, delta, w, norm_w, b, sums, squares_s, x_s, share, shares, eps, counters, i, target): a share of a
     product without tensor cores. F: columns of y"""
     SWIGLU, LINE = variant.swiglu, 32
@@ -199,7 +223,7 @@ def make_tensor_task(N, K, F, variant, config):
     return multiply
 
 
-def make_embed(N, C):
+def make_embed(N, C, BLOCK):
     """-> embed(h, delta, embedding, ids, V, share, shares): rows of the table, NaN for an id outside; delta becomes 0"""
 
     @device
@@ -217,19 +241,20 @@ def make_embed(N, C):
 # ----------------------------------------------------------------------------- the kernel
 @functools.cache
 def make_step_kernel(shape: StepShape):
-    """-> the kernel. Launch with BLOCK threads and shape.shared bytes of shared memory, all blocks resident."""
+    """-> the kernel. Launch with shape.block threads and shape.shared bytes of shared memory, all blocks resident."""
     N, C, F, V, P, G, D, S = shape.N, shape.C, shape.F, shape.V, shape.P, shape.G, shape.D, shape.S
-    Q, GROUP, L, half = shape.H * shape.D, shape.H // shape.G, shape.L, shape.half
+    Q, GROUP, half = shape.H * shape.D, shape.H // shape.G, shape.half
+    WARPS, BLOCK = shape.warps, shape.block
 
     def make(kind):
         K, columns, variant, config = shape.product(kind)
         if half:
             return make_tensor_task(N, K, columns, variant, config)
-        return make_plain_task(N, K, columns, variant)
+        return make_plain_task(N, K, columns, variant, WARPS)
 
     multiply_qkv, multiply_out, multiply_gate_up = make(QKV), make(OUT), make(GATE_UP)
     multiply_down, multiply_head = make(DOWN), make(HEAD)
-    embed = make_embed(N, C)
+    embed = make_embed(N, C, BLOCK)
     count_items, prefetch_tables, attend_items = make_attend_items(
         D, S, GROUP, half, shape.qk_norm, shape.attention, 0, wait_for_count
     )
@@ -267,8 +292,10 @@ def make_step_kernel(shape: StepShape):
         h0, h1 = h[:NC], h[NC:]
         for row in range(cuda.blockIdx.x, tasks.size // FIELDS, blocks):
             at = row * FIELDS
-            kind, layer, share, shares = tasks[at], int64(tasks[at + 1]), int64(tasks[at + 2]), int64(tasks[at + 3])
-            wait, target, signal = int64(tasks[at + 4]) * SPACING, tasks[at + 5] * step, int64(tasks[at + 6]) * SPACING
+            kind, layer = tasks[at + KIND], int64(tasks[at + LAYER])
+            share, shares = int64(tasks[at + SHARE]), int64(tasks[at + SHARES])
+            wait, target = int64(tasks[at + WAIT]) * SPACING, tasks[at + ARRIVALS] * step
+            signal = int64(tasks[at + SIGNAL]) * SPACING
             here = layer * OFFSETS
             if kind == EMBED:
                 embed(h0, delta, embedding, ids, V, share, shares)
@@ -377,11 +404,11 @@ class DecodingStep:
             self.offsets, *self.scalars,
         )  # fmt: skip
         shared = self.shape.shared
-        blocks = resident_blocks(self.kernel, BLOCK, *arguments(), shared=shared)
+        blocks = resident_blocks(self.kernel, self.shape.block, *arguments(), shared=shared)
         check(blocks > 0, f"decoding step: a block of {self.shape} does not fit a multiprocessor")
         if blocks != self.blocks:  # the first call
             self.tasks = self.upload(tasks_of.make_tasks(self.stages, blocks).reshape(-1))
             self.counters[...] = 0
             self.blocks = blocks
-        launch(self.kernel, blocks, BLOCK, *arguments(), shared=shared, resident=True)
+        launch(self.kernel, blocks, self.shape.block, *arguments(), shared=shared, resident=True)
         return self.logits.reshape(self.shape.N, self.shape.V)
