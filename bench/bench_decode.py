@@ -1,7 +1,7 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
-        [--profile]
+        [--profile] [--model 1.1B 0.6B 135M] [--one-kernel]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
 weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
@@ -12,6 +12,11 @@ greedy tokens.
     bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
                    every weight once (except the embedding's rows) and all keys and values so far, on average those of
                    context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
+
+--model 0.6B and 135M: the shapes of Qwen3-0.6B and SmolLM2-135M.
+
+--one-kernel: also Engine(one_kernel=True), in the same run; batches of more than 8 are left out. The peer is then the graph of
+separate kernels. These records are in bench/results/bench_one_kernel.jsonl.
 
 --weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another one of the same shape, and
 `bytes of weights` are those of its codes and scales; the speed of `full` in the same run is the one to compare with.
@@ -43,6 +48,17 @@ SHAPE = dict(
     norm_eps=1e-5, qk_norm=False,
 )  # fmt: skip
 NAME = "llama 1.1B"
+SHAPES = {
+    "1.1B": (NAME, SHAPE),
+    "0.6B": ("Qwen3-0.6B", dict(
+        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
+        max_seq_len=8192, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+    )),
+    "135M": ("SmolLM2-135M", dict(
+        vocab_size=49152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, hidden_dim=1536, max_seq_len=8192,
+        norm_eps=1e-5, qk_norm=False, tie_embeddings=True,
+    )),
+}  # fmt: skip
 
 
 @dataclass
@@ -54,12 +70,15 @@ class Options:
     # of the matrices; peers are measured with "full" alone
     weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
-    layers: int = 22  # fewer: for a quick look
+    layers: int | None = None  # fewer than the model has: for a quick look
+    model: list[Literal["1.1B", "0.6B", "135M"]] = field(default_factory=lambda: ["1.1B"])
+    one_kernel: bool = False  # also with one kernel per step
 
 
 # ----------------------------------------------------------------------------- ours
-def random_model(o: Options) -> xtrain.Transformer:
-    config = xtrain.ModelConfig(**(SHAPE | {"n_layers": o.layers}))
+def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
+    shape = SHAPES[size][1]
+    config = xtrain.ModelConfig(**(shape | {"n_layers": o.layers or shape["n_layers"]}))
     model = xtrain.Transformer(config, None, "gpu", "bf16", trainable=False)
     cp.random.seed(0)
     for _, p in model.named_parameters():
@@ -70,13 +89,13 @@ def random_model(o: Options) -> xtrain.Transformer:
     return model
 
 
-def ours(model, prompts, new):
+def ours(model, prompts, new, one_kernel=False):
     """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens
 
     Prompts of more tokens than one pass may have are prefilled while the first sequences decode: only the steps that decode all
     sequences count."""
     B, T = len(prompts), len(prompts[0])
-    engine = xtrain.Engine(model, B, T + new, reuse_prefix=False)
+    engine = xtrain.Engine(model, B, T + new, reuse_prefix=False, one_kernel=one_kernel)
     first = None
     engine.generate(prompts, new)  # compiles the kernels, captures the graph, wakes the clocks
     engine.trace.clear()
@@ -182,15 +201,15 @@ def their_times(theirs, prompts, new, static):
 
 
 # ----------------------------------------------------------------------------- all of it
-def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None):
-    """Measure and record. -> tokens per second. full: those of the weights in bf16, in the same run."""
+def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", one_kernel=False):
+    """Measure and record. -> tokens per second. full: those of the weights in bf16, or with separate kernels, in the same run."""
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
-    engine, first, ms, tokens = ours(model, prompts, o.new)
+    engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel)
     gpu, step = step_ms(engine, B, T + o.new // 2)
     weights, kv = step_bytes(model, B, T, o.new)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"weights {kind}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
         f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
@@ -205,15 +224,19 @@ def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None):
     del engine, step
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()
-    layers = SHAPE["n_layers"]
-    name = NAME if o.layers == layers else f"{NAME}, {o.layers} of {layers} layers"
+    name, layers = SHAPES[size][0], SHAPES[size][1]["n_layers"]
+    name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    dtype, peers = ("bf16", o.peers) if kind == "full" else (kind, [])
+    dtype, peers = ("bf16", [] if one_kernel else o.peers) if kind == "full" else (kind, [])
     found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
         found = [dict(peer="bf16 weights", peer_value=full)]
+    if one_kernel:
+        found = [dict(peer="separate kernels", peer_value=full)]
+    # bench_decode.jsonl has the tables' records: the model of 1.1 B
+    file = "bench_one_kernel" if o.one_kernel or size != "1.1B" else "bench_decode"
     for peer in [p for p in found if p] or [{}]:
-        record("bench_decode", name, shape=shape, dtype=dtype, **speeds, **more, **peer)
+        record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
     return speeds["value"]
 
 
@@ -236,18 +259,26 @@ def main(o: Options) -> None:
     bandwidth = copy_bandwidth(1 << 30)
     print(f"copy {bandwidth / 1e9:,.0f} GB/s", flush=True)
     full: dict[tuple, float] = {}
-    for kind in o.weights:
-        model = random_model(o)
-        theirs = their_model(model) if o.peers and kind == "full" else None
-        quantize_weights(model, kind)
-        for T in o.context:
-            for B in o.batch:
-                value = bench(model, theirs, B, T, o, bandwidth, kind, full.get((B, T)))
-                if kind == "full":
-                    full[B, T] = value
-        del model, theirs
-        gc.collect()
-        cp.get_default_memory_pool().free_all_blocks()
+    for size in o.model:
+        for kind in o.weights:
+            bench_model(o, size, kind, bandwidth, full)
+
+
+def bench_model(o, size, kind, bandwidth, full) -> None:
+    """All batches and contexts of one model."""
+    model = random_model(o, size)
+    theirs = their_model(model) if o.peers and kind == "full" and size == "1.1B" else None
+    quantize_weights(model, kind)
+    for T in o.context:
+        for B in o.batch:
+            value = bench(model, theirs, B, T, o, bandwidth, kind, full.get((size, B, T)), size)
+            if kind == "full":
+                full[size, B, T] = value
+            if kind == "full" and o.one_kernel and B <= 8:
+                bench(model, theirs, B, T, o, bandwidth, kind, value, size, True)
+    del model, theirs
+    gc.collect()
+    cp.get_default_memory_pool().free_all_blocks()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numba import cuda, int32
 
-from xtrain.simulator import RaceError, run
+from xtrain.kernels.primitives.ptx import atomic_add_in_order_64, load_acquire
+from xtrain.simulator import DeadlockError, RaceError, run
 
 
 def last_block(before="", behind="", threads="tid == 0", after=""):
@@ -149,3 +150,62 @@ def test_many_publications_take_time_in_proportion():
 
     calls(1)
     assert calls(32) < 5 * calls(8)
+
+
+# ----------------------------------------------------------------------------- blocks that wait for counters
+def make_stages(in_order=True, barrier=True):
+    """-> a kernel whose blocks wait for each other three times, at counters; `o` sums what all have written."""
+
+    @cuda.jit
+    def stages_kernel(x, o, counters, arrivals):
+        i, n, tid = cuda.blockIdx.x, cuda.gridDim.x, cuda.threadIdx.x
+        for stage in range(3):
+            x[stage, i, tid] = stage + i + tid
+            if barrier:
+                cuda.syncthreads()
+            if tid == 0:
+                if in_order:
+                    atomic_add_in_order_64(counters, stage, np.int64(1))
+                else:
+                    cuda.atomic.add(counters, stage, 1)
+                while load_acquire(counters, stage) < arrivals:
+                    pass
+            cuda.syncthreads()
+            if stage == 2:
+                for s in range(3):  # what others wrote two counters ago, too
+                    for b in range(n):
+                        o[i, tid] += x[s, b, tid]
+
+    return stages_kernel
+
+
+def run_stages(kernel, arrivals, **options):
+    o, counters = np.zeros((3, 32)), np.zeros(3, np.int64)
+    run(kernel, 3, 32, np.zeros((3, 3, 32)), o, counters, np.int64(arrivals), **options)
+    return o
+
+
+def test_blocks_wait_for_counters():
+    expected = [[18 + 9 * tid for tid in range(32)]] * 3
+    for resident in (None, 3):
+        assert run_stages(make_stages(), 3, resident=resident).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "kernel, arrivals",
+    [(make_stages(in_order=False), 3), (make_stages(barrier=False), 3), (make_stages(), 2)],
+    ids=["no fence", "no barrier", "one arrival too few"],
+)
+def test_a_wait_that_orders_too_little_is_a_race(kernel, arrivals):
+    with pytest.raises(RaceError, match=r"x\["):
+        run_stages(kernel, arrivals)
+
+
+def test_an_arrival_too_many_is_a_deadlock():
+    with pytest.raises(DeadlockError, match=r"while load_acquire\(counters, stage\) < arrivals"):
+        run_stages(make_stages(), 4)
+
+
+def test_a_block_too_many_to_be_resident():
+    with pytest.raises(DeadlockError, match="1 of 3 blocks have not started: 2 are resident"):
+        run_stages(make_stages(), 3, resident=2)

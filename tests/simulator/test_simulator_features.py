@@ -387,7 +387,7 @@ def test_a_record_by_itself_is_changed_in_place():
     assert a["x"].tolist() == [10, 11, 12, 21] and a["h"][3].tolist() == [6, 7, 8]
     assert (a["in"] == points()["in"]).all() and (a[:3] == points()[:3]).all()
     assert b["tag"].tolist() == [0, 5] and (source == points()).all()
-    with pytest.raises(KernelError, match="several elements of record.h"):
+    with pytest.raises(KernelError, match=r"several elements of record\.h"):
         run(cuda.jit(wrong_shape), 1, 1, a[0], np.zeros(2))
 
 

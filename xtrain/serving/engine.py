@@ -48,6 +48,7 @@ from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
+from . import one_kernel as one_kernels
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import PagedCache
 from .requests import (
@@ -126,6 +127,9 @@ class Engine:
     weights: "int8" or "fp8" stores the matrices of the model's Linear modules in one byte per weight, in place
     (nn/quantized.py): half of bf16's memory, and decoding reads half the bytes. The model must have been made with
     trainable=False, and can only be served from then on. "full": the model stays as it is.
+    one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/decoding/step_kernel.py), for
+    unquantized models without windows. Off by default: its speed has not been measured on a GPU yet (known_issues.md). The last
+    bits of the logits differ from the usual step's.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
@@ -163,6 +167,7 @@ class Engine:
         warm_up: bool = False,
         weights: str = "full",
         prefill_interval: int | None = None,
+        one_kernel: bool = False,
     ):
         if not isinstance(model, Transformer):
             raise UserError(
@@ -194,6 +199,11 @@ class Engine:
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
         self.max_prefill_tokens, self.prefill_interval = prefill_tokens, prefill_interval
+        if one_kernel and (batch_invariant or weights != "full"):
+            other = "batch_invariant" if batch_invariant else f"weights {weights!r}"
+            raise UserError(f"one_kernel and {other} cannot be combined: leave one of them out")
+        if one_kernel:
+            one_kernels.check_model(model)
         quantize_weights(model, weights)
         model.arena.refresh()
         # that a forward pass multiplies by, about
@@ -208,6 +218,8 @@ class Engine:
             )
         self.cache.allocate(n_blocks)
         self.cache_bytes = self.cache.nbytes
+        self.one_kernel = one_kernel
+        self.one_kernel_steps: dict[int, one_kernels.DecodingStep] = {}  # by the size of the batch
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
         self.last_prefill = -1  # number of the last step that had one
@@ -751,11 +763,23 @@ class Engine:
         if `scored`"""
         batch, columns, ids_B = self.batch, self.batch.first(b), self.batch.ids[:b]
         lengths_B = columns["lengths"]
-        sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
-        logits = self.model.logits(self.model.hidden(ids_B, sequences))
-        logprobs = self._sample(logits.data, ids_B, columns, penalized, scored)
+        tables_BM = batch.device_tables[:b]
+        if self.one_kernel and one_kernels.fits(b):
+            logits = self._one_kernel_step(b)(ids_B, lengths_B, tables_BM)
+        else:
+            sequences = self.cache.decode(lengths_B, tables_BM, batch.edges[: b + 1])
+            logits = self.model.logits(self.model.hidden(ids_B, sequences)).data
+        logprobs = self._sample(logits, ids_B, columns, penalized, scored)
         advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
         return logprobs
+
+    def _one_kernel_step(self, b: int) -> Callable[..., Array]:
+        """The step for a batch of b. A model whose modules were replaced has another arena, and the step is made again."""
+        arena, step = self.model.arena, self.one_kernel_steps.get(b)
+        arena.refresh()
+        if step is None or step.weights.small is not arena.weights:
+            step = self.one_kernel_steps[b] = one_kernels.make_step(self.model, self.cache, b)
+        return step
 
     def _ready_to_decode(self, step: Step) -> list[Request]:
         """The active requests that get another token, each with a block for it; others are preempted if there are none left."""

@@ -46,6 +46,7 @@ def run(
     enable=(),
     warn: Callable[[KernelError], object] | None = None,
     processes: int = 1,
+    resident: int | None = None,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -55,6 +56,8 @@ def run(
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
     allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
+    resident: so many blocks run at a time, as on a GPU that has room for no more; a block that waits for one that cannot start
+    is a DeadlockError. None: every block may start.
     warn: called with every finding that is only a warning, after the run; without it a warning is raised, too.
     processes: run the blocks in so many processes if they are independent and take long enough. Results and findings are the same
     as in one process, which runs the blocks again if one has a finding, waits for another block, or accesses an element that a
@@ -65,7 +68,9 @@ def run(
     """
     with np.errstate(all="ignore"):
         reported = reported_kinds(allow, enable)
-        launch = Launch(kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported)
+        launch = Launch(
+            kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, resident=resident
+        )
         launch.keeps_warnings, launch.processes = warn is not None, checked(processes)
         try:
             launch.run()

@@ -65,13 +65,15 @@ class Launch:
         overlap=False,
         reported=None,
         collects=False,
+        resident=None,
     ):
-        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding."""
+        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding.
+        resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
         self.reported = errors.reported_kinds() if reported is None else reported
-        self.collects = collects
+        self.collects, self.resident = collects, resident
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
         given = inspect.signature(kernel.py_func).bind(*args).arguments
@@ -175,9 +177,10 @@ class Launch:
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
-        self.blocks, positions = x * y * z, np.ndindex(z, y, x)
+        self.blocks = self.not_started = x * y * z
+        positions = np.ndindex(z, y, x)
         start = time.perf_counter()
-        parked: list[Block] = self._advance(self.block_at(next(positions)))
+        parked: list[Block] = self._start(next(positions), [])
         seconds = time.perf_counter() - start
         if self.processes > 1 and seconds * (self.blocks - 1) > processes.WORTH:
             alone = parked or self.found or self.copies or self.overlap or self.observers
@@ -185,23 +188,37 @@ class Launch:
                 self.forked = True
                 return
         for at in positions:
-            parked += self._advance(self.block_at(at))
+            parked = self._start(at, parked)
         while parked:
-            before, waiting = self.changes, []
-            progress = False
-            for block in parked:
-                waiting += self._advance(block)
-                progress = progress or block.progress
-            if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
-                for memory in self.memories:
-                    memory.all_in_order()
-                for block in waiting:
-                    block.pass_grid()
-            elif len(waiting) == len(parked) and not progress and self.changes == before:
-                error = parked[0].deadlock()
-                self._tell(parked[0], error)
-                raise error
-            parked = waiting
+            parked = self._turn(parked)
+
+    def _start(self, position, parked) -> list:
+        """Run the next block, if need be after others have ended -> the blocks that are parked."""
+        while self.resident is not None and len(parked) >= self.resident:
+            parked = self._turn(parked)
+        self.not_started -= 1
+        before, left = self.changes, self._advance(self.block_at(position))
+        if self.changes != before:  # a wait for too few arrivals ends here, before the others
+            parked = [b for waiting in parked for b in self._advance(waiting)]
+        return parked + left
+
+    def _turn(self, parked) -> list:
+        """Run each of these blocks until it ends or is parked -> those that are parked. DeadlockError if nothing changes."""
+        before, waiting = self.changes, []
+        progress = False
+        for block in parked:
+            waiting += self._advance(block)
+            progress = progress or block.progress
+        if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+            for memory in self.memories:
+                memory.all_in_order()
+            for block in waiting:
+                block.pass_grid()
+        elif len(waiting) == len(parked) and not progress and self.changes == before:
+            error = parked[0].deadlock()
+            self._tell(parked[0], error)
+            raise error
+        return waiting
 
     def block_at(self, position) -> "Block":
         """The block at a position (z, y, x) of the grid."""
@@ -221,6 +238,15 @@ class Launch:
     def _tell(self, block, error):
         for observer in self.observers:
             observer.failed(block, error)
+
+    def not_resident(self) -> str:
+        """For a deadlock: a line on the blocks that have not started."""
+        if not self.not_started:
+            return ""
+        return (
+            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} are resident at a time, and "
+            "they wait. A block may wait only for blocks that are resident together with it"
+        )
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -510,6 +536,7 @@ class Block:
                 else "a loop waits for a change of memory that no thread makes\n"
             )
             + "\n".join(groups)
+            + self.launch.not_resident()
             + (self.engines.report() if self.engines_in_use else "")
             + (EXITED if kind == "exited_threads" else ""),
             tuple(site for site in dict.fromkeys(sites) if site),

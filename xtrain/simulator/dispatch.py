@@ -32,7 +32,7 @@ from .stepper import Stepper
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
 # what `simulate` was given, as keywords of `run`
-options: dict[str, Any] = {"allow": (), "enable": (), "processes": 1}
+run_options: dict[str, Any] = {"allow": (), "enable": (), "processes": 1}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -120,7 +120,7 @@ def launch(self, *args):
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
             shared, grid, block = self.sharedmem, self.griddim, self.blockdim
-            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **options)
+            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **run_options)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error

@@ -34,9 +34,9 @@ class EarlyThread(Thread):
         self._must_be_free(a, key, "writes", index, site)
         Thread._write(self, a, key, index, site, *value)
 
-    def _change(self, a, key, index, site):
+    def _change(self, a, key, index, site, only_loads=False):
         self._must_be_free(a, key, "changes", index, site)
-        Thread._change(self, a, key, index, site)
+        Thread._change(self, a, key, index, site, only_loads)
 
     def _must_be_free(self, a, key, does, index, site):
         if a.memory.kind == "global":

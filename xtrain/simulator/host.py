@@ -140,16 +140,16 @@ def simulate(allow=(), enable=(), processes=1):
     Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds(allow, enable)  # raises ValueError for an unknown one
-    before = dispatch.options
+    before = dispatch.run_options
     now = {
         "allow": (*before["allow"], *allow),
         "enable": (*before["enable"], *enable),
         "processes": checked(processes),
     }
     start()
-    dispatch.options = now
+    dispatch.run_options = now
     try:
         yield
     finally:
-        dispatch.options = before
+        dispatch.run_options = before
         stop()

@@ -14,6 +14,8 @@ the same block before a barrier. A fence is preceded by the accesses of its thre
 the last barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that
 atomic, and for all threads of that block after their next barrier.
 
+The order is transitive: what a block has acquired before a fence is released with its own accesses (cumulativity in PTX).
+
 Within a block, threads pass accesses on in the same way: what precedes a fence of a thread (threadfence or threadfence_block) is
 released by its next atomics, and acquired by every thread of the block whose atomic on the same element comes later. So the
 accesses that a lock protects are in order:
@@ -32,13 +34,14 @@ A fence in one thread, a barrier and the atomic in another thread are enough, be
 class Release:
     """What the atomics of one block on one element have released."""
 
-    __slots__ = ("atomics", "clocks", "epoch", "last")
+    __slots__ = ("atomics", "clocks", "epoch", "last", "passed")
 
     def __init__(self):
         self.epoch = 0  # all accesses of the block before this epoch are released
         self.last = 0  # epoch of the last atomic: it follows the fences of earlier epochs
         self.clocks = {}  # thread -> clock of its last fence: its earlier accesses are released
         self.atomics = set()  # the marks of the atomics
+        self.passed = {}  # other block -> its accesses before this epoch, which this block has acquired itself
 
     def add(self, mark):
         """Add an atomic at `mark`."""
@@ -50,6 +53,16 @@ class Release:
             self.clocks[thread] = thread.fences[-1].clock
             known.append(thread.fences[-1].epoch)
         self.epoch = max(self.epoch, *known, 0)
+        for releases, epoch, threads in thread.block.acquired.values():
+            if epoch < self.epoch or threads.get(thread, mark.clock) < self.clocks.get(thread, 0):
+                for block, release in releases.items():
+                    self._pass_on({block: release.epoch})
+                    self._pass_on(release.passed)
+
+    def _pass_on(self, epochs):
+        for block, epoch in epochs.items():
+            if self.passed.get(block, 0) < epoch:
+                self.passed[block] = epoch
 
     def covers(self, mark) -> bool:
         """Is an access of this block at `mark` released?"""
@@ -89,8 +102,8 @@ def acquire(mark, memory, key):
     if releases is not None:
         acquired = mark.thread.block.acquired
         if (memory, key) not in acquired:
-            acquired[memory, key] = releases, mark.epoch, set()
-        acquired[memory, key][2].add(mark.thread)
+            acquired[memory, key] = releases, mark.epoch, {}
+        acquired[memory, key][2].setdefault(mark.thread, mark.clock)
 
 
 def release(thread, memory, key):
@@ -125,9 +138,12 @@ def _merge(thread, clocks):
 def known(earlier, now) -> bool:
     """Has the thread of the mark `now` acquired the access of another block at `earlier`?"""
     for releases, epoch, threads in now.thread.block.acquired.values():
+        if now.thread not in threads and epoch >= now.epoch:
+            continue
         release = releases.get(earlier.thread.block)
-        acquired = now.thread in threads or epoch < now.epoch
-        if acquired and release is not None and release.covers(earlier):
+        if release is not None and release.covers(earlier):
+            return True
+        if any(earlier.epoch < r.passed.get(earlier.thread.block, 0) for r in releases.values()):
             return True
     return False
 

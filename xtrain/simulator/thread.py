@@ -313,8 +313,8 @@ class Thread:
             raise errors.read_only(self, site, index)
         memory.writes[key] = (mark, site)
 
-    def _change(self, a, key, index, site):
-        """Check and record an atomic."""
+    def _change(self, a, key, index, site, only_loads=False):
+        """Check and record an atomic. only_loads: it acquires, but releases nothing."""
         memory = a.memory
         memory.changed = self.mark.epoch
         if memory.runs:
@@ -333,7 +333,8 @@ class Thread:
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
-        add_reader(memory.atomics, key, releases.release(self, memory, key), site)
+        mark = self.mark if only_loads else releases.release(self, memory, key)
+        add_reader(memory.atomics, key, mark, site)
 
     def _order(self, memory, key, record, did, does, index, site, stored=None):
         """Report a race unless nothing or an ordered access is recorded. stored: the array, the position and the new value."""
@@ -419,6 +420,15 @@ class Thread:
         a.flat[k] = new = change(old)
         self.block.launch.changes += bool(new != old)
         return old if a.wrap is None else a.wrap(old)
+
+    def load_acquire(self, site, a, index):
+        """a[index] as one access, which acquires what atomics on this element have released."""
+        k = a.locate(index)
+        if k is None:
+            raise errors.out_of_bounds(self, a, index, site)
+        for key in a.keys(k):
+            self._change(a, key, index, site, True)
+        return a.flat[k] if a.wrap is None else a.wrap(a.flat[k])
 
     def atomic_cas(self, site, a, index, old, new):
         old, new = (a.dtype.type(plain(x, "an atomic", site)) for x in (old, new))

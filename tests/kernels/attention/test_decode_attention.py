@@ -349,8 +349,8 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (file, "make_schedule", "before -= mine", "pass"),
     (file, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
     (file, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
-    (file, "make_decode_kernel", "start_of(own, t, *pages[1:])", "start_of(own, 0, *pages[1:])"),
-    (file, "make_decode_kernel", "chunk == 0 and own < R", "chunk == 0"),
+    (file, "make_attend_items", "start_of(own, t, *pages[1:])", "start_of(own, 0, *pages[1:])"),
+    (file, "make_attend_items", "chunk == 0 and own < R", "chunk == 0"),
 ]
 
 

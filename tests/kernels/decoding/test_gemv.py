@@ -201,16 +201,18 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
         (True, "            cuda.syncthreads()  # the sums have been read\n", ""),
         (
             False,
-            "        if ready:\n            load_w(words",
-            "        if not ready:\n            load_w(words",
+            "        if ready:\n            load_first(words",
+            "        if not ready:\n            load_first(words",
         ),
         (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
         (True, "            cuda.syncthreads()  # x is in shared memory\n", ""),
     ],
 )
 def test_planted_bugs_are_found(stage, old, new):
-    make = gemv_tensor_cores.make_tensor_kernel
-    scope = with_bug(make, old, new, dict(vars(gemv_tensor_cores)))
+    name = gemv_tensor_cores.__name__
+    scope = with_bug(
+        gemv_tensor_cores, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
+    )
     x, delta, norm_w, w, *_, b = case(2, 128, 40, norm=True, delta=BF16, bias=True)
     y, h = sim(np.zeros((2, 40), np.float32)), sim(np.zeros((2, 128), np.float32))
     arrays = [
@@ -229,7 +231,7 @@ def test_planted_bugs_are_found(stage, old, new):
         np.float32(EPS),
         shared=shared_bytes(2, 128),
     )
-    go(make)
+    go(gemv_tensor_cores.make_tensor_kernel)
     with pytest.raises(KernelError):
         go(scope["make_tensor_kernel"])
 
@@ -241,15 +243,15 @@ def test_planted_bugs_are_found(stage, old, new):
         (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[tile * TILE + row + 1]"),
         (BF16, "make_finish", "up += b[F + tile", "up += b[2 * F + tile"),
         (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[row]"),
-        (np.float32, "make_plain_kernel", "up += b[F + o]", "up += b[o]"),
-        (np.float32, "make_plain_kernel", "value += b[o]", "value += b[o] * r"),
+        (np.float32, "make_multiply_row", "up += b[F + o]", "up += b[o]"),
+        (np.float32, "make_multiply_row", "value += b[o]", "value += b[o] * r"),
     ],
 )
 def test_planted_bugs_of_the_bias_are_found(w, name, old, new):
     """By the simulator, or by wrong numbers."""
     args = case(2, 64, 21, w=w, norm=True, swiglu=True, bias=True)
     check(args)
-    module = file if name == "make_plain_kernel" else gemv_tensor_cores
+    module = file if name == "make_multiply_row" else gemv_tensor_cores
     planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError)):
         check(args)

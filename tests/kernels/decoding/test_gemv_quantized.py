@@ -189,12 +189,12 @@ def test_the_products_of_a_decoder():
         (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[row]"),
         (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[n]"),
         (BF16, "make_finish", "up *= scale[F + tile * TILE + row]", "up *= scale[tile * TILE + row]"),
-        (np.float32, "make_plain_kernel", "value *= scale[o]", "value *= scale[o + 1]"),
-        (np.float32, "make_plain_kernel", "up *= scale[F + o]", "up *= scale[o]"),
+        (np.float32, "make_multiply_row", "value *= scale[o]", "value *= scale[o + 1]"),
+        (np.float32, "make_multiply_row", "up *= scale[F + o]", "up *= scale[o]"),
         # the bias is scaled too
-        (np.float32, "make_plain_kernel", "value += b[o]", "value = (value / scale[o] + b[o]) * scale[o]"),
+        (np.float32, "make_multiply_row", "value += b[o]", "value = (value / scale[o] + b[o]) * scale[o]"),
         # a word too few, or another one
-        (np.float32, "make_plain_kernel", "range(0, E, 4)", "range(0, E - 4, 4)"),
+        (np.float32, "make_multiply_row", "range(0, E, 4)", "range(0, E - 4, 4)"),
         (BF16, "make_multiply", "STEPS = 4 if", "STEPS = 3 if"),
         (BF16, "make_multiply", "words[u, m, r, i], w)", "words[u, m, r, i ^ 1], w)"),
         (BF16, "make_multiply", "fa[r + 2 * j]", "fa[2 * r + j]"),
@@ -221,7 +221,7 @@ def test_planted_bugs_are_found(dtype, name, old, new):
             check(y, exactly(many, w), gemv(many, w, np.float32), False)
 
     run()
-    module = file if name == "make_plain_kernel" else gemv_tensor_cores
+    module = file if name == "make_multiply_row" else gemv_tensor_cores
     planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
         run()

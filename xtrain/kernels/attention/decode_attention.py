@@ -282,6 +282,88 @@ def make_combine(D, HEADS, WARPS):
     return combine
 
 
+@device
+def wait_for_kernel(counters, i, target):
+    """The previous kernel of the stream produces qkv."""
+    wait_for_previous()
+
+
+@dataclass(frozen=True)
+class SharedSizes:
+    """Elements of the arrays of shared memory that make_attend_items needs."""
+
+    queries: int  # bf16 or float32
+    acc: int
+    rows: int  # of m_s and of l_s
+    weights: int
+
+
+def shared_sizes(D: int, group: int, half: bool, config: Config) -> SharedSizes:
+    """-> the sizes. group: H / G"""
+    heads, warps = heads_of(half, group), config.warps
+    live = min(heads, group)
+    return SharedSizes(heads * D, warps * live * D, warps * live, MAX_SPLITS * live)
+
+
+def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None):
+    """-> count_items, prefetch_tables, attend_items: the whole kernel, as device functions
+
+    attend_items(o, ..., eps, scale, shared arrays, begin, step, items, waits, i, target): items begin, begin + step, ...
+    wait: a device function; wait(waits, i, target) is called before the first item reads qkv, and after it has prefetched keys.
+    None: qkv is there.
+    """
+    HEADS, WARPS = heads_of(half, GROUP), config.warps
+    LIVE = min(HEADS, GROUP)  # heads whose results are kept
+    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
+    EARLY = wait is not None
+    wait = wait or wait_for_kernel
+    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
+    attend = (make_attend_tensor if half else make_attend_plain)(
+        D, S, HEADS, LIVE, WARPS, WINDOW > 0
+    )
+    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config, WINDOW)
+    entry_of, start_of = make_block_table(S, D)
+    combine = make_combine(D, LIVE, WARPS)
+
+    @device
+    def attend_items(
+        o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
+        splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, begin, step, items, waits, i, target,
+    ):  # fmt: skip
+        for item in range(begin, items, step):
+            b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
+            own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
+            if EARLY:
+                if t >= 0:
+                    prefetch_keys(k, v, tables, pages, lo, hi)
+                if item == begin:
+                    wait(waits, i, target)
+            out = (b * G + g) * GROUP * D
+            if t < 0:
+                for j in range(cuda.threadIdx.x, GROUP * D, THREADS):
+                    store1(o, out + j, float32(0.0))
+                continue
+            to = start_of(own, t, *pages[1:])
+            x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
+            key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
+            for chunk in range(CHUNKS):
+                owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
+                new_heads(
+                    q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
+                )  # fmt: skip
+                cuda.syncthreads()  # the queries, and the new key and value in the cache
+                attend(
+                    acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E
+                )
+                cuda.syncthreads()  # the results of all warps
+                combine(
+                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
+                    counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
+                )  # fmt: skip
+
+    return count_items, prefetch_tables, attend_items
+
+
 @functools.cache
 def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0):
     """-> (kernel, heads of a partial result, passes over the keys of a group). Launch with 32 * config.warps threads.
@@ -290,18 +372,15 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
     that.
     """
-    HEADS, WARPS = heads_of(half, GROUP), config.warps
-    LIVE = min(HEADS, GROUP)  # heads whose results are kept
-    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
-    QUERIES, SIZE, ROWS, WEIGHTS = HEADS * D, WARPS * LIVE * D, WARPS * LIVE, MAX_SPLITS * LIVE
+    HEADS, THREADS = heads_of(half, GROUP), 32 * config.warps
+    LIVE, CHUNKS = min(HEADS, GROUP), -(-GROUP // HEADS)
+    sizes = shared_sizes(D, GROUP, half, config)
+    QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
     element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
-    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    attend = (make_attend_tensor if half else make_attend_plain)(
-        D, S, HEADS, LIVE, WARPS, WINDOW > 0
+    wait = wait_for_kernel if overlap and ready else None
+    count_items, prefetch_tables, attend_items = make_attend_items(
+        D, S, GROUP, half, normalise, config, WINDOW, wait
     )
-    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config, WINDOW)
-    entry_of, start_of = make_block_table(S, D)
-    combine = make_combine(D, LIVE, WARPS)
 
     @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
@@ -328,36 +407,11 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         begin, items = int64(cuda.blockIdx.x), int64(first_s[B]) * G
         if overlap and ready and begin >= items:
             wait_for_previous()
-        for item in range(begin, items, int64(cuda.gridDim.x)):
-            b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
-            own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
-            if overlap and ready:
-                if t >= 0:
-                    prefetch_keys(k, v, tables, pages, lo, hi)
-                if item == begin:
-                    wait_for_previous()
-            out = (b * G + g) * GROUP * D
-            if t < 0:
-                for i in range(cuda.threadIdx.x, GROUP * D, THREADS):
-                    store1(o, out + i, float32(0.0))
-                continue
-            to = start_of(own, t, *pages[1:])
-            x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
-            key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
-            for chunk in range(CHUNKS):
-                owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
-                new_heads(
-                    q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
-                )  # fmt: skip
-                cuda.syncthreads()  # the queries, and the new key and value in the cache
-                attend(
-                    acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E
-                )
-                cuda.syncthreads()  # the results of all warps
-                combine(
-                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
-                    counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
-                )  # fmt: skip
+        attend_items(
+            o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
+            splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, begin, int64(cuda.gridDim.x),
+            items, counters, 0, 0,
+        )  # fmt: skip
 
     return decode_attention_kernel, LIVE, CHUNKS
 

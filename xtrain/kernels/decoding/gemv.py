@@ -29,7 +29,15 @@ from ...device import Array
 from ..cast import cast_fwd
 from ..primitives.codes import codes_to_floats, load_codes16
 from ..primitives.flat import on_16_bytes
-from ..primitives.ptx import kernel, let_next_start, load4, store1, store4, wait_for_previous
+from ..primitives.ptx import (
+    device,
+    kernel,
+    let_next_start,
+    load4,
+    store1,
+    store4,
+    wait_for_previous,
+)
 from ..primitives.reduce import warp_sum
 from ..quantize import Quantized, check_quantized, dense
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
@@ -86,27 +94,20 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
         y_NO[n, o] = acc
 
 
-@functools.cache
-def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
-    """-> the kernel without tensor cores, for any dtypes.
+def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
+    """-> multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps): column o of y, by one warp, for any dtypes.
 
     A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or 16 if w is quantized.
     """
     M, E = 2 if SWIGLU else 1, 16 if QUANTIZED else 4
 
-    @kernel(BLOCK)
-    def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, b, F, eps):
-        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.  scale: of the rows of quantized weights."""
-        lane, o = cuda.threadIdx.x & 31, int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
+    @device
+    def multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps):
+        lane = cuda.threadIdx.x & 31
         x_4, w_ME = cuda.local.array(4, float32), cuda.local.array((M, E), float32)
         acc_NM, squares = cuda.local.array((N, M), float32), cuda.local.array(N, float32)
         nw_4, delta_4 = cuda.local.array(4, float32), cuda.local.array(4, float32)
         words = cuda.local.array(4, uint32)
-        if overlap:
-            wait_for_previous()
-            let_next_start()
-        if o >= F:
-            return
         for n in range(N):
             squares[n] = float32(0.0)
             for m in range(M):
@@ -154,6 +155,24 @@ def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
                 value *= sigmoid(value) * up
             if lane == 0:
                 store1(y, n * F + o, value)
+
+    return multiply_row
+
+
+@functools.cache
+def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
+    """-> the kernel without tensor cores, for any dtypes."""
+    multiply_row = make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED)
+
+    @kernel(BLOCK)
+    def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, b, F, eps):
+        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.  scale: of the rows of quantized weights."""
+        o = int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
+        if overlap:
+            wait_for_previous()
+            let_next_start()
+        if o < F:
+            multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps)
 
     return gemv_plain_kernel
 

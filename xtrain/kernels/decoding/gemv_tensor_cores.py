@@ -82,13 +82,13 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
     """-> load_w, load_x, load_staged_x, load_group: operands of mma_bf16
 
     load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows
-    load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, N)
+    load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, share, shares, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
     load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of
                                                     x, which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
-    ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h.
+    ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
     """
     E = 16 if QUANTIZED else 8  # columns of a lane in a chunk
     WIDTH, X_PAD = 4 * E, PAD_QUANTIZED if QUANTIZED else PAD
@@ -115,7 +115,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
                             words[u, m, r, j] = uint32(0)
 
     @device
-    def load_x(fx, h, x, delta, norm_w, step, N):
+    def load_x(fx, h, x, delta, norm_w, step, share, shares, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, squares = int64(lane >> 2), float32(0.0)
         words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
@@ -136,7 +136,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
                             for j in range(4):
                                 x_8[2 * j] += low_bf16(delta_4[j])
                                 x_8[2 * j + 1] += high_bf16(delta_4[j])
-                            if uint32(c) % uint32(cuda.gridDim.x) == uint32(cuda.blockIdx.x):
+                            if uint32(c) % uint32(shares) == uint32(share):
                                 store8(h, n * K + k, x_8)
                         if NORM:
                             load8(nw_8, norm_w, k)
@@ -180,7 +180,8 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
 
 @functools.cache
 def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
-    """-> stage(x_s, squares_s, h, x, delta, norm_w, N): write x to shared memory in bf16, the warps' sums of squares to squares_s
+    """-> stage(x_s, squares_s, h, x, delta, norm_w, share, shares, N): x goes to shared memory, in bf16, and the warps' sums of
+    squares to squares_s
 
     ADD: as in make_operands. The result for a row does not depend on the number of rows.
     """
@@ -188,13 +189,12 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
     X_PAD = PAD_QUANTIZED if QUANTIZED else PAD
 
     @device
-    def stage(x_s, squares_s, h, x, delta, norm_w, N):
+    def stage(x_s, squares_s, h, x, delta, norm_w, share, shares, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         x_R8, w_8 = cuda.local.array((ROWS_AT_ONCE, 8), float32), cuda.local.array(8, float32)
         delta_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
-        block, grid = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         for low in range(0, N, ROWS_AT_ONCE):
             for i in range(ROWS_AT_ONCE):
                 squares_R[i] = float32(0.0)
@@ -209,7 +209,7 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
                             load8(x_R8[i], x, int64(low + i) * K + k)
                             if ADD:
                                 load_words8(delta_R4[i], delta, int64(low + i) * K + k)
-                mine = ADD and uint32(k) // uint32(SHARE) % grid == block
+                mine = ADD and uint32(k) // uint32(SHARE) % uint32(shares) == uint32(share)
                 for i in range(ROWS_AT_ONCE):
                     at = (low + i) * (K + X_PAD) + k
                     if low + i < N:
@@ -383,20 +383,21 @@ class Variant:
     groups: int = 1  # of 8 rows of x; above 1, x is bf16 in memory, and there is no norm
 
 
-@functools.cache
-def make_tensor_kernel(K: int, variant: Variant, config: Config):
-    """-> the kernel for weights of K columns.
+def make_product(K: int, variant: Variant, config: Config):
+    """-> load_first, product: what a block does before and after it waits for its input
 
-    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K, variant.quantized) of shared memory.
+    load_first(words (U, M, 2, 4), w, first, F)       the first weights of tile `first`; U = config.chunks, M = 2 with swiglu
+    product(y, h, x, ..., words, sums, squares_s, x_s, first, grid, N, F, eps)
+                                                      tiles first, first + grid, ... of y; the block also writes this share of h
+    sums: sums_size(...) floats of shared memory.  squares_s: WARPS MAX_ROWS.  x_s: shared_bytes(...), if variant.staged.
     """
     NORM, ADD, HALF, SWIGLU = variant.norm, variant.add, variant.half, variant.swiglu
-    overlap, ready, once = variant.overlap, variant.ready, variant.once
-    STAGED, WARPS, U, BLOCKS = variant.staged, config.warps, config.chunks, config.blocks
+    once, STAGED, WARPS, U = variant.once, variant.staged, config.warps, config.chunks
     QUANTIZED, GROUPS = variant.quantized, variant.groups
-    M, SQUARES, X_STEPS = 2 if SWIGLU else 1, WARPS * MAX_ROWS, 4 if QUANTIZED else 2
+    M, X_STEPS = 2 if SWIGLU else 1, 4 if QUANTIZED else 2
     TILES = GROUPS * M  # of sums
     CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
-    STEPS, SUMS = -(-CHUNKS // (WARPS * U)), WARPS * M * TILE * MAX_ROWS * GROUPS
+    STEPS = -(-CHUNKS // (WARPS * U))
     operands = make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED)
     load_w, load_x, load_staged_x, load_group = operands
     products = make_multiply(M, U, QUANTIZED, GROUPS, load_group)
@@ -405,38 +406,25 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
 
-    @kernel(
-        32 * WARPS, BLOCKS if GROUPS == 1 else 1
-    )  # more groups need more registers (with 16 warps, 4 groups spill some 7)
-    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
-        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
+    @device
+    def load_first(words, w, first, F):
+        load_w(words, w, first, 0, F)
 
-        scale: of the rows of quantized weights.
-        """
-        sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
-        x_s = cuda.shared.array(0, uint16)
-        words = cuda.local.array((U, M, 2, 4), uint32)
+    @device
+    def product(
+        y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+    ):
+        lane = cuda.threadIdx.x & 31
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
         next_fx = cuda.local.array((U, X_STEPS, 2), uint32)
         s = cuda.local.array((TILES, 4), float32)
-        first, grid, lane = int64(cuda.blockIdx.x), int64(cuda.gridDim.x), cuda.threadIdx.x & 31
         squares = float32(0.0)
-        if overlap:
-            let_next_start()
-        if ready:
-            load_w(words, w, first, 0, F)
-            if NORM and overlap:
-                prefetch_start(norm_w)
-        if overlap:
-            wait_for_previous()
-        if not ready:
-            load_w(words, w, first, 0, F)
         if STAGED:
-            stage(x_s, squares_s, h, x, delta, norm_w, N)
+            stage(x_s, squares_s, h, x, delta, norm_w, first, grid, N)
             cuda.syncthreads()  # x is in shared memory
         elif GROUPS == 1:
-            squares = load_x(fx, h, x, delta, norm_w, 0, N)
+            squares = load_x(fx, h, x, delta, norm_w, 0, first, grid, N)
         for tile in range(first, (F + TILE - 1) // TILE, grid):
             for m in range(TILES):
                 for j in range(4):
@@ -449,7 +437,7 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
                 if STAGED:
                     load_staged_x(fx, x_s, step, N)
                 elif GROUPS == 1 and more:
-                    new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, N)
+                    new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, first, grid, N)
                     squares += new if following == first else float32(0.0)
                 if GROUPS == 1:
                     multiply(s, words, fx, w)
@@ -468,6 +456,51 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
             cuda.syncthreads()
             finish(y, sums, squares_s, scale, b, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
+
+    return load_first, product
+
+
+def sums_size(variant: Variant, config: Config) -> int:
+    """-> floats of shared memory for the sums of a block"""
+    return config.warps * (2 if variant.swiglu else 1) * TILE * MAX_ROWS * variant.groups
+
+
+@functools.cache
+def make_tensor_kernel(K: int, variant: Variant, config: Config):
+    """-> the kernel for weights of K columns.
+
+    Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K, variant.quantized) of shared memory.
+    """
+    NORM, overlap, ready = variant.norm, variant.overlap, variant.ready
+    WARPS, U, BLOCKS, GROUPS = config.warps, config.chunks, config.blocks, variant.groups
+    M, SUMS, SQUARES = 2 if variant.swiglu else 1, sums_size(variant, config), WARPS * MAX_ROWS
+    load_first, product = make_product(K, variant, config)
+
+    @kernel(
+        32 * WARPS, BLOCKS if GROUPS == 1 else 1
+    )  # more groups need more registers (with 16 warps, 4 groups spill some 7)
+    def gemv_tensor_kernel(y, h, x, delta, w, norm_w, scale, b, N, F, eps):
+        """Grid: any number of blocks; block p computes tiles p, p + grid, ... All arrays flat. F: columns of y.
+
+        scale: of the rows of quantized weights.
+        """
+        sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
+        x_s = cuda.shared.array(0, uint16)
+        words = cuda.local.array((U, M, 2, 4), uint32)
+        first, grid = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+        if overlap:
+            let_next_start()
+        if ready:
+            load_first(words, w, first, F)
+            if NORM and overlap:
+                prefetch_start(norm_w)
+        if overlap:
+            wait_for_previous()
+        if not ready:
+            load_first(words, w, first, F)
+        product(
+            y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+        )
 
     return gemv_tensor_kernel
 

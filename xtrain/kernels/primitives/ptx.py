@@ -15,7 +15,7 @@ import numpy as np
 
 from ...simulator import simulates
 from ...simulator.early import let_next, wait
-from ..runtime.compiler import COMPILER, cuda, float32, int32, uint16, uint32
+from ..runtime.compiler import COMPILER, cuda, float32, int32, int64, uint16, uint32
 from .intrinsics import GLOBAL, SHARED, instruction, intrinsic
 
 # Options that numba-cuda-mlir and releases of numba-cuda have, and older ones lack
@@ -151,6 +151,24 @@ def atomic_add_in_order(code, x, i, value):
     return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 
 
+@intrinsic(returns=int64, value=int64)
+def atomic_add_in_order_64(code, x, i, value):
+    """atomic_add_in_order for int64"""
+    text = "atom.acq_rel.gpu.global.add.u64 $0, [$1], $2;"
+    return code.asm(text, int64, [code.address(x, i, GLOBAL), value], memory=True)
+
+
+@intrinsic(returns=int64)
+def load_acquire(code, x, i):
+    """x[i], int64 in global memory. With acquire ordering ("ld", .acquire).
+
+    What the threads that have made additions in order (atomic_add_in_order_64) had written or seen before is visible to this
+    thread afterwards if it observes their additions, and after a barrier to its block.
+    """
+    text = "ld.acquire.gpu.global.s64 $0, [$1];"
+    return code.asm(text, int64, [code.address(x, i, GLOBAL)], memory=True)
+
+
 # The simulator runs launches one after the other, but it checks the rules of overlapping ones; prefetching has no effect.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(prefetch_run)(_aligned_run)
@@ -158,9 +176,15 @@ simulates(wait_for_previous)(wait)
 
 
 @simulates(atomic_add_in_order)
+@simulates(atomic_add_in_order_64)
 def _simulated_add_in_order(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)
+
+
+@simulates(load_acquire)
+def _simulated_load_acquire(thread, site, x, i):
+    return thread.load_acquire(site, x, i)
 
 
 simulates(let_next_start)(let_next)

@@ -16,6 +16,7 @@ strides in elements... .
 import contextlib
 import ctypes
 import functools
+import math
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,12 @@ from ...simulator import SimArray
 from .compile import MachineCode, allow_shared, compile_together, load_function
 from .compiler import COMPILER, from_dtype, types
 from .cost import Cost, kernel_cost
-from .overlap import launch_overlapping
+from .overlap import launch_overlapping, launch_resident
 
 # dtypes that the memory-bound kernels read and write; they compute in float32
 FLOATS = ("float32", "bfloat16")
+# Blocks that run at a time there, if they wait for each other.
+RESIDENT_IN_SIMULATOR = 3
 _debug = False
 _overlap = True
 
@@ -232,31 +235,61 @@ def compile_noted(found: dict[tuple, Specialization]) -> int:
 
 
 # ----------------------------------------------------------------------------- launches
-def launch(kernel, grid, block, *args, shared: int = 0, overlap: bool = False) -> None:
+def resident_blocks(kernel, block: int, *args, shared: int = 0) -> int:
+    """How many blocks of such a launch run at the same time: multiprocessors times the occupancy of the compiled kernel.
+
+    args: of the types of the launch; their sizes do not matter. In the simulator: RESIDENT_IN_SIMULATOR. 1 while launches are
+    noted and the kernel is not compiled.
+    """
+    converted = kernel_arguments(args)
+    if SimArray in map(type, converted):
+        return RESIDENT_IN_SIMULATOR
+    driver, plan = cupy().cuda.driver, _prepare(kernel, converted, shared)[0]
+    if plan is None:
+        return 1
+    each = driver.occupancyMaxActiveBlocksPerMultiprocessor(plan.function, block, shared)
+    return each * gpu_attribute(cupy().cuda.runtime.getDevice(), "MultiProcessorCount")
+
+
+def launch(
+    kernel, grid, block, *args, shared: int = 0, overlap: bool = False, resident: bool = False
+) -> None:
     """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to three).
 
     args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as float32.
     shared: bytes of dynamic shared memory. An empty grid launches nothing.
     overlap: the kernel may start before the previous kernel of the stream has finished. It must call wait_for_previous
     (primitives/ptx.py).
-    Raises TypeError for a float64 scalar, RuntimeError if the driver rejects the launch.
+    resident: the blocks wait for each other, so all of them must run at the same time; without overlap.
+    Raises TypeError for a float64 scalar, ValueError for more blocks than can be resident, RuntimeError if the driver rejects
+    the launch.
     """
     converted = kernel_arguments(args)
     grid, block = _dim3(grid), _dim3(block)
     if 0 in grid:
         return
+    if resident and _notes.found is None:
+        most = resident_blocks(kernel, math.prod(block), *args, shared=shared)
+        blocks = math.prod(grid)
+        check(
+            blocks <= most,
+            f"{kernel.py_func.__name__}: its {blocks} blocks wait for each other, but only {most} run at the same time: launch at "
+            "most so many",
+        )
     if SimArray in map(type, converted):
         if _notes.found is None:
-            simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap)
+            room = {"resident": RESIDENT_IN_SIMULATOR} if resident else {}
+            simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap, **room)
         else:
             special = _specialization(kernel, converted, shared)
             _notes.found[kernel, special.types] = special
     elif launch_observers:
         cost = functools.partial(kernel_cost, kernel, converted)
-        start = functools.partial(_launch_gpu, kernel, grid, block, converted, shared, overlap)
+        options = shared, overlap, resident
+        start = functools.partial(_launch_gpu, kernel, grid, block, converted, *options)
         show_launch(LaunchEvent(kernel.py_func.__name__, False, cost), start)
     else:
-        _launch_gpu(kernel, grid, block, converted, shared, overlap)
+        _launch_gpu(kernel, grid, block, converted, shared, overlap, resident)
 
 
 def kernel_arguments(args: Sequence) -> list:
@@ -313,9 +346,9 @@ def _specialization(kernel, args, shared) -> Specialization:
     return Specialization(kernel, tuple(map(numba_type, args)), layout, shared)
 
 
-def _launch_gpu(kernel, grid, block, args, shared, overlap):
-    gpu = cupy().cuda
-    kinds: list = [kernel, gpu.runtime.getDevice()]
+def _prepare(kernel, args, shared):
+    """-> the plan of a launch on the GPU, None while launches are noted; the values of its parameters"""
+    kinds: list = [kernel, cupy().cuda.runtime.getDevice()]
     values: list = []
     for a in args:
         if isinstance(a, np.generic):
@@ -336,19 +369,26 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap):
         special = _specialization(kernel, args, shared)
         if _notes.found is not None:
             _notes.found[key] = special
-            return
+            return None, values
         plan = _plans.setdefault(key, _LaunchPlan(special))  # another thread may have been faster
-    if _notes.found is not None:
-        return
-    if shared > plan.shared:
+    if _notes.found is None and shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared
+    return plan, values
+
+
+def _launch_gpu(kernel, grid, block, args, shared, overlap, resident=False):
+    plan, values = _prepare(kernel, args, shared)
+    if _notes.found is not None:
+        return
+    gpu = cupy().cuda
     stream = gpu.get_current_stream().ptr
     try:
         with _parameter_buffer_lock:  # all threads share the buffer
             plan.struct.pack_into(plan.buffer, 0, *values)
-            if overlap:
-                launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
+            if overlap or resident:
+                start = launch_resident if resident else launch_overlapping
+                start(plan.function, grid, block, shared, stream, plan.pointers)
             else:
                 gpu.driver.launchKernel(
                     plan.function, *grid, *block, shared, stream, plan.pointers, 0

@@ -16,16 +16,21 @@ from ...device import cupy
 
 
 @functools.cache
-def _driver() -> tuple[Any, Any]:
-    """-> cuda.bindings.driver, the launch attribute that allows the overlap"""
+def _driver() -> tuple[Any, Any, Any]:
+    """-> cuda.bindings.driver, the launch attribute that allows the overlap, the one of blocks that wait for each other"""
     from cuda.bindings import driver
 
-    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
     kinds = driver.CUlaunchAttributeID
-    attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlapping, waiting = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    value = driver.CUlaunchAttributeValue()
+    overlapping.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     value.programmaticStreamSerializationAllowed = 1
-    attribute.value = value
-    return driver, attribute
+    overlapping.value = value
+    value = driver.CUlaunchAttributeValue()
+    waiting.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    value.cooperative = 1
+    waiting.value = value
+    return driver, overlapping, waiting
 
 
 def launch_overlapping(
@@ -36,7 +41,19 @@ def launch_overlapping(
     grid, block: three ints each. shared: bytes of dynamic shared memory. stream: the driver's handle.
     parameters: address of the table of pointers to the kernel's parameters. Raises CuPy's CUDADriverError.
     """
-    driver, attribute = _driver()
+    driver, overlapping, _ = _driver()
+    _launch(driver, overlapping, function, grid, block, shared, stream, parameters)
+
+
+def launch_resident(
+    function: int, grid: tuple, block: tuple, shared: int, stream: int, parameters: int
+) -> None:
+    """Launch a kernel whose blocks wait for each other. The driver refuses it unless all of them run at the same time."""
+    driver, _, waiting = _driver()
+    _launch(driver, waiting, function, grid, block, shared, stream, parameters)
+
+
+def _launch(driver, attribute, function, grid, block, shared, stream, parameters):
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
