@@ -387,7 +387,7 @@ def test_a_record_by_itself_is_changed_in_place():
     assert a["x"].tolist() == [10, 11, 12, 21] and a["h"][3].tolist() == [6, 7, 8]
     assert (a["in"] == points()["in"]).all() and (a[:3] == points()[:3]).all()
     assert b["tag"].tolist() == [0, 5] and (source == points()).all()
-    with pytest.raises(KernelError, match="several elements of record.h"):
+    with pytest.raises(KernelError, match=r"several elements of record\.h"):
         run(cuda.jit(wrong_shape), 1, 1, a[0], np.zeros(2))
 
 
@@ -583,3 +583,15 @@ def test_numpys_functions_of_integers(dtype):
     run(functions_of_integers, 1, 1, o, a, b)
     last = [min(a[3], b[3]), a[3] <= b[3], 0, 0]
     assert (o == [a & b, np.maximum(a, b), np.logical_xor(a, b), ~a, last]).all()
+
+
+@cuda.jit
+def remainders(o, x, y):
+    i = cuda.grid(1)
+    o[i] = math.remainder(x[i], y[i])
+
+
+def test_remainder():
+    x, y, o = np.array([5.0, -7, 1, np.inf]), np.array([3.0, 2, 0, 1]), np.zeros(4)
+    run(remainders, 1, 4, o, x, y)
+    np.testing.assert_array_equal(o, [-1, 1, np.nan, np.nan])
