@@ -1,9 +1,9 @@
 """How many of Numba's own CUDA tests pass in the simulator: `python tests/simulator/conformance.py [MODULE ...]`.
 
-The tests are those of the installed Numba, the packages cudapy and doc_examples of numba.cuda.tests. Counted are the ones that pass
-under Numba's simulator (NUMBA_ENABLE_CUDASIM=1), and those of doc_examples, which it skips because of where they import numba.cuda;
-here they run unchanged with `--simulate-cuda`. A test fails if it takes more than a minute of CPU time. Prints the share that passes
-and the failures by reason.
+The tests are those of the installed Numba, the packages cudapy and doc_examples of numba.cuda.tests. Counted are the ones that
+pass under Numba's simulator (NUMBA_ENABLE_CUDASIM=1), and those of doc_examples, which it skips because of where they import
+numba.cuda; here they run unchanged with `--simulate-cuda`. A test fails if it takes more than a minute of CPU time. Prints the
+share that passes and the failures by reason.
 
 MODULE: cudapy.test_sm, doc_examples.test_matmul ...; without, all of them, in about ten minutes.
 
@@ -53,7 +53,7 @@ class Recorder:
     """A pytest plugin: runs the tests in `only`, if given, and writes one line of JSON for each to the file `out`."""
 
     def __init__(self, out: str, only: list[str] | None):
-        self.out, self.only = out, only
+        self.out, self.only, self.test = out, only, ""
 
     def pytest_collection_modifyitems(self, items):
         if self.only is not None:
@@ -61,6 +61,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
+        self.test = name(item)
         signal.signal(signal.SIGPROF, too_slow)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
@@ -76,9 +77,17 @@ class Recorder:
             reason = "" if error is None else error.exconly().strip()
             # a test that Numba expects to fail on a real GPU only
             outcome = "passed" if reason == "Failed: Unexpected success" else report.outcome
-            with open(self.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps([name(item), outcome, reason]) + "\n")
+            self.write(name(item), outcome, reason)
         return report
+
+    def pytest_runtest_logreport(self, report):
+        """The test that a failed part (subTest) belongs to has failed."""
+        if report.failed and hasattr(report, "context"):
+            self.write(self.test, report.outcome, report.longreprtext.splitlines()[-1])
+
+    def write(self, test, outcome, reason):
+        with open(self.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps([test, outcome, reason]) + "\n")
 
 
 def too_slow(*_):
@@ -121,8 +130,9 @@ def run(modules: list[str], numbas: bool = False, only=None) -> dict[str, tuple[
             except subprocess.TimeoutExpired:
                 print(f"{group}: stopped after {30 * SECONDS} s", file=sys.stderr)
             for line in out.read_text(encoding="utf-8").splitlines():
-                test, outcome, reason = json.loads(line)
-                results[test] = (outcome, reason)
+                test, *result = json.loads(line)
+                if results.get(test, "")[:1] != ("failed",):
+                    results[test] = tuple(result)
     return results
 
 
@@ -176,7 +186,9 @@ def main(modules: list[str]):
         print(f"{len(tests):4}  {mark}{why}\n      {', '.join(tests[:3])}")
     counted = [test for test in results if not outside(test, results[test][1])]
     passed = len(results) - len(failed)
-    print(f"{passed} of {len(counted)} pass: {share(results):.1%}; {len(results) - len(counted)} are not counted")
+    print(
+        f"{passed} of {len(counted)} pass: {share(results):.1%}; {len(results) - len(counted)} are not counted"
+    )
 
 
 if __name__ == "__main__":

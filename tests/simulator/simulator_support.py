@@ -15,7 +15,8 @@ from xtrain.simulator import KINDS, check
 
 PAGE = Path(__file__).resolve().parents[2] / "lessons" / "simulator.md"
 POINT = np.dtype(
-    [("x", np.float32), ("y", np.float32), ("p", np.float32, (2,)), ("q", np.float32, (2,))], align=True
+    [("x", np.float32), ("y", np.float32), ("p", np.float32, (2,)), ("q", np.float32, (2,))],
+    align=True,
 )
 POINT_TYPE = from_dtype(POINT)
 

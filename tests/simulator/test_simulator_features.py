@@ -583,3 +583,15 @@ def test_numpys_functions_of_integers(dtype):
     run(functions_of_integers, 1, 1, o, a, b)
     last = [min(a[3], b[3]), a[3] <= b[3], 0, 0]
     assert (o == [a & b, np.maximum(a, b), np.logical_xor(a, b), ~a, last]).all()
+
+
+@cuda.jit
+def remainders(o, x, y):
+    i = cuda.grid(1)
+    o[i] = math.remainder(x[i], y[i])
+
+
+def test_remainder():
+    x, y, o = np.array([5.0, -7, 1, np.inf]), np.array([3.0, 2, 0, 1]), np.zeros(4)
+    run(remainders, 1, 4, o, x, y)
+    np.testing.assert_array_equal(o, [-1, 1, np.nan, np.nan])

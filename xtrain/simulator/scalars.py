@@ -462,7 +462,7 @@ def _float_function(name, f, scalar=None):
 
 _FUNCTIONS = (
     "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod hypot degrees radians"
+    "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod remainder hypot degrees radians"
 )
 
 # A function that a kernel calls -> the function that the simulator calls in its place.
