@@ -30,7 +30,7 @@ from .stepper import Stepper
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
 # the kinds of findings that `simulate` accepts and adds, as keywords of `run`
-kinds: dict[str, tuple[str, ...]] = {"allow": (), "enable": ()}
+finding_kinds: dict[str, tuple[str, ...]] = {"allow": (), "enable": ()}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -114,8 +114,8 @@ def launch(self, *args):
     stepper = None if failed is None else Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
-            shared, grid, block = self.sharedmem, self.griddim, self.blockdim
-            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **kinds)
+            more = {"shared": self.sharedmem, "warn": _warn, **finding_kinds}
+            run(kernel, self.griddim, self.blockdim, *prepared, **more)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error
@@ -188,10 +188,9 @@ def _hint(value):
     """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
     for f in frontends.known():
         if isinstance(value, f.ArgHint):
-            kind = (
-                "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
-            )
-            return kind, value.value
+            if isinstance(value, f.In):
+                return "in", value.value
+            return "out" if type(value) is f.Out else "in and out", value.value
     return "in and out", value
 
 

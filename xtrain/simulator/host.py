@@ -139,14 +139,14 @@ def simulate(allow=(), enable=()):
     for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds(allow, enable)  # raises ValueError for an unknown one
-    before = dispatch.kinds
+    before = dispatch.finding_kinds
     start()
-    dispatch.kinds = {
+    dispatch.finding_kinds = {
         "allow": (*before["allow"], *allow),
         "enable": (*before["enable"], *enable),
     }
     try:
         yield
     finally:
-        dispatch.kinds = before
+        dispatch.finding_kinds = before
         stop()
