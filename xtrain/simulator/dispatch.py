@@ -193,10 +193,9 @@ def _hint(value):
     """("in", "out" or "in and out", the array) of cuda.In(x), cuda.Out(x), cuda.InOut(x) and x."""
     for f in frontends.known():
         if isinstance(value, f.ArgHint):
-            kind = (
-                "in" if isinstance(value, f.In) else "out" if type(value) is f.Out else "in and out"
-            )
-            return kind, value.value
+            if isinstance(value, f.In):
+                return "in", value.value
+            return "out" if type(value) is f.Out else "in and out", value.value
     return "in and out", value
 
 

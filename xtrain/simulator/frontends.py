@@ -50,12 +50,7 @@ class Frontend:
         self.as_dtype, self.from_dtype = support.as_dtype, support.from_dtype
         self.libdevice_functions = _part(f"{root}.libdevicefuncs").functions
         hints = _part(f"{root}.args")
-        self.ArgHint, self.In, self.InOut, self.Out = (
-            hints.ArgHint,
-            hints.In,
-            hints.InOut,
-            hints.Out,
-        )
+        self.ArgHint, self.In, self.Out = hints.ArgHint, hints.In, hints.Out
         self.api_util = _part(f"{root}.api_util")
         self.normalize_dimensions = _part(f"{root}.errors").normalize_kernel_dimensions
         for name in ("dispatcher", "cudadrv.devicearray", "cudadrv.devices", "cudadrv.driver"):
@@ -153,4 +148,5 @@ def owns(function) -> bool:
 
 def has(name: str, thing) -> bool:
     """Is `thing` cuda.<name> of a frontend?"""
-    return any(getattr(m, name, None) is thing for f in _known.values() for m in f.modules)
+    modules = [m for f in _known.values() for m in f.modules]
+    return any(hasattr(m, name) and getattr(m, name) is thing for m in modules)
