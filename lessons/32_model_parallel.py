@@ -44,7 +44,7 @@ from xtrain import lesson
 
 
 def part(n, world, rank):
-    """The slice of n things that the rank owns; if they do not divide evenly, some own one more."""
+    """The slice of n things that the rank owns. Some ranks may own one more than others."""
     return slice(n * rank // world, n * (rank + 1) // world)
 
 
@@ -110,7 +110,7 @@ def forgets_one_rank(comm):
 try:
     lesson.run_ranks(3, forgets_one_rank)
 except Exception as error:
-    print(f"{type(error).__name__}: {error}")
+    print(str(error).replace(", ", ",\n    "))
 print(lesson.run_ranks(3, lambda comm: comm.all_reduce(np.full(3, 1.0 + comm.rank)))[0])
 
 # %% [markdown]
@@ -520,7 +520,7 @@ ids, targets = random.integers(0, 40, (2, 3, 8)).astype(np.int32)
 one = lesson.run_ranks(1, lambda comm: step_on_a_rank(comm, model, ids, targets))[0]
 theirs = model.loss(ids, targets)
 theirs.backward()
-print(f"loss of xtrain.Transformer  {theirs.item():.6f}    of split_loss on one rank {one[0]:.6f}")
+print(f"loss of xtrain.Transformer  {theirs.item():.4f}    of split_loss on one rank {one[0]:.4f}")
 
 
 def worst(comm, result):
@@ -719,8 +719,9 @@ for world in (1, 2, 3, 4):
 # %% [markdown]
 # ## How much memory does it take?
 #
-# Mixed precision needs 16 bytes per parameter (lesson 16): bf16 weights and gradients, and the
-# float32 master weights, m and v of AdamW. Which of these are divided by R = 64 ranks?
+# In the accounting of the ZeRO paper, mixed precision needs 16 bytes per parameter: weights and
+# gradients of 2 bytes, and the float32 master weights, m and v of AdamW. (xtrain keeps gradients in
+# float32: 18.) Which of these are divided by R = 64 ranks?
 
 # %%
 R, parameters = 64, 70e9

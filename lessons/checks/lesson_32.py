@@ -108,8 +108,8 @@ def what_it_contains(e, world, n, rank, at):
         return "It contains a number of every rank once, but of another element: a chunk was stored in the place of another one."
     said = ", ".join(f"of rank {r} {k} times" for r, k in enumerate(times) if k != 1)
     return (
-        f"It contains the number {said}; it should contain each rank's number once. The first half has world - 1 steps that add, "
-        "the second half world - 1 steps that store. A chunk that is passed on already contains the sender's own numbers."
+        f"It contains the number {said}; it should contain each rank's number once. In each step a rank passes on the chunk that it received in "
+        "the step before. The first half has world - 1 steps that add, the second half world - 1 steps that store."
     )
 
 
@@ -208,18 +208,31 @@ def split_mlp(e):
         even = len({u.stop - u.start for u in units}) == 1
         summed = lambda i: sum(o[i] for o in own) if even else np.empty(0)
         added = silu(sum(x @ w1[u].T for u in units)) if even else None
+        again = [part(u.stop - u.start, world, r) for r, u in enumerate(units)]
+        twice = [mlp(x, w1[u][a], w2[:, u][:, a], dy)[0] for u, a in zip(units, again)]
+        da = sum(dy @ w2[:, u] for u in units) if even else None
+        dh = (
+            [da * silu_slope(x @ w1[u].T) @ w1[u] for u in units]
+            if even and world > 1
+            else [np.empty(0)] * world
+        )
         mixed = [added @ w2[:, u].T for u in units] if even and world > 1 else [np.empty(0)] * world
+        several = world > 1
         for r, result in enumerate(results):
             y, dx, dw1, dw2 = e.several(result, "y", "dx", "dw1", "dw2")
             names = ("x_NC", "w1_FC", "w2_CF", "dy_NC")
             for name, a, b in zip(names, given[r], (x, w1[units[r]], w2[:, units[r]], dy)):
                 e.need(np.array_equal(a, b), f"{name} has changed on rank {r}. comm.all_reduce works in place: call it on new arrays only, not on an argument.")  # fmt: skip
-            several = world > 1
             slopes = {
                 "silu_slope is missing: dh = (dy @ w2) * silu_slope(h).": straight,
                 "silu_slope is taken at silu(h): it is the slope at h.": at_a,
             }
+            for name, got, want in (("dw1", dw1, DW1), ("dw2", dw2, DW2)):
+                e.need(not several or np.shape(got) != want.shape, f"{name} has shape {np.shape(got)}, the whole weight: each rank computes with its own hidden units only, "
+                       "so weights are never gathered.")  # fmt: skip
             e.same(f"y on rank {r}", y, Y, {
+                "The weights were divided a second time: the arguments are already this rank's own.":
+                    lambda got, twice=twice: several and np.allclose(got, sum(twice)),
                 "This is this rank's share: y is the sum over all hidden units, so all-reduce the shares.": own[r][0] if several else np.empty(0),
                 "That is the mean over the ranks: the shares are added.": Y / world if several else np.empty(0),
                 "silu is missing between the two products.": plain[0],
@@ -233,6 +246,8 @@ def split_mlp(e):
                 "dx is too large by the number of ranks: dy is the gradient of the whole y and is whole on every rank, so it must not be summed; and dx only once.":
                     DX * world if several else np.empty(0),
                 "That is the mean over the ranks: the contributions to dx are added.": DX / world if several else np.empty(0),
+                "dy @ w2 is summed over the ranks: it is the gradient of this rank's own hidden units. Sum dh @ w1 instead.":
+                    lambda got, r=r, dh=dh: any(np.shape(d) == got.shape and np.allclose(got, d) for d in (dh[r], sum(dh))),
                 **{text: sum(o[1] for o in wrong) for text, wrong in slopes.items()},
             }, rtol=1e-7, atol=1e-9)  # fmt: skip
             for name, i, got, axis in (("dw1", 2, dw1, 0), ("dw2", 3, dw2, 1)):
@@ -332,18 +347,18 @@ def flatten(w, world):
     return flat
 
 
-def gradients(weights, x, t, count, back=None):
-    """-> loss, [dw]. back: other weights, with which backward passes the gradient on"""
+def gradients(weights, x, t, count, back=None, order=-1):
+    """-> loss, [dw]. back: other weights, with which backward passes the gradient on. order=1: it begins with the first layer."""
     inputs = [x]
     for w in weights:
         inputs.append(layer(inputs[-1], w))
     error = inputs.pop() - t
     dy, found = 2 * error / count, []
-    for x, w, b in list(zip(inputs, weights, back or weights))[::-1]:
+    for x, w, b in list(zip(inputs, weights, back or weights))[::order]:
         dh = dy * (1 - layer(x, w) ** 2)
-        found.insert(0, dh.T @ x)
+        found.append(dh.T @ x)
         dy = dh @ b
-    return (error**2).sum() / count, found
+    return (error**2).sum() / count, found[::order]
 
 
 class AdamW:
@@ -376,6 +391,7 @@ class Gathering:
         return whole
 
     def all_reduce(self, x):
+        self.e.need(isinstance(x, np.ndarray) and x.ndim > 0, "all_reduce works in place, on an array: make the loss an array of one number, (error**2).sum().reshape(1).")  # fmt: skip
         self.e.need(self.world == 1 or np.size(x) == 1, f"all_reduce of {np.size(x)} numbers: each rank needs only its part of the gradient. reduce_scatter sends half as much.")  # fmt: skip
         return self.comm.all_reduce(x)
 
@@ -417,12 +433,13 @@ def _train(e, layers, C, rows, world, count):
         _, updated_first = gradients(weights, x, t, count, later)
         per_rank = [gradients(weights, *o, count) for o in own]
         own_count = [gradients(weights, *o, len(o[0]) * C)[1] for o in own]
+        forwards = gradients(weights, x, t, count, order=1)[1]
         stale = gradients(start, x, t, count)[1] if start else None
         done = [[0] * layers for _ in range(world)]
 
         def update_of(
             r, want=want, per_rank=per_rank, own_count=own_count, done=done,
-            updated_first=updated_first, stale=stale,
+            updated_first=updated_first, stale=stale, forwards=forwards,
         ):  # fmt: skip
             def update(l, shard, g):
                 e.need(isinstance(l, int | np.integer) and 0 <= l < layers, f"update was called for layer {l}: layers are 0 to {layers - 1}.")  # fmt: skip
@@ -439,6 +456,7 @@ def _train(e, layers, C, rows, world, count):
                     "The factor 2 of the derivative of a square is missing.": here(want) / 2,
                     "The sign is wrong: the error is y - t.": -here(want),
                     "dy was computed with weights that had already been updated. Finish with a layer's old weights before you update its shard.": here(updated_first),
+                    "Backward goes from the last layer to the first.": here(forwards),
                     "This gradient belongs to the weights before the last step: the layers must be gathered again, from the new shards.":
                         here(stale) if stale else np.empty(0),
                 }  # fmt: skip
