@@ -121,6 +121,36 @@ def test_a_report_is_a_page_for_each_mistake(python, project):
     assert run.returncode == 4 and "--cuda-report is for --simulate-cuda" in run.stderr
 
 
+MANY_BLOCKS = """
+import os
+import numpy as np
+from numba import cuda
+from simulate_cuda import processes
+
+def test_fill():
+    @cuda.jit
+    def fill(x):
+        x[cuda.grid(1)] = 1
+
+    processes.WORTH, forks, fork = 0, [], os.fork
+    os.fork = lambda: forks.append(1) or fork()
+    x = np.zeros(320, np.float32)
+    fill[5, 64](x)
+    assert x.all() and len(forks) == 3
+"""
+
+
+def test_blocks_in_several_processes(python, tmp_path):
+    (tmp_path / "test_it.py").write_text(MANY_BLOCKS, encoding="utf-8")
+    pytest_with = "-m", "pytest", *PLUGIN
+    run = python(tmp_path, *pytest_with, "--simulate-cuda", "--cuda-processes", "3")
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
+    run = python(tmp_path, *pytest_with, "--simulate-cuda", "--cuda-processes", "0")
+    assert run.returncode == 4 and "processes=0 is not a positive integer" in run.stderr
+    run = python(tmp_path, *pytest_with, "--cuda-processes", "2")
+    assert run.returncode == 4 and "--cuda-processes is for --simulate-cuda" in run.stderr
+
+
 def test_a_warning_is_one_of_pytest(python, tmp_path):
     (tmp_path / "test_it.py").write_text(EXITING, encoding="utf-8")
     run = python(tmp_path, "-m", "pytest", *PLUGIN, "--simulate-cuda")

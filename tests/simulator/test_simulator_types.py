@@ -249,3 +249,24 @@ def test_ranges_are_those_of_python(kind, gives):
             continue
         numbers = [*scalars.TWINS[range](*map(kind, given))]
         assert [*map(int, numbers)] == [*range(*given)] and {*map(type, numbers)} <= {gives}
+
+
+@cuda.jit
+def bools_next_to_numbers(y):
+    tile = cuda.shared.array((2, 2), float32)
+    flags = cuda.shared.array(2, np.bool_)
+    tile[0, 0] = 2
+    flags[0] = flags[1] = True
+
+    def total(tile):  # another array of this name
+        return tile[0] + tile[1]
+
+    y[0] = tile[0, 0] * flags[0]
+    y[1] = flags[0] + flags[1]
+    y[2] = total(flags)
+
+
+def test_an_array_without_bools_hides_no_other():
+    y = np.zeros(3)
+    run(bools_next_to_numbers, 1, 1, y)
+    assert y.tolist() == [2, 2, 2]

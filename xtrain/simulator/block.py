@@ -387,8 +387,12 @@ class Block:
         """Run each thread up to the next place where it waits."""
         others = iter(threads)
         try:
-            for thread in others:
-                _guarded(thread, function, thread, *args)
+            try:
+                for thread in others:
+                    function(thread, *args)
+            except Exception as error:
+                _locate(thread, error)
+                raise
         except KernelError as error:
             error.thread = thread.index
             # None: something else, or an asynchronous copy or a matrix product reads it
@@ -424,6 +428,21 @@ class Block:
 
     def _resumable(self):
         """The threads that may resume, with their replies set. An empty list: the block is done."""
+        waiting = [t for t in self.threads if t.request]
+        if {t.request[0] for t in waiting} <= BLOCK_BARRIERS:
+            ready = []
+        else:
+            ready = self._resumable_at_once()
+        if ready:
+            self.progress = True
+            return ready
+        if waiting and self._barrier(waiting):
+            self.progress = True
+            return waiting
+        return []
+
+    def _resumable_at_once(self):
+        """The threads that resume from warp functions and polled requests."""
         ready, self.eager = [], True
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
@@ -431,14 +450,7 @@ class Block:
                 ready += run_collective(warp, waiting)
         ready = ready or self._poll_waiting()
         self.eager = False
-        if ready:
-            self.progress = True
-            return ready
-        waiting = [t for t in self.threads if t.request]
-        if waiting and self._barrier(waiting):
-            self.progress = True
-            return waiting
-        return []
+        return ready
 
     def pass_grid(self):
         """All blocks have reached grid.sync(): the threads may resume."""
@@ -641,27 +653,31 @@ def _warpgroup(threads):
 
 
 def _guarded(thread, function, *args):
-    """Call function(*args). A Python exception in the kernel becomes a KernelError with the thread and the line."""
+    """Call function(*args) for a thread that waits."""
     try:
         return function(*args)
-    except KernelError:
-        raise
     except Exception as error:
-        site, trace = None, error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            if code.co_varnames[:1] == ("_t",):
-                site = Site(code.co_filename, trace.tb_lineno, 0, code.co_name, "")
-            trace = trace.tb_next
-        if site is None:
-            raise
-        kind, place = type(error).__name__, errors.where(thread, site)
-        text = str(error)
-        if kind == "UnboundLocalError":
-            text += (
-                ": the branch or loop that sets it was not taken; on a GPU its value is undefined"
-            )
-        raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
+        _locate(thread, error)
+        raise
+
+
+def _locate(thread, error):
+    """Raise a KernelError with the thread and the line for a Python exception in the kernel."""
+    if isinstance(error, KernelError):
+        return
+    site, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_varnames[:1] == ("_t",):
+            site = Site(code.co_filename, trace.tb_lineno, 0, code.co_name, "")
+        trace = trace.tb_next
+    if site is None:
+        return
+    kind, place = type(error).__name__, errors.where(thread, site)
+    text = str(error)
+    if kind == "UnboundLocalError":
+        text += ": the branch or loop that sets it was not taken; on a GPU its value is undefined"
+    raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
 def _generators(thread):

@@ -78,6 +78,7 @@ class Names(ast.NodeTransformer):
         self.in_lambda = False
         self.inner: dict[str, bool] = {}  # name of a nested function -> does it wait?
         self.numbers: set[str] = set()  # local names that are never a bool
+        self.number_arrays: set[str] = set()  # local names of arrays without bools
         self.temporaries = itertools.count()
 
     # ------------------------------------------------------------------------- helpers
@@ -120,15 +121,16 @@ class Names(ast.NodeTransformer):
     @contextlib.contextmanager
     def inside(self, node, name):
         """Visit the body of a nested function: with its own local names, and self.waits for this function alone."""
-        before = self.name, self.locals, self.waits, self.numbers
+        before = self.name, self.locals, self.waits, self.numbers, self.number_arrays
         names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
         for n in ast.walk(node):
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
                 names.add(n.id)
-        self.name, self.locals, self.waits, self.numbers = name, self.locals | names, False, set()
+        self.name, self.locals, self.waits = name, self.locals | names, False
+        self.numbers, self.number_arrays = set(), set()
         yield
-        self.name, self.locals, self.waits, self.numbers = before
+        self.name, self.locals, self.waits, self.numbers, self.number_arrays = before
 
     def static(self, node):
         """The object that a global, a closure variable, an attribute or a member of one refers to; otherwise DYNAMIC."""
@@ -171,10 +173,22 @@ class Names(ast.NodeTransformer):
     def find_numbers(self, definition):
         """Fill self.numbers. Starts with all names and removes some, because `acc = acc + x[i]` alone decides nothing."""
         values, size = assignments(definition), None
+        given = parameters(definition)
+        self.number_arrays = {
+            n for n in {*values} - given if all(map(self.makes_numbers, values[n]))
+        }
         self.numbers = {*values} - parameters(definition)
         while size != len(self.numbers):
             size = len(self.numbers)
             self.numbers = {n for n in self.numbers if all(map(self.shows_number, values[n]))}
+
+    def makes_numbers(self, node):
+        """Is it cuda.shared.array(...) or cuda.local.array(...) with a dtype that is not bool?"""
+        if not isinstance(node, ast.Call) or len(node.args) != 2 or node.keywords:
+            return False
+        scalar = getattr(twin(self.static(node.args[1])), "scalar", _BOOL)
+        made = self.cuda_name(node.func) in ("shared_array", "local_array")
+        return made and issubclass(scalar, np.number)
 
     def shows_number(self, node):
         """Does the expression's text show that it is not a bool? Then number() is not needed."""
@@ -188,7 +202,10 @@ class Names(ast.NodeTransformer):
             function = self.static(node.func)
             return function is range or getattr(twin(function), "scalar", _BOOL) is not _BOOL
         if isinstance(node, ast.Subscript):
-            return isinstance(node.value, ast.Attribute) and self.shows_number(node.value)
+            of_numbers = isinstance(node.value, ast.Name) and node.value.id in self.number_arrays
+            return of_numbers or (
+                isinstance(node.value, ast.Attribute) and self.shows_number(node.value)
+            )
         if isinstance(node, ast.Attribute) and node.attr in (
             "shape",
             "size",

@@ -49,7 +49,7 @@ def run_in_children(launch, positions: list) -> bool:
         for _, pipe in children:
             try:
                 answer = pickle.load(pipe)
-            except EOFError:  # the child has died
+            except (EOFError, pickle.UnpicklingError):  # the child has died
                 answer = None
             if answer is None:
                 return False
