@@ -5,13 +5,19 @@ import math
 from numba_cuda_mlir import cuda, types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
-from numba_cuda_mlir.extending import intrinsic as function_maker
-from numba_cuda_mlir.extending import lower_builtin, refresh_registries
+from numba_cuda_mlir.extending import intrinsic, lower_builtin, refresh_registries
 from numba_cuda_mlir.lowering_utilities import memref_data_pointer
 
 __all__ = ["Code", "function_maker"]
 LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
+
+
+def function_maker(typing):
+    """intrinsic, also for one that is defined after the first kernel was compiled"""
+    made = intrinsic(typing)
+    refresh_registries(target=False, include_uninitialized_cuda=False)
+    return made
 
 
 def _type(kind):

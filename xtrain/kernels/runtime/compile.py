@@ -36,7 +36,7 @@ if COMPILER == "numba":
     from numba.cuda.cudadrv import devices
 else:
     from numba_cuda_mlir import tools
-    from numba_cuda_mlir.numba_cuda import dispatcher
+    from numba_cuda_mlir.numba_cuda import dispatcher  # type: ignore[no-redef]
 
 KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
