@@ -21,6 +21,7 @@ import numpy as np
 
 from ...device import Array
 from ..primitives.hopper import (
+    SM_90A,
     acquire_map,
     along_rows,
     down_rows,
@@ -304,7 +305,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     """-> the forward kernel for heads of width D; launch_tiles starts it."""
     block = make_block(D, CAUSAL, tiles, 0, KIND)
 
-    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
+    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def flash_attention_hopper_fwd_kernel(
         maps, lse, first, counter, T, S, B, H, group, together, scale
     ):
@@ -323,7 +324,7 @@ def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles, WINDOW: int = 0):
     """-> the forward kernel for packed queries and the keys of a paged cache; launch_tiles starts it."""
     block = make_block(D, True, tiles, PAGE, WINDOW)
 
-    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks)
+    @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def context_attention_hopper_kernel(
         maps, o, edges, history, tables, counter, T, S, A, H, group, together, N, R, M, scale
     ):

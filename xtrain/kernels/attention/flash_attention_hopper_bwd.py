@@ -18,6 +18,7 @@ import numpy as np
 
 from ...device import Array
 from ..primitives.hopper import (
+    SM_90A,
     acquire_map,
     along_rows,
     down_rows,
@@ -262,7 +263,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     consume = make_dq_consumer(D, CAUSAL, tiles, KIND)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
-    @kernel(THREADS, PER_SM)
+    @kernel(THREADS, PER_SM, **SM_90A)
     def flash_attention_hopper_dq_kernel(
         maps, stats, first, counter, T, S, B, H, group, together, PADDED, scale
     ):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..primitives.hopper import (
     PANEL,
+    SM_90A,
     acquire_map,
     along_rows,
     bar_sync,
@@ -346,7 +347,7 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     consume = make_dkdv_consumer(D, CAUSAL, tiles, KIND)
     fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
 
-    @kernel(THREADS, PER_SM)
+    @kernel(THREADS, PER_SM, **SM_90A)
     def flash_attention_hopper_dkdv_kernel(maps, last, counter, T, S, B, G, group, together, scale):
         """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other arguments: see make_fwd_kernel."""
         base = shared_base()

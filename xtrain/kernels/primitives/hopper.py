@@ -22,11 +22,13 @@ product in registers (matrix A, the same section).
 """
 
 from ...simulator import simulates
-from ..runtime.compiler import float32, int32, uint32, uint64
+from ..runtime.compiler import COMPILER, float32, int32, uint32, uint64
 from . import hopper_simulated as simulated
 from .intrinsics import GLOBAL, instruction, intrinsic
 from .ptx import device
 
+# Options of kernels with these instructions. numba-cuda chooses the target sm_90a on such a GPU by itself.
+SM_90A = {"chip": "sm_90a"} if COMPILER == "mlir" else {}
 WARPGROUP = 128  # threads
 MAP_WORDS = 16  # a tensor map is 16 x 8 bytes
 SHARED_ALIGNMENT = 1024

@@ -23,7 +23,7 @@ from ..runtime.compiler import COMPILER, types
 if COMPILER == "numba":
     from .llvm_code import Code, function_maker
 else:
-    from .mlir_code import Code, function_maker
+    from .mlir_code import Code, function_maker  # type: ignore[assignment]
 
 GLOBAL, SHARED = 1, 3  # address spaces
 LITERAL = "literal"  # the declared type of a parameter that must be a constant: the code generator gets its value

@@ -105,20 +105,21 @@ class Code:
         return self.builder.addrspacecast(pointer, there)
 
     def _vector(self, where, element, length, space):
-        kind = element if length == 1 else ir.VectorType(element, length)
+        kind = ir.VectorType(element, length) if length else element
         if isinstance(where.type, ir.IntType):  # an address
             return self.builder.inttoptr(where, ir.PointerType(kind, space))
         where = self._in_space(where, space) if space else where
         return self.builder.bitcast(where, ir.PointerType(kind, space or 0))
 
-    def load(self, where, kind, space=None, length=1, count=1):
+    def load(self, where, kind, space=None, length=None, count=1):
         """`count` accesses of `length` neighbouring elements from a pointer or an address on -> a list of elements"""
         element = self.context.get_value_type(kind)
         first, values = self._vector(where, element, length, space), []
         for k in range(count):
-            at = self.builder.gep(first, [ir.Constant(I32, k)]) if length > 1 else first
-            loaded = self.builder.load(at, align=kind.bitwidth // 8 * length if space else None)
-            if length == 1:
+            at = self.builder.gep(first, [ir.Constant(I32, k)]) if length else first
+            size = kind.bitwidth // 8 * (length or 1)
+            loaded = self.builder.load(at, align=size if space else None)
+            if not length:
                 return [loaded]
             each = [ir.Constant(I32, j) for j in range(length)]
             values += [self.builder.extract_element(loaded, j) for j in each]
@@ -131,12 +132,12 @@ class Code:
             vector = self.builder.insert_element(vector, value, ir.Constant(I32, j))
         return vector
 
-    def store(self, where, values, space=None, length=1):
+    def store(self, where, values, space=None, length=None):
         """Store values from a pointer or an address on, `length` to an access."""
         first = self._vector(where, values[0].type, length, space)
-        for k in range(0, len(values), length):
+        for k in range(0, len(values), length or 1):
             value, at = values[k], first
-            if length > 1:
+            if length:
                 value = self.vector(values[k : k + length])
                 at = self.builder.gep(first, [ir.Constant(I32, k // length)])
             words = getattr(value.type, "count", 1)

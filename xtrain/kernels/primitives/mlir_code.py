@@ -5,13 +5,19 @@ import math
 from numba_cuda_mlir import cuda, types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
-from numba_cuda_mlir.extending import intrinsic as function_maker
-from numba_cuda_mlir.extending import lower_builtin, refresh_registries
+from numba_cuda_mlir.extending import intrinsic, lower_builtin, refresh_registries
 from numba_cuda_mlir.lowering_utilities import memref_data_pointer
 
 __all__ = ["Code", "function_maker"]
 LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
+
+
+def function_maker(typing):
+    """intrinsic, also for one that is defined after the first kernel was compiled"""
+    made = intrinsic(typing)
+    refresh_registries(target=False, include_uninitialized_cuda=False)
+    return made
 
 
 def _type(kind):
@@ -138,14 +144,14 @@ class Code:
             return llvm.inttoptr(llvm.PointerType.get(space), where)
         return self._in_space(where, space)
 
-    def load(self, where, kind, space=None, length=1, count=1):
+    def load(self, where, kind, space=None, length=None, count=1):
         element, first, values = _type(kind), self._first(where, space), []
-        loaded = element if length == 1 else ir.VectorType.get([length], element)
-        alignment = kind.bitwidth // 8 * (length if space else 1)
+        loaded = ir.VectorType.get([length], element) if length else element
+        alignment = kind.bitwidth // 8 * (length or 1 if space else 1)
         for k in range(count):
             at = self._at(first, self.int64(k), loaded) if k else first
             value = llvm.load(loaded, at, alignment=alignment)
-            if length == 1:
+            if not length:
                 return [value]
             values += [llvm.extractelement(value, self.constant(j)) for j in range(length)]
         return values
@@ -156,11 +162,11 @@ class Code:
             vector = llvm.insertelement(vector, value, self.constant(j))
         return vector
 
-    def store(self, where, values, space=None, length=1):
+    def store(self, where, values, space=None, length=None):
         first = self._first(where, space)
-        for k in range(0, len(values), length):
-            value = values[k] if length == 1 else self.vector(values[k : k + length])
-            at = self._at(first, self.int64(k // length), value.type) if k else first
+        for k in range(0, len(values), length or 1):
+            value = self.vector(values[k : k + length]) if length else values[k]
+            at = self._at(first, self.int64(k // (length or 1)), value.type) if k else first
             words = math.prod(value.type.shape) if isinstance(value.type, ir.VectorType) else 1
             llvm.store(value, at, alignment=4 * words if space else None)
 

@@ -49,14 +49,18 @@ def narrow_pair(code, low, high):
     return code.asm("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, [low, high], effect=False)
 
 
+def _elements(code, x, i, count, space):
+    """x[i : i + count] as float32, in accesses of 16 bytes; 4 bf16 are 8 bytes"""
+    if x.is_bf16:
+        pairs = code.load(code.pointer(x, i), uint32, space, count // 2)
+        yield from [widen(code, pair, upper) for pair in pairs for upper in (0, 1)]
+    else:
+        yield from code.load(code.pointer(x, i), float32, space, 4, count // 4)
+
+
 def _load(name, count, space):
     def load(code, registers, x, i):
-        if x.is_bf16:  # one access: 16 or 8 bytes
-            pairs = code.load(code.pointer(x, i), uint32, space, count // 2)
-            values = [widen(code, pair, upper) for pair in pairs for upper in (0, 1)]
-        else:
-            values = code.load(code.pointer(x, i), float32, space, 4, count // 4)
-        code.set_registers(registers, values)
+        code.set_registers(registers, _elements(code, x, i, count, space))
 
     return intrinsic(name=name)(load)
 

@@ -36,7 +36,7 @@ if COMPILER == "numba":
     from numba.cuda.cudadrv import devices
 else:
     from numba_cuda_mlir import tools
-    from numba_cuda_mlir.numba_cuda import dispatcher
+    from numba_cuda_mlir.numba_cuda import dispatcher  # type: ignore[no-redef]
 
 KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels
@@ -169,7 +169,10 @@ def _cache_path(kernel, signature) -> Path | None:
     if identity is None:
         return None
     device = cupy().cuda.Device()
-    parts = (_sources(), identity, signature, sorted(map(str, kernel.targetoptions.items())))
+    # mlir has a function among the options, and changes `chip`, which the compute capability decides, when it compiles
+    options = kernel.targetoptions.items()
+    options = sorted(str(o) for o in options if o[0] != "chip" and not callable(o[1]))
+    parts = (_sources(), identity, signature, options)
     key = hashlib.sha256(
         repr((*parts, device.compute_capability, _versions())).encode()
     ).hexdigest()
