@@ -39,6 +39,17 @@ from ...simulator import SimArray
 from ..attention.decode_attention import choose as choose_attention
 from ..attention.decode_attention import heads_of, make_attend_items, shared_sizes
 from ..attention.decode_attention_parts import splits_of
+from ..decoding.gemv import make_multiply_row
+from ..decoding.gemv_tensor_cores import (
+    CHUNK,
+    MAX_ROWS,
+    TILE,
+    Config,
+    Variant,
+    make_product,
+    shared_bytes,
+    sums_size,
+)
 from ..primitives.ptx import (
     atomic_add_in_order,
     device,
@@ -50,17 +61,6 @@ from ..primitives.ptx import (
 )
 from ..runtime.launch import check, empty, launch, resident_blocks, zeros
 from . import step_tasks as tasks_of
-from .gemv import make_multiply_row
-from .gemv_tensor_cores import (
-    CHUNK,
-    MAX_ROWS,
-    TILE,
-    Config,
-    Variant,
-    make_product,
-    shared_bytes,
-    sums_size,
-)
 from .step_tasks import (
     ARRIVALS,
     ATTEND,
