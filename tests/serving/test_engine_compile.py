@@ -11,16 +11,9 @@ import pytest
 from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
-from xtrain.kernels.decoding import (
-    gemv,
-    kv_cache,
-    logprobs,
-    padding,
-    penalties,
-    sampling,
-    step_kernel,
-)
+from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
 from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
+from xtrain.kernels.step import step_kernel
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]

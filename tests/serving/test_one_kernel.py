@@ -11,10 +11,11 @@ from twins import random_model, small
 from xtrain import Engine, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.kernels.attention import decode_attention as attention
-from xtrain.kernels.decoding import gemv, step_kernel
-from xtrain.kernels.decoding.step_kernel import DOWN, GATE_UP, HEAD, OUT, QKV
+from xtrain.kernels.decoding import gemv
 from xtrain.kernels.embedding import embedding_fwd
 from xtrain.kernels.runtime.launch import RESIDENT_IN_SIMULATOR, empty, zeros
+from xtrain.kernels.step import step_kernel
+from xtrain.kernels.step.step_kernel import DOWN, GATE_UP, HEAD, OUT, QKV
 from xtrain.serving import one_kernel
 from xtrain.simulator import DeadlockError, RaceError, run
 from xtrain.simulator.api import SimArray

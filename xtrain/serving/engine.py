@@ -127,7 +127,7 @@ class Engine:
     weights: "int8" or "fp8" stores the matrices of the model's Linear modules in one byte per weight, in place
     (nn/quantized.py): half of bf16's memory, and decoding reads half the bytes. The model must have been made with
     trainable=False, and can only be served from then on. "full": the model stays as it is.
-    one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/decoding/step_kernel.py), for
+    one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/step/step_kernel.py), for
     unquantized models without windows. Off by default: its speed has not been measured on a GPU yet (known_issues.md). The last
     bits of the logits differ from the usual step's.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;

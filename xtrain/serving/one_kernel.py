@@ -1,4 +1,4 @@
-"""The decoding step of a Transformer as one kernel (kernels/decoding/step_kernel.py): what Engine(one_kernel=True) uses.
+"""The decoding step of a Transformer as one kernel (kernels/step/step_kernel.py): what Engine(one_kernel=True) uses.
 
 The kernel reads the model's matrices, norm weights and biases where the arena has them, so it needs no copy and sees new values.
 """
@@ -6,9 +6,9 @@ The kernel reads the model's matrices, norm weights and biases where the arena h
 import numpy as np
 
 from ..errors import UserError
-from ..kernels.decoding import step_kernel as kernels
 from ..kernels.decoding.gemv_tensor_cores import MAX_ROWS
-from ..kernels.decoding.step_kernel import DecodingStep, StepShape, StepWeights
+from ..kernels.step import step_kernel as kernels
+from ..kernels.step.step_kernel import DecodingStep, StepShape, StepWeights
 from ..nn.model import Transformer
 from .paged_cache import PagedCache
 

@@ -283,7 +283,7 @@ def make_combine(D, HEADS, WARPS):
 
 
 @device
-def wait_for_kernel(counters, i, target):
+def wait_for_qkv(counters, i, target):
     """The previous kernel of the stream produces qkv."""
     wait_for_previous()
 
@@ -316,7 +316,7 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     EARLY = wait is not None
-    wait = wait or wait_for_kernel
+    wait = wait or wait_for_qkv
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
     attend = (make_attend_tensor if half else make_attend_plain)(
         D, S, HEADS, LIVE, WARPS, WINDOW > 0
@@ -377,7 +377,7 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     sizes = shared_sizes(D, GROUP, half, config)
     QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
     element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
-    wait = wait_for_kernel if overlap and ready else None
+    wait = wait_for_qkv if overlap and ready else None
     count_items, prefetch_tables, attend_items = make_attend_items(
         D, S, GROUP, half, normalise, config, WINDOW, wait
     )

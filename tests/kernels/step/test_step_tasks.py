@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from xtrain.kernels.decoding import step_tasks as file
+from xtrain.kernels.step import step_tasks as file
 
 UNITS = {
     file.EMBED: 1, file.QKV: 5, file.ATTEND: 2, file.OUT: 3, file.GATE_UP: 9, file.DOWN: 3, file.HEAD: 40,

@@ -38,6 +38,17 @@ from ...simulator import SimArray
 from ..attention.decode_attention import choose as choose_attention
 from ..attention.decode_attention import heads_of, make_attend_items, shared_sizes
 from ..attention.decode_attention_parts import splits_of
+from ..decoding.gemv import make_multiply_row
+from ..decoding.gemv_tensor_cores import (
+    CHUNK,
+    MAX_ROWS,
+    TILE,
+    Config,
+    Variant,
+    make_product,
+    shared_bytes,
+    sums_size,
+)
 from ..primitives.ptx import (
     atomic_add_in_order_64,
     device,
@@ -50,17 +61,6 @@ from ..primitives.ptx import (
 from ..runtime.compiler import cuda, float32, int32, int64, types, uint16, uint32
 from ..runtime.launch import check, empty, launch, resident_blocks, zeros
 from . import step_tasks as tasks_of
-from .gemv import make_multiply_row
-from .gemv_tensor_cores import (
-    CHUNK,
-    MAX_ROWS,
-    TILE,
-    Config,
-    Variant,
-    make_product,
-    shared_bytes,
-    sums_size,
-)
 from .step_tasks import (
     ARRIVALS,
     ATTEND,

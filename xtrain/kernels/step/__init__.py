@@ -1,0 +1,1 @@
+"""A decoding step in one kernel."""
