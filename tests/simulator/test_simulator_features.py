@@ -133,6 +133,25 @@ def test_atomics_as_arguments():
     assert sorted(o[:8]) == [0, 1, 2, 3, 3, 4, 4, 5]  # inc wraps around after 5
 
 
+@cuda.jit(device=True)
+def waits_for(op, a, turn):
+    while op(a, 0, 0) != turn:
+        pass
+
+
+@cuda.jit
+def in_turns(a, o):
+    i = cuda.grid(1)
+    waits_for(cuda.atomic.add, a, 3 - i)
+    o[i] = cuda.atomic.add(a, 0, 1)
+
+
+def test_a_waiting_loop_whose_atomic_is_an_argument():
+    o = np.zeros(4)
+    run(in_turns, 2, 2, np.zeros(1, np.int32), o)
+    assert o.tolist() == [3, 2, 1, 0]
+
+
 @cuda.jit
 def extremes(x, o):
     o[0] = cuda.atomic.max(x, 0, 5)

@@ -526,6 +526,7 @@ class _Rewriter(Names):
             function = self.static(node.func)
             cuda_name = self.cuda_name(node.func) or ""
             called = hasattr(function, "py_func") or cuda_name.startswith("atomic")
+            called = called or self.is_value(node.func)
             return called or (_hashable(function) and function in INTRINSICS)
         return False
 
