@@ -230,7 +230,10 @@ def test_launches_of_a_program():
 def test_the_number_of_processes(processes):
     with pytest.raises(ValueError, match="is not a positive integer"):
         run(copy, 1, 1, np.zeros(1), np.zeros(1), processes=processes)
-    with pytest.raises(ValueError, match="is not a positive integer"), simulate(processes=processes):
+    with (
+        pytest.raises(ValueError, match="is not a positive integer"),
+        simulate(processes=processes),
+    ):
         pass
 
 
