@@ -279,8 +279,9 @@ def launch(
     if SimArray in map(type, converted):
         if _notes.found is None:
             room = RESIDENT_IN_SIMULATOR if resident else None
-            options = dict(shared=shared, overlap=overlap, resident=room)
-            simulator.run(kernel, grid, block, *converted, **options)
+            simulator.run(
+                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=room
+            )
         else:
             special = _specialization(kernel, converted, shared)
             _notes.found[kernel, special.types] = special
