@@ -4,7 +4,8 @@
     pip install websocket-client && python lessons/tools/browse.py /tmp/site [--shots FOLDER PAGE.html ...]
 
 At desktop and at phone width, each page must have no console errors or warnings, no requests to other sites, no failed
-requests, no broken images, no content that is wider than the screen and does not scroll, and no formulas left as text.
+requests, no broken images, no content that is wider than the screen and does not scroll, no formulas left as text, and no
+figure whose letters are too small to read. On a desktop no formula and no source of the library scrolls.
 The search must find a word. Exit code: 1 if a check fails. Starts `chromium` (or $CHROMIUM) with a temporary profile.
 --shots: write screenshots of these pages, at both widths.
 """
@@ -24,7 +25,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-WIDTHS = {"desktop": 1280, "phone": 390}  # pixels
+WIDTHS = {"desktop": 1400, "phone": 390}  # pixels
 HEIGHT, TALLEST = 900, 12000
 WORD = "deadlock"  # the search must find it
 LOOK = """(() => {
@@ -43,6 +44,12 @@ LOOK = """(() => {
     const t = texts.currentNode;
     if (t.parentElement.closest('pre,code,script,style,textarea,.clipboard-copy-txt')) continue;
     if (/\\$[^$\\s][^$]*\\$|\\\\[a-z]{3,}/.test(t.data)) found.push('formula as text: ' + t.data.trim().slice(0, 80));
+  }
+  for (const e of content.querySelectorAll('math[display=block], .library-source, .doc pre > code'))
+    if (innerWidth > 1300 && e.scrollWidth > e.clientWidth + 1 && e.clientWidth) found.push('scrolls: ' + e.textContent.slice(0, 80));
+  for (const e of content.querySelectorAll('img[style*="--width"], svg.chart')) {  // letters of 12.5 pixels in a figure, of 12 in a chart
+    const wide = e.viewBox ? e.viewBox.baseVal.width : e.naturalWidth, shown = e.getBoundingClientRect().width;
+    if (shown && shown < 0.72 * wide) found.push(`too small: a figure ${Math.round(shown)} of ${wide} pixels wide`);
   }
   for (const i of document.images) if (i.complete && !i.naturalWidth) found.push('no picture: ' + i.src);
   return found.slice(0, 5);
