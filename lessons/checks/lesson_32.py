@@ -94,6 +94,8 @@ def counted(e, world, n, rank, at):
     except Wrong:
         return None
     value, times = x[rank][at], []
+    if not 0 <= value < base ** (world + 1):  # also NaN
+        return None
     for r in reversed(range(world)):
         times.insert(0, int(value // base**r))
         value -= times[0] * base**r

@@ -49,6 +49,11 @@ def ring_all_reduce(comm, x_n):
         to_send[...] = got
 
 
+# %% 32.1 WRONG: is nan; expected
+def ring_all_reduce(comm, x_n):
+    x_n[...] = np.nan
+
+
 # %% 32.1 WRONG: no rank can continue
 def ring_all_reduce(comm, x_n):
     if comm.rank:
