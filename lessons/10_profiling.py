@@ -247,7 +247,7 @@ from xtrain.kernels.runtime import launch as _launch
 x_23 = simulator.sim(np.ones((2, 3), np.float32))
 print("array:  ", _launch.numba_type(x_23), "as", _launch.struct_format(x_23))
 print("float32:", _launch.numba_type(np.float32(1)), "as", _launch.struct_format(np.float32(1)))
-lesson.source(_launch._launch_gpu, "for a in args")
+lesson.source(_launch._prepare, "for a in args")
 
 # %% [markdown]
 # (In the letters of Python's `struct`, `q` is an 8-byte integer and `f4x` is a float32 with 4 bytes

@@ -508,7 +508,7 @@ lesson.source(quantize.to_e4m3)
 lesson.source(quantize.make_quantize_kernel)
 lesson.source(unpacking._int8_floats)
 lesson.source(unpacking._e4m3_floats)
-lesson.source(gemv.make_plain_kernel)
+lesson.source(gemv.make_multiply_row)
 lesson.source(quantized.quantize_weights)
 
 # %% [markdown]
