@@ -461,10 +461,10 @@ print(f"measured: {r['ratio']:.2f}")
 # to start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it:
 # 1.5 is left of 1.9.
 #
-# And in int8 the rest is *longer*. A kernel now reads 10 MB, for which a copy needs 3.4 µs: hardly more than the
-# time to fill the memory pipeline and to empty it again. It also has a conversion to do for every weight. Which of
-# the two it is has not been profiled. A prediction from bytes alone holds where kernels are long; here, what
-# helps is to have fewer of them.
+# And in int8 the rest is *longer*. A kernel now reads 10 MB, for which a copy needs 3.4 µs. In so short a time the
+# memory may not reach its full speed; and every weight has to be converted. Which of the two it is has not been
+# profiled. A prediction from bytes alone holds where kernels are long; here, what helps is to have fewer of
+# them.
 #
 # ## The improvement
 #
