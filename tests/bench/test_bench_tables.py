@@ -25,7 +25,7 @@ cupy.cuda.runtime.getDeviceProperties.return_value = {"name": b"Test GPU"}
 cupy.cuda.runtime.driverGetVersion.return_value = cupy.cuda.runtime.runtimeGetVersion.return_value = 13000
 
 import bench_decode as decode
-decode.ours = lambda model, prompts, new: (SimpleNamespace(cache_bytes=1e9), 0.025, 2.0, [[7, 8]] * len(prompts))
+decode.ours = lambda model, prompts, new, *more: (SimpleNamespace(cache_bytes=1e9), 0.025, 2.0, [[7, 8]] * len(prompts))
 decode.step_ms = lambda *_: (1.8, None)
 decode.step_bytes = lambda *_: (2.0e9, 1e8)
 decode.memory_peak_bytes = lambda _: 3.25e9
