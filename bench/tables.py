@@ -45,7 +45,7 @@ def table(header: list[str], rows: list[list[str]], records: list[dict], count: 
 
 def machine(records: list[dict], count: str) -> str:
     """The line below a table: the GPU and the dates of its records."""
-    gpus = ", ".join(sorted({r["gpu"] for r in records}))
+    gpus = ", ".join(sorted({r["gpu"] or "CPU" for r in records}))
     dates = sorted({r["date"] for r in records})
     return f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
 
@@ -310,6 +310,14 @@ def start() -> str:
     return table(["`xtrain train`", "machine", "seconds to the first step"], rows, records)
 
 
+def simulator() -> str:
+    """bench_simulator: kernels in the simulator, next to Numba's simulator and to one process."""
+    rows, records = [], latest("bench_simulator")
+    for r in records:
+        rows.append([r["name"], number(r["value"]), f"{r['ratio']:.1f} x {r['peer']}"])
+    return table(["kernel", "CUDA threads a second", "compared with"], rows, records)
+
+
 def server() -> str:
     """bench_server: the engine behind HTTP."""
     # One row per kind: the name of a Poisson load contains its rate, which depends on the machine.
@@ -377,6 +385,7 @@ TABLES = {
     "quantized": quantized,
     "muon": muon,
     "start": start,
+    "simulator": simulator,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
 }
