@@ -1,0 +1,127 @@
+"""Every kernel compiles with numba-cuda-mlir too, for compute capability 9.0 and without a GPU, but for those in KNOWN.
+
+    pip install numba numba-cuda-mlir nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink        without numba-cuda
+    XTRAIN_COMPILER=mlir pytest tests/kernels/test_compile_mlir.py
+
+The compiler asks the driver for one thing only, the compute capability, which is set here. Each kernel is compiled for one
+signature, and those in KNOWN until one fails. XTRAIN_COMPILE=all compiles every signature that the launchers of
+test_compile.py and test_engine_compile.py use.
+"""
+
+import os
+import re
+import traceback
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from xtrain import simulator
+from xtrain.kernels.runtime import compiler
+from xtrain.kernels.runtime.launch import numba_type
+
+ALL = os.environ.get("XTRAIN_COMPILE") == "all"
+pytestmark = pytest.mark.skipif(
+    compiler.COMPILER != "mlir", reason="needs numba-cuda-mlir and XTRAIN_COMPILER=mlir"
+)
+
+SHARED = "does not reference a valid global memref"
+ROWS = "memref.collapse_shape"
+STAR = r"Calling a closure with \*args is unsupported"
+ATOMIC = "Immediate addresses allowed only for .local state space"
+# Kernels that release 0.6.0 does not compile for every signature -> what its error says. known_issues.md says what causes each.
+KNOWN = {
+    "rmsnorm_bwd_kernel": SHARED,
+    "decode_attention_kernel": STAR,
+    "flash_attention_whole_kernel": ROWS,
+    "gemv_tensor_kernel": ROWS,
+    "sample_gather_kernel": ATOMIC,
+    "sample_draw_kernel": ATOMIC,
+    "top_gather_kernel": ATOMIC,
+    "top_list_kernel": ATOMIC,
+}
+
+
+@pytest.fixture(autouse=True)
+def compute_capability(monkeypatch):
+    from numba_cuda_mlir import tools
+
+    monkeypatch.setattr(tools, "_cached_cc", (9, 0))
+    monkeypatch.setenv(
+        "NUMBA_CUDA_MLIR_ICE_FULL_TB", "1"
+    )  # errors of the compiler with their cause
+
+
+def launched(monkeypatch, launch_all):
+    """-> [(kernel, argument types)] of what launch_all() launches"""
+    found = {}
+
+    def note(kernel, grid, block, *args, **options):
+        found[kernel, tuple(map(numba_type, args))] = None
+
+    monkeypatch.setattr(simulator, "run", note)
+    launch_all()
+    return list(found)
+
+
+def of_mlir(kind):
+    """A type of Numba as a type of numba-cuda-mlir"""
+    if hasattr(kind, "ndim"):
+        return compiler.types.Array(of_mlir(kind.dtype), kind.ndim, kind.layout)
+    return getattr(compiler.types, str(kind))
+
+
+def check(kernels):
+    """Compile, and compare the kernels that fail with KNOWN. -> the names of those that compile"""
+    compiled, failed, wrong = set(), set(), []
+    for kernel, signature in kernels:
+        name = kernel.py_func.__name__
+        if not ALL and (name in failed or (name in compiled and name not in KNOWN)):
+            continue
+        try:
+            made = kernel.compile(signature).metadata
+        except Exception as error:
+            failed.add(name)
+            text = "".join(traceback.format_exception(error))
+            if not re.search(KNOWN.get(name, r"\Z\A"), text):
+                wrong.append(f"{name} {signature}: {text[-1000:]}")
+            continue
+        compiled.add(name)
+        assert made["func_name"] in made["ptx"] and len(made["cubin"]) > 1000
+        assert not re.search(r"\.f64\b", made["ptx"]), f"{name} computes in float64"
+    assert not wrong, "\n\n".join(wrong)
+    fixed = compiled & {*KNOWN} - failed
+    assert not fixed, f"these compile now, so remove them from KNOWN: {sorted(fixed)}"
+    return compiled
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_kernels_of_training(monkeypatch, dtype):
+    import test_compile
+
+    everything = launched(monkeypatch, lambda: test_compile.launch_everything(dtype))
+    assert len(check(everything)) >= 40
+
+
+def test_kernels_of_the_engine(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "serving")
+    import test_engine_compile
+
+    everything = launched(monkeypatch, test_engine_compile.launch_engine)
+    assert len(check(everything)) >= 15
+
+
+def test_kernels_of_attention(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "attention")
+    import test_flash_attention_compile as bf16
+    import test_flash_attention_hopper_compile as hopper
+
+    kernels = []
+    for kind, D, causal, tiles in bf16.ONE_OF_EACH:
+        kernel, _ = bf16.fa.make_kernel(kind, D, causal, tiles, 0)
+        kernels.append((kernel, tuple(map(of_mlir, bf16.SIGNATURES[kind]))))
+    for kind, D, causal, tiles in hopper.ONE_OF_EACH:
+        kernel = hopper.MAKERS[kind](D, causal, tiles, 0)
+        kernels.append((kernel, tuple(map(of_mlir, hopper.SIGNATURES[kind]))))
+    assert len(check(kernels)) >= 6
