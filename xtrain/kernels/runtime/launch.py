@@ -277,8 +277,10 @@ def launch(
         )
     if SimArray in map(type, converted):
         if _notes.found is None:
-            room = {"resident": RESIDENT_IN_SIMULATOR} if resident else {}
-            simulator.run(kernel, grid, block, *converted, shared=shared, overlap=overlap, **room)
+            room = RESIDENT_IN_SIMULATOR if resident else None
+            simulator.run(
+                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=room
+            )
         else:
             special = _specialization(kernel, converted, shared)
             _notes.found[kernel, special.types] = special
