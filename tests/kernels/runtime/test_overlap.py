@@ -33,14 +33,11 @@ def test_the_driver_gets_what_it_expects(monkeypatch):
 
     driver = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=launch)
     cuda_driver = SimpleNamespace(driver=SimpleNamespace(CUDADriverError=Failed))
-    monkeypatch.setattr(_overlap, "_driver", lambda: (driver, "may overlap", "wait for each other"))
+    monkeypatch.setattr(_overlap, "_driver", lambda: (driver, "overlapping", "waiting"))
     monkeypatch.setattr(_overlap, "cupy", lambda: SimpleNamespace(cuda=cuda_driver))
-    for start, attribute in (
-        (_overlap.launch_overlapping, "may overlap"),
-        (_overlap.launch_resident, "wait for each other"),
-    ):
+    for start in (_overlap.launch_overlapping, _overlap.launch_resident):
         start(11, (2, 3, 4), (32, 5, 6), 7, 0xABC, 99)
-        config, *rest = seen[-1]
+    for (config, *rest), attribute in zip(seen, ("overlapping", "waiting"), strict=True):
         assert rest == [11, 99, 0]
         assert config == {
             "gridDimX": 2, "gridDimY": 3, "gridDimZ": 4, "blockDimX": 32, "blockDimY": 5, "blockDimZ": 6,
@@ -54,7 +51,8 @@ def test_the_driver_gets_what_it_expects(monkeypatch):
 def test_the_attributes_of_the_driver():
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings comes with numba-cuda")
     _, overlapping, waiting = _overlap._driver()
-    assert int(overlapping.id) == 6 and overlapping.value.programmaticStreamSerializationAllowed == 1
+    assert int(overlapping.id) == 6
+    assert overlapping.value.programmaticStreamSerializationAllowed == 1
     assert int(waiting.id) == 2 and waiting.value.cooperative == 1
 
 
