@@ -122,7 +122,8 @@ def _sources(soup):
             pre["class"] = "highlight-ipynb library-source"
             pre.clear()
             pre.append(text[: begin.start()])
-            pre.append(bs4.BeautifulSoup(code, "html.parser"))
+            # parsed inside <pre>: elsewhere bs4 shortens spaces
+            pre.extend(list(bs4.BeautifulSoup(f"<pre>{code}</pre>", "html.parser").pre.children))
 
 
 def _formulas(soup, page):
