@@ -95,7 +95,7 @@ REFUSED = {
 NOT_MODELLED = {
     "time: `nanosleep`, clocks, occupancy, caches, bank conflicts": "the simulator has no clock; lessons measure on a GPU",
     "scheduling within a warp": "lanes run one after the other; `activemask` gives the lanes that reach the same call",
-    "the number of blocks that are resident at once": "every block of a grid may wait for every other",
+    "the number of blocks that are resident at once, unless `run(..., resident=n)` gives it": "every block of a grid may wait for every other",
     "rounding of fast approximations": "`fast_expf` and the like are correctly rounded",
     "numba-cuda's `bf16` functions": "a bfloat16 array arrives as its bits (uint16)",
     "`@vectorize`, `@guvectorize` in `simulator.run`": "Numba generates their kernels when they are called: call them inside `with simulate()`",
