@@ -1,7 +1,7 @@
 """Check every page of the built site in headless Chromium, as a reader sees it.
 
     mkdocs build --strict -d /tmp/site
-    pip install websocket-client && python lessons/tools/browse.py /tmp/site [--pages PAGE.html ...] [--shots FOLDER PAGE.html ...]
+    pip install websocket-client && python lessons/tools/browse.py /tmp/site [--pages PAGE ...] [--shots FOLDER PAGE ...]
 
 At desktop and at phone width, each page must have no console errors or warnings, no requests to other sites, no failed
 requests, no broken images, no content that is wider than the screen and does not scroll, no formulas left as text, and no
