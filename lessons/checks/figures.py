@@ -22,11 +22,12 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-INK, PALE, ACCENT, WASTE = "#263238", "#eceff1", "#00796b", "#ffab91"
+INK, PALE, READ, ACCENT, WASTE = "#263238", "#eceff1", "#cfd8dc", "#00796b", "#ffab91"
 COLORS = ["#80cbc4", "#ffcc80", "#9fa8da", "#f48fb1", "#c5e1a5", "#b0bec5", "#fff59d", "#ce93d8"]
 LINES = ["#00796b", "#e65100", "#3949ab", "#ad1457", "#558b2f"]
 WIDTH = NARROW = 4.6  # inches
 LETTER = 0.075  # width of a letter of 9 points, in inches
+MARKERS = 40  # points of a curve: more become one thick line
 
 
 def _axes(height, width=WIDTH):
@@ -210,7 +211,8 @@ def bars(
     )
     top = max([*values.values(), limit[1] if limit else 0])
     for i, (name, v) in enumerate(values.items()):
-        axes.text(v + top * 0.01, i, f"{v:,.4g}", va="center", fontsize=9, color=INK)
+        paper = dict(fc="white", ec="none", pad=0.8)  # hides the limit's line behind the number
+        axes.text(v + top * 0.015, i, f"{v:,.4g}", va="center", fontsize=9, color=INK, bbox=paper)
         axes.text(0, i - 0.3, f" {name}", va="bottom", fontsize=9, color=INK)
     if limit:
         axes.axvline(limit[1], color=INK, ls="--", lw=1)
@@ -229,8 +231,8 @@ def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, tit
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.2), layout="constrained")
     i, j = at
     parts = [
-        ("A", M, K, [(i, k, PALE if k != step else COLORS[1]) for k in range(-(-K // tile))]),
-        ("B", K, N, [(k, j, PALE if k != step else COLORS[2]) for k in range(-(-K // tile))]),
+        ("A", M, K, [(i, k, READ if k != step else COLORS[1]) for k in range(-(-K // tile))]),
+        ("B", K, N, [(k, j, READ if k != step else COLORS[2]) for k in range(-(-K // tile))]),
         ("C", M, N, [(i, j, COLORS[0])]),
     ]
     for ax, (name, rows, columns, cells) in zip(axes, parts):
@@ -239,10 +241,11 @@ def tiles(M: int, N: int, K: int, tile: int, at: tuple[int, int], step: int, tit
             ax.add_patch(plt.Rectangle((c * tile, r * tile), width, height, color=color))
         ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         ax.set_title(f"{name} ({rows}, {columns})", fontsize=10)
-        ax.set_xticks(range(columns + 1))
-        ax.set_yticks(range(rows + 1))
+        each = tile if max(M, N, K) > 16 else 1  # lines between tiles, or between elements
+        ax.set_xticks(range(0, columns + 1, each))
+        ax.set_yticks(range(0, rows + 1, each))
         ax.tick_params(labelbottom=False, labelleft=False, length=0)
-        ax.grid(True, color="#b0bec5", lw=0.6)
+        ax.grid(True, color="#90a4ae", lw=0.6)
     figure.suptitle(
         textwrap.fill(
             title or f"block {at} of C, iteration {step}: one tile of A, one tile of B", 54
@@ -286,8 +289,9 @@ def curves(
 ) -> Figure:
     """Several lines over the same x. Both axes are logarithmic unless log is False."""
     figure, axes = _axes(3.4)
+    marker = "o-" if len(x) <= MARKERS else "-"
     for i, (name, y) in enumerate(lines.items()):
-        axes.plot(x, y, "o-", ms=4, color=LINES[i % len(LINES)], label=name)
+        axes.plot(x, y, marker, ms=4, color=LINES[i % len(LINES)], label=name)
     if log:
         axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_locator(LogLocator(numticks=7))
@@ -308,14 +312,18 @@ def graph(
     rows = max(r for _, r in places.values()) + 1
     columns = max(c for c, _ in places.values()) + 1
     figure, axes = _axes(0.75 * rows + 0.5, width)
+    frames = {}
     for text, (c, r) in places.items():
         kind = COLORS[0] if any(b == text for _, b in edges) else COLORS[1]
         box = dict(boxstyle="round,pad=0.35", fc=kind, ec=INK, lw=0.6)
-        axes.text(c, r, text, ha="center", va="center", fontsize=9, color=INK, bbox=box, zorder=2)
-    for a, b in edges:
-        (x0, y0), (x1, y1) = places[a], places[b]
-        arrow = dict(arrowstyle="->", color="#607d8b", shrinkA=24, shrinkB=24, lw=1)
-        axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=1)
+        drawn = axes.text(
+            c, r, text, ha="center", va="center", fontsize=9, color=INK, bbox=box, zorder=1
+        )
+        frames[text] = drawn.get_bbox_patch()
+    for a, b in edges:  # drawn after the boxes, whose frames they end at
+        ends = dict(patchA=frames[a], patchB=frames[b], shrinkA=2, shrinkB=2)
+        arrow = dict(arrowstyle="->", color="#607d8b", lw=1, **ends)
+        axes.annotate("", places[b], places[a], arrowprops=arrow, zorder=2)
     axes.set_xlim(-0.6, columns - 0.4)
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_axis_off()
@@ -378,21 +386,21 @@ def nucleus(p, ids, top_p: float, u: float, title="") -> Figure:
         chosen = kept[i] and a <= drawn < a + b
         color = ACCENT if chosen else COLORS[0] if kept[i] else PALE
         axes.bar(i, b, bottom=a, width=0.9, color=color, edgecolor=INK, lw=0.5)
-        label = f"{b:.2g}"
+        thin = b < 0.08 * sums[-1]  # no room for the number: it stands below the bar
         axes.text(
             i,
-            a + b / 2,
-            label,
+            a - 0.01 * sums[-1] if thin else a + b / 2,
+            f"{b:.2g}",
             ha="center",
-            va="center",
+            va="top" if thin else "center",
             fontsize=9,
-            color="white" if chosen else INK,
+            color="white" if chosen and not thin else INK,
         )
     for y, text, style in (
         (top_p * sums[-1], f"p = {top_p:g}", "--"),
         (drawn, f"u = {u:g} of the kept", ":"),
     ):
-        axes.axhline(y, color=INK, ls=style, lw=1)
+        axes.axhline(y, color=INK, ls=style, lw=1, zorder=0)
         axes.text(len(p) - 0.45, y, text, fontsize=9, color=INK, ha="right", va="bottom")
     axes.set_xticks(range(len(p)), ids)
     axes.set_ylim(0, sums[-1] * 1.08)

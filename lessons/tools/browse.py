@@ -1,13 +1,13 @@
 """Check every page of the built site in headless Chromium, as a reader sees it.
 
     mkdocs build --strict -d /tmp/site
-    pip install websocket-client && python lessons/tools/browse.py /tmp/site [--shots FOLDER PAGE.html ...]
+    pip install websocket-client && python lessons/tools/browse.py /tmp/site [--pages PAGE ...] [--shots FOLDER PAGE ...]
 
 At desktop and at phone width, each page must have no console errors or warnings, no requests to other sites, no failed
 requests, no broken images, no content that is wider than the screen and does not scroll, no formulas left as text, and no
 figure whose letters are too small to read. On a desktop no formula and no source of the library scrolls.
 The search must find a word. Exit code: 1 if a check fails. Starts `chromium` (or $CHROMIUM) with a temporary profile.
---shots: write screenshots of these pages, at both widths.
+--pages: check only these.  --shots: write screenshots of these pages, at both widths.
 """
 
 import argparse
@@ -166,9 +166,8 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def look(browser, site, base, shots, folder):
-    """Check every page at every width, and the search. -> the number of failures"""
-    pages = sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "404.html")
+def look(browser, pages, base, shots, folder):
+    """Check these pages at every width, and the search. -> the number of failures"""
     wrong = 0
     for name, width in WIDTHS.items():
         browser.size(width)
@@ -196,10 +195,16 @@ def main() -> int:
     )
     parser.add_argument("site", type=Path)
     parser.add_argument("--shots", nargs="+", default=[], metavar="FOLDER PAGE")
+    parser.add_argument("--pages", nargs="+", default=[], metavar="PAGE")
     options = parser.parse_args()
     if not (options.site / "index.html").is_file():
         parser.error(f"{options.site} contains no site: mkdocs build --strict -d {options.site}")
+    found = (str(p.relative_to(options.site)) for p in options.site.rglob("*.html"))
+    every = sorted(page for page in found if page != "404.html")
     folder, *shots = options.shots or ["."]
+    for page in (*options.pages, *shots):
+        if page not in every:
+            parser.error(f"{options.site} contains no page {page}: the name ends in .html")
     Path(folder).mkdir(parents=True, exist_ok=True)
     handler = functools.partial(Quiet, directory=options.site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -207,7 +212,7 @@ def main() -> int:
         browser = Browser()
         try:
             base = f"http://127.0.0.1:{server.server_port}/"
-            wrong = look(browser, options.site, base, shots, Path(folder))
+            wrong = look(browser, options.pages or every, base, shots, Path(folder))
         finally:
             browser.close()
             server.shutdown()

@@ -148,7 +148,7 @@ def test_slider_keys_and_buttons(browser, tmp_path):
     see("document.querySelectorAll('#threads .cell')[5].click()")
     assert "thread 5: read x[5] = 1" in see("document.getElementById('about').textContent")
     see("document.getElementById('play').click()")
-    browser.wait("document.getElementById('count').textContent.startsWith('step 3 of')")
+    browser.wait("now >= 2")
     assert not browser.complaints
 
 
@@ -210,4 +210,30 @@ def test_a_phone_scrolls_in_one_direction_only(browser, tmp_path):
     recording = record(columns_kernel, 1, 32, sim(np.zeros((32, 32), np.float32)), ones(32, 32))
     see = opened(browser, tmp_path, recording, width=390)
     assert see("document.documentElement.scrollWidth <= innerWidth")
+    assert see("document.getElementById('source').clientHeight <= 0.35 * innerHeight")
     assert not browser.complaints
+
+
+def test_every_array_and_its_accesses_are_in_sight(browser, tmp_path):
+    recording = record(columns_kernel, 1, 32, sim(np.zeros((32, 32), np.float32)), ones(32, 32))
+    see = opened(browser, tmp_path, recording)
+    lists = "[...document.querySelectorAll('.rows')]"
+    assert see(f"{lists}.map(e => e.scrollHeight > 2 * e.clientHeight)") == [True] * 3
+    see("go(63)")  # the last row of x is written to the tile
+    cell = "document.querySelector('.mem .cell.write').getBoundingClientRect()"
+    box = f"{lists}.find(e => e.querySelector('.write')).getBoundingClientRect()"
+    assert see(f"{cell}.top >= {box}.top && {cell}.bottom <= {box}.bottom")
+    assert see("scrollY") == 0
+
+
+@cuda.jit
+def shared_element_kernel(y, x):
+    y[cuda.threadIdx.x] = x[cuda.threadIdx.x % 32]
+
+
+def test_a_thread_is_followed_where_other_warps_access_the_same_element(browser, tmp_path):
+    see = opened(browser, tmp_path, record(shared_element_kernel, 1, 64, ones(64), ones(32)))
+    see("document.querySelectorAll('#threads .cell')[3].click()")
+    found = see("[...document.querySelectorAll('.mem .read')].map(e => e.textContent)")
+    assert found == ["×2"] * 32
+    assert see("document.querySelectorAll('.mem .read:not(.faint)').length") == 1
