@@ -98,8 +98,8 @@ def quantize_rows(w):
 
 # %% [markdown]
 # Three matrices: normal weights; rows of different size, as trained matrices have them; and normal weights
-# with one **outlier** in row 0. One scale for the whole matrix, against one for each row. The error is that
-# of a row, relative to the row itself, in the root mean square:
+# with one **outlier** in row 0. One scale for the whole matrix, against one for each row. The error of a
+# row is the root mean square of its errors, divided by that of its weights:
 
 
 # %%
@@ -468,8 +468,8 @@ print(f"measured: {r['ratio']:.2f}")
 #
 # ## The improvement
 #
-# A conversion instruction is slow: a multiprocessor of an H200 receives 18 codes per cycle from memory, and converts
-# 16 integers to float32 in one. So the library does not convert, it moves bits. `0x4B0000uu` is the float
+# A conversion instruction is slow: a multiprocessor of an H200 receives 18 codes per cycle from memory, and can
+# convert only 16 integers to float32 in that time. So the library does not convert, it moves bits. `0x4B0000uu` is the float
 # $2^{23} + uu$, for any byte uu. With uu = code + 128, one byte permutation and one subtraction give the number:
 
 # %%
@@ -551,7 +551,7 @@ for kind in ("int8", "fp8"):
 # 1. e5m2 has 5 bits of exponent (bias 15) and 2 of fraction, with infinity and NaN as in fp16. What is its largest
 #    number? Which of e4m3 and e5m2 would you take for weights, and which for gradients?
 # 2. How many bits per weight do int4 codes need with one float16 scale for 32 weights? And the error of a normal
-#    weight, if 7 is the largest code and the largest of 32 weights is at 2.1 standard deviations?
+#    weight, if 7 is the largest code and the largest of 32 weights is at 2.3 standard deviations?
 # 3. Change 29.4 so that a lane loads 4 neighbouring codes in each iteration. Which elements of x does it need?
 # 4. The model above has 0.97 billion weights in the matrices of its layers. From the table: with how many
 #    kernels per step would int8 be 1.6 times as fast, if the rest is proportional to their number?
@@ -559,7 +559,7 @@ for kind in ("int8", "fp8"):
 # <details><summary>Solutions</summary>
 #
 # 1: $1.75 \cdot 2^{15}$ = 57,344. Weights of one row have similar sizes: e4m3, the finer one. Gradients vary over many
-# powers of two: e5m2. 2: 4 + 16 / 32 = 4.5 bits. s = 2.1 / 7 = 0.3, and the error is 0.3 / $\sqrt{12}$ = 0.087: 9 % of a
+# powers of two: e5m2. 2: 4 + 16 / 32 = 4.5 bits. s = 2.3 / 7 = 0.33, and the error is 0.33 / $\sqrt{12}$ = 0.095: 10 % of a
 # typical weight. 3: `x[k]` to `x[k + 3]`: four loads, or one of 16 bytes. 4: bf16 takes 0.93 ms, so int8 may take
 # 0.58: 0.37 for the bytes and 0.21 for the rest, which is 0.42 with 110 kernels. So about 55, two or three per layer.
 #

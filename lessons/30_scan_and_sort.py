@@ -18,8 +18,8 @@
 # from run to run, and so would the bits of the gradient. How do thousands of threads *sort* the positions by token,
 # so that one thread can add each token's rows in order?
 #
-# You will write a prefix sum for a warp, then for a block and across blocks, use it to put numbers in order without
-# any thread in another's way, and sort by whole keys.
+# You will write a prefix sum for a warp, then for a block and across blocks, use it to give every number its own place in
+# the order, and sort by whole keys.
 
 # %% tags=["install"]
 # On Google Colab (a free T4 is enough) this fetches xtrain. Anywhere else it does nothing.
@@ -71,8 +71,8 @@ print("integers", [int(added(whole[order])) for order in orders])
 #
 # ## The prefix sum, by hand
 #
-# Five threads want to write 3, 1, 4, 1 and 5 results into one array, without gaps. Where may each begin? After all that
-# come before it:
+# Five threads want to write 3, 1, 4, 1 and 5 results into one array, without gaps. Where does each begin? After the results of
+# all threads before it:
 #
 # | thread | 0 | 1 | 2 | 3 | 4 | |
 # |---|---|---|---|---|---|---|
@@ -179,9 +179,10 @@ lesson.stepped(hasty_scan_kernel, 1, 8, y_8, x_8)
 
 # %% [markdown]
 # In one step thread t reads `tile[t - d]` while thread t - d replaces it by its next sum. Whether t sees the old or the
-# new one depends on who comes first. (On a GPU the 8 threads of one warp may always be lucky, and two warps not.) A second barrier between read and write is right, and slow: two barriers in each of
-# ten steps for 1024 threads. Shuffles need one barrier in all: each warp scans its own 32 elements, writes its total to
-# shared memory, and after the barrier every thread adds the totals of the warps before its own.
+# new one depends on who comes first. (On a GPU the 8 threads of one warp often run in step, and the sums happen to be
+# right. With several warps they need not be.) A second barrier, between read and write, makes them right, but is slow:
+# two barriers in each of ten steps for 1024 threads. Shuffles need one barrier in all: each warp scans its own 32
+# elements, writes its total to shared memory, and after the barrier every thread adds the totals of the warps before its own.
 #
 # ## Exercise 30.2: the scan of a block
 
@@ -191,7 +192,7 @@ lesson.stepped(hasty_scan_kernel, 1, 8, y_8, x_8)
 def block_scan_kernel(y_n, total_B, x_n):
     """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of block b's part.
 
-    Grid ceil(n / blockDim.x), block: a multiple of 32. Thread t of block b owns element b blockDim.x + t.
+    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element b blockDim.x + t.
     """
     # YOUR CODE: first make a device function of 30.1, that returns the inclusive sum of a lane
 
@@ -229,7 +230,7 @@ def warp_scan(v):
 def block_scan_kernel(y_n, total_B, x_n):
     """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of block b's part.
 
-    Grid ceil(n / blockDim.x), block: a multiple of 32. Thread t of block b owns element b blockDim.x + t.
+    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element b blockDim.x + t.
     """
     warp_total = cuda.shared.array(32, int32)
     t = cuda.threadIdx.x
@@ -429,8 +430,8 @@ lesson.check("30.4", radix_order)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `split(digits)` is an order of the current order: `order = order[split(digits)]`. Go on while a key has bits
-# left: `(keys >> shift).any()`.
+# `split(digits)` is an order of the current order: `order = order[split(digits)]`. Continue while a key has
+# bits left: `(keys >> shift).any()`.
 #
 # </details>
 

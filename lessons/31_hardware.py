@@ -78,7 +78,7 @@ print(f"{warps // 4} blocks of 4 warps; occupancy {warps / 64:.0%}")
 
 # %% tags=["exercise"]
 def resident_blocks(threads, registers, shared, card):
-    """How many blocks a multiprocessor holds at a time: the least of four limits.
+    """How many blocks a multiprocessor holds at a time: the least of four limits, which may be 0.
 
     threads: of a block. registers: of a thread. shared: bytes of a block. card: an entry of CARDS.
     """
@@ -105,7 +105,7 @@ lesson.check("31.1", resident_blocks)
 # %% tags=["solution"]
 # Solution 31.1
 def resident_blocks(threads, registers, shared, card):
-    """How many blocks a multiprocessor holds at a time: the least of four limits.
+    """How many blocks a multiprocessor holds at a time: the least of four limits, which may be 0.
 
     threads: of a block. registers: of a thread. shared: bytes of a block. card: an entry of CARDS.
     """
@@ -229,7 +229,8 @@ lesson.figures.bars({name: active_lanes(t) for name, t in orders.items()}, "acti
 def histogram_kernel(count_T, digit_n):
     """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different digits: T <= 64.
 
-    Each block has counters in shared memory. To global memory it makes at most one atomic addition per counter.
+    Each digit is read once. Each block has counters in shared memory. To global memory it makes at most one atomic
+    addition per counter.
     """
     # YOUR CODE
 
@@ -257,7 +258,8 @@ lesson.check("31.3", histogram_kernel)
 def histogram_kernel(count_T, digit_n):
     """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different digits: T <= 64.
 
-    Each block has counters in shared memory. To global memory it makes at most one atomic addition per counter.
+    Each digit is read once. Each block has counters in shared memory. To global memory it makes at most one atomic
+    addition per counter.
     """
     mine = cuda.shared.array(64, int32)
     t = cuda.threadIdx.x

@@ -163,8 +163,8 @@ for step in range(4):
 def ring_all_reduce(comm, x_n):
     """x (n,) becomes, in place, the sum over the ranks, with the same bits on all of them.
 
-    n: any number, also less than comm.world. A rank sends only to its right neighbour in the
-    ring, and at most 2 (world - 1) chunks.
+    n: any number, also less than comm.world. A rank sends only to one neighbour in the ring,
+    and at most 2 (world - 1) chunks.
     """
     # YOUR CODE
 
@@ -193,8 +193,8 @@ lesson.check("32.1", ring_all_reduce)
 def ring_all_reduce(comm, x_n):
     """x (n,) becomes, in place, the sum over the ranks, with the same bits on all of them.
 
-    n: any number, also less than comm.world. A rank sends only to its right neighbour in the
-    ring, and at most 2 (world - 1) chunks.
+    n: any number, also less than comm.world. A rank sends only to one neighbour in the ring,
+    and at most 2 (world - 1) chunks.
     """
     rank, world = comm.rank, comm.world
     right, left = (rank + 1) % world, (rank - 1) % world
@@ -307,6 +307,7 @@ def split_mlp(comm, x_NC, w1_FC, w2_CF, dy_NC):
 
     x, dy (N, C): the same on every rank, as y and dx must be. w1 (F, C), w2 (C, F): only the
     rows and columns of this rank's F hidden units, as dw1 and dw2. Do not change the arguments.
+    Two all-reduces of (N, C) are enough; nothing else is sent.
     """
     # YOUR CODE
 
@@ -331,6 +332,7 @@ def split_mlp(comm, x_NC, w1_FC, w2_CF, dy_NC):
 
     x, dy (N, C): the same on every rank, as y and dx must be. w1 (F, C), w2 (C, F): only the
     rows and columns of this rank's F hidden units, as dw1 and dw2. Do not change the arguments.
+    Two all-reduces of (N, C) are enough; nothing else is sent.
     """
     h_NF = x_NC @ w1_FC.T
     a_NF = silu(h_NF)
@@ -558,7 +560,7 @@ speed = lesson.record("bench_lessons/linear_cublas/N=O=I=2048/bf16")["value"] * 
 print(f"all-reduce {bus / 1e9:.0f} GB/s, product {speed / 1e12:.0f} TFLOP/s")
 N, C = 8192, 4096
 for ranks in (2, 4, 8):
-    arithmetic = 2 * N * 12 * C * C / ranks / speed  # 12 C^2 weights in a block
+    arithmetic = 2 * N * 12 * C * C / ranks / speed  # weights: attention 4 C^2, MLP 8 C^2
     sums = 2 * (2 * (ranks - 1) / ranks) * 2 * N * C / bus  # two, of 2 bytes per number
     slow = sums * 10
     print(
@@ -744,8 +746,8 @@ for stage, divided in stages.items():
 def fsdp_bytes(layers, layer_bytes, ranks, ahead):
     """Peak bytes of weights on one rank. With one rank nothing is gathered.
 
-    layers: number of layers, of layer_bytes each. A gathered layer is a new array of
-    layer_bytes, in addition to the part that the rank owns.
+    layers: number of layers, of layer_bytes each. ahead: less than layers. A gathered layer is
+    a new array of layer_bytes, in addition to the part that the rank owns.
     """
     # YOUR CODE
 
@@ -767,8 +769,8 @@ lesson.check("32.5", fsdp_bytes)
 def fsdp_bytes(layers, layer_bytes, ranks, ahead):
     """Peak bytes of weights on one rank. With one rank nothing is gathered.
 
-    layers: number of layers, of layer_bytes each. A gathered layer is a new array of
-    layer_bytes, in addition to the part that the rank owns.
+    layers: number of layers, of layer_bytes each. ahead: less than layers. A gathered layer is
+    a new array of layer_bytes, in addition to the part that the rank owns.
     """
     if ranks == 1:
         return layers * layer_bytes

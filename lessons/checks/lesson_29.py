@@ -62,13 +62,15 @@ def quantize_rows(e):
             "This is the scale of the whole matrix in every row: take the largest of each row, axis=1.":
                 np.full(len(w), largest.max() / 127) if many else np.empty(0),
             "These are scales of columns: a row is axis=1.": columns if len(columns) == len(w) else np.empty(0),
-            "The largest weight is taken without its sign's absolute value: -5 is larger than 2 here. Use np.abs(w).": wide.max(1) / 127,
+            "The largest value is taken, not the largest absolute value: of -5 and 2 it is -5 that counts. Use np.abs(w).": wide.max(1) / 127,
             "Divided by 128: then the largest weight gets code 128, which int8 does not have. The largest code is 127.": kept(largest / 128),
             "Divided by 255: that is for codes without a sign. The codes go from -127 to 127.": kept(largest / 255),
             "This is (max - min) / 255, the scale of codes with an offset. Here 0 must stay 0: largest |w| / 127.": spread / 255,
             "This is the inverse of the scale: a weight is code x scale.":
                 lambda got: np.allclose(got[~empty] * largest[~empty], 127, 1e-4),
             "Not divided by 127: the scale is one step, so that the largest weight gets code 127.": kept(largest),
+            "The scale of a row is too large: nothing is added to it, and it has no least value. Only a row of zeros needs another one.":
+                lambda got: (got >= kept(largest / 127) * (1 - 1e-6)).all(),
         }, atol=0)  # fmt: skip
         e.need(codes is not None and np.shape(codes) == w.shape,
                f"codes has shape {np.shape(codes)}; there is one code per weight, shape {w.shape}.")  # fmt: skip
@@ -140,7 +142,10 @@ def decode(e):
             "This is 480: with e = 15, m = 7 is NaN.": full[at],
             "uint8 has wrapped around: 3 - 7 is 252 there. Begin with codes.astype(int).":
                 lambda got, at=at: many and (np.abs(np.nan_to_num(got, posinf=1e30)) > 1e9).any(),
-            "The bias of the exponent is 7, not 8.": reading(bias=8)[at],
+            "The bias of the exponent is 7, not 8.": lambda got, at=at: many and any(
+                np.allclose(got, reading(bias=8, below=b)[at], equal_nan=True) for b in (-6, -7)),
+            "0xFF is NaN as well as 0x7F: the sign does not matter.": lambda got, at=at: many and np.array_equal(
+                got, np.where(at == 255, -480.0, TABLE[at]), equal_nan=True),
             "The bias of the exponent is 7, not 15.": reading(bias=15)[at],
             "Codes with e = 0 are subnormal: m / 8 x 2^-6, without the 1.": reading(least=0)[at],
             "Subnormal numbers have the exponent -6, as e = 1 has: they continue the same steps down to 0.": reading(below=-7)[at],
@@ -177,6 +182,7 @@ def encode(e):
         ("numbers below 2^-6", random * np.float32(0.01)),
         ("numbers above 448", beyond),
         ("numbers halfway between two codes", both(halves)),
+        ("numbers next to halfway", both(np.concatenate([np.nextafter(np.float32(halves), np.float32(x)) for x in (0, 448)]))),
         ("no numbers", np.zeros((0,), np.float32)),
     )  # fmt: skip
 
@@ -213,6 +219,10 @@ def encode(e):
                 lambda got: outside.any() and (got != want)[outside].any() and not (got != want)[~outside].any(),
             "Halfway between two numbers the one with the even code is taken: np.rint rounds halves to even.":
                 lambda got: ((got == signed(up)) | (got == signed(down)) | (got == want)).all(),
+            "Rounded twice: these numbers were first rounded to halfway between two codes, and then to the even one. Round v itself, in float32 or wider.":
+                lambda got, case=case: case.endswith("next to halfway") and (abs(got - want) <= 1).all() and (got % 2 == 0)[got != want].all(),
+            "Numbers above 240 have become 240. Of the codes with e = 15 only m = 7 is NaN: the largest number is 448, code 0x7E.":
+                lambda got: (got % 128 == np.minimum(want % 128, 119)).all(),
             "Rounded toward 0: take the NEAREST number that has a code.": lambda got: (got % 128 == below).all(),
             "Numbers below 2^-6 have become 0: they are subnormal, multiples of 2^-9.":
                 lambda got: ((got == want) | ((a < 2.0**-6) & (got.astype(int) & 127 == 0))).all(),
@@ -258,6 +268,12 @@ def gemv_int8_kernel(e):
             "This is the scale of another row: row o has scale_O[o].": s[blocks] * (c @ v) if O > 1 else np.empty(0),
             "This is the part of lane 0: add up the lanes' sums with warp_sum.": s * (c[:, ::32] @ v[::32]) if K > 1 else np.empty(0),
             "Only the first 32 columns were multiplied: every lane continues in steps of 32.": s * (c[:, :32] @ v[:32]) if K > 32 else np.empty(0),
+            "The columns past the last multiple of 32 are missing: K may be any number, range(lane, K, 32).":
+                s * (c[:, : K // 32 * 32] @ v[: K // 32 * 32]) if K > 32 and K % 32 else np.empty(0),
+            "A row's warp has read every other 32 columns: lanes count from 0 in each warp, threadIdx.x % 32, and step by 32.":
+                s * (np.where(np.arange(K) // 32 % 2 == np.arange(O)[:, None] % 2, c, 0) @ v) if K > 32 else np.empty(0),
+            "The products were cut to whole numbers: the sum is a float32.": lambda got: np.allclose(
+                got, s * np.trunc(c * v).sum(1), 1e-3, 1e-3 * s.max()),
             "The codes were read as numbers without sign, 0 to 255: they are int8, and float32(code) keeps the sign.": s * ((c % 256) @ v),
             "Every product is counted 32 times: a lane begins with its own column, range(lane, K, 32).": 32 * want,
             "Only even rows were written: each of the two warps has its own row, threadIdx.x // 32.":

@@ -1,11 +1,15 @@
 """Exercises of lesson 30: the scan of a warp and of a block, a stable split across blocks, a radix sort."""
 
+from collections import Counter
+
 import numpy as np
 
 from xtrain.simulator import sim
 
 from .attempt import exercise
 
+LARGE = 10_000_000  # sums beyond 2^24, where float32 rounds
+WHOLE = "The sums are rounded: they were added as floats. Whole numbers stay int32, and their sums exact."
 BARRIER = "Each warp writes its total to shared memory, all threads wait, and then it is read: cuda.syncthreads() in between."
 
 
@@ -43,6 +47,14 @@ def unguarded(x):
     return v[: len(x)]
 
 
+def beyond(x):
+    """Inclusive sums if lane d leaves out lane 0."""
+    v = x.copy()
+    for d in (1, 2, 4, 8, 16):
+        v[d + 1 :] = v[d + 1 :] + v[1:-d].copy()
+    return v
+
+
 @exercise(
     "30.1", "warp_scan_kernel",
     first_step="load own = x[i], or 0 past the end, into a variable v. Then, for d = 1, 2, 4, 8, 16, v += cuda.shfl_up_sync(FULL, v, d) in lanes >= d.",
@@ -55,14 +67,19 @@ def unguarded(x):
     },
 )  # fmt: skip
 def warp_scan_kernel(e):
-    for n in e.cases((32, 8, 70, 1), lambda rng: rng.integers(33, 130)):
-        x, y = whole(e, n), e.blank(n, dtype=np.int32)
-        trace = e.run(-(-n // 32), 32, y, x, case=f"n = {n}", trace=True)
+    fixed = (32, False), (8, False), (70, False), (1, False), (40, True)
+    for n, large in e.cases(fixed, lambda rng: (rng.integers(33, 130), False)):
+        x = whole(e, n, -LARGE, LARGE) if large else whole(e, n)
+        y = e.blank(n, dtype=np.int32)
+        trace = e.run(
+            -(-n // 32), 32, y, x, case=f"n = {n}" + ", large numbers" * large, trace=True
+        )
         v = np.asarray(x).astype(np.int64)
         part = lambda f, v=v: by_part(v, 32, f)
         want = part(exclusive)
         inner = lambda f: part(lambda p: f(p) - p)
         e.same("y", y, want, {
+            WHOLE: lambda got, large=large, want=want: large and np.allclose(got, want, 1e-6, 100),
             "This is the inclusive sum, which counts the element itself: subtract it.": part(np.cumsum),
             "This is the scan of all of x: each block scans its own 32 elements here.": exclusive(v) if n > 32 else np.empty(0),
             "Lanes l < d have no lane l - d: the shuffle gives them their own v, which they must not add.": inner(unguarded),
@@ -71,11 +88,12 @@ def warp_scan_kernel(e):
             "The distances are 1, 2, 4, 8, 16: each twice the one before.": inner(lambda p: after(p, (1, 2, 3, 4, 5))),
             "This is the sum of the elements AFTER: cuda.shfl_up_sync reads lane l - d, shfl_down_sync lane l + d.":
                 part(lambda p: np.cumsum(p[::-1])[::-1] - p),
+            "Lane d has a partner too, lane 0: lanes with l >= d add, not only those with l > d.": inner(beyond),
             "Nothing was added: use what the shuffle returns.": lambda got: n > 1 and not got.any(),
             "This is x itself.": v,
-        }, atol=0)  # fmt: skip
+        }, rtol=0, atol=0)  # fmt: skip
         e.need(
-            len(trace.of(e.name(x))) <= n,
+            len(trace.of(e.name(x))) <= 2 * n,
             "The sums are right, but lanes read the elements of others from memory. A lane loads its own, and gets sums by shuffles.",
         )
         e.need(
@@ -92,17 +110,18 @@ def warp_scan_kernel(e):
         "UninitializedError": BARRIER + " Read only the totals of warps before your own; the others may not exist.",
         "DeadlockError": "All threads must reach cuda.syncthreads() and all lanes the shuffles: threads past the end take part with 0.",
         "CollectiveError": "All 32 lanes of a warp must call the shuffle: threads past the end take part with 0.",
-        "OutOfBoundsError": "Threads past the end have no element: they contribute 0, and write nothing to y. And total_B has one element per block.",
+        "OutOfBoundsError": "Threads past the end have no element: they contribute 0, and write nothing to y. total_B has one element per block. In shared memory each warp needs a place: 1024 threads are 32 warps.",
         "RaceError between blocks": "Two blocks write the same element: thread t of block b owns element b blockDim.x + t, and block b writes total_B[b].",
     },
 )  # fmt: skip
 def block_scan_kernel(e):
-    fixed = (128, 64), (64, 64), (100, 32), (300, 128), (5, 96), (1100, 1024)
+    fixed = (128, 64), (64, 64), (100, 32), (300, 128), (5, 96), (1100, 1024), (150, 96, LARGE)
     draw = lambda rng: (rng.integers(70, 300), 32 * rng.integers(2, 6))
-    for n, block in e.cases(fixed, draw):
+    for n, block, *large in e.cases(fixed, draw):
         grid = -(-n // block)
-        x, y, total = whole(e, n), e.blank(n, dtype=np.int32), e.blank(grid, dtype=np.int32)
-        trace = e.run(grid, block, y, total, x, case=f"n = {n}", trace=True)
+        x = whole(e, n, -LARGE, LARGE) if large else whole(e, n)
+        y, total = e.blank(n, dtype=np.int32), e.blank(grid, dtype=np.int32)
+        trace = e.run(grid, block, y, total, x, case=f"n = {n}" + ", large numbers" * len(large), trace=True)  # fmt: skip
         v = np.asarray(x).astype(np.int64)
         part = lambda f, v=v, block=block: by_part(v, block, f)
         warps = lambda f: lambda p: np.concatenate([f(p[i : i + 32]) for i in range(0, len(p), 32)])
@@ -113,7 +132,9 @@ def block_scan_kernel(e):
             before = skip(sums)
             return np.concatenate([exclusive(p[32 * w : 32 * w + 32]) + b for w, b in enumerate(before)])  # fmt: skip
 
-        e.same("y", y, part(exclusive), {
+        want = part(exclusive)
+        e.same("y", y, want, {
+            WHOLE: lambda got, large=large, want=want: large and np.allclose(got, want, 1e-6, 100),
             "This is the inclusive sum, which counts the element itself: subtract it.": part(np.cumsum),
             "This is the scan of all of x: each block begins with 0 here, and total_B says what it adds.":
                 exclusive(v) if grid > 1 else np.empty(0),
@@ -123,11 +144,16 @@ def block_scan_kernel(e):
                 part(lambda p: offset(p, lambda s: np.concatenate([[0], s[:-1]]))),
             "The totals of all warps were added: only those before the own warp count.":
                 part(lambda p: offset(p, lambda s: np.full(len(s), s.sum()))),
-        }, atol=0)  # fmt: skip
+        }, rtol=0, atol=0)  # fmt: skip
         sums = part(lambda p: p.sum(keepdims=True))
         last = part(lambda p: exclusive(p)[-1:])
         each = np.concatenate([v, np.zeros(grid * block - n, int)]).reshape(grid, -1, 32).sum(2)
         e.same("total", total, sums, {
+            WHOLE: lambda got, large=large, sums=sums: large and np.allclose(got, sums, 1e-6, 100),
+            "total_B holds anything at first: one thread of a block writes it, nothing is added to it.":
+                lambda got: "cuda.atomic" in e.source,
+            "total_B was not written by every block: write it in thread blockDim.x - 1, whatever the size of the block.":
+                lambda got, block=block, n=n: not e.wrote(total)[0],
             "The last element is missing in total_B: it is the inclusive sum of the last thread.": last,
             "total_B has the sum of the last warp alone.": each[:, -1] if block > 32 else np.empty(0),
             "total_B has the sum of the first warp alone.": each[:, 0] if block > 32 else np.empty(0),
@@ -135,11 +161,17 @@ def block_scan_kernel(e):
             "total_B is a sum over several blocks: it is that of block b alone.": np.cumsum(sums) if grid > 1 else np.empty(0),
             "total_B of the last block was not written: its last thread has no element of x, but knows the sum.":
                 lambda got: n % block and not e.wrote(total)[-1] and e.wrote(total)[:-1].all(),
-        }, atol=0)  # fmt: skip
+        }, rtol=0, atol=0)  # fmt: skip
         e.need(
-            len(trace.of(e.name(x))) <= n,
+            len(trace.of(e.name(x))) <= 2 * n,
             "The sums are right, but threads read the elements of others. Each loads its own, and gets the rest from its warp's shuffles and "
             "the warps' totals.",
+        )
+        busiest = Counter((a.block, a.thread) for a in trace.of(kind="shared")).most_common(1)
+        e.need(
+            block < 128 or not busiest or busiest[0][1] <= block,
+            "The sums are right, but one thread walks through the whole block while the others wait. Each warp scans its own 32 elements, all "
+            "warps at the same time, and only the totals of the warps go through shared memory.",
         )
 
 
@@ -163,7 +195,7 @@ def scatter_kernel(e):
         d = np.asarray(digit)
         counts = np.array([[np.sum(d[32 * b : 32 * b + 32] == t) for b in range(blocks)] for t in range(T)])  # fmt: skip
         start = exclusive(counts.ravel()).reshape(T, blocks).astype(np.int32)
-        e.run(blocks, 32, order, digit, sim(start), case=f"n = {n}, {T} digits")
+        trace = e.run(blocks, 32, order, digit, sim(start), case=f"n = {n}, {T} digits", trace=True)  # fmt: skip
         want = np.argsort(d, kind="stable")
         place = np.empty(n, int)
         place[want] = np.arange(n)
@@ -184,6 +216,11 @@ def scatter_kernel(e):
             "The order is right here, but an atomic counter hands out places in the order in which lanes come: that is not stable, and may differ "
             "from run to run. Count the lower lanes with the same digit, with cuda.match_any_sync and cuda.popc.",
         )
+        e.need(
+            len(trace.of(e.name(digit))) <= 2 * n,
+            "The order is right, but lanes read the digits of others from memory. A lane loads its own, and learns from cuda.match_any_sync which "
+            "lanes have the same.",
+        )
 
 
 @exercise(
@@ -201,6 +238,8 @@ def radix_order(e):
         ("equal keys", np.full(7, 9), 3),
         ("zeros", np.zeros(4, int), 5),
         ("no keys", np.zeros(0, int), 8),
+        ("keys whose lowest digits are 0", np.array([48, 16, 0, 768, 32]), 4),
+        ("keys of more than 32 bits", np.array([(1 << 40) + 3, 5, 1 << 33, 3]), 8),
         ("digits of one bit", np.array([6, 5, 4, 3, 2, 1, 0, 6]), 1),
     )
 
@@ -209,13 +248,14 @@ def radix_order(e):
         keys = rng.integers(0, high, int(rng.integers(20, 60)))
         return "random keys", np.concatenate([keys, keys[:5]]), int(rng.integers(1, 9))
 
+    slow = False
     for case, keys, bits in e.cases(fixed, draw, times=2):
         keys = np.array(keys, np.int64)
         given, calls = keys.copy(), []
 
         def split(digits, bits=bits, keys=keys, calls=calls):
             digits = np.asarray(digits)
-            e.need(digits.shape == keys.shape, f"split got digits of shape {digits.shape}, expected one per key: {keys.shape}.")  # fmt: skip
+            e.need(digits.ndim == 1 and len(digits) <= len(keys), f"split got digits of shape {digits.shape}, expected one per key: {keys.shape}.")  # fmt: skip
             e.need(digits.dtype.kind in "iu", "split got numbers that are not whole: shift with >>, or divide with //.")  # fmt: skip
             largest = digits.max(initial=0)
             e.need(digits.min(initial=0) >= 0 and largest < 2**bits,
@@ -255,7 +295,7 @@ def radix_order(e):
         )  # fmt: skip
         e.same("order", got.astype(int), want, {
             "These are the sorted keys: return their positions, order.": np.sort(keys) if len(keys) else np.empty(0),
-            "Only the lowest digit was sorted by: go on with the next bits until no key has any left.": sorted_by([0]) if many else np.empty(0),
+            "Only the lowest digit was sorted by: continue with the next bits until no key has any left.": sorted_by([0]) if many else np.empty(0),
             "The highest digit was taken first. The last split decides, so the lowest digit comes first.":
                 sorted_by(reversed(range(passes))) if many else np.empty(0),
             "In each pass the digits must be those of the keys in the order so far, keys[order]; these are of the keys as given.":
@@ -268,5 +308,9 @@ def radix_order(e):
             "Not all bits of the keys were sorted by: the keys may have any number of digits.":
                 lambda got: any(np.array_equal(got, sorted_by(range(p))) for p in range(passes)),
         }, atol=0)  # fmt: skip
-        e.need(len(calls) >= passes, "The order is right, but was not made by split: every comparison is a split's.")  # fmt: skip
+        e.need(len(calls) >= min(passes, 2), "The order is right, but was not made by split: every comparison is a split's.")  # fmt: skip
+        whole_passes = sum(len(digits) == len(keys) for digits in calls)
+        if passes and whole_passes > passes and not slow:
+            slow = True
+            e.remark(f"{whole_passes} passes over all keys were made where {passes} are enough: {bits} bits in each, until no key has bits left.")  # fmt: skip
         e.need(np.array_equal(given, keys), "The keys were changed: reorder a copy, keys[order].")

@@ -60,16 +60,25 @@ def resident_blocks(e):
         got = e.call(*given, card, case=f"{name}, {threads} threads, {registers} registers, {shared} bytes of shared memory")  # fmt: skip
         four = limits(*given, card)
         least = lambda **other: np.array(min(limits(*given, card, **other)))
+        quarters = four[:2] + [
+            4 * (card["registers"] // 4 // (256 * -(-registers // 8)) // -(-threads // 32)),
+            four[3],
+        ]
         without = lambda i: np.array(min(x for j, x in enumerate(four) if j != i))
         e.need(got is not None, "Nothing is returned: end with `return` and a number.")
         e.need(
             np.ndim(got) == 0 and got == int(got), f"{got} is not a whole number: only whole blocks are resident."
         )  # fmt: skip
         e.same("blocks", np.array(float(got)), np.array(float(min(four))), {
+            "Cards differ: take every limit from `card`, such as card[\"warps\"].":
+                lambda got: "card[" not in e.source and "card.get" not in e.source,
+            "A block whose warps do not fit is not resident: the answer may be 0.": lambda got, four=four: min(four) == 0 and got == 1,
             "A block of 48 threads has 2 warps: round threads / 32 up.": least(up=False),
             "Registers are given in multiples of 8: round up first.": least(unit=1),
             "A warp's registers must fit into a quarter of the multiprocessor: count warps in a quarter, times 4.": least(quarter=False),
             "The shared memory that is reserved for each block is missing.": least(reserved=False),
+            "The warps of a block may be in different quarters: count the warps that fit into all four, and divide by the warps of a block at the end.":
+                np.array(min(quarters)),
             "The limit of the number of blocks is missing.": without(1),
             "The limit by warps is missing.": without(0),
             "The limit by registers is missing.": without(2),
@@ -104,11 +113,18 @@ def active_lanes(e):
         most = np.array([w.max() for w in warps] or [0])
         total = max(most.sum(), 1)
         busy = [w.sum() / w.max() for w in warps if w.max()]
-        e.same("lanes", got, np.array(trips.sum() / total), {
+        want = np.array(trips.sum() / total)
+        e.same("lanes", got, want, {
             "NaN: nothing is executed here. Return 0.0.": lambda got: np.isnan(got).any(),
             "This is the mean over warps: a warp that executes the body more often counts more. Divide the sums.": np.array(np.mean(busy or [0])),
-            "The busiest thread of each WARP counts, not that of all threads.":
+            "The busiest thread of each WARP counts, 32 threads in a row, not that of all threads.":
                 np.array(trips.sum() / max(trips.max(initial=0) * max(len(warps), 1), 1)),
+            "All trips are divided by the trips of ONE thread, the busiest: add up the busiest thread of every warp.":
+                np.array(trips.sum() / max(trips.max(initial=0), 1)) if len(warps) > 1 else np.empty(0),
+            "A short warp was counted as if it had 32 threads: add up the trips that there are.":
+                np.array(trips.mean() * 32 * len(warps) / total) if len(trips) % 32 else np.empty(0),
+            "This is rounded to a whole number: divide with /, not //.":
+                lambda got, want=want: want % 1 and got == np.floor(want),
             "This is a share: multiply by 32, or do not divide by 32.": np.array(trips.sum() / total / 32),
             "This counts lanes that run the body at all: count them in each execution.":
                 np.array(np.mean([np.count_nonzero(w) for w in warps] or [0])),
@@ -151,8 +167,9 @@ def histogram_kernel(e):
         before = np.arange(T) * 3 + 1
         count = sim(before.astype(np.int32))
         seen = Atomics()
+        digit = sim(digits.astype(np.int32))
         with observe(seen):
-            e.run(grid, 64, count, sim(digits.astype(np.int32)), case=f"n = {n}, T = {T}")
+            trace = e.run(grid, 64, count, digit, case=f"n = {n}, T = {T}", trace=True)
         own = np.bincount(digits, minlength=T)
         once = np.bincount(digits[: 64 * grid], minlength=T)
         e.same("count", count, before + own, {
@@ -168,6 +185,17 @@ def histogram_kernel(e):
             seen.all - seen.shared <= T * grid,
             f"The counts are right, with {seen.all - seen.shared} atomic additions to global memory; one per counter and block is enough, "
             f"{T * grid} here. Count in shared memory first.",
+        )
+        reads = trace.of(e.name(digit), write=False)
+        e.need(
+            len(reads) <= n,
+            f"The counts are right, but the {n} digits are read {len(reads)} times: each thread reads its own digits only, from cuda.grid(1) in steps "
+            "of cuda.gridsize(1), and counts them with an atomic in shared memory.",
+        )
+        busy = len({a.block for a in reads})
+        e.need(
+            busy == min(grid, -(-n // 64)),
+            f"The counts are right, but {busy} of {grid} blocks read digits: begin with cuda.grid(1), and step by cuda.gridsize(1).",
         )
 
 
@@ -217,5 +245,8 @@ def overlap(e):
             "Chunk after chunk: nothing overlaps. The copy in of the next chunk begins as soon as its engine is free.": plan(serial=True),
             "An engine does two things at a time here: it must be free before it begins.": plan(engines=False),
             "A part begins before the part before it has ended: data must be there before it is used.": plan(chain=False),
+            "The chunks are in another order than they were given.": lambda got: np.allclose(got[::-1], want),
+            "A part does not wait for its engine: it begins at the later of two times, when its engine is free and when the part before it has ended.":
+                lambda got: (got[:, 1:] < want[:, 1:]).any() and np.allclose(got[:, 0], want[:, 0]),
             "Everything begins later than necessary.": lambda got: (got >= want).all(),
         })  # fmt: skip

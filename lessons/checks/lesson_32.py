@@ -38,11 +38,15 @@ def on_ranks(e, world, arguments, wrap=lambda comm: comm):
 
 
 # ----------------------------------------------------------------------------- 32.1
+UNEVEN = "The last elements are unchanged: world does not divide n here. The chunks are part(n, world, i), of different sizes."
+
+
 class ExchangeOnly:
     """A communicator without collectives, which notes to whom it sends."""
 
-    def __init__(self, comm, partners):
+    def __init__(self, comm, partners, e):
         self.comm, self.rank, self.world, self.partners = comm, comm.rank, comm.world, partners
+        self.e = e
 
     def exchange(self, send, to, receive, source):
         for name, a in (("send", send), ("receive", receive)):
@@ -52,7 +56,7 @@ class ExchangeOnly:
         self.comm.exchange(send, to, receive, source)
 
     def all_reduce(self, *_):
-        raise RankError("use comm.exchange only: here you write the all-reduce yourself")
+        raise self.e.wrong("use comm.exchange only: here you write the all-reduce yourself")
 
     all_gather = reduce_scatter = all_reduce
 
@@ -90,7 +94,7 @@ def counted(e, world, n, rank, at):
     base = 32.0
     x = [np.full(n, base**r) for r in range(world)]
     try:
-        on_ranks(e, world, lambda r: (x[r],), lambda comm: ExchangeOnly(comm, set()))
+        on_ranks(e, world, lambda r: (x[r],), lambda comm: ExchangeOnly(comm, set(), e))
     except Wrong:
         return None
     value, times = x[rank][at], []
@@ -132,7 +136,9 @@ def ring_all_reduce(e):
         given = [np.array(e.normal(n)) for _ in range(world)]
         x, partners = [g.copy() for g in given], set()
         e.case(f"{world} ranks, {n} elements")
-        _, comms = on_ranks(e, world, lambda r: (x[r],), lambda comm: ExchangeOnly(comm, partners))
+        _, comms = on_ranks(
+            e, world, lambda r: (x[r],), lambda comm: ExchangeOnly(comm, partners, e)
+        )
         want = sum(map(double, given))
         halves = {
             "The array is unchanged: work in place, x_n[...] = ...": np.array(given),
@@ -142,7 +148,7 @@ def ring_all_reduce(e):
             "In the second half, store what you receive: it is already the sum. Here it was added.": ring(given, adds=(True, True)),
             "Chunk c is rank c's own on every rank: nothing was added. Either the first half stores what it should ADD, or the second half begins with "
             "chunk r, where the complete one is chunk r + 1.": ring(given, adds=(False, False)),
-            "In the first half, what is received was added to the chunk that was just sent. In step s, rank r sends chunk r - s and receives chunk r - s - 1.":
+            "Either the first half has one step too few, where world - 1 are needed; or what is received was added to the chunk that was just sent. In step s, rank r sends chunk r - s and receives chunk r - s - 1.":
                 ring(given, minus=0),
             "Whole sums are passed on: what rank r sends contains its own numbers and those that it received, so some are added again and again. "
             "Pass on one chunk at a time.": passed_on(given),
@@ -152,7 +158,16 @@ def ring_all_reduce(e):
             fits = np.isclose(x[r], want, rtol=1e-5, atol=1e-5)
             if not fits.all():
                 known = any(np.allclose(x[r], sign, 1e-5, 1e-5) for sign in mistakes.values())
-                text = "" if known else what_it_contains(e, world, n, r, int(np.argmin(fits)))
+                rest = n % world
+                same = rest and np.array_equal(x[r][-rest:], given[r][-rest:])
+                uneven = same and not fits[-rest:].any() and fits[:-rest].all()
+                text = (
+                    UNEVEN
+                    if uneven
+                    else ""
+                    if known
+                    else what_it_contains(e, world, n, r, int(np.argmin(fits)))
+                )
                 mistakes[text] = lambda got, text=text: bool(text)
             e.same(f"x on rank {r}", x[r], want, mistakes, rtol=1e-5, atol=1e-5)
         for r in range(1, world):
@@ -328,9 +343,15 @@ def _one_weight(e, name, got, a, rank, world, H, G, D):
         signs = {
             "These are every world-th hidden unit: a rank has neighbouring ones, part(F, world, rank).": take(slice(rank, None, world)),
         }  # fmt: skip
+    if number == H:
+        used = [h for h in range(H) if h % G in range(G)[part(G, world, rank)]]
+        signs["Query heads g H / G to (g + 1) H / G - 1 use key head g: they are neighbours, not every G-th head."] = take(
+            [h * D + d for h in used for d in range(D)])  # fmt: skip
     signs[f"The whole of {name} is there: this rank needs only a part of it."] = a
     right = "its inputs are the COLUMNS, w[:, ...]" if axis else "its outputs are the ROWS, w[...]"
     signs[f"It is divided along the wrong axis: weights are (out, in), {right}."] = a[own(rank)] if axis else a[:, own(rank)]  # fmt: skip
+    wrong_way = part(a.shape[1 - axis], world, rank)
+    signs[f"It is cut along the wrong axis: weights are (out, in), {right}."] = a[wrong_way] if axis else a[:, wrong_way]  # fmt: skip
     for r in range(world):
         signs.setdefault(f"This is the part of rank {r}, of {world}.", take(own(r)))
     for text, sign in signs.items():
@@ -349,16 +370,22 @@ def flatten(w, world):
     return flat
 
 
-def gradients(weights, x, t, count, back=None, order=-1):
-    """-> loss, [dw]. back: other weights, with which backward passes the gradient on. order=1: it begins with the first layer."""
+def gradients(weights, x, t, count, back=None, order=-1, slope_of_back=False, outputs=False):
+    """-> loss, [dw]. back: other weights, with which backward passes the gradient on. order=1: it begins with the first layer.
+
+    slope_of_back: the slopes that are passed on are those of `back` too. outputs: backward takes a layer's output for its input.
+    """
     inputs = [x]
     for w in weights:
         inputs.append(layer(inputs[-1], w))
-    error = inputs.pop() - t
+    error = inputs[-1] - t
+    inputs = inputs[1:] if outputs else inputs[:-1]
     dy, found = 2 * error / count, []
     for x, w, b in list(zip(inputs, weights, back or weights))[::order]:
         dh = dy * (1 - layer(x, w) ** 2)
         found.append(dh.T @ x)
+        if slope_of_back:
+            dh = dy * (1 - layer(x, b) ** 2)
         dy = dh @ b
     return (error**2).sum() / count, found[::order]
 
@@ -432,7 +459,10 @@ def _train(e, layers, C, rows, world, count):
         after.state = [[m.copy(), v.copy(), k] for m, v, k in whole.state]
         for l in range(layers):
             after(l, later[l], want[l])
-        _, updated_first = gradients(weights, x, t, count, later)
+        updated_first = [
+            gradients(weights, x, t, count, later, slope_of_back=s)[1] for s in (False, True)
+        ]
+        of_outputs = gradients(weights, x, t, count, outputs=True)[1]
         per_rank = [gradients(weights, *o, count) for o in own]
         own_count = [gradients(weights, *o, len(o[0]) * C)[1] for o in own]
         forwards = gradients(weights, x, t, count, order=1)[1]
@@ -441,7 +471,7 @@ def _train(e, layers, C, rows, world, count):
 
         def update_of(
             r, want=want, per_rank=per_rank, own_count=own_count, done=done,
-            updated_first=updated_first, stale=stale, forwards=forwards,
+            updated_first=updated_first, stale=stale, forwards=forwards, of_outputs=of_outputs,
         ):  # fmt: skip
             def update(l, shard, g):
                 e.need(isinstance(l, int | np.integer) and 0 <= l < layers, f"update was called for layer {l}: layers are 0 to {layers - 1}.")  # fmt: skip
@@ -457,7 +487,10 @@ def _train(e, layers, C, rows, world, count):
                     "The gradient is not divided by `count`.": here(want) * count,
                     "The factor 2 of the derivative of a square is missing.": here(want) / 2,
                     "The sign is wrong: the error is y - t.": -here(want),
-                    "dy was computed with weights that had already been updated. Finish with a layer's old weights before you update its shard.": here(updated_first),
+                    "dy was computed with weights that had already been updated. Finish with a layer's old weights before you update its shard.": here(updated_first[0]),
+                    "dy was computed with weights that had already been updated. Finish with the old weights of a layer before you update its shard.":
+                        here(updated_first[1]),
+                    "layer_bwd(dy, x, w) takes the layer's INPUT x: layer l has inputs[l], where inputs[0] is x_NC.": here(of_outputs),
                     "Backward goes from the last layer to the first.": here(forwards),
                     "This gradient belongs to the weights before the last step: the layers must be gathered again, from the new shards.":
                         here(stale) if stale else np.empty(0),
@@ -523,7 +556,7 @@ def fsdp_bytes(e):
             size,
             ranks,
             ahead,
-            case=f"{layers} layers of {size} bytes, {ranks} ranks, {ahead} gathered ahead",
+            case=f"{layers} layers of {size} bytes, {ranks} rank{'s' * (ranks > 1)}, {ahead} gathered ahead",
         )
         want = layers * size // ranks + (1 + ahead) * size if ranks > 1 else layers * size
         if got == want:
@@ -540,6 +573,8 @@ def fsdp_bytes(e):
             say += " A gathered layer is a whole new array, which includes a copy of the rank's own part: layer_bytes each."
         elif got == layers * size / ranks + ahead * size and ahead:
             say += " The layer that is being computed is in memory as a whole, in addition to those gathered ahead."
+        elif ranks > 1 and got == layers * size / ranks + (1 + ahead) * size / ranks:
+            say += " A gathered layer is whole: it takes layer_bytes, not a part of them."
         elif ranks == 1:
             say += " A single rank already has all weights; nothing is gathered."
         raise e.wrong(say)

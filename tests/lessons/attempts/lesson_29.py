@@ -147,3 +147,80 @@ def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
         for k in range(x_K.size):
             acc += x_K[k] * float32(codes_OK[o, k])
         y_O[o] = acc * scale_O[o]
+
+
+# %% 29.1 WRONG: The scale of a row is too large
+def quantize_rows(w):
+    scales = np.maximum(np.abs(w).max(axis=1), 1) / 127
+    return np.rint(w / scales[:, None]).astype(np.int8), scales
+
+
+# %% 29.2 WRONG: not 8
+def decode(codes):
+    bits = codes.astype(int)
+    e, m = (bits >> 3) & 15, bits & 7
+    value = np.where(e > 0, (1 + m / 8) * 2.0 ** (e - 8), m / 8 * 2.0**-7)
+    value = np.where((e == 15) & (m == 7), np.nan, value)
+    return np.where(bits >> 7 == 1, -value, value)
+
+
+# %% 29.2 WRONG: 0xFF is NaN
+def decode(codes):
+    bits = codes.astype(int)
+    e, m = (bits >> 3) & 15, bits & 7
+    value = np.where(e > 0, (1 + m / 8) * 2.0 ** (e - 7), m / 8 * 2.0**-6)
+    value = np.where(bits >> 7 == 1, -value, value)
+    return np.where(bits == 0x7F, np.nan, value)
+
+
+# %% 29.3 WRONG: Rounded twice
+def encode(v):
+    a = np.abs(np.clip(v, -448, 448).astype(np.float16)).astype(np.float64)
+    e = np.frexp(np.maximum(a, 2.0**-6))[1]
+    return (np.rint(a / 2.0 ** (e - 4)) + 8 * (e + 5) + 128 * np.signbit(v)).astype(np.uint8)
+
+
+# %% 29.3 WRONG: have become 240
+def encode(v):
+    a = np.minimum(np.abs(v), 240)
+    e = np.frexp(np.maximum(a, 2.0**-6))[1]
+    return (np.rint(a / 2.0 ** (e - 4)) + 8 * (e + 5) + 128 * np.signbit(v)).astype(np.uint8)
+
+
+# %% 29.4 WRONG: past the last multiple of 32
+@cuda.jit
+def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
+    o, lane = cuda.blockIdx.x * 2 + cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    acc = float32(0)
+    if o < y_O.size:
+        for i in range(x_K.size // 32):
+            acc += x_K[32 * i + lane] * codes_OK[o, 32 * i + lane]
+    acc = warp_sum(acc)
+    if lane == 0 and o < y_O.size:
+        y_O[o] = acc * scale_O[o]
+
+
+# %% 29.4 WRONG: every other 32 columns
+@cuda.jit
+def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
+    o, lane = cuda.blockIdx.x * 2 + cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    acc = float32(0)
+    if o < y_O.size:
+        for k in range(cuda.threadIdx.x, x_K.size, 64):
+            acc += x_K[k] * codes_OK[o, k]
+    acc = warp_sum(acc)
+    if lane == 0 and o < y_O.size:
+        y_O[o] = acc * scale_O[o]
+
+
+# %% 29.4 WRONG: cut to whole numbers
+@cuda.jit
+def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
+    o, lane = cuda.blockIdx.x * 2 + cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    acc = 0
+    if o < y_O.size:
+        for k in range(lane, x_K.size, 32):
+            acc += int(x_K[k] * codes_OK[o, k])
+    acc = warp_sum(acc)
+    if lane == 0 and o < y_O.size:
+        y_O[o] = acc * scale_O[o]

@@ -188,3 +188,175 @@ def radix_order(keys, bits, split):
 # %% 30.4 WRONG: not made by split
 def radix_order(keys, bits, split):
     return np.array(sorted(range(len(keys)), key=lambda n: keys[n]), int)
+
+
+# %% 30.1 RIGHT: the own element is read a second time
+@cuda.jit
+def warp_scan_kernel(y_n, x_n):
+    i, lane = cuda.grid(1), cuda.threadIdx.x
+    v = x_n[i] if i < x_n.size else 0
+    for d in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL, v, d)
+        v += other if lane >= d else 0
+    if i < x_n.size:
+        y_n[i] = v - x_n[i]
+
+
+# %% 30.1 WRONG: they were added as floats
+@cuda.jit
+def warp_scan_kernel(y_n, x_n):
+    i, lane = cuda.grid(1), cuda.threadIdx.x
+    own = np.float32(x_n[i] if i < x_n.size else 0)
+    v = own
+    for d in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL, v, d)
+        if lane >= d:
+            v += other
+    if i < x_n.size:
+        y_n[i] = int32(v - own)
+
+
+# %% 30.1 WRONG: not only those with l > d
+@cuda.jit
+def warp_scan_kernel(y_n, x_n):
+    i, lane = cuda.grid(1), cuda.threadIdx.x
+    own = x_n[i] if i < x_n.size else 0
+    v = own
+    for d in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL, v, d)
+        if lane > d:
+            v += other
+    if i < x_n.size:
+        y_n[i] = v - own
+
+
+# %% 30.2 WRONG: one thread walks through the whole block
+@cuda.jit
+def block_scan_kernel(y_n, total_B, x_n):
+    t, i = cuda.threadIdx.x, cuda.grid(1)
+    tile = cuda.shared.array(1024, int32)
+    tile[t] = x_n[i] if i < x_n.size else 0
+    cuda.syncthreads()
+    if t == 0:
+        total = int32(0)
+        for j in range(cuda.blockDim.x):
+            own = tile[j]
+            tile[j] = total
+            total += own
+        total_B[cuda.blockIdx.x] = total
+    cuda.syncthreads()
+    if i < x_n.size:
+        y_n[i] = tile[t]
+
+
+# %% 30.2 WRONG: whatever the size of the block
+@cuda.jit
+def block_scan_kernel(y_n, total_B, x_n):
+    t, i = cuda.threadIdx.x, cuda.grid(1)
+    warp_total = cuda.shared.array(32, int32)
+    own = x_n[i] if i < x_n.size else 0
+    v = own
+    for d in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL, v, d)
+        v += other if t % 32 >= d else 0
+    if t % 32 == 31:
+        warp_total[t // 32] = v
+    cuda.syncthreads()
+    for w in range(t // 32):
+        v += warp_total[w]
+    if i < x_n.size:
+        y_n[i] = v - own
+    if t == 63:
+        total_B[cuda.blockIdx.x] = v
+
+
+# %% 30.2 WRONG: 1024 threads are 32 warps
+@cuda.jit
+def block_scan_kernel(y_n, total_B, x_n):
+    t, i = cuda.threadIdx.x, cuda.grid(1)
+    warp_total = cuda.shared.array(6, int32)
+    own = x_n[i] if i < x_n.size else 0
+    v = own
+    for d in (1, 2, 4, 8, 16):
+        other = cuda.shfl_up_sync(FULL, v, d)
+        v += other if t % 32 >= d else 0
+    if t % 32 == 31:
+        warp_total[t // 32] = v
+    cuda.syncthreads()
+    for w in range(t // 32):
+        v += warp_total[w]
+    if i < x_n.size:
+        y_n[i] = v - own
+    if t == cuda.blockDim.x - 1:
+        total_B[cuda.blockIdx.x] = v
+
+
+# %% 30.2 WRONG: total_B holds anything at first
+@cuda.jit
+def block_scan_kernel(y_n, total_B, x_n):
+    t, i = cuda.threadIdx.x, cuda.grid(1)
+    tile = cuda.shared.array(1024, int32)
+    own = x_n[i] if i < x_n.size else 0
+    tile[t] = own
+    d = 1
+    while d < cuda.blockDim.x:
+        cuda.syncthreads()
+        other = tile[t - d] if t >= d else 0
+        cuda.syncthreads()
+        tile[t] += other
+        d *= 2
+    if i < x_n.size:
+        y_n[i] = tile[t] - own
+    cuda.atomic.add(total_B, cuda.blockIdx.x, own)
+
+
+# %% 30.3 WRONG: lanes read the digits of others from memory
+@cuda.jit
+def scatter_kernel(order_n, digit_n, start_TB):
+    n, lane, b = cuda.grid(1), cuda.threadIdx.x, cuda.blockIdx.x
+    if n < digit_n.size:
+        rank = 0
+        for k in range(n - lane, n):
+            rank += digit_n[k] == digit_n[n]
+        order_n[start_TB[digit_n[n], b] + rank] = n
+
+
+# %% 30.4 RIGHT: the highest digit first, and then each of its groups by itself
+def radix_order(keys, bits, split):
+    def sort(order, level):
+        if level < 0 or len(order) < 2:
+            return order
+        digits = keys[order] >> level * bits & 2**bits - 1
+        moved = split(digits)
+        order, digits = order[moved], digits[moved]
+        ends = np.flatnonzero(np.diff(digits)) + 1
+        return np.concatenate([sort(group, level - 1) for group in np.split(order, ends)])
+
+    digits = -(-int(keys.max(initial=0)).bit_length() // bits)
+    return sort(np.arange(len(keys)), digits - 1)
+
+
+# %% 30.4 WRONG: Only the lowest digit was sorted by
+def radix_order(keys, bits, split):
+    order, shift, mask = np.arange(len(keys)), 0, 2**bits - 1
+    while (keys >> shift & mask).any():
+        order = order[split(keys[order] >> shift & mask)]
+        shift += bits
+    return order
+
+
+# %% 30.4 WRONG: keys of more than 32 bits
+def radix_order(keys, bits, split):
+    order, keys = np.arange(len(keys)), keys.astype(np.int32)
+    for shift in range(0, 31, bits):
+        order = order[split(keys[order] >> shift & 2**bits - 1)]
+    return order
+
+
+# %% 30.4 REMARK: passes over all keys were made where
+def radix_order(keys, bits, split):
+    order, shift = np.arange(len(keys)), 0
+    while (keys >> shift).any():
+        order = order[split(keys[order] >> shift & 1)]
+        shift += 1
+    return order

@@ -160,3 +160,92 @@ def fsdp_bytes(layers, layer_bytes, ranks, ahead):
     own = layers * layer_bytes / ranks
     gathered = 0 if ranks < 2 else sum(layer_bytes for _ in range(ahead + 1))
     return own + gathered
+
+
+# %% 32.1 WRONG: world does not divide n here
+def ring_all_reduce(comm, x_n):
+    world, rank = comm.world, comm.rank
+    right, left, size = (rank + 1) % world, (rank - 1) % world, x_n.size // world
+    chunk = lambda i: x_n[i % world * size : i % world * size + size]
+    for step in range(world - 1):
+        received = np.empty_like(chunk(0))
+        comm.exchange(chunk(rank - step), right, received, left)
+        chunk(rank - step - 1)[...] += received
+    for step in range(world - 1):
+        comm.exchange(chunk(rank + 1 - step), right, chunk(rank - step), left)
+
+
+# %% 32.1 WRONG: one step too few
+def ring_all_reduce(comm, x_n):
+    world, rank = comm.world, comm.rank
+    right, left = (rank + 1) % world, (rank - 1) % world
+    chunk = lambda i: x_n[part(x_n.size, world, i % world)]
+    for step in range(world - 2):
+        received = np.empty_like(chunk(rank - step - 1))
+        comm.exchange(chunk(rank - step), right, received, left)
+        chunk(rank - step - 1)[...] += received
+    for step in range(world - 1):
+        comm.exchange(chunk(rank + 1 - step), right, chunk(rank - step), left)
+
+
+# %% 32.2 RIGHT: both sums in one call
+def split_mlp(comm, x_NC, w1_FC, w2_CF, dy_NC):
+    h_NF = x_NC @ w1_FC.T
+    dh_NF = (dy_NC @ w2_CF) * silu_slope(h_NF)
+    both = comm.all_reduce(np.stack([silu(h_NF) @ w2_CF.T, dh_NF @ w1_FC]))
+    return *both, dh_NF.T @ x_NC, dy_NC.T @ silu(h_NF)
+
+
+# %% 32.3 WRONG: not every G-th head
+def own_weights(rank, world, w, H, G):
+    keys, D = part(G, world, rank), w["k_proj"].shape[0] // G
+    query = [h * D + d for h in range(H) if h % G in range(G)[keys] for d in range(D)]
+    rows, units = slice(keys.start * D, keys.stop * D), part(len(w["up_proj"]), world, rank)
+    own = {"q_proj": query, "k_proj": rows, "v_proj": rows, "gate_proj": units, "up_proj": units}
+    own = {name: w[name][where] for name, where in own.items()}
+    own |= {"o_proj": w["o_proj"][:, query], "down_proj": w["down_proj"][:, units]}
+    return own | {name: w[name] for name in w if "norm" in name}
+
+
+# %% 32.3 WRONG: down_proj: It is cut along the wrong axis
+def own_weights(rank, world, w, H, G):
+    keys, D, n = part(G, world, rank), w["k_proj"].shape[0] // G, H // G
+    rows, units = slice(keys.start * D, keys.stop * D), part(len(w["up_proj"]), world, rank)
+    query = slice(rows.start * n, rows.stop * n)
+    own = {"q_proj": query, "k_proj": rows, "v_proj": rows, "gate_proj": units, "up_proj": units}
+    own["down_proj"] = part(len(w["down_proj"]), world, rank)
+    own = {name: w[name][where] for name, where in own.items()}
+    return own | {"o_proj": w["o_proj"][:, query]} | {n: w[n] for n in w if "norm" in n}
+
+
+# %% 32.4 WRONG: weights that had already been updated
+def fsdp_step(comm, shards, x_NC, t_NC, count, update):
+    C, inputs = x_NC.shape[1], [x_NC]
+    for shard in shards:
+        inputs.append(layer(inputs[-1], square(comm.all_gather(shard), C)))
+    error = inputs.pop() - t_NC
+    dy = 2 * error / count
+    for l in reversed(range(len(shards))):
+        _, dw = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
+        update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
+        dy, _ = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
+    return comm.all_reduce(np.array([(error**2).sum() / count]))[0]
+
+
+# %% 32.4 WRONG: takes the layer's INPUT x
+def fsdp_step(comm, shards, x_NC, t_NC, count, update):
+    C, outputs = x_NC.shape[1], []
+    for shard in shards:
+        outputs.append(layer(outputs[-1] if outputs else x_NC, square(comm.all_gather(shard), C)))
+    error = outputs[-1] - t_NC
+    dy = 2 * error / count
+    for l in reversed(range(len(shards))):
+        dy, dw = layer_bwd(dy, outputs[l], square(comm.all_gather(shards[l]), C))
+        update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
+    return comm.all_reduce(np.array([(error**2).sum() / count]))[0]
+
+
+# %% 32.5 WRONG: not a part of them
+def fsdp_bytes(layers, layer_bytes, ranks, ahead):
+    own = layers * layer_bytes / ranks
+    return own + (1 + ahead) * layer_bytes / ranks if ranks > 1 else own
