@@ -250,3 +250,16 @@ def test_a_launchers_bfloat16_array_arrives_as_bits():
     x = sim(np.array([1.0, 2.0], ml_dtypes.bfloat16))
     run(halve_exponent, 1, 2, x)
     assert x.tolist() == [0.5, 1.0]
+
+
+@cuda.jit
+def kinds_of(o, x, h, n):
+    o[0] = isinstance(h[0], bfloat16) and not isinstance(x[0], bfloat16)
+    o[1] = isinstance(x[0], float) and isinstance(n, (float, int)) and not isinstance(n, float)
+    o[2] = isinstance(x[0], float32) and not isinstance(n, int32)
+
+
+def test_isinstance():
+    o, h = np.zeros(3, np.bool_), np.ones(1, ml_dtypes.bfloat16)
+    run(kinds_of, 1, 1, o, np.ones(1, np.float32), h, 3)
+    assert o.all()

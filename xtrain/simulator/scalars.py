@@ -402,6 +402,16 @@ def _float(x):
     return x if isinstance(x, np.floating) else np.float64(x)
 
 
+def _isinstance(x, kinds):
+    """isinstance with the types of Python, NumPy and Numba; in a kernel, int and float are functions."""
+    if isinstance(kinds, tuple):
+        return any(_isinstance(x, kind) for kind in kinds)
+    x = x.value if type(x) is Unset else x
+    if hasattr(kinds, "scalar"):
+        return type(x) is kinds.scalar
+    return isinstance(x, {_int: np.integer, _float: np.floating}.get(kinds, kinds))
+
+
 def floor_divide(a, b):
     """a // b, which reports a division of integers by zero; the result is then -1, all bits set."""
     if type(b) is Unset or b or isinstance(a, FLOATS) or isinstance(b, FLOATS):
@@ -480,6 +490,7 @@ TWINS: dict = {
     builtins.range: _range,
     builtins.len: lambda x: np.int64(len(x)),
     builtins.int: _int,
+    builtins.isinstance: _isinstance,
     builtins.float: _float,
     builtins.complex: carries(lambda *args: np.complex128(complex(*args))),
     builtins.bool: np.bool_,
