@@ -7,6 +7,7 @@ import linecache
 from pathlib import Path
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numba import cuda, float32, from_dtype, int32, uint32
 from numba.cuda import libdevice
 from numba.cuda import random as cuda_random
@@ -71,6 +72,10 @@ RUNS = {
     "`math`, `cuda.fma`, `cuda.popc` and the like": ("o[i] = math.sqrt(x[i] * x[i]) + cuda.popc(7)", "x + 3"),
     "all 317 functions of `libdevice`": ("o[i] = libdevice.fdim(x[i], 3)", "np.maximum(x - 3, 0)"),
     "`cuda.fp16`": ("o[i] = cuda.fp16.hadd(x[i], x[i])", "2 * x"),
+    "bfloat16 numbers and arrays, the functions of `numba.cuda.bf16`": (
+        "s = cuda.shared.array(8, bfloat16); s[i] = x[i]; o[i] = s[i] + bfloat16(256)",
+        "[256, 256, 258, 260, 260, 260, 262, 264]",
+    ),
     "NumPy's functions of numbers, and of arrays with an output": (
         "if i == 0: np.maximum(x, 3.0, o)\n    cuda.syncthreads(); o[i] = o[i] + np.log(1.0)",
         "np.maximum(x, 3)",
@@ -97,7 +102,7 @@ NOT_MODELLED = {
     "scheduling within a warp": "lanes run one after the other; `activemask` gives the lanes that reach the same call",
     "the number of blocks that are resident at once, unless `run(..., resident=n)` gives it": "every block of a grid may wait for every other",
     "rounding of fast approximations": "`fast_expf` and the like are correctly rounded",
-    "numba-cuda's `bf16` functions": "a bfloat16 array arrives as its bits (uint16)",
+    "bfloat16 arrays of `simulator.sim`": "xtrain's launchers pass them as their bits (uint16); give a NumPy array",
     "`@vectorize`, `@guvectorize` in `simulator.run`": "Numba generates their kernels when they are called: call them inside `with simulate()`",
     "arrays of vector types": "a vector is a value",
 }
@@ -157,7 +162,7 @@ def page() -> str:
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
 
 
-USED = (float32, int32, uint32, libdevice, cuda_random)  # by the bodies above
+USED = (bfloat16, float32, int32, uint32, libdevice, cuda_random)  # by the bodies above
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")

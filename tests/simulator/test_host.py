@@ -334,7 +334,12 @@ def test_an_exception_of_a_kernel_with_debug_keeps_its_type():
 
 # ----------------------------------------------------------------------------- putting it in place
 def test_the_device_answers():
-    assert cuda.is_available() and len(cuda.gpus) == 1 and cuda.cuda_error() is None
+    assert (
+        cuda.is_available()
+        and cuda.is_float16_supported()
+        and len(cuda.gpus) == 1
+        and cuda.cuda_error() is None
+    )
     device = cuda.get_current_device()
     assert device.compute_capability == (9, 0) and device.MAX_THREADS_PER_BLOCK == 1024
     free, total = cuda.current_context().get_memory_info()

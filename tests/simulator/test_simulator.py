@@ -391,18 +391,6 @@ def test_simarray_is_a_copy_and_views_keep_the_type():
     assert type(sim(s)) is SimArray and float(s.sum()) == float(np.asarray(s).sum())
 
 
-def test_bfloat16_arrives_as_bits():
-    import ml_dtypes
-
-    @cuda.jit
-    def halve_exponent(x):
-        x[cuda.threadIdx.x] = x[cuda.threadIdx.x] - 128
-
-    x = sim(np.array([1.0, 2.0], ml_dtypes.bfloat16))
-    run(halve_exponent, 1, 2, x)
-    assert x.tolist() == [0.5, 1.0]
-
-
 @cuda.jit
 def indices(out):
     x, y = cuda.grid(2)

@@ -17,6 +17,8 @@ from .unwritten import mark_unwritten, mark_written
 class SimArray(np.ndarray):
     """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
 
+    bf16_as_bits = True  # memory.is_bits
+
     def __setitem__(self, index, value):
         super().__setitem__(index, value)
         mark_written(self[index] if isinstance(index, slice) else self)

@@ -260,8 +260,13 @@ def require_context(function):
 
 
 def is_available():
-    """cuda.is_available, cuda.is_supported_version"""
+    """cuda.is_available, cuda.is_supported_version, cuda.is_float16_supported, cuda.is_bfloat16_supported"""
     return True
+
+
+def is_fp8_supported():
+    """cuda.is_fp8_supported: 8-bit floats are not simulated."""
+    return False
 
 
 def cuda_error():

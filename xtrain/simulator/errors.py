@@ -297,8 +297,9 @@ def out_of_bounds(thread, a, index, site):
 
 def atomic_kind(thread, site, name, a, kinds):
     """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
+    kind = "bfloat16" if a.dtype.str == "|V2" else a.dtype
     return KernelError(
-        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {a.dtype}, Numba supports "
+        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {kind}, Numba supports "
         f"{', '.join(kinds)}",
         (site,),
     )

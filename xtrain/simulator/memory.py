@@ -22,6 +22,7 @@ from operator import index as as_int
 import numpy as np
 
 from . import errors, releases, unwritten
+from .half import BF16
 from .scalars import dtype_of, scalar_type, storing
 from .unwritten import extent
 
@@ -444,6 +445,11 @@ def global_arrays(arrays: list, bytewise=False) -> list[Array]:
     return result
 
 
+def is_bits(a) -> bool:
+    """Does a kernel see this bfloat16 array as uint16? Launchers pass their arrays so (kernels/primitives/ptx.py)."""
+    return a.dtype.name == "bfloat16" and getattr(a, "bf16_as_bits", False)
+
+
 def _global_array(memory, a, extent, base):
     low, high = extent
     if any(stride % a.itemsize for stride, n in zip(a.strides, a.shape) if n > 1):
@@ -452,8 +458,7 @@ def _global_array(memory, a, extent, base):
     start = (a.__array_interface__["data"][0] - low) // a.itemsize
     steps = tuple(stride // a.itemsize for stride in a.strides)
     bias = (low - base) // memory.granule
-    # Numba has no bfloat16: a kernel sees its bits, here as on the GPU (kernels/primitives/ptx.py).
-    dtype = np.uint16 if a.dtype.name == "bfloat16" else a.dtype
+    dtype = np.uint16 if is_bits(a) else dtype_of(a.dtype)
     return make_array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
 
 
@@ -500,6 +505,8 @@ def poisoned(size, dtype) -> np.ndarray:
     flat = np.empty(size, dtype)
     if flat.dtype.kind == "f":
         flat.fill(np.nan)
+    elif dtype_of(flat.dtype) == BF16:
+        flat.view(np.uint16).fill(0x7FFF)
     else:
         flat.view(np.uint8).fill(0x7F)
     return flat

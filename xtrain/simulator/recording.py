@@ -19,7 +19,7 @@ import numpy as np
 
 from .block import BLOCK_BARRIERS, Launch
 from .errors import KernelError, Site
-from .memory import Array
+from .memory import Array, is_bits
 from .observers import ATOMIC, Observer
 from .thread import Dim3
 
@@ -344,7 +344,7 @@ def parameters(launch):
         if isinstance(a, Array):
             low = a.flat.__array_interface__["data"][0]
             shape = tuple(map(int, a.dims))
-            bf16 = given.dtype.name == "bfloat16"
+            bf16 = is_bits(given)
             found.append(
                 (low, low + a.flat.nbytes, Place(name, "global", shape, a.dtype.itemsize, bf16))
             )

@@ -21,6 +21,7 @@ from operator import index as as_int
 import numpy as np
 
 from . import errors, frontends, half, libdevice, vectors
+from .half import BF16, BFloat16
 from .unset import Unset, carried, carries
 
 FLOATS = (np.floating, float)
@@ -55,7 +56,7 @@ def _arithmetic(op):
         if type(other) is np.int64 and type(self) in _NARROW:
             return op(as_int(self), other)
         if isinstance(other, _NOT_INTEGERS):
-            if type(other) is Unset:
+            if type(other) is Unset or type(other) is BFloat16:
                 return NotImplemented
             return op(_float_type(self, other)(self), other)
         if self.unsigned and getattr(other, "unsigned", False):
@@ -157,6 +158,7 @@ _SCALARS = {
     np.dtype(np.uint16): UInt16,
     np.dtype(np.uint32): UInt32,
     np.dtype(np.uint64): UInt64,
+    BF16: BFloat16,
 }
 
 
@@ -166,18 +168,16 @@ _INTEGERS = (Int8, Int16, Int32, UInt8, UInt16, UInt32, UInt64)
 def dtype_of(kind) -> np.dtype:
     """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
     if frontends.is_type(kind):
-        try:
-            return frontends.of(kind).as_dtype(kind)
-        except NotImplementedError:  # numba-cuda's bfloat16, which only ml_dtypes knows
-            import ml_dtypes
-
-            return np.dtype(getattr(ml_dtypes, kind.name))
-    return np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
+        if kind.name.endswith("bfloat16"):  # numba-cuda's, which NumPy does not know
+            return BF16
+        return frontends.of(kind).as_dtype(kind)
+    dtype = np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
+    return BF16 if dtype.name == "bfloat16" else dtype
 
 
 def scalar_type(dtype) -> type:
     """The class of the values of a dtype."""
-    dtype = np.dtype(dtype)
+    dtype = dtype_of(dtype)
     return _SCALARS.get(dtype, dtype.type)
 
 
@@ -265,6 +265,8 @@ def storing(dtype: np.dtype):
     """What converts a value before it is stored to an array of this dtype; None if NumPy does. The result is a NumPy scalar."""
     if dtype.kind == "b":
         return _to_bool
+    if dtype == BF16:
+        return _to_bf16
     if dtype.kind not in "iu":
         return None
     kind, convert = dtype.type, cast(dtype)
@@ -287,6 +289,10 @@ def plain_value(x):
 
 def _to_bool(x):
     return np.bool_(plain_value(x))
+
+
+def _to_bf16(x):
+    return half.stored(plain_value(x))
 
 
 def typed(value):
@@ -358,7 +364,7 @@ def _select(better):
 
 def power(a, b):
     """a ** b; float32 to an integer power stays float32."""
-    a = number(a)
+    a = np.float32(a) if type(a) is BFloat16 else number(a)
     if type(a) is np.float32 and isinstance(b, np.integer):
         b = int(b)
     return a**b
@@ -394,6 +400,16 @@ def _int(x):
 @carries
 def _float(x):
     return x if isinstance(x, np.floating) else np.float64(x)
+
+
+def _isinstance(x, kinds):
+    """isinstance with the types of Python, NumPy and Numba; in a kernel, int and float are functions."""
+    if isinstance(kinds, tuple):
+        return any(_isinstance(x, kind) for kind in kinds)
+    x = x.value if type(x) is Unset else x
+    if hasattr(kinds, "scalar"):
+        return type(x) is kinds.scalar
+    return isinstance(x, {_int: np.integer, _float: np.floating}.get(kinds, kinds))
 
 
 def floor_divide(a, b):
@@ -437,7 +453,7 @@ _NUMPY_NAMES = {"pow": "power", "fabs": "abs"} | {
 
 def _float_of(args):
     """float32 if there is a float32 and Numba would convert the other arguments to it, else float64."""
-    kinds = {type(a) for a in args}
+    kinds = {np.float32 if type(a) is BFloat16 else type(a) for a in args}
     if kinds == {np.float32}:
         return np.float32
     small = all(k in (np.float32, np.bool_) or getattr(k, "in_float32", False) for k in kinds)
@@ -461,7 +477,7 @@ def _float_function(name, f, scalar=None):
 
 
 _FUNCTIONS = (
-    "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+    "exp exp2 expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
     "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod remainder hypot degrees radians"
 )
 
@@ -474,12 +490,13 @@ TWINS: dict = {
     builtins.range: _range,
     builtins.len: lambda x: np.int64(len(x)),
     builtins.int: _int,
+    builtins.isinstance: _isinstance,
     builtins.float: _float,
     builtins.complex: carries(lambda *args: np.complex128(complex(*args))),
     builtins.bool: np.bool_,
     builtins.round: _round,
     builtins.enumerate: lambda x, first=0: ((np.int64(i), v) for i, v in enumerate(x, int(first))),
-    math.ldexp: carries(lambda x, n: np.ldexp(x, int(n))),
+    math.ldexp: carries(lambda x, n: np.ldexp(half.wide(x), int(n))),
     math.isnan: carries(lambda x: np.bool_(math.isnan(x))),
     math.isinf: carries(lambda x: np.bool_(math.isinf(x))),
     math.isfinite: carries(lambda x: np.bool_(math.isfinite(x))),
@@ -490,6 +507,14 @@ TWINS |= {
 TWINS[math.trunc] = _float_function(
     "trunc", lambda x: np.trunc(np.float64(x))
 )  # Numba returns a float
+
+
+def _with_bf16(f, of_bf16):
+    return lambda *args: of_bf16(*args) if type(args[0]) is BFloat16 else f(*args)
+
+
+for _f, _name in half.MATH_OF_BF16.items():
+    TWINS[_f] = _with_bf16(TWINS[_f], half.of_bf16(_name))
 _learned: set[str] = set()
 
 
@@ -511,7 +536,7 @@ def _ufunc(f):
     """A NumPy function of numbers. The integers of this module are NumPy's while it computes."""
 
     def call(*args):
-        args = [x.base(x) if isinstance(x, _INTEGERS) else x for x in args]
+        args = [x.base(x) if isinstance(x, _INTEGERS) else half.wide(x) for x in args]
         return typed(f(*args))
 
     return carries(call)
@@ -524,6 +549,6 @@ def twin(obj):
     if isinstance(obj, np.ufunc):
         return _ufunc(obj)
     try:
-        return TWINS[obj] if obj in TWINS else half.named(obj) or typed(obj)
+        return TWINS[obj] if obj in TWINS else half.named(obj, cast) or typed(obj)
     except TypeError:  # not hashable
         return obj

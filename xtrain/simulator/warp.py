@@ -6,13 +6,17 @@ import operator
 import numpy as np
 
 from .errors import CollectiveError, ranges, where
+from .half import BFloat16
 from .memory import Mark
 from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32, unify
 from .unset import Unset, plain
 
 FULL = 0xFFFFFFFF
 # Numba has shuffles of int32, int64, float32 and float64; other types are converted to one of these.
-_SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {UInt32: np.int64}
+_SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {
+    UInt32: np.int64,
+    BFloat16: np.float32,
+}
 
 
 def run_collective(warp, waiting):
