@@ -34,6 +34,7 @@ ATOMIC = "Immediate addresses allowed only for .local state space"
 KNOWN = {
     "rmsnorm_bwd_kernel": SHARED,
     "decode_attention_kernel": STAR,
+    "step_kernel": STAR,
     "flash_attention_whole_kernel": ROWS,
     "gemv_tensor_kernel": ROWS,
     "sample_gather_kernel": ATOMIC,
