@@ -1,5 +1,7 @@
 """Exercises of lesson 28: the steepest step, Newton-Schulz, a step of Muon, warm-up, stable, decay."""
 
+import re
+
 import numpy as np
 
 from .attempt import exercise
@@ -87,6 +89,10 @@ def newton_schulz(e):
             "The result has the wrong sign: the sign of the step comes later.": -want,
         })  # fmt: skip
         e.need(np.array_equal(G, given), CHANGED)
+    if re.search(r"\b(svd|eigh?|eigvalsh?)\b", e.source):
+        e.remark(
+            "A decomposition of each matrix would take longer than a training step: products alone give the same."
+        )
 
 
 @exercise(
@@ -144,7 +150,7 @@ def muon_step(e):
 @exercise(
     "28.4", "wsd",
     first_step="three cases: step < warmup; before the last n steps; in them. k = step - (steps - 1 - n) counts the last ones from 1.",
-    hints={"ZeroDivisionError": "n may be 0, if fraction steps is below 1: then there is no decay."},
+    hints={"ZeroDivisionError": "warmup may be 0: then there is no warm-up. And n may be 0, if fraction steps is below 1: then there is no decay."},
     kernel=False,
 )  # fmt: skip
 def wsd(e):
@@ -170,6 +176,7 @@ def wsd(e):
             t = [max(0.0, (i - first) / max(n, 1)) for i in range(warmup, steps)]
             return np.array(rising + [peak * shape(min(x, 1.0)) for x in t])
 
+        later = int(fraction * (steps - warmup))
         root, line = (lambda t: 1 - np.sqrt(t)), (lambda t: 1 - t)
         cosine = lambda t: 0.5 * (1 + np.cos(np.pi * t))
         e.same("rates", np.array(got, float), rates(root), {
@@ -180,6 +187,8 @@ def wsd(e):
             "This is sqrt(1 - t), which falls late: it is 1 - sqrt(t), which falls early.": rates(lambda t: np.sqrt(1 - t)),
             "The decay begins one step late, so the last step does not reach 0: k counts from 1.": rates(root, steps - n),
             "The decay begins one step early: k of the first of the last n steps is 1.": rates(root, steps - 2 - n),
+            "n is a whole number of steps, int(fraction steps).": rates(root, steps - 1 - fraction * steps, fraction * steps),
+            "n is a fraction of all steps, not only of those after the warm-up.": rates(root, steps - 1 - later, later),
             "There is no decay.": rates(lambda t: 1.0),
             "The decay begins right after the warm-up: between them the rate stays at the peak.":
                 rates(root, warmup, max(steps - 1 - warmup, 1)),

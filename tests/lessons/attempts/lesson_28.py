@@ -14,7 +14,7 @@ def steepest(G):
     return -G / np.linalg.norm(G, 2)
 
 
-# %% 28.2 RIGHT: with the polynomial applied to the singular values
+# %% 28.2 REMARK: would take longer than a training step
 def newton_schulz(G, steps=5):
     a, b, c = QUINTIC
     U, s, Vt = np.linalg.svd(G, full_matrices=False)
@@ -77,3 +77,28 @@ def wsd(step, steps, peak, warmup, fraction):
     n = int(fraction * steps)
     k = step - (steps - n)
     return peak * (1 - np.sqrt(k / n)) if k > 0 else peak
+
+
+# %% 28.4 WRONG: n is a whole number of steps
+def wsd(step, steps, peak, warmup, fraction):
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    n = fraction * steps
+    k = step + 1 - (steps - n)
+    return peak * (1 - (k / n) ** 0.5) if k > 0 else peak
+
+
+# %% 28.4 WRONG: not only of those after the warm-up
+def wsd(step, steps, peak, warmup, fraction):
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    n = int(fraction * (steps - warmup))
+    k = step + 1 - (steps - n)
+    return peak * (1 - (k / n) ** 0.5) if k > 0 else peak
+
+
+# %% 28.4 WRONG: warmup may be 0
+def wsd(step, steps, peak, warmup, fraction):
+    n = int(fraction * steps)
+    k = step + 1 - (steps - n)
+    return peak * (1 - (k / n) ** 0.5) if k > 0 else peak * min(1, (step + 1) / warmup)
