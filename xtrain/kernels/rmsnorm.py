@@ -141,6 +141,7 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
     load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
     total, row_and_column, add_rows = ops.total, ops.row_and_column, ops.add_rows
     R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
+    SCRATCH = ops.SCRATCH
 
     @kernel(ops.THREADS, blocks_per_sm)
     def rmsnorm_bwd_kernel(dx, partial, dy, skip, x, w_C, rstd_N):
@@ -149,7 +150,7 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
         dx, dy, skip, x: flat (N C). partial: flat (P C); block p writes row p.
         """
         row, column = row_and_column()
-        scratch = cuda.shared.array(MAX_WARPS, float32)
+        scratch = cuda.shared.array(SCRATCH, float32, alignment=16)
         dy_SW, x_SW = cuda.local.array((STEPS, vec), uint32), cuda.local.array((STEPS, vec), uint32)
         skip_SW = cuda.local.array((STEPS, vec), uint32)
         g_SE, x_SE = (
@@ -206,7 +207,7 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
             n = int32(n + step)
         if overlap:
             let_next_start()  # the next kernel: add_column_sums
-        add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE)
+        add_rows(partial, int64(cuda.blockIdx.x) * C, dw_SE, scratch)
 
     if recompute_y:
         declare_cost(rmsnorm_bwd_kernel, in_place=("dy",))

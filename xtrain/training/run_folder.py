@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -31,6 +33,11 @@ from .single_process import SINGLE_PROCESS, SingleProcess
 
 LEFT_OUT_SHOWN = 5  # files that are not used, named on the terminal
 GIT_SECONDS = 10  # a commit is worth no longer wait
+COMPILERS = (
+    "numba",
+    "numba-cuda",
+    "numba-cuda-mlir",
+)  # of the kernels; config.json has the installed versions
 Options = TypeVar("Options", bound=TrainConfig)
 
 
@@ -203,8 +210,6 @@ def write_config(
     ranks: int,
 ) -> None:
     """Write config.json: options, shape, text, machine and versions. Raises UserError."""
-    import numba
-
     record = {
         "train": asdict(config),
         "model": model.to_dict(),
@@ -215,8 +220,8 @@ def write_config(
         },
         "machine": {"device": device_name(device), "system": platform.platform(), "ranks": ranks},
         "versions": {
-            "xtrain": VERSION, "python": platform.python_version(),
-            "numpy": np.__version__, "numba": numba.__version__,
+            "xtrain": VERSION, "python": platform.python_version(), "numpy": np.__version__,
+            **{name: version(name) for name in COMPILERS if util.find_spec(name.replace("-", "_"))},
         },
     }  # fmt: skip
     path = folder / "config.json"

@@ -349,7 +349,12 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (file, "make_schedule", "before -= mine", "pass"),
     (file, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
     (file, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
-    (file, "make_attend_items", "start_of(own, t, *pages[1:])", "start_of(own, 0, *pages[1:])"),
+    (
+        file,
+        "make_attend_items",
+        "start_of(own, t, blocks, stride, head)",
+        "start_of(own, 0, blocks, stride, head)",
+    ),
     (file, "make_attend_items", "chunk == 0 and own < R", "chunk == 0"),
 ]
 

@@ -156,7 +156,7 @@ BUGS = [
     (last_block, "arrive_last", "atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)"),
     (last_block, "arrive_last", "    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", ""),
     (last_block, "arrive_last", "            cuda.atomic.exch(counters, i, 0)", "            pass"),
-    (logprobs, "make_score_kernel", "arrive_last(counters, row, cuda.gridDim.x)", "s == 0"),
+    (logprobs, "make_score_kernel", "arrive_last(counters, row, cuda.gridDim.x, last_s)", "s == 0"),
     (logprobs, "make_score_kernel", "min(start + length, V)", "min(start + length - 1, V)"),
     (logprobs, "make_score_kernel", BARRIER + "        for j", "pass\n        for j"),
     (logprobs, "make_gather_kernel", "min(start + length, V)", "min(start + length - 1, V)"),

@@ -338,8 +338,8 @@ RACES = [
     (SEARCH, "make_search", BARRIER + "        i, before, value =", "pass\n        i, before, value =", {}),
     (SEARCH, "make_search", "count_s[0] = 0\n        " + BARRIER + "        x =", "count_s[0] = 0\n        x =", {}),
     (SEARCH, "make_search", "cuda.atomic.add(bins, first + i, v)", "bins[first + i] += v", {}),
-    (SEARCH, "make_top_kernel", "arrive_last(counters, b, blocks)", "s == blocks - 1", {}),
-    (KERNELS, "make_weigh_kernel", "arrive_last(counters, b, cuda.gridDim.x)", "cuda.blockIdx.x == 0", {}),
+    (SEARCH, "make_top_kernel", "arrive_last(counters, b, blocks, last_s)", "s == blocks - 1", {}),
+    (KERNELS, "make_weigh_kernel", "arrive_last(counters, b, cuda.gridDim.x, last_s)", "cuda.blockIdx.x == 0", {}),
     (KERNELS, "make_weigh_kernel", BARRIER + "        add_bins", "pass\n        add_bins", {}),
     (LAST, "arrive_last", "atomic_add_in_order(counters, i, int32(1))", "cuda.atomic.add(counters, i, 1)", {}),
 ]  # fmt: skip

@@ -145,9 +145,9 @@ def make_schedule(config, WINDOW):
 
     key_range(split, t) -> (lo, hi, used): a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys. With a window, they
     begin at the multiple of 16 before its first key
-    count_items(first_s, t_s, lengths_B, B, limit): t_s[b]: the position of row b's token, -1 if it is not in 0 .. limit - 1;
-    first_s[b]: the number of splits of all rows before b, first_s[B] of all. A row without a position counts as one split.
-    Ends with a barrier.
+    count_items(first_s, t_s, sums_s, lengths_B, B, limit): t_s[b]: the position of row b's token, -1 if it is not in
+    0 .. limit - 1; first_s[b]: the number of splits of all rows before b, first_s[B] of all. A row without a position counts as
+    one split. sums_s: an int32 for each warp. Ends with a barrier.
     row_of(first_s, B, i) -> the row of split i
     """
     WARPS, THREADS = config.warps, 32 * config.warps
@@ -169,8 +169,7 @@ def make_schedule(config, WINDOW):
         return int32(split_keys(int64(t + 1) - base_of(t))[1]) if t >= 0 else int32(1)
 
     @device
-    def count_items(first_s, t_s, lengths_B, B, limit):
-        sums_s = cuda.shared.array(WARPS, int32)
+    def count_items(first_s, t_s, sums_s, lengths_B, B, limit):
         tid, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         each = quotient(int64(B + THREADS - 1), int64(THREADS))
         low = tid * each if tid * each < B else int64(B)
@@ -264,7 +263,7 @@ def make_combine(D, HEADS, WARPS):
 
     @device
     def combine(
-        o, to, count, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial, counters, index,
+        o, to, count, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial, counters, index,
         split, splits, used,
     ):  # fmt: skip
         acc, first = cuda.local.array(4, float32), index * splits
@@ -274,7 +273,7 @@ def make_combine(D, HEADS, WARPS):
                 store_partial(partial, m_partial, l_partial, first + split, j, acc, top, total)
             else:
                 finish(o, to, count, j, acc, total)
-        if used > 1 and arrive_last(counters, index, used):
+        if used > 1 and arrive_last(counters, index, used, last_s):
             merge_splits(
                 o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used
             )
@@ -328,7 +327,7 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
     @device
     def attend_items(
         o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
-        splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, begin, step, items, waits, i, target,
+        splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, step, items, waits, i, target,
     ):  # fmt: skip
         for item in range(begin, items, step):
             b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
@@ -343,7 +342,8 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
                 for j in range(cuda.threadIdx.x, GROUP * D, THREADS):
                     store1(o, out + j, float32(0.0))
                 continue
-            to = start_of(own, t, *pages[1:])
+            _, blocks, stride, head = pages
+            to = start_of(own, t, blocks, stride, head)
             x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
             key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
             for chunk in range(CHUNKS):
@@ -357,7 +357,7 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
                 )
                 cuda.syncthreads()  # the results of all warps
                 combine(
-                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, partial, m_partial, l_partial,
+                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial,
                     counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
                 )  # fmt: skip
 
@@ -372,7 +372,7 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
     that.
     """
-    HEADS, THREADS = heads_of(half, GROUP), 32 * config.warps
+    HEADS, WARPS = heads_of(half, GROUP), config.warps
     LIVE, CHUNKS = min(HEADS, GROUP), -(-GROUP // HEADS)
     sizes = shared_sizes(D, GROUP, half, config)
     QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
@@ -382,12 +382,12 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         D, S, GROUP, half, normalise, config, WINDOW, wait
     )
 
-    @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
+    @kernel(32 * WARPS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
         o, partial, m_partial, l_partial, counters, k, v, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin,
         B, G, M, R, splits, eps, scale,
     ):  # fmt: skip
-        """Grid: any number of blocks of THREADS. All arrays flat. B: rows, at most MOST_ROWS.
+        """Grid: any number of blocks of 32 WARPS threads. All arrays flat. B: rows, at most MOST_ROWS.
 
         partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
         """
@@ -398,18 +398,19 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
         first_s = cuda.shared.array(STARTS, int32)
         t_s = cuda.shared.array(STARTS, int32)
+        sums_s, last_s = cuda.shared.array(WARPS, int32), cuda.shared.array(1, int32)
         if overlap:
             let_next_start()
             if not ready:
                 wait_for_previous()
         prefetch_tables(tables, int64(B) * M)
-        count_items(first_s, t_s, lengths_B, B, M * S)
+        count_items(first_s, t_s, sums_s, lengths_B, B, M * S)
         begin, items = int64(cuda.blockIdx.x), int64(first_s[B]) * G
         if overlap and ready and begin >= items:
             wait_for_previous()
         attend_items(
             o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
-            splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, begin, int64(cuda.gridDim.x),
+            splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, int64(cuda.gridDim.x),
             items, counters, 0, 0,
         )  # fmt: skip
 

@@ -161,7 +161,7 @@ def make_sum_keys(D):
     @device
     def sum_keys(acc, smem, ds, m, n, end):
         lane = cuda.threadIdx.x & 31
-        fa, fb = cuda.local.array((2, 4), uint32), cuda.local.array((2, 2, 2), uint32)
+        fa, fb = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
         clear(acc)
         a = int32(ds + place_ds((lane & 7) + ((lane >> 4) << 3), 2 * m + ((lane >> 3) & 1)))
         b, k = int32(left_lane() ^ (16 * n)), int32(0)
@@ -171,8 +171,8 @@ def make_sum_keys(D):
                     ldmatrix_trans(fa[i], smem, a, 0, (32 * j + 16 * i) * BM)
                     ldmatrix_trans(fb[i], smem, b, 0, (32 * j + 16 * i) * D)
                 for i in range(2):
-                    mma_bf16(acc[i, 0], fa[i], fb[i, 0])
-                    mma_bf16(acc[i, 1], fa[i], fb[i, 1])
+                    mma_bf16(acc[i, 0], fa[i], fb[i])
+                    mma_bf16(acc[i, 1], fa[i], fb[i, 2:])
             a, b, k = int32(a + 64 * BM), int32(b + 64 * D), int32(k + 64)
         for j in range(2):
             for e in range(4):

@@ -85,8 +85,9 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
     load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, share, shares, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
-    load_group(fx (2, 2), x, group, step, u, e, N)  8 columns per lane, from its column e on, of a chunk of rows 8 group, ... of
-                                                    x, which is bf16 and used unchanged
+    load_group(fx (GROUPS, 2, 2), x, group, step, u, e, N)
+                                                    fx[group] = 8 columns per lane, from its column e on, of a chunk of rows
+                                                    8 group, ... of x, which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
     """
@@ -173,7 +174,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
         if n < N and (EVEN or c < CHUNKS):
             load_words8(words, x, n * K + c * WIDTH + E * (lane & 3) + e)
         for j in range(4):
-            fx[j // 2, j % 2] = words[j]
+            fx[group, j // 2, j % 2] = words[j]
 
     return load_w, load_x, load_staged_x, load_group
 
@@ -298,7 +299,7 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
         for u in range(U):
             for first in range(0, STEPS, 2):
                 for group in range(GROUPS):
-                    load_group(fx[group], x, group, step, u, 4 * first, N)
+                    load_group(fx, x, group, step, u, 4 * first, N)
                 for m in range(M):
                     for i in range(2):
                         operand(fa, words, u, m, first + i, w)

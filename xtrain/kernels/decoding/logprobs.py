@@ -102,6 +102,7 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
         """
         bins_s, x = cuda.shared.array((2, K), uint32), cuda.local.array(BATCH, float32)
         scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        last_s = cuda.shared.array(1, int32)
         values = cuda.local.array(EACH, int64)
         tid, row, s = cuda.threadIdx.x, int64(cuda.blockIdx.y), int64(cuda.blockIdx.x)
         clear_bins(bins_s)
@@ -129,7 +130,7 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
             sums[row * cuda.gridDim.x + s] = total
         if need > 0:
             add_bins(bins, row * K, bins_s)
-        if arrive_last(counters, row, cuda.gridDim.x):
+        if arrive_last(counters, row, cuda.gridDim.x, last_s):
             values[0] = int64(0)
             for i in range(tid, cuda.gridDim.x, THREADS):
                 values[0] += sums[row * cuda.gridDim.x + i]

@@ -116,6 +116,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         """Grid (blocks per row, B), block THREADS. bins: flat (B K) int64, zeros before. Others as in top_key_kernel."""
         bins_s, x = cuda.shared.array((2, K), uint32), cuda.local.array(BATCH, float32)
         scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        last_s = cuda.shared.array(1, int32)
         tid, b = cuda.threadIdx.x, int64(cuda.blockIdx.y)
         start = int64(cuda.blockIdx.x) * length
         clear_bins(bins_s)
@@ -143,7 +144,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
                     add_weight(bins_s, bin, w)
         cuda.syncthreads()
         add_bins(bins, b * K, bins_s)
-        if arrive_last(counters, b, cuda.gridDim.x):
+        if arrive_last(counters, b, cuda.gridDim.x, last_s):
             values = cuda.local.array(EACH, int64)
             load_bins(values, bins, b * K)
             fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])

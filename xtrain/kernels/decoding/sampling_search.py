@@ -415,7 +415,8 @@ def make_top_kernel(sizes: Sizes, overlap: bool):
         top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow. tops: flat (B gridDim.x).
         logits: flat (B columns), V of them tokens.
         """
-        scratch, x = cuda.shared.array(32, int64), cuda.local.array(BATCH, float32)
+        scratch, last_s = cuda.shared.array(32, int64), cuda.shared.array(1, int32)
+        x = cuda.local.array(BATCH, float32)
         tid, s, b = cuda.threadIdx.x, int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         blocks = int64(cuda.gridDim.x)
         if overlap:
@@ -441,7 +442,7 @@ def make_top_kernel(sizes: Sizes, overlap: bool):
         key = block_max_key(key, scratch)
         if tid == 0:
             tops[b * blocks + s] = key
-        if arrive_last(counters, b, blocks):
+        if arrive_last(counters, b, blocks, last_s):
             key = int64(-1)
             for i in range(tid, blocks, THREADS):
                 key = max(key, tops[b * blocks + i])

@@ -1,7 +1,7 @@
 """The last of several blocks that share a task: it merges what the others have written (CUDA guide, Memory Fence Functions).
 
     partial[block, ...] = ...
-    if arrive_last(counters, task, blocks):
+    if arrive_last(counters, task, blocks, last_s):
         ... = partial[:, ...]
 
 Integers and minima do not depend on which block is the last; sums of floats must be added in the order of the blocks.
@@ -35,13 +35,15 @@ def zero_counters(like: Array, n: int, name: str) -> Array:
 
 
 @device
-def arrive_last(counters, i, used):
-    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote."""
-    last = cuda.shared.array(1, int32)
+def arrive_last(counters, i, used, last_s):
+    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote.
+
+    last_s: an int32 of shared memory.
+    """
     cuda.syncthreads()  # the block's writes come before thread 0's addition
     if cuda.threadIdx.x == 0:
-        last[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
-        if last[0]:
+        last_s[0] = int32(atomic_add_in_order(counters, i, int32(1)) == used - 1)
+        if last_s[0]:
             cuda.atomic.exch(counters, i, 0)  # for the next launch; this one does not read it again
     cuda.syncthreads()
-    return last[0] != 0
+    return last_s[0] != 0

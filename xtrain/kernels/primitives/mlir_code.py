@@ -6,7 +6,7 @@ from numba_cuda_mlir import cuda, types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
 from numba_cuda_mlir.extending import intrinsic, lower_builtin, refresh_registries
-from numba_cuda_mlir.lowering_utilities import memref_data_pointer
+from numba_cuda_mlir.lowering_utilities import _memref_index_offset, memref_data_pointer
 
 __all__ = ["Code", "function_maker"]
 LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
@@ -207,6 +207,22 @@ def _threadfence(builder, target, args, kwargs):
     """Release 0.6 has the function but no code for it."""
     llvm.inline_asm(None, [], "membar.gl;", "~{memory}", has_side_effects=True)
     builder.store_var(target, None)
+
+
+@lower_builtin(cuda.atomic.add, types.Array, types.Number, types.Number)
+@lower_builtin(cuda.atomic.add, types.Array, types.UniTuple, types.Number)
+@lower_builtin(cuda.atomic.add, types.Array, types.Tuple, types.Number)
+def _atomic_add(builder, target, args, kwargs):
+    """In a device function, release 0.6 takes the array for one in global memory; it may be in shared memory."""
+    x, index, value = builder.load_vars(args)
+    element = ir.MemRefType(x.type).element_type
+    i = _memref_index_offset(x, list(index) if isinstance(index, tuple) else [index])
+    there = llvm.getelementptr(
+        llvm.PointerType.get(), memref_data_pointer(x), [i], [DYNAMIC], element, None
+    )
+    kind = llvm.AtomicBinOp.fadd if isinstance(element, ir.FloatType) else llvm.AtomicBinOp.add
+    value = builder.mlir_convert(value, element)
+    builder.store_var(target, llvm.atomicrmw(kind, there, value, llvm.AtomicOrdering.monotonic))
 
 
 refresh_registries(typing=False)

@@ -56,8 +56,10 @@ class RowOps(RowPlan):
     unpack: Callable  # (registers, words, x): words -> float32, by the dtype of x
     total: Callable  # (v, scratch) -> the sum of v over the threads of one row, in each of them
     row_and_column: Callable  # () -> row within the block, first column of this thread
-    # (out, first, sums_SC): out[first + c] = sum of sums_SC over the block's R rows.
+    # (out, first, sums_SC, scratch): out[first + c] = sum of sums_SC over the block's R rows.
+    # scratch: SCRATCH floats of shared memory, aligned to 16 bytes; may be that of total, since one of the two needs none
     add_rows: Callable
+    SCRATCH: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def make_row_ops(
     W, R, STEPS, THREADS = plan.W, plan.R, plan.STEPS, plan.THREADS
     STRIDE = 32 * W * vec  # between the chunks of a thread
     WIDTH = STEPS * STRIDE
-    TILE = R * WIDTH if R > 1 else 1
+    SCRATCH = max(R * WIDTH, MAX_WARPS) if R > 1 else MAX_WARPS
     FULL = C % STRIDE == 0  # no chunk extends beyond the row
 
     @device
@@ -167,23 +169,22 @@ def make_row_ops(
         return 0, tid * vec
 
     @device
-    def add_rows(out, first, sums_SC):
+    def add_rows(out, first, sums_SC, scratch):
         if R == 1:
             for s in range(STEPS):
                 store(out, first, cuda.threadIdx.x * vec + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
-            tile = cuda.shared.array(TILE, float32, alignment=16)  # 16 bytes at a time
             tid = cuda.threadIdx.x
             words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * vec
             for s in range(STEPS):
                 for e in range(0, vec, 4):
-                    pack4(words, sums_SC[s, e : e + 4], tile)
-                    store_words4_shared(tile, at + s * STRIDE + e, words)
+                    pack4(words, sums_SC[s, e : e + 4], scratch)
+                    store_words4_shared(scratch, at + s * STRIDE + e, words)
             cuda.syncthreads()
             for c in range(tid, C, THREADS):
                 acc = float32(0.0)
                 for row in range(R):  # a fixed order: the same bits every run
-                    acc += tile[row * WIDTH + c]
+                    acc += scratch[row * WIDTH + c]
                 out[first + c] = acc
 
     return RowOps(
@@ -196,4 +197,5 @@ def make_row_ops(
         total=total,
         row_and_column=row_and_column,
         add_rows=add_rows,
+        SCRATCH=SCRATCH,
     )

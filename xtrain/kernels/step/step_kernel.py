@@ -280,6 +280,7 @@ def make_step_kernel(shape: StepShape):
         m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
         first_s = cuda.shared.array(STARTS, int32)
         t_s = cuda.shared.array(STARTS, int32)
+        sums_s, last_s = cuda.shared.array(WARPS, int32), cuda.shared.array(1, int32)
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         start_s = cuda.shared.array(1, int64)
         x_s = cuda.shared.array(0, uint16)
@@ -287,7 +288,7 @@ def make_step_kernel(shape: StepShape):
         if cuda.threadIdx.x == 0:
             start_s[0] = load_acquire(counters, 0) // blocks
         prefetch_tables(tables, N * M)
-        count_items(first_s, t_s, lengths, N, M * S)  # ends with a barrier
+        count_items(first_s, t_s, sums_s, lengths, N, M * S)  # ends with a barrier
         step, items, half_cache = start_s[0] + 1, int64(first_s[N]) * G, R * (G * S * D)
         h0, h1 = h[:NC], h[NC:]
         for row in range(cuda.blockIdx.x, tasks.size // FIELDS, blocks):
@@ -313,7 +314,7 @@ def make_step_kernel(shape: StepShape):
                     o, partial, m_partial, l_partial, merge_counters, kv[keys:values],
                     kv[values : values + half_cache], qkv, tables, small[q_w : q_w + D], small[k_w : k_w + D],
                     cos, sin, N, G, M, R, splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s,
-                    share, shares, items, counters, wait, target,
+                    last_s, share, shares, items, counters, wait, target,
                 )  # fmt: skip
             elif kind == OUT:
                 w = offsets[here + W_OUT]
