@@ -322,14 +322,15 @@ Shown("\n".join(rows[:26] + ["  ..."] + rows[-6:]))
 
 # %% [markdown]
 # One stage contains others: sampling is a part of prefill and of decode. The same as a picture, one row
-# for each stage; the colour is the thread. (Bars of less than a third of a millisecond are drawn wider
-# than they are.)
+# for each stage; the colour is the thread. (Short bars are drawn wider than they
+# are.)
 
 # %%
 threads, spans = ["event loop", "worker", "engine"], {}
+shortest = max(at for at, *_ in notes) / 150
 for label in (*stages, "bytes to the socket"):
     spans[label] = [
-        (at, at + max(took, 0.3), " " * threads.index(thread))
+        (at, at + max(took, shortest), " " * threads.index(thread))
         for at, took, thread, name in notes
         if name == label
     ]

@@ -131,7 +131,10 @@ def timeline(
     for i, spans in enumerate(rows.values()):
         for begin, end, word in spans:
             color = COLORS[words.index(word) % len(COLORS)]
-            axes.barh(i, end - begin, left=begin, height=0.7, color=color, edgecolor="white")
+            edge = 0 if inches(begin, end) < 0.06 else 1  # or it would hide a narrow span
+            axes.barh(
+                i, end - begin, left=begin, height=0.7, color=color, edgecolor="white", lw=edge
+            )
             if word not in long:
                 axes.text(
                     (begin + end) / 2, i, word, ha="center", va="center", fontsize=9, color=INK
