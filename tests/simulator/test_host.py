@@ -380,4 +380,16 @@ def test_no_name_of_the_list_is_unknown_to_numba():
         ]
     finally:
         host.start()
-    assert {*missing} <= {"numba.cuda.cudadrv.driver._to_core_stream"}  # numba-cuda's alone
+    assert {*missing} <= {  # numba-cuda's alone
+        "numba.cuda.cudadrv.driver._to_core_stream", "numba.cuda.is_bfloat16_supported", "numba.cuda.is_fp8_supported",
+    }  # fmt: skip
+
+
+def test_vectorize_with_a_scalar_argument():
+    with simulate():
+
+        @vectorize(["float32(float32, float32)"], target="cuda")
+        def scaled(a, b):
+            return a * b
+
+        assert scaled(np.ones(9, np.float32), np.float32(3)).tolist() == [3.0] * 9

@@ -14,10 +14,14 @@ from . import frontends
 from .memory import _Bytes, extent
 
 prepare_shape_strides_dtype = frontends.first().api_util.prepare_shape_strides_dtype
-array_core = frontends.first().devicearray.array_core
 check_array_compatibility = frontends.first().devicearray.check_array_compatibility
 sentry_contiguous = frontends.first().devicearray.sentry_contiguous
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
+
+
+def array_core(a: np.ndarray) -> np.ndarray:
+    """The view of an array without the repetitions along its broadcast axes."""
+    return a[(*(0 if s == 0 else slice(None) for s in a.strides), ...)] if a.size else a
 
 
 def allocate(size: int) -> np.ndarray:
