@@ -393,3 +393,24 @@ def test_vectorize_with_a_scalar_argument():
             return a * b
 
         assert scaled(np.ones(9, np.float32), np.float32(3)).tolist() == [3.0] * 9
+
+
+@cuda.jit
+def increment(y, x):
+    i = cuda.grid(1)
+    y[i] = x[i] + 1
+
+
+def test_unwritten_elements_of_a_device_array():
+    with simulate(enable={"unwritten_global"}):
+        x, y = cuda.device_array(8), cuda.device_array_like(np.zeros(8))
+        with pytest.raises(KernelError, match="uninitialized") as found:
+            increment[1, 8](y, x)
+        assert found.value.kind == "unwritten_global"
+        x[:4] = 1
+        x[4:].copy_to_device(np.ones(4))
+        increment[1, 8](y, x)
+        increment[1, 8](x, y)  # the first launch has written y
+        assert x.copy_to_host().tolist() == [3.0] * 8
+    with simulate():
+        increment[1, 8](y, cuda.device_array(8))

@@ -11,11 +11,13 @@ import weakref
 import numpy as np
 
 from . import frontends
-from .memory import _Bytes, extent
+from .memory import _Bytes
+from .unwritten import extent, mark_unwritten, mark_written
 
 prepare_shape_strides_dtype = frontends.first().api_util.prepare_shape_strides_dtype
 check_array_compatibility = frontends.first().devicearray.check_array_compatibility
 sentry_contiguous = frontends.first().devicearray.sentry_contiguous
+tracks_unwritten = False  # report unwritten elements of cuda.device_array: set by host.simulate
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 
@@ -200,6 +202,7 @@ class DeviceArray:
             sentry_contiguous(source)
         check_array_compatibility(ours, theirs)
         np.copyto(ours, theirs.reshape(ours.shape))
+        mark_written(self.array)
 
     def __getitem__(self, item):
         return self.getitem(item)
@@ -223,6 +226,7 @@ class DeviceArray:
                     f"Can't copy sequence with size {m} to array axis {left.ndim - axis} with dimension {n}"
                 )
         left[...] = right
+        mark_written(left)
 
     def _at(self, item) -> np.ndarray:
         """The view of an index: integers, slices, ellipses, names of fields."""
@@ -264,6 +268,7 @@ class DeviceArray:
             raise ValueError(f"invalid axes list {axes!r}")
         new = device_array(self.shape[::-1], self.dtype, stream=self.stream)
         new.array[...] = self.array.T
+        mark_written(new.array)
         return new
 
     def split(self, section, stream=0):
@@ -305,7 +310,8 @@ def host_view(a):
 # ----------------------------------------------------------------------------- functions of numba.cuda
 def device_array(shape, dtype=np.float64, strides=None, order="C", stream=0):
     """cuda.device_array"""
-    return DeviceArray.of(_new(shape, dtype, strides, order), stream)
+    new = _new(shape, dtype, strides, order)
+    return DeviceArray.of(mark_unwritten(new) if tracks_unwritten else new, stream)
 
 
 def pinned_array(shape, dtype=np.float64, strides=None, order="C"):

@@ -40,7 +40,7 @@ KINDS = {
     "race": Kind("error", True, "two unordered accesses to one element, at least one a plain write"),
     "same_value_race": Kind("warning", True, "two unordered writes of the same value to one element"),
     "uninitialized": Kind("error", True, "a value that depends on shared or local memory that was never written"),
-    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`"),
+    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`, and by `cuda.device_array` with `enable={\"unwritten_global\"}`"),
     "out_of_bounds": Kind("error", True, "an index past the end, or further below zero than the axis is long"),
     "negative_index": Kind("warning", True, "a computed negative index: Numba counts it from the end"),
     "deadlock": Kind("error", True, "a barrier, warp function or waiting loop that threads never get past"),

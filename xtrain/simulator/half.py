@@ -14,7 +14,7 @@ import numpy as np
 from .unset import Unset, carries
 
 BF16 = np.dtype("V2")
-_FORMATS = {}  # type -> digits, exponents of the smallest number and of the first that is too large
+_FORMATS: dict = {}  # type -> digits, exponents of the smallest number and of the first that is too large
 _ROUNDINGS = {"": round, "_rn": round, "_rz": math.trunc, "_rd": math.floor, "_ru": math.ceil}
 
 
@@ -90,9 +90,9 @@ class BFloat16(np.float32):
     def bits(self):
         return int(np.float32(self).view(np.uint32)) >> 16
 
-    __neg__ = lambda self: BFloat16(-np.float32(self))
+    __neg__ = lambda self: BFloat16(-np.float32(self))  # type: ignore[return-value]
     __pos__ = lambda self: self
-    __abs__ = lambda self: abs(np.float32(self))
+    __abs__ = lambda self: abs(np.float32(self))  # type: ignore[assignment, return-value]
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):

@@ -149,10 +149,12 @@ def simulate(allow=(), enable=(), processes=1):
         "enable": (*before["enable"], *enable),
         "processes": checked(processes),
     }
+    tracked = device_array.tracks_unwritten
     start()
     dispatch.run_options = now
+    device_array.tracks_unwritten = "unwritten_global" in now["enable"]
     try:
         yield
     finally:
-        dispatch.run_options = before
+        dispatch.run_options, device_array.tracks_unwritten = before, tracked
         stop()
