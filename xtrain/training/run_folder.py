@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import util
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -33,11 +32,7 @@ from .single_process import SINGLE_PROCESS, SingleProcess
 
 LEFT_OUT_SHOWN = 5  # files that are not used, named on the terminal
 GIT_SECONDS = 10  # a commit is worth no longer wait
-COMPILERS = (
-    "numba",
-    "numba-cuda",
-    "numba-cuda-mlir",
-)  # of the kernels; config.json has the installed versions
+COMPILERS = ("numba", "numba-cuda", "numba-cuda-mlir")  # of the kernels
 Options = TypeVar("Options", bound=TrainConfig)
 
 
@@ -201,6 +196,15 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     return not known or numbers[0] == numbers[1] * numbers[2]
 
 
+def _installed(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def write_config(
     folder: Path,
     config: ResolvedConfig,
@@ -221,7 +225,7 @@ def write_config(
         "machine": {"device": device_name(device), "system": platform.platform(), "ranks": ranks},
         "versions": {
             "xtrain": VERSION, "python": platform.python_version(), "numpy": np.__version__,
-            **{name: version(name) for name in COMPILERS if util.find_spec(name.replace("-", "_"))},
+            **_installed(COMPILERS),
         },
     }  # fmt: skip
     path = folder / "config.json"
