@@ -354,9 +354,12 @@ def test_sigterm_completes_answers_and_exits_0(folder):
                 return probe.connect_ex(("127.0.0.1", port)) == 0
 
         until(listening, 60)
-        chat = httpx.post(
-            url + "/v1/chat/completions", json={"messages": HI, "max_tokens": 3}, timeout=60
-        )
+        body = {
+            "messages": HI,
+            "max_tokens": 3,
+            "seed": 1,
+        }  # without, a random model may end sooner
+        chat = httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
         assert chat.json()["usage"]["completion_tokens"] == 3, chat.text
         body = {"prompt": "def f", "max_tokens": 150, "stream": True, "seed": 1}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
