@@ -349,7 +349,7 @@ print(f"communication {r['comm_ms']:.1f} ms, of which the step waits for {r['exp
 #
 # [Lesson 1](01_threads.ipynb) added two arrays with blocks of different size. With `resident_blocks` we can say how many threads a
 # multiprocessor held. (We assume that it needs 32 registers or fewer: it only
-# adds. Then registers are no limit.)
+# adds. Then registers are not the limit.)
 
 # %%
 print("block   resident threads   GB/s    time per block, ns")
@@ -389,7 +389,7 @@ for name in ("copy_naive", "copy_four", "linear_tiled_16", "linear_registers"):
 # | `sm__warps_active.avg.pct_of_peak_sustained_active` | the occupancy that was reached | far below your 31.1: too few blocks, or uneven ones |
 # | `launch__registers_per_thread` | registers, as the compiler gave them | put it into 31.1 |
 # | `launch__occupancy_limit_registers`, `..._shared_mem`, `..._warps`, `..._blocks` | the four limits of 31.1 | the smallest one counts |
-# | `smsp__thread_inst_executed_per_inst_executed.ratio` | active lanes, your 31.2 | far below 32: divergence, or blocks that are no multiple of 32 |
+# | `smsp__thread_inst_executed_per_inst_executed.ratio` | active lanes, your 31.2 | far below 32: divergence, or blocks that are not a multiple of 32 |
 # | `l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum` over `l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum` | sectors per load of a warp | 4 for float32; 32 is not coalesced ([lesson 2](02_memory.ipynb)) |
 # | `l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum` | passes that bank conflicts add | swizzle, pad ([lesson 14](14_tensor_cores.ipynb)) |
 # | `smsp__inst_executed_op_local_ld.sum` | loads from local memory | not 0: spills, or indexed local arrays |

@@ -45,7 +45,7 @@ LOOK = """(() => {
     if (t.parentElement.closest('pre,code,script,style,textarea,.clipboard-copy-txt')) continue;
     if (/\\$[^$\\s][^$]*\\$|\\\\[a-z]{3,}/.test(t.data)) found.push('formula as text: ' + t.data.trim().slice(0, 80));
   }
-  for (const e of content.querySelectorAll('math[display=block], .library-source, .doc pre > code'))
+  for (const e of content.querySelectorAll('math[display=block], [class~="library-source"], .doc pre > code'))
     if (innerWidth > 1300 && e.scrollWidth > e.clientWidth + 1 && e.clientWidth) found.push('scrolls: ' + e.textContent.slice(0, 80));
   for (const e of content.querySelectorAll('img[style*="--width"], svg.chart')) {  // letters of 12.5 pixels in a figure, of 12 in a chart
     const wide = e.viewBox ? e.viewBox.baseVal.width : e.naturalWidth, shown = e.getBoundingClientRect().width;

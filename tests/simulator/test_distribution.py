@@ -57,6 +57,7 @@ def environment(tmp_path):
         (wheel,) = (tmp_path / "wheel").glob("simulate_cuda-*.whl")
         done = run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]", "pytest", *more)
         if extra == "numba-cuda-mlir" and "No matching distribution found" in done.stderr:
+            # it has wheels for Linux and for some releases of Python only
             pytest.skip("there is no wheel of numba-cuda-mlir for this machine or in this index")
         assert done.returncode == 0, done.stderr
         listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)

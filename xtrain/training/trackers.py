@@ -49,7 +49,7 @@ class Trackio:
 
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         name = f"{folder.name}-{identity}"
-        self.library = library
+        self.finish = library.finish
         self.run = library.init(
             project=PROJECT, name=name, resume="allow", embed=False, config=config
         )
@@ -60,7 +60,7 @@ class Trackio:
 
     def close(self, failed: bool) -> None:
         """End the logged run."""
-        self.library.finish()
+        self.finish()
 
 
 class TensorBoard:
