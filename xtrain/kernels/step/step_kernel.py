@@ -58,8 +58,9 @@ from ..primitives.ptx import (
     prefetch,
     store1,
 )
+from ..primitives.tensor_maps import upload
 from ..runtime.compiler import cuda, float32, int32, int64, types, uint16, uint32
-from ..runtime.launch import check, empty, launch, resident_blocks, zeros
+from ..runtime.launch import check, empty, launch, resident_blocks
 from . import step_tasks as tasks_of
 from .step_tasks import (
     ARRIVALS,
@@ -387,14 +388,20 @@ class DecodingStep:
         self.partials = [
             empty(like, count * self.splits * n, np.float32) for n in (heads * c.D, heads, heads)
         ]
-        self.merge_counters = zeros(like, count, np.int32)
-        self.cache, self.angles = kv.reshape(-1), (cos.reshape(-1), sin.reshape(-1))
         where = "sim" if isinstance(like, SimArray) else "gpu"
-        self.upload = lambda x: to_device(x, where)
+        # Outside of any memory pool: a graph captured earlier may use free memory of its pool again in each replay. That does no
+        # harm to the buffers above, which each launch writes before it reads them, but it would to what outlives a launch.
+        self.upload = (
+            (lambda x: upload(x.tobytes()).view(x.dtype))
+            if where == "gpu"
+            else (lambda x: to_device(x, where))
+        )
+        self.merge_counters = self.upload(np.zeros(count + count % 2, np.int32))
+        self.cache, self.angles = kv.reshape(-1), (cos.reshape(-1), sin.reshape(-1))
         self.offsets = self.upload(weights.offsets.reshape(-1))
         self.scalars = M, R, self.splits, np.float32(eps), np.float32(c.D**-0.5)
         self.blocks, self.tasks = 0, self.upload(np.zeros(FIELDS, np.int32))
-        self.counters = zeros(like, tasks_of.counters_size(self.stages), np.int64)
+        self.counters = self.upload(np.zeros(tasks_of.counters_size(self.stages), np.int64))
 
     def __call__(self, ids_N: Array, lengths_N: Array, tables_NM: Array) -> Array:
         """-> logits (N, V), which the next call overwrites. lengths: tokens in the cache, below 0 for an idle entry."""
