@@ -81,7 +81,7 @@ from .step_tasks import (
     WAIT,
 )
 
-CHUNKS = 4  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
+CHUNKS = 8  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
 MOST_STAGED = 64 << 10  # bytes of x in shared memory; the rest of 99 KB is for sums and attention
 NAN = np.float32(np.nan)
 # Columns of the table of offsets: where a layer's matrices and small weights begin. Its last row is the head's.
