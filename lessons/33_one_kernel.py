@@ -40,7 +40,7 @@ import numpy as np
 from numba import cuda, int64
 
 from xtrain import lesson, simulator
-from xtrain.kernels.primitives.ptx import atomic_add_in_order_64, load_acquire
+from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire
 
 KIND, STAGE, SHARE, SHARES, WAIT, ARRIVALS, SIGNAL = range(7)  # columns of a table of tasks
 
@@ -122,7 +122,7 @@ print(four_rounds[:8], "... ", four_rounds[-3:])
 # | what | why |
 # |---|---|
 # | `cuda.syncthreads()` before thread 0 arrives | the other threads of the block must have written |
-# | the addition **releases**: `atomic_add_in_order_64(count, i, int64(1))` | what the block has written becomes visible before the sum does |
+# | the addition **releases**: `atomic_add_release(count, i, int64(1))` | what the block has written becomes visible before the sum does |
 # | the read **acquires**: `load_acquire(count, i)` | what is read later is not older than the sum |
 # | `cuda.syncthreads()` after thread 0 has waited | the other threads must not run ahead |
 #
@@ -162,7 +162,7 @@ lesson.check("33.1", rounds_kernel)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Thread 0: `atomic_add_in_order_64(count_1, 0, int64(1))`, and then
+# Thread 0: `atomic_add_release(count_1, 0, int64(1))`, and then
 # `while load_acquire(count_1, 0) < (r + 1) * cuda.gridDim.x: pass`.
 #
 # </details>
@@ -184,7 +184,7 @@ def rounds_kernel(x_2n, count_1, rounds):
             x_2n[new, i] = x_2n[old, (i - 1) % n] + x_2n[old, i] + x_2n[old, (i + 1) % n]
         cuda.syncthreads()  # all threads have written
         if cuda.threadIdx.x == 0:
-            atomic_add_in_order_64(count_1, 0, int64(1))
+            atomic_add_release(count_1, 0, int64(1))
             while load_acquire(count_1, 0) < (r + 1) * cuda.gridDim.x:
                 pass
         cuda.syncthreads()  # thread 0 has waited
@@ -319,7 +319,7 @@ layer = ["QKV", "ATTEND", "OUT", "GATE_UP", "DOWN"]
 step = [(NAMES.index(name), UNITS[name]) for name in ["EMBED", *layer, *layer, "HEAD"]]
 tasks = make_tasks(step, 3)
 print("row block  task             waits for    signals")
-for row, (kind, s, share, shares, wait, arrivals, signal) in enumerate(tasks[:16]):
+for row, (kind, _, share, shares, wait, arrivals, signal) in enumerate(tasks[:16]):
     print(
         f"{row:3} {row % 3:5}  {NAMES[kind]:8} {share} of {shares}   {arrivals} at {wait:2}      {signal:2}"
     )
@@ -417,9 +417,9 @@ def tasks_kernel(x_Sn, tasks_RF, count_S):
             x_Sn[s + 1, i] = x_Sn[s, (i - 1) % n] + x_Sn[s, i] + x_Sn[s, (i + 1) % n]
         cuda.syncthreads()  # all threads have written
         if t == 0:
-            atomic_add_in_order_64(count_S, tasks_RF[row, SIGNAL], int64(1))
+            atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))
     if t == 0:
-        atomic_add_in_order_64(count_S, 0, int64(1))  # this block has finished
+        atomic_add_release(count_S, 0, int64(1))  # this block has finished
 
 
 # %%
@@ -587,7 +587,8 @@ print(f"{least:.2f} ms of hand-overs, of {STEPS['1 sequence, 128 keys'][1]} ms p
 #
 # The numbers above were measured when a warp had 4 chunks of weights in flight. For gate/up and down that was half of a tile: a second round of loads came
 # after the wait, and its latency was added to the stage. That is why these two stages stand out among the products. Now a warp has up to
-# 8 chunks in flight, so that a tile is a single round (`CHUNKS` in `kernels/step/step_kernel.py`).
+# 8 chunks in flight, so that a tile is a single round (`CHUNKS` in `kernels/step/step_kernel.py`), and before a block begins a task it prefetches the weights of its *next* one into the L2
+# cache. These two are newer than the measurements of this page.
 #
 # With more sequences and more keys the work grows, and the hand-overs do not: with 8 sequences of 1024 keys the gain was 6 %. For a model whose layers take
 # hundreds of microseconds, boundaries do not matter either way. So `Engine(one_kernel=True)` is an option, and not the default.

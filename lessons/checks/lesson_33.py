@@ -17,7 +17,7 @@ from .reading import divergent_barrier
 LARGE = 20_000_000  # beyond 2^24, where float32 rounds
 KIND, STAGE, SHARE, SHARES, WAIT, ARRIVALS, SIGNAL = range(7)
 COLUMNS = "(kind, stage, share, shares, wait, arrivals, signal)"
-ALLOW = ("load_acquire", "atomic_add_in_order_64")
+ALLOW = ("load_acquire", "atomic_add_release")
 
 
 # ----------------------------------------------------------------------------- reading how a kernel waits
@@ -43,7 +43,7 @@ def events(kernel):
             called = node.func
             name = getattr(called, "attr", getattr(called, "id", ""))
             thing = scope.get(name)
-            known = {ptx.load_acquire: "acquire", ptx.atomic_add_in_order_64: "add"}
+            known = {ptx.load_acquire: "acquire", ptx.atomic_add_release: "add"}
             plain = getattr(thing, "py_func", None)
             if event := next((v for k, v in known.items() if thing is k), None):
                 out.append((event, inside))
@@ -96,7 +96,7 @@ def order_of(e, target):
     looks = "acquire" if "acquire" in names else "atomic"
     race = f"A block reads what another has not written yet, or overwrites what another still reads. {target}"
     if not adds:
-        race = "No block says that it has written: after a barrier, thread 0 adds 1 to the counter with atomic_add_in_order_64(counter, i, int64(1))."
+        race = "No block says that it has written: after a barrier, thread 0 adds 1 to the counter with atomic_add_release(counter, i, int64(1))."
     elif "acquire" not in names and names.count("atomic") + names.count("add") < 2:
         race = (
             "A plain read of a counter orders nothing, and the compiler may read only once: read it with load_acquire(counter, i)."
@@ -106,7 +106,7 @@ def order_of(e, target):
     elif "add" not in names and "fence" not in names:
         race = (
             "cuda.atomic.add counts, but it releases nothing: another block may see the count before the elements. Use "
-            "atomic_add_in_order_64(counter, i, int64(1))."
+            "atomic_add_release(counter, i, int64(1))."
         )
     elif not all(adds):
         race = "Every thread arrives, so the count is reached before all blocks have arrived: thread 0 adds 1 for its block."
@@ -118,7 +118,7 @@ def order_of(e, target):
     if divergent_barrier(e.source):
         dead = f"There is a barrier that not all threads reach:\n    {divergent_barrier(e.source)}\nMove it out of there."
     elif not adds:
-        dead = "A block waits, but none arrives: thread 0 adds 1 to the counter with atomic_add_in_order_64, and then waits."
+        dead = "A block waits, but none arrives: thread 0 adds 1 to the counter with atomic_add_release, and then waits."
     elif compares_equal(e.work):
         dead = "A fast block may already have arrived for the next round, so the count may be larger than the target: wait while it is less, `<`."
     return {

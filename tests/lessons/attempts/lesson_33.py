@@ -6,7 +6,7 @@
 def meet(counters, i, target):
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
-        atomic_add_in_order_64(counters, i, int64(1))
+        atomic_add_release(counters, i, int64(1))
         while load_acquire(counters, i) < target:
             pass
     cuda.syncthreads()
@@ -83,7 +83,7 @@ def rounds_kernel(x_2n, count_1, rounds):
             x_2n[new, i] = x_2n[old, (i - 1) % n] + x_2n[old, i] + x_2n[old, (i + 1) % n]
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            atomic_add_in_order_64(count_1, 0, int64(1))
+            atomic_add_release(count_1, 0, int64(1))
             while load_acquire(count_1, 0) < 3 * (r + 1):
                 pass
         cuda.syncthreads()
@@ -99,7 +99,7 @@ def rounds_kernel(x_2n, count_1, rounds):
             x_2n[new, i] = x_2n[old, (i - 1) % n] + x_2n[old, i] + x_2n[old, (i + 1) % n]
         cuda.syncthreads()
         if cuda.threadIdx.x == 0:
-            atomic_add_in_order_64(count_1, 0, int64(1))
+            atomic_add_release(count_1, 0, int64(1))
             while load_acquire(count_1, 0) < (r + 1) * cuda.gridDim.x:
                 pass
             count_1[0] = 0
@@ -161,7 +161,7 @@ def wait_for_count(counters, i, target):
 def arrive(counters, i):
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
-        atomic_add_in_order_64(counters, i, int64(1))
+        atomic_add_release(counters, i, int64(1))
 
 
 @cuda.jit
@@ -197,8 +197,8 @@ def tasks_kernel(x_Sn, tasks_RF, count_S):
             for i in range(n):
                 if i // 32 % shares == share:
                     x_Sn[s + 1, i] = x_Sn[s, (i - 1) % n] + x_Sn[s, i] + x_Sn[s, (i + 1) % n]
-            atomic_add_in_order_64(count_S, tasks_RF[row, SIGNAL], int64(1))
-        atomic_add_in_order_64(count_S, 0, int64(1))
+            atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))
+        atomic_add_release(count_S, 0, int64(1))
 
 
 # %% 33.3 WRONG: data race between blocks
@@ -215,7 +215,7 @@ def tasks_kernel(x_Sn, tasks_RF, count_S):
             x_Sn[s + 1, i] = x_Sn[s, (i - 1) % n] + x_Sn[s, i] + x_Sn[s, (i + 1) % n]
         cuda.syncthreads()
         if t == 0:
-            atomic_add_in_order_64(count_S, tasks_RF[row, SIGNAL], int64(1))
+            atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))
             if row == tasks_RF.shape[0] - 1:
                 for c in range(count_S.size):
                     count_S[c] = 0

@@ -3,15 +3,17 @@
 SUM = "x_2n[old, (i - 1) % n] + x_2n[old, i] + x_2n[old, (i + 1) % n]"
 WROTE = "        cuda.syncthreads()  # all threads have written\n"
 WAITED = "        cuda.syncthreads()  # thread 0 has waited\n"
-ADD = "atomic_add_in_order_64(count_1, 0, int64(1))"
+ADD = "atomic_add_release(count_1, 0, int64(1))"
 WAIT = "while load_acquire(count_1, 0) < (r + 1) * cuda.gridDim.x:"
 IF = "        if cuda.threadIdx.x == 0:\n            atomic"
 ROW = "rows.append((kind, s, share, shares, s, before, s + 1))"
 SHARES = "min(units, blocks)"
 LOOP = "range(cuda.blockIdx.x, tasks_RF.shape[0], cuda.gridDim.x)"
 STEP = "e = load_acquire(count_S, 0) // cuda.gridDim.x"
-SIGNAL = "atomic_add_in_order_64(count_S, tasks_RF[row, SIGNAL], int64(1))"
-LAST = "    if t == 0:\n        atomic_add_in_order_64(count_S, 0, int64(1))  # this block has finished\n"
+SIGNAL = "atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))"
+LAST = (
+    "    if t == 0:\n        atomic_add_release(count_S, 0, int64(1))  # this block has finished\n"
+)
 OWN = "range(32 * share + t, n, 32 * shares)"
 BEGIN = "begin = max(begin, done[task[WAIT]] + hand_over)"
 
