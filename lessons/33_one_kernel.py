@@ -503,7 +503,7 @@ def picture(tasks, blocks, hand_over, units):
     rows = {f"block {b}": [] for b in range(blocks)}
     for row, (task, (begin, end)) in enumerate(zip(tasks, times)):
         rows[f"block {row % blocks}"].append((begin, end, NAMES[task[KIND]]))
-    return rows, times[-1][1], sum(durations)
+    return rows, max(end for _, end in times), sum(durations)
 
 
 units = [n for _, n in step]
