@@ -153,7 +153,8 @@ class Run:
         Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
         """
         self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
-        hyper, inv_count = np.zeros(3, np.float32), np.ones(1, np.float32)
+        hyper = np.zeros(self.optimizer.hyper_size, np.float32)
+        inv_count = np.ones(1, np.float32)
         with note_launches() as found:
             self.eagerly(hyper, inv_count, *batch)
         free_cached(self.model.device)
