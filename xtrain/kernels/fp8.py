@@ -8,13 +8,13 @@ e5m2 is the upper byte of a float16. Numbers above scale x Q become the largest 
 NaN, and are counted, so that the loss or the gradient norm shows them.
 
 Both orientations. The products of a linear layer y = x w^T are x w^T, dy w and dy^T x. Hopper's fp8 instructions want both
-operands with the summed axis contiguous: rows of x and w, then rows of dy and of w^T, then rows of dy^T and x^T. So every matrix is
-needed as codes and as transposed codes, and one kernel writes both while it reads the matrix once.
+operands with the summed axis contiguous: rows of x and w, then rows of dy and of w^T, then rows of dy^T and x^T. So every
+matrix is needed as codes and as transposed codes, and one kernel writes both while it reads the matrix once.
 
-The scale comes before the numbers. A kernel that writes codes cannot know the largest number that it will meet. So each matrix
-takes the scale of the step before (delayed scaling, Micikevicius et al. 2022, section 4), with a factor 2 for its growth, and each
-step notes the largest for the next: an integer maximum of float bits, which does not depend on the order. Without a step before
-(`current`), a first pass takes the maximum; the result is as if the scale had been known.
+The scale comes before the numbers. A kernel that writes codes cannot know the largest number that it will meet. So each
+matrix takes the scale of the step before, with a factor 2 for its growth, and each step notes the largest for the next: an
+integer maximum of float bits, which does not depend on the order. ("Delayed scaling" in NVIDIA's Transformer Engine.)
+Without a step before (`current`), a first pass takes the maximum; the result is as if the scale had been known.
 
 Fusion. A matrix that only products read is never written in bf16: the kernel computes the values itself from what it reads.
 
@@ -23,13 +23,14 @@ Fusion. A matrix that only products read is never written in bf16: the kernel co
     swiglu      gate, up (N, 2F)     y = silu(gate) up  (N, F)                    4 + 2 per number of y
     swiglu_bwd  dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py          3 + 2 per number of d(gate, up)
 
-    numbers, by hand   x = (3, -0.4, 7), largest of the step before 7: scale = 14 / 448 = 0.03125, x / scale = (96, -12.8, 224)
-                       e4m3 codes stand for (96, -13, 224), so x' = (3, -0.40625, 7)
-                       the next step's x = (20, 1): 20 / 0.03125 = 640 > 448 is clamped to 14 and counted; the scale after it: 0.0893
+    numbers, by hand   x = (3, -0.4, 7), the largest of the step before was 7: scale = 14 / 448 = 0.03125
+                       x / scale = (96, -12.8, 224), codes of e4m3 (96, -13, 224), so x' = (3, -0.40625, 7)
+                       the next step's x = (20, 1): 20 / 0.03125 = 640 > 448 is clamped to 14 and counted; the scale after it
+                       is 40 / 448 = 0.0893
 
-A block owns a tile of 128 x 128. A thread reads 8 neighbouring numbers (16 bytes), writes 8 codes, and puts the same 8 bytes in
-shared memory, in rows of 33 words: then 4 x 4 bytes at a time are transposed in registers, and a thread writes 16 bytes of each of
-4 columns. 4 lanes cover 64 neighbouring bytes of a column.
+A block owns a tile of 128 x 128. A thread reads 8 neighbouring numbers (16 bytes), writes 8 codes, and puts the same 8 bytes
+in shared memory, in rows of 33 words: then 4 x 4 bytes at a time are transposed in registers, and a thread writes 16 bytes of
+each of 4 columns. 4 lanes cover 64 neighbouring bytes of a column.
 """
 
 import functools
@@ -40,7 +41,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import Array
-from .cast import BFLOAT16
 from .primitives.codes import (
     E4M3,
     E5M2,

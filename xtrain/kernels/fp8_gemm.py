@@ -7,10 +7,10 @@ One product of each kind in a linear layer, with the operands that fp8.py makes:
     y  = x w^T     fp8_matmul(y, x.rows, w.rows)                dx = dy w     fp8_matmul(dx, dy.rows, w.columns)
     dw = dy^T x    fp8_matmul(dw, dy.columns, x.columns)
 
-cuBLASLt is column-major, as cuBLAS is (gemm.py): out^T = b a^T, and b, row-major (N, K), is its transposed first operand. It reads
-the scales on the GPU when the product runs. The algorithm of a product is chosen once per shape, dtypes and accumulation, by
-cuBLASLt's heuristics. Products of many tiles get no workspace, for the reason that gemm.py gives, unless none can do without. Sums
-are not shortened (FAST_ACCUM is off: Hopper's tensor cores then add into float32 registers every 128 terms).
+cuBLASLt is column-major, as cuBLAS is (gemm.py): out^T = b a^T, and b, row-major (N, K), is its transposed first operand. It
+reads the scales on the GPU when the product runs. The algorithm of a product is chosen once per shape, dtypes and
+accumulation, by cuBLASLt's heuristics. Products of many tiles get no workspace, for the reason that gemm.py gives, unless
+none can do without. FAST_ACCUM, which would keep partial sums in fewer bits, is off.
 """
 
 import functools
