@@ -69,7 +69,7 @@ def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) 
     )  # raises TypeError for a mixture of devices
     if launch_observers:
         cost = functools.partial(product_cost, out_MN, a.codes, b.codes)
-        event = LaunchEvent(f"fp8 product {M} x {N} x {K}", True, cost)
+        event = LaunchEvent(f"product {M} x {N} x {K} fp8", True, cost)
         show_launch(event, functools.partial(_cublaslt, out_MN, a, b, accumulate))
     else:
         _cublaslt(out_MN, a, b, accumulate)

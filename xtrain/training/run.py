@@ -43,6 +43,7 @@ class StepResult:
     grad_norm: Array
     lr: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
+    fp8_counts: Array | None = None  # Fp8Scales.last_counts_2, a copy that is still on the device
 
 
 class Run:
@@ -114,7 +115,9 @@ class Run:
         self.phase_timer.end()
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
-        return StepResult(self.done, loss, norm, self.optimizer.lr)
+        fp8 = self.model.fp8
+        counts = None if fp8 is None else fp8.last_counts_2.copy()
+        return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
     def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
         """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
@@ -153,9 +156,12 @@ class Run:
         Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
         """
         self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
-        hyper, inv_count = np.zeros(3, np.float32), np.ones(1, np.float32)
+        hyper, inv_count, fp8 = np.zeros(3, np.float32), np.ones(1, np.float32), self.model.fp8
+        ready = fp8 is not None and fp8.ready
         with note_launches() as found:
             self.eagerly(hyper, inv_count, *batch)
+        if fp8 is not None:
+            fp8.ready = ready
         free_cached(self.model.device)
         return found
 
