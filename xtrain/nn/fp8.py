@@ -52,7 +52,7 @@ class Fp8Scales:
     """
 
     def __init__(self, weights: list[tuple[str, Any]], device: str):
-        """weights: (name, Parameter) of the matrices, which get their Fp8Layer. Raises UserError for a shape that does not fit."""
+        """weights: (name, Parameter) of the matrices, which get their Fp8Layer. Raises UserError for another shape."""
         for name, w in weights:
             rows, columns = w.declared_shape
             if rows % TILE or columns % TILE:

@@ -628,7 +628,10 @@ def add_norm_linear(
 def add_norm_mlp(
     x_NC: Tensor, delta_NC: Tensor | None, w_C: Tensor, v_2FC: Tensor, u_CF: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """h = x + delta, z = swiglu_linear(linear(rmsnorm(h), v), u), a whole branch: v (2F, C) gate and up, u (C, F) down -> h, z."""
+    """h = x + delta, z = swiglu_linear(linear(rmsnorm(h), v), u), a whole branch -> h, z.
+
+    v (2F, C): gate and up, u (C, F): down.
+    """
     first, second = fp8_layer(v_2FC), fp8_layer(u_CF)
     if first and second:
         return Fp8MLP.apply(x_NC, delta_NC, w_C, v_2FC, u_CF, first, second, eps)
