@@ -72,7 +72,7 @@ def key_of(name):
     """-> the arguments of gemv.choose for a product"""
     rows, K, form = MATRICES[name]
     swiglu = form.get("swiglu", False)
-    return K, rows // (1 + swiglu), swiglu, form.get("norm", False)
+    return K, rows // (1 + swiglu), swiglu, form.get("norm", False), False  # not quantized
 
 
 CHOSEN = {

@@ -124,7 +124,7 @@ def test_the_tokens_of_the_engine(monkeypatch):
 # ----------------------------------------------------------------------------- bugs
 BUGS = [
     ("arrive", "    cuda.syncthreads()  # all threads have written\n", ""),
-    ("arrive", "atomic_add_in_order_64(counters, i, int64(1))", "cuda.atomic.add(counters, i, int64(1))"),
+    ("arrive", "atomic_add_release(counters, i, int64(1))", "cuda.atomic.add(counters, i, int64(1))"),
     ("wait_for_count", "< target", "< target - 1"),
     ("wait_for_count", "    cuda.syncthreads()\n", ""),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda, int32
 
-from xtrain.kernels.primitives.ptx import atomic_add_in_order_64, load_acquire
+from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire
 from xtrain.simulator import DeadlockError, RaceError, run
 
 
@@ -165,7 +165,7 @@ def make_stages(in_order=True, barrier=True):
                 cuda.syncthreads()
             if tid == 0:
                 if in_order:
-                    atomic_add_in_order_64(counters, stage, np.int64(1))
+                    atomic_add_release(counters, stage, np.int64(1))
                 else:
                     cuda.atomic.add(counters, stage, 1)
                 while load_acquire(counters, stage) < arrivals:

@@ -36,7 +36,9 @@ def make_run(device, precision="fp32", **options):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "muon"}, {"micro_batch": 1, "recompute": True}], ids=str
+    "options",
+    [{}, {"optimizer": "muon"}, {"ema": 0.9}, {"micro_batch": 1, "recompute": True}],
+    ids=str,
 )
 def test_a_noted_step_finds_every_kernel_and_changes_nothing(precision, options):
     run = make_run("sim", precision=precision, **options)

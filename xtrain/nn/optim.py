@@ -92,6 +92,11 @@ class AdamW:
             return hyper_3
         return np.append(hyper_3, np.float32(averaging_rest(self.ema_decay, self.t - 1)))
 
+    @property
+    def hyper_size(self) -> int:
+        """Numbers that `advance` returns."""
+        return 3 if self.ema is None else 4
+
     def start_average(self) -> None:
         """The moving average, if there is one, = the weights. Called before the first step."""
         if self.ema is not None:

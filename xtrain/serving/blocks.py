@@ -13,7 +13,6 @@ not full, or whose tokens differ from some point on, can still serve another seq
 
 import collections
 import hashlib
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -154,7 +153,7 @@ class BlockPool:
                 break
             key = keys[i]
             blocks.append(self._by_key[key])
-        rest, partial, most = tokens[len(blocks) * self.S : limit], None, 0
+        rest, partial, most = tuple(tokens[len(blocks) * self.S : limit]), None, 0
         for block in self._after.get((key, rest[0]), ()) if len(rest) else ():
             n = _common_prefix(self._contents[block].tokens, rest)
             if n > most or (n == most and partial is not None and block < partial):
@@ -167,6 +166,12 @@ class BlockPool:
         )
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """The number of equal tokens at the start of a and b."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+    low, high = 0, min(len(a), len(b))  # a[:low] == b[:low], and no more than `high` are equal
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # slices are compared in C
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low

@@ -577,9 +577,6 @@ class Engine:
         tokens, pool = request.tokens, self.pool
         nothing = Prefix([])
         found = pool.find(request.reusable, request.keys) if request.keys else nothing
-        # Some blocks are left for the sequences that are growing.
-        growth = sum(map(self._blocks_to_come, self.active_requests + self.prefilling_requests))
-        reserve = min(growth, (len(self.active_requests) + 1) // 2)
         # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is no
         # other way. If all this keeps too many blocks from being evicted, less is shared.
         ways = (found, found.whole), (found, True), (Prefix(found.blocks), False), (nothing, False)
@@ -590,7 +587,7 @@ class Engine:
             for block in used:  # must not be evicted
                 pool.share(block)
             needed = -(-len(tokens) // pool.S) - len(prefix.blocks) - take
-            if pool.available >= needed + reserve:
+            if self._leaves_room(needed):
                 break
             pool.release(used)
         else:
@@ -605,6 +602,15 @@ class Engine:
             self.cache.copy_block(request.blocks[len(prefix.blocks)], prefix.partial)
             pool.release([prefix.partial])
         return True
+
+    def _leaves_room(self, needed: int) -> bool:
+        """Whether `needed` blocks may be allocated: some are left for the sequences that are growing, half of one for each."""
+        available, most = self.pool.available - needed, (len(self.active_requests) + 1) // 2
+        if not 0 <= available < most:
+            return available >= 0
+        return available >= sum(
+            map(self._blocks_to_come, self.active_requests + self.prefilling_requests)
+        )
 
     def _blocks_to_come(self, request: Request) -> int:
         """How many more blocks the request may need."""

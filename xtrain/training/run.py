@@ -156,7 +156,9 @@ class Run:
         Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
         """
         self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
-        hyper, inv_count, fp8 = np.zeros(3, np.float32), np.ones(1, np.float32), self.model.fp8
+        hyper = np.zeros(self.optimizer.hyper_size, np.float32)
+        inv_count = np.ones(1, np.float32)
+        fp8 = self.model.fp8
         ready = fp8 is not None and fp8.ready
         with note_launches() as found:
             self.eagerly(hyper, inv_count, *batch)

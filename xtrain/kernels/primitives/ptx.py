@@ -155,19 +155,23 @@ def atomic_add_in_order(code, x, i, value):
     return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 
 
-@intrinsic(returns=int64, value=int64)
-def atomic_add_in_order_64(code, x, i, value):
-    """atomic_add_in_order for int64"""
-    text = "atom.acq_rel.gpu.global.add.u64 $0, [$1], $2;"
-    return code.asm(text, int64, [code.address(x, i, GLOBAL), value], memory=True)
+@intrinsic(value=int64)
+def atomic_add_release(code, x, i, value):
+    """x[i] += value, int64 in global memory, with release ordering ("red", .release).
+
+    What is visible to this thread becomes visible to those that observe the addition (load_acquire). No old value is returned, so
+    the thread does not wait for one.
+    """
+    text = "red.release.gpu.global.add.u64 [$0], $1;"
+    code.asm(text, None, [code.address(x, i, GLOBAL), value], memory=True)
 
 
 @intrinsic(returns=int64)
 def load_acquire(code, x, i):
     """x[i], int64 in global memory. With acquire ordering ("ld", .acquire).
 
-    What the threads that have made additions in order (atomic_add_in_order_64) had written or seen before is visible to this
-    thread afterwards if it observes their additions, and after a barrier to its block.
+    What the threads that have made additions (atomic_add_release) had written or seen before is visible to this thread
+    afterwards if it observes their additions, and after a barrier to its block.
     """
     text = "ld.acquire.gpu.global.s64 $0, [$1];"
     return code.asm(text, int64, [code.address(x, i, GLOBAL)], memory=True)
@@ -180,7 +184,7 @@ simulates(wait_for_previous)(wait)
 
 
 @simulates(atomic_add_in_order)
-@simulates(atomic_add_in_order_64)
+@simulates(atomic_add_release)
 def _simulated_add_in_order(thread, site, x, i, value):
     thread.threadfence()
     return thread.atomic_add(site, x, i, value)

@@ -14,8 +14,8 @@
 A layer of a small model takes a few microseconds, and as much time again passes at the boundaries of its five kernels: the last
 blocks finish, memory is flushed, new blocks start, and only then the next loads are issued. Here the blocks stay. Each computes
 its tasks one after the other (step_tasks.py has the table and the reason why there is no deadlock) and waits at counters in
-global memory. Before it waits it has issued the loads of its first weights, or has prefetched them and the keys, so memory is not
-idle while it waits.
+global memory. Memory is not idle meanwhile: before a block begins a task it prefetches the weights of its next one into the L2
+cache, and before it waits it has issued the loads of the first weights of this one, or has prefetched the keys.
 
 Order in memory: a block's threads write, meet at a barrier, and thread 0 adds to the counter with release semantics
 (`arrive`). Thread 0 of another block observes the sum with an acquiring load, and a barrier hands that on to its threads
@@ -50,7 +50,7 @@ from ..decoding.gemv_tensor_cores import (
     sums_size,
 )
 from ..primitives.ptx import (
-    atomic_add_in_order_64,
+    atomic_add_release,
     device,
     kernel,
     load1,
@@ -81,7 +81,10 @@ from .step_tasks import (
     WAIT,
 )
 
-CHUNKS = 4  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
+CHUNKS = 8  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
+PREFETCHED = (
+    4  # tiles of a task's weights that are prefetched while the block computes its previous task
+)
 MOST_STAGED = 64 << 10  # bytes of x in shared memory; the rest of 99 KB is for sums and attention
 NAN = np.float32(np.nan)
 # Columns of the table of offsets: where a layer's matrices and small weights begin. Its last row is the head's.
@@ -138,10 +141,14 @@ class StepShape:
         )  # fmt: skip
         return K, columns, variant, config
 
+    @property
+    def unit(self) -> int:
+        """Rows of weights of which a block computes the products together."""
+        return TILE if self.half else self.warps
+
     def units(self, splits: int) -> dict[int, int]:
         """-> into how many parts each kind of stage can be divided. splits: of a row's keys, at most"""
-        rows = TILE if self.half else self.warps
-        products = {k: -(-self.product(k)[1] // rows) for k in (QKV, OUT, GATE_UP, DOWN, HEAD)}
+        products = {k: -(-self.product(k)[1] // self.unit) for k in (QKV, OUT, GATE_UP, DOWN, HEAD)}
         embed = -(-self.N * self.C // self.block)
         return {EMBED: embed, ATTEND: self.N * self.G * splits, **products}
 
@@ -178,7 +185,7 @@ def arrive(counters, i):
     """The block signals counter i: what it has written is visible to those who observe this."""
     cuda.syncthreads()  # all threads have written
     if cuda.threadIdx.x == 0:
-        atomic_add_in_order_64(counters, i, int64(1))
+        atomic_add_release(counters, i, int64(1))
 
 
 # ----------------------------------------------------------------------------- tasks
@@ -224,6 +231,47 @@ def make_tensor_task(N, K, F, variant, config):
     return multiply
 
 
+def make_prefetch(shape):
+    """-> prefetch_task(weights, offsets, tasks, row): the block prefetches the first weights of the task in this row into the L2
+    cache, if it is a product"""
+    C, F, Q, BLOCK = shape.C, shape.F, shape.H * shape.D, shape.block
+    P, V, UNIT, LINE = (
+        shape.P,
+        shape.V,
+        shape.unit,
+        64 if shape.half else 32,
+    )  # numbers in 128 bytes
+
+    @device
+    def prefetch_tiles(weights, start, share, shares, rows, K):
+        end = share + PREFETCHED * shares
+        for tile in range(share, end if end * UNIT < rows else (rows + UNIT - 1) // UNIT, shares):
+            first = tile * UNIT
+            count = (UNIT if rows - first > UNIT else rows - first) * K
+            for i in range(LINE * cuda.threadIdx.x, count, LINE * BLOCK):
+                prefetch(weights, start + first * K + i)
+
+    @device
+    def prefetch_task(weights, offsets, tasks, row):
+        at = row * FIELDS
+        kind, here = tasks[at + KIND], int64(tasks[at + LAYER]) * OFFSETS
+        share, shares = int64(tasks[at + SHARE]), int64(tasks[at + SHARES])
+        if kind == QKV:
+            prefetch_tiles(weights, offsets[here + W_QKV], share, shares, P, C)
+        elif kind == HEAD:
+            prefetch_tiles(weights, offsets[here + W_QKV], share, shares, V, C)
+        elif kind == OUT:
+            prefetch_tiles(weights, offsets[here + W_OUT], share, shares, C, Q)
+        elif kind == GATE_UP:
+            for m in range(2):
+                start = offsets[here + W_GATE_UP] + m * F * C
+                prefetch_tiles(weights, start, share, shares, F, C)
+        elif kind == DOWN:
+            prefetch_tiles(weights, offsets[here + W_DOWN], share, shares, C, F)
+
+    return prefetch_task
+
+
 def make_embed(N, C, BLOCK):
     """-> embed(h, delta, embedding, ids, V, share, shares): rows of the table, NaN for an id outside; delta becomes 0"""
 
@@ -255,7 +303,7 @@ def make_step_kernel(shape: StepShape):
 
     multiply_qkv, multiply_out, multiply_gate_up = make(QKV), make(OUT), make(GATE_UP)
     multiply_down, multiply_head = make(DOWN), make(HEAD)
-    embed = make_embed(N, C, BLOCK)
+    embed, prefetch_task = make_embed(N, C, BLOCK), make_prefetch(shape)
     count_items, prefetch_tables, attend_items = make_attend_items(
         D, S, GROUP, half, shape.qk_norm, shape.attention, 0, wait_for_count
     )
@@ -299,6 +347,8 @@ def make_step_kernel(shape: StepShape):
             wait, target = int64(tasks[at + WAIT]) * SPACING, tasks[at + ARRIVALS] * step
             signal = int64(tasks[at + SIGNAL]) * SPACING
             here = layer * OFFSETS
+            if row + blocks < tasks.size // FIELDS:
+                prefetch_task(weights, offsets, tasks, row + blocks)
             if kind == EMBED:
                 embed(h0, delta, embedding, ids, V, share, shares)
             elif kind == QKV:
