@@ -190,8 +190,8 @@ def norm_mlp(
     if _has_call_of(mlp, MLP):
         products = mlp.gate_up, mlp.down_proj
         if type(norm) is RMSNorm and all(type(p) is Linear and p.bias is None for p in products):
-            weights = norm.weight, *(p.weight for p in products)
-            return F.add_norm_mlp(h_NC, delta_NC, *weights, norm.eps)
+            weights = mlp.gate_up.weight, mlp.down_proj.weight
+            return F.add_norm_mlp(h_NC, delta_NC, norm.weight, *weights, norm.eps)
         h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype)
         return h_NC, mlp.after_gate_up(gu_N2F)
     h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
