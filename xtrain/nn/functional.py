@@ -39,8 +39,8 @@ from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
+from . import fp8 as _fp8
 from .autograd import Context, Function, is_inference, is_unit
-from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
 from .tensor import Tensor, ops
 
 
@@ -573,8 +573,8 @@ def linear(
     x and w have one dtype. With bf16 operands, dtype may be np.float32: sums are float32, and y is then not rounded.
     In fp8 training the product is one of fp8 codes (nn/fp8.py); so it is in add_norm_linear, add_norm_mlp and swiglu_linear.
     """
-    if layer := fp8_layer(w_OI):
-        return Fp8Linear.apply(x_NI, w_OI, b_O, layer, dtype)
+    if layer := _fp8.fp8_layer(w_OI):
+        return _fp8.Fp8Linear.apply(x_NI, w_OI, b_O, layer, dtype)
     return Linear.apply(x_NI, w_OI, dtype, b_O)
 
 
@@ -619,10 +619,11 @@ def add_norm_linear(
     x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O) in the dtype of v.  delta None: h is x.
     swiglu: y = swiglu(the product), (N, O / 2).
     """
-    if layer := fp8_layer(v_OC):
-        h_NC, y_NO = Fp8AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, b_O, layer, eps)
-        return h_NC, SwiGLU.apply(y_NO) if swiglu else y_NO
-    return AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, eps, swiglu, b_O)
+    layer = _fp8.fp8_layer(v_OC)
+    if layer is None:
+        return AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, eps, swiglu, b_O)
+    h_NC, y_NO = _fp8.Fp8AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, b_O, layer, eps)
+    return h_NC, SwiGLU.apply(y_NO) if swiglu else y_NO
 
 
 def add_norm_mlp(
@@ -632,9 +633,9 @@ def add_norm_mlp(
 
     v (2F, C): gate and up, u (C, F): down.
     """
-    first, second = fp8_layer(v_2FC), fp8_layer(u_CF)
+    first, second = _fp8.fp8_layer(v_2FC), _fp8.fp8_layer(u_CF)
     if first and second:
-        return Fp8MLP.apply(x_NC, delta_NC, w_C, v_2FC, u_CF, first, second, eps)
+        return _fp8.Fp8MLP.apply(x_NC, delta_NC, w_C, v_2FC, u_CF, first, second, eps)
     h_NC, gu_N2F = add_norm_linear(x_NC, delta_NC, w_C, v_2FC, eps)
     return h_NC, swiglu_linear(gu_N2F, u_CF)
 
@@ -705,7 +706,7 @@ def swiglu(gu_N2F: Tensor) -> Tensor:
 
 def swiglu_linear(gu_N2F: Tensor, w_OF: Tensor) -> Tensor:
     """linear(swiglu(gu), w): gu (N, 2F), w (O, F) -> (N, O). Backward recomputes the result of swiglu, so it is not saved."""
-    if fp8_layer(w_OF):
+    if _fp8.fp8_layer(w_OF):
         return linear(swiglu(gu_N2F), w_OF)
     return SwiGLULinear.apply(gu_N2F, w_OF)
 
