@@ -12,8 +12,9 @@ second are batch * T / median step time; the GPU is synchronized after each step
 Peak memory is what each library's allocator reserved on the card.
 
 The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's modes, with autocast,
-fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE, SwiGLU and
-fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is fastest.
+fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE,
+SwiGLU and fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is
+fastest.
 """
 
 import gc
