@@ -8,6 +8,7 @@ signature, and those in KNOWN until one fails. XTRAIN_COMPILE=all compiles every
 test_compile.py and test_engine_compile.py use.
 """
 
+import multiprocessing
 import os
 import re
 import traceback
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 # Kernels that release 0.6.0 does not compile for every signature -> what its error says. known_issues.md has the cause.
 SHARED = "does not reference a valid global memref"
-KNOWN = {"decode_attention_kernel": SHARED, "step_kernel": SHARED}
+KNOWN = {}
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +118,26 @@ def test_kernels_of_attention(monkeypatch):
         kernel = hopper.MAKERS[kind](D, causal, tiles, 0)
         kernels.append((kernel, tuple(map(of_mlir, hopper.SIGNATURES[kind]))))
     assert len(check(kernels)) >= 6
+
+
+def test_compile_in_a_forked_process():
+    """After this process has compiled kernels itself. With MLIR's threads, the fork would wait for them forever."""
+    from xtrain.kernels.runtime.compile import _translate
+
+    cuda, signature = compiler.cuda, (compiler.types.Array(compiler.float32, 1, "C"),)
+
+    def make(number):
+        @cuda.jit
+        def fill(x):
+            x[cuda.threadIdx.x] = compiler.float32(number)
+
+        return fill
+
+    _translate(make(1), signature)
+    start = multiprocessing.get_context("fork").Process
+    fork = start(target=_translate, args=(make(2), signature))
+    fork.start()
+    fork.join(60)
+    ended = fork.exitcode
+    fork.kill()
+    assert ended == 0
