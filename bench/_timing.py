@@ -17,6 +17,8 @@ from pathlib import Path
 import cupy as cp
 import numpy as np
 
+from xtrain.kernels.runtime.compiler import COMPILER
+
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # four times an H200's L2 cache
 
@@ -120,7 +122,15 @@ def copy_bandwidth(nbytes: int) -> float:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that are installed, the driver and the CUDA runtime."""
-    names = ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "nvmath-python", "torch")
+    names = [
+        "numpy",
+        "numba",
+        "numba-cuda",
+        "numba-cuda-mlir",
+        "cupy-cuda13x",
+        "nvmath-python",
+        "torch",
+    ]
     found = {}
     for name in names:
         try:
@@ -152,6 +162,7 @@ def record(
         line["peer_value"] = round(float(line["peer_value"]), 2)
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)
     line |= {"gpu": properties["name"].decode(), "versions": versions(), "commit": _commit()}
+    line["compiler"] = COMPILER  # of the kernels: numba or mlir
     line["date"] = datetime.date.today().isoformat()
     folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)

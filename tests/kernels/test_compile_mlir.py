@@ -1,4 +1,4 @@
-"""Every kernel compiles with numba-cuda-mlir too, for compute capability 9.0 and without a GPU, but for those in KNOWN.
+"""Every kernel compiles with numba-cuda-mlir too, for compute capability 9.0 and without a GPU; KNOWN lists exceptions.
 
     pip install numba numba-cuda-mlir nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink        without numba-cuda
     XTRAIN_COMPILER=mlir pytest tests/kernels/test_compile_mlir.py
@@ -8,6 +8,7 @@ signature, and those in KNOWN until one fails. XTRAIN_COMPILE=all compiles every
 test_compile.py and test_engine_compile.py use.
 """
 
+import multiprocessing
 import os
 import re
 import traceback
@@ -19,16 +20,15 @@ import pytest
 
 from xtrain import simulator
 from xtrain.kernels.runtime import compiler
-from xtrain.kernels.runtime.launch import numba_type
+from xtrain.kernels.runtime.launch import numba_type, struct_format
 
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
 pytestmark = pytest.mark.skipif(
     compiler.COMPILER != "mlir", reason="needs numba-cuda-mlir and XTRAIN_COMPILER=mlir"
 )
 
-# Kernels that release 0.6.0 does not compile for every signature -> what its error says. known_issues.md has the cause.
-SHARED = "does not reference a valid global memref"
-KNOWN = {"decode_attention_kernel": SHARED, "step_kernel": SHARED}
+# Kernels that release 0.6.0 does not compile for every signature -> what its error says. known_issues.md has the causes.
+KNOWN: dict[str, str] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,24 @@ def of_mlir(kind):
     return getattr(compiler.types, str(kind))
 
 
+def parameters(ptx):
+    """-> the bits of the kernel's parameters"""
+    start = ptx.index(".entry")
+    found = re.findall(r"\.param \.[a-z](\d+) ", ptx[start : ptx.index("{", start)])
+    return [int(bits) for bits in found]
+
+
+def packed(signature):
+    """-> the bits of the parameters that launch.py passes: for an array, 3 + 2 ndim of 64; a boolean is a byte"""
+    bits = []
+    for kind in signature:
+        if hasattr(kind, "ndim"):
+            bits += [64] * len(struct_format(np.empty((1,) * kind.ndim)))
+        else:
+            bits.append(8 if kind == compiler.boolean else kind.bitwidth)
+    return bits
+
+
 def check(kernels):
     """Compile, and compare the kernels that fail with KNOWN. -> the names of those that compile"""
     compiled, failed, wrong = set(), set(), []
@@ -77,6 +95,7 @@ def check(kernels):
             continue
         compiled.add(name)
         assert made["func_name"] in made["ptx"] and len(made["cubin"]) > 1000
+        assert parameters(made["ptx"]) == packed(signature), f"{name}: launch.py packs others"
         assert not re.search(r"\.f64\b", made["ptx"]), f"{name} computes in float64"
         # the compiler's own code for an atomic addition in a device function: a shared address without its base
         lost = set(re.findall(r"add\.s64\s+(%rd\d+), 0, ", made["ptx"]))
@@ -117,3 +136,26 @@ def test_kernels_of_attention(monkeypatch):
         kernel = hopper.MAKERS[kind](D, causal, tiles, 0)
         kernels.append((kernel, tuple(map(of_mlir, hopper.SIGNATURES[kind]))))
     assert len(check(kernels)) >= 6
+
+
+def test_compile_in_a_forked_process():
+    """After this process has compiled kernels itself. With MLIR's threads, the fork would wait for them forever."""
+    from xtrain.kernels.runtime.compile import _translate
+
+    cuda, signature = compiler.cuda, (compiler.types.Array(compiler.float32, 1, "C"),)
+
+    def make(number):
+        @cuda.jit
+        def fill(x):
+            x[cuda.threadIdx.x] = compiler.float32(number)
+
+        return fill
+
+    _translate(make(1), signature)
+    start = multiprocessing.get_context("fork").Process
+    fork = start(target=_translate, args=(make(2), signature))
+    fork.start()
+    fork.join(60)
+    ended = fork.exitcode
+    fork.kill()
+    assert ended == 0

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from checks import assert_as_good, normal, only_slow, sentinels
 from flash_attention_cases import case, everything, exact, torch_sdpa
-from numba import cuda
 
 from xtrain import simulator
 from xtrain.config import ModelConfig
@@ -24,6 +23,7 @@ from xtrain.kernels.attention.flash_attention_hopper_table import TABLE, HopperP
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
 from xtrain.kernels.primitives.tensor_maps import mappable, tensor_maps
 from xtrain.kernels.runtime import compile as compile_file
+from xtrain.kernels.runtime.compiler import cuda
 from xtrain.simulator import sim
 from xtrain.training.memory_plan import plan
 

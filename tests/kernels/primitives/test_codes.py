@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import to_host, to_kernel
-from numba import cuda, float32, uint32
 from offline import CARDS_BF16, nvvm, ptx_for, signatures
 
 from xtrain.kernels.primitives.codes import (
@@ -16,6 +15,7 @@ from xtrain.kernels.primitives.codes import (
     load_codes16,
 )
 from xtrain.kernels.primitives.ptx import kernel
+from xtrain.kernels.runtime.compiler import cuda, float32, uint32
 from xtrain.kernels.runtime.launch import launch
 
 __all__ = ["nvvm"]

@@ -1,9 +1,9 @@
 """An intrinsic is described once: the code for compilers, and the Python implementation that the simulator runs."""
 
 import pytest
-from numba import types
 
 from xtrain.kernels.primitives import codes, hopper, intrinsics, ptx, tensor_cores, words
+from xtrain.kernels.runtime.compiler import types
 from xtrain.simulator.intrinsics import INTRINSICS
 
 
@@ -49,8 +49,8 @@ def test_types():
     signature, _ = tensor_cores.pack_bf16._defn(None, types.float32, types.int64)
     assert signature == types.uint32(types.float32, types.float32)
     assert tensor_cores.wait_copies._defn(None, types.int64) is None
-    signature, _ = tensor_cores.wait_copies._defn(None, types.literal(2))
-    assert signature.args == (types.literal(2),)
+    signature, _ = tensor_cores.wait_copies._defn(None, types.IntegerLiteral(2))
+    assert signature.args == (types.IntegerLiteral(2),)
 
 
 def test_bf16_arrays_are_uint16():

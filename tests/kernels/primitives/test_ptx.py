@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import GPU, normal, rng, to_host, to_kernel
-from numba import cuda, float32, int32, uint16, uint32
 
 from xtrain.kernels.primitives.ptx import kernel, load1, load8, store1, store8
 from xtrain.kernels.primitives.tensor_cores import (
@@ -32,6 +31,7 @@ from xtrain.kernels.primitives.tensor_cores import (
     wait_copies,
     warp_id,
 )
+from xtrain.kernels.runtime.compiler import cuda, float32, int32, uint16, uint32
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, RaceError, UninitializedError
 

@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import normal, to_host, to_kernel
-from numba import cuda, float32, uint16, uint32
 
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.primitives.tensor_cores import commit_copies, high_bf16, low_bf16, wait_copies
@@ -18,6 +17,7 @@ from xtrain.kernels.primitives.tiles import (
     make_scores,
     make_store,
 )
+from xtrain.kernels.runtime.compiler import cuda, float32, uint16, uint32
 from xtrain.kernels.runtime.launch import launch
 
 BF16 = ml_dtypes.bfloat16

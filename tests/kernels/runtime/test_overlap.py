@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import normal, to_host, to_kernel
-from numba import cuda, float32
 
 from xtrain import simulator
 from xtrain.kernels.cast import cast_fwd
@@ -15,6 +14,7 @@ from xtrain.kernels.decoding.gemv import gemv
 from xtrain.kernels.primitives.ptx import let_next_start, wait_for_previous
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime import overlap as _overlap
+from xtrain.kernels.runtime.compiler import cuda, float32
 from xtrain.simulator import KernelError, RaceError, sim
 
 BF16 = ml_dtypes.bfloat16

@@ -294,14 +294,15 @@ class SharedSizes:
     queries: int  # bf16 or float32
     acc: int
     rows: int  # of m_s and of l_s
-    weights: int
+    weights: int  # of keys (make_attend_plain), then of splits (merge_splits)
 
 
 def shared_sizes(D: int, group: int, half: bool, config: Config) -> SharedSizes:
     """-> the sizes. group: H / G"""
     heads, warps = heads_of(half, group), config.warps
     live = min(heads, group)
-    return SharedSizes(heads * D, warps * live * D, warps * live, MAX_SPLITS * live)
+    weights = (MAX_SPLITS if half else max(MAX_SPLITS, 32 * warps)) * live
+    return SharedSizes(heads * D, warps * live * D, warps * live, weights)
 
 
 def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None):
@@ -353,8 +354,8 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
                 )  # fmt: skip
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
                 attend(
-                    acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E
-                )
+                    acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E,
+                )  # fmt: skip
                 cuda.syncthreads()  # the results of all warps
                 combine(
                     o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial,

@@ -48,19 +48,18 @@ TILE = 16  # keys, on tensor cores
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
 def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
-    """-> attend: as in make_attend_tensor, without tensor cores. q_s: float32
+    """-> attend: as in make_attend_tensor, without tensor cores. q_s: float32. weight_s (WARPS, HEADS, 32), flat: weights of keys
 
     A lane owns a key while scores are computed, then channels while values are summed. LIVE is HEADS.
     """
     entry_of, start_of = make_block_table(S, D)
     W = -(-D // 32)  # channels of a lane
-    SIZE, WEIGHTS = HEADS * D, WARPS * HEADS * 32
+    SIZE = HEADS * D
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
+    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         first, R, stride, head = pages
-        p_s = cuda.shared.array(WEIGHTS, float32)
         s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
         total = cuda.local.array(HEADS, float32)
         acc, k_4 = cuda.local.array((HEADS, W), float32), cuda.local.array(4, float32)
@@ -91,7 +90,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                 top[h], total[h] = new, total[h] * shrink + weight
                 for w in range(W):
                     acc[h, w] *= shrink
-                p_s[(warp * HEADS + h) * 32 + lane] = weight
+                weight_s[(warp * HEADS + h) * 32 + lane] = weight
             cuda.syncwarp()  # the weights of all 32 keys have been written
             for half in range(2):  # 16 keys each, which lie in one block
                 m0 = n0 + 16 * half
@@ -102,7 +101,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                         d = lane + 32 * w
                         value = load1(v, base + i * D + d) if d < D else float32(0.0)
                         for h in range(HEADS):
-                            acc[h, w] += p_s[(warp * HEADS + h) * 32 + 16 * half + i] * value
+                            acc[h, w] += weight_s[(warp * HEADS + h) * 32 + 16 * half + i] * value
             cuda.syncwarp()  # and have been read
         for h in range(HEADS):
             row_total = warp_sum(total[h] if worst < R else NAN)
@@ -249,11 +248,11 @@ def make_online_softmax(BLOCKS, TILES, WINDOWED):
 
 @functools.cache
 def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
-    """-> attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale): the loop over keys lo .. hi - 1
+    """-> attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale): the loop over keys lo .. hi - 1
 
     S: tokens of a block. lo: a multiple of 16. begin: if WINDOWED, the first key that the query sees.
     HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
-    D), m_s and l_s (WARPS, LIVE), flat: the results.
+    D), m_s and l_s (WARPS, LIVE), flat: the results. weight_s: not used here.
     """
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
     entry_of, start_of = make_block_table(S, D)
@@ -280,7 +279,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                         acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
 
     @device
-    def attend(acc_s, m_s, l_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
+    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
         fq, fk = cuda.local.array((BLOCKS, STEPS, 2), uint32), cuda.local.array((STEPS, 4), uint32)
         fv, fp = cuda.local.array((TILES, 4), uint32), cuda.local.array(2, uint32)
         s, acc = (
