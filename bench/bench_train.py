@@ -1,7 +1,7 @@
 """Training speed of whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
 
     python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
-    python bench/bench_train.py --models dim768 --precision fp32 bf16 --batch 16 32 --against none     bf16 and fp32
+    python bench/bench_train.py --models dim768 --precision bf16 fp8 --batch 16 32 --against none      bf16 and fp8
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --batch-invariant     what the mode costs
 
@@ -11,9 +11,10 @@ start, the loss of dim768 goes through a peak, in which two roundings of the sam
 second are batch * T / median step time; the GPU is synchronized after each step.
 Peak memory is what each library's allocator reserved on the card.
 
-The peer: in fp32 eager PyTorch without TF32; in bf16 the fastest of torch.compile's modes, with autocast, fused AdamW,
-and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE, SwiGLU and
-fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is fastest.
+The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's modes, with autocast,
+fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE,
+SwiGLU and fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is
+fastest.
 """
 
 import gc
@@ -43,7 +44,7 @@ MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 @dataclass
 class Options:
     models: list[str] = field(default_factory=lambda: ["dim384"])
-    precision: list[Literal["fp32", "bf16"]] = field(default_factory=lambda: ["fp32"])
+    precision: list[Literal["fp32", "bf16", "fp8"]] = field(default_factory=lambda: ["fp32"])
     against: Literal["none", "torch"] = "torch"
     # modes of torch.compile to try, in bf16
     modes: list[str] = field(default_factory=lambda: list(MODES))
@@ -179,12 +180,13 @@ def bench(name, precision, o, batch=None):
     model = xtrain.Transformer(config, device="gpu", precision=precision)
     more, theirs = {}, None
     if o.against == "torch":
+        half = "fp32" if precision == "fp32" else "bf16"
         (theirs, ms, peak, peer), more = torch_best(
-            config, B, T, model, precision, o.modes, data, synchronize
+            config, B, T, model, half, o.modes, data, synchronize
         )
         more |= {
             "peer": peer, "peer_value": B * T / ms[0] * 1e3,
-            "peer_modes": o.modes if precision == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
+            "peer_modes": o.modes if half == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
     step = xtrain_step(model, invariant=o.batch_invariant)
     losses, ms = run(step, data, synchronize)

@@ -89,7 +89,7 @@ print("differences ", differences.round(4))
 def policy_gradient(logits, actions, advantages):
     """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log pi(a_i).
 
-    pi is the softmax of the logits. Without samples (n = 0) the gradient is 0.
+    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the gradient is 0.
     """
     # YOUR CODE
 
@@ -111,7 +111,7 @@ lesson.check("26.1", policy_gradient)
 def policy_gradient(logits, actions, advantages):
     """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log pi(a_i).
 
-    pi is the softmax of the logits. Without samples (n = 0) the gradient is 0.
+    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the gradient is 0.
     """
     p = np.exp(logits - logits.max())
     p = p / p.sum()
@@ -239,7 +239,7 @@ lesson.figures.curves(
 
 # %% tags=["exercise"]
 def clipped(now, then, advantages, eps):
-    """now, then, advantages (n,): of each token, log pi and log pi_old -> losses (n,), slopes (n,).
+    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes (n,).
 
     losses: -min(r A, clip(r, 1 - eps, 1 + eps) A).  slopes: the derivative of each by its `now`.
     """
@@ -262,7 +262,7 @@ lesson.check("26.3", clipped)
 # %% tags=["solution"]
 # Solution 26.3
 def clipped(now, then, advantages, eps):
-    """now, then, advantages (n,): of each token, log pi and log pi_old -> losses (n,), slopes (n,).
+    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes (n,).
 
     losses: -min(r A, clip(r, 1 - eps, 1 + eps) A).  slopes: the derivative of each by its `now`.
     """
@@ -296,8 +296,8 @@ for name, x in (("k1 = -d", -d), ("k3", np.exp(d) - 1 - d)):
     )
 
 # %% [markdown]
-# The exercise has tokens in rows, as a batch has. Prompts and padding are not counted, and have no
-# log-probability: NaN stands there.
+# The exercise has tokens in rows, as a batch has. Prompts and padding are not counted: NaN or any other
+# number may stand there.
 #
 # ## Exercise 26.4: the KL to a reference
 
@@ -307,7 +307,7 @@ def kl_to_reference(now, reference, counted):
     """now, reference (B, T) log-probabilities, counted (B, T) bool -> value, slopes (B, T).
 
     value: the mean of k3 over the counted tokens, 0 if there are none. slopes: its derivative by
-    `now`, 0 where not counted. Where a token is not counted, now and reference may be NaN.
+    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any number.
     """
     # YOUR CODE
 
@@ -330,7 +330,7 @@ def kl_to_reference(now, reference, counted):
     """now, reference (B, T) log-probabilities, counted (B, T) bool -> value, slopes (B, T).
 
     value: the mean of k3 over the counted tokens, 0 if there are none. slopes: its derivative by
-    `now`, 0 where not counted. Where a token is not counted, now and reference may be NaN.
+    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any number.
     """
     n = max(counted.sum(), 1)
     d = reference[counted] - now[counted]

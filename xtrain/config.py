@@ -331,8 +331,9 @@ class TrainConfig(ShapeOptions):
     save_every: int | None = None
     seed: int = 0  # random seed of initialisation, batches and samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32; fp8: bf16, with the products of
+    # the blocks in fp8
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured once, kept on resuming
     blas_threads: int | None = None
     # on a GPU, capture the step in a CUDA graph and replay it: faster, the same bits
@@ -479,7 +480,7 @@ class ResolvedConfig(TrainConfig):
     lr: float
     warmup: int
     vocab_size: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp8"]
     eval_every: int
     sample_every: int
     save_every: int

@@ -73,6 +73,11 @@ def has_bf16() -> bool:
     return int(cupy().cuda.Device().compute_capability) >= 80
 
 
+def has_fp8() -> bool:
+    """Does this GPU have fp8 products (compute capability 8.9, Ada, or higher)? Needs a GPU."""
+    return int(cupy().cuda.Device().compute_capability) >= 89
+
+
 def resolve_device(device: str) -> str:
     """ "auto" | "cpu" | "gpu" -> "cpu" | "gpu". Raises UserError for "gpu" without a usable GPU."""
     if device == "auto":

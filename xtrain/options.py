@@ -60,7 +60,13 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
 }  # fmt: skip
 VALUES = {  # option -> {what others write: xtrain's word}
     "device": {"cuda": "gpu", "cuda:0": "gpu"},
-    "precision": {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "bf16-mixed": "bf16"},
+    "precision": {
+        "bfloat16": "bf16",
+        "float32": "fp32",
+        "float": "fp32",
+        "bf16-mixed": "bf16",
+        "float8": "fp8",
+    },
     "weights": {
         "none": "full",
         "int8wo": "int8",
@@ -85,6 +91,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "ddp": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
     "compile": "all kernels are compiled; --graph captures the step in a CUDA graph",
     "bf16": "use --precision bf16",
+    "fp8": "use --precision fp8",
     "fp16": "fp16 is not supported: use --precision bf16",
     "fp32": "use --precision fp32",
     "amp": "use --precision bf16",

@@ -55,13 +55,10 @@ def ownership(owner: np.ndarray, title="", what="thread", text=True, width=WIDTH
         cmap=ListedColormap([*COLORS, PALE]), vmin=0, vmax=len(COLORS), edgecolors="white", linewidth=1,
     )  # fmt: skip
     if text:
-        size = 9 if columns <= 16 else 6
         for r in range(rows):
             for c in range(columns):
                 label = str(grid[r, c]) if grid[r, c] >= 0 else "–"
-                axes.text(
-                    c + 0.5, r + 0.5, label, ha="center", va="center", fontsize=size, color=INK
-                )
+                axes.text(c + 0.5, r + 0.5, label, ha="center", va="center", fontsize=9, color=INK)
     axes.invert_yaxis()
     axes.set_aspect("auto")
     step = max(1, columns // 16)
@@ -436,7 +433,7 @@ def ring(world: int) -> Figure:
     for row, pair in enumerate(zip(left, [None, *right])):
         for axes, state in zip(grid[row], pair):
             axes.set_axis_off()
-            axes.set(xlim=(-0.9, world), ylim=(world, 0))
+            axes.set(xlim=(-1.15, world), ylim=(world, 0))
             if state is None:
                 text = "left:\nreduce-scatter,\nreceive and add\n\nright:\nall-gather,\nreceive and store"
                 axes.text(world / 2, world / 2, text, ha="center", va="center", fontsize=9)
@@ -444,18 +441,17 @@ def ring(world: int) -> Figure:
             name, held, chunks = state
             axes.set_title(name, fontsize=9, pad=2)
             for r in range(world):
-                axes.text(-0.15, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=8)
+                axes.text(-0.15, r + 0.5, f"rank {r}", ha="right", va="center", fontsize=9)
                 for c in range(world):
                     n = len(held[r][c])
                     color = ACCENT if n == world else [PALE, COLORS[0], "#4db6ac"][min(n - 1, 2)]
-                    text = "sum" if n == world else "+".join(map(str, sorted(held[r][c])))
+                    text = "sum" if n == world else " ".join(map(str, sorted(held[r][c])))
                     ink = "white" if n == world else INK
                     new = chunks[r] == c
                     frame = dict(fc=color, ec=INK if new else "white", lw=1.8 if new else 1)
                     axes.add_patch(plt.Rectangle((c + 0.04, r + 0.06), 0.92, 0.88, **frame))
-                    size = 7 if 2 < n < world else 8
-                    axes.text(c + 0.5, r + 0.52, text, ha="center", va="center", fontsize=size, color=ink)  # fmt: skip
-    figure.suptitle("columns: chunks; a cell: whose numbers are in it", fontsize=10)
+                    axes.text(c + 0.5, r + 0.52, text, ha="center", va="center", fontsize=9, color=ink)  # fmt: skip
+    figure.suptitle("columns: chunks; a cell: the ranks whose numbers are in it", fontsize=10)
     return _shown(figure)
 
 

@@ -25,6 +25,8 @@ def policy_gradient(e):
     for V, n, spread in sizes:
         logits, advantages = spread * rng.normal(size=V), rng.normal(0.5, 2.0, n)
         logits[0] = max(logits[0], spread)
+        if spread > 100:
+            logits[:2] = logits.max() + [1000.0, 999.0]  # two probabilities that are not 0
         actions = rng.integers(0, V, n)
         if n > 1:
             actions[:2] = actions[0]  # one action occurs twice
@@ -39,6 +41,13 @@ def policy_gradient(e):
         once[actions] += advantages / max(n, 1)
         chosen = np.eye(V)[actions] * (1 - weight) * advantages[:, None]
         overflow = "exp of a large logit overflows: subtract the largest logit first."
+        e.need(
+            np.shape(got) != () or got is None,
+            "This is one number, the value: return its derivative by each of the V logits, (V,).",
+        )
+        e.need(
+            np.shape(got) != (n, V), "This has a row per sample: take the mean over the samples."
+        )
         e.same("gradient", got, want, {
             (overflow if n else EMPTY): not_finite,
             "The sign is wrong: this goes downhill. A positive advantage must raise the logit of its action.": -want,
@@ -51,8 +60,20 @@ def policy_gradient(e):
             "Each sample has its own advantage: multiply before you take the mean.": mean(advantages) * mean(rows),
             "Logits are not probabilities: subtract their softmax.": mean(advantages[:, None] * (np.eye(V)[actions] - logits)),
             "The advantages are missing: each sample counts the same here.": mean(rows),
+            "This is divided by the number of logits: divide by n, the number of samples.": want * n / V,
+            "The mean of the advantages is subtracted: use the advantages as they are given.": mean((advantages - mean(advantages))[:, None] * rows),
+            "These probabilities do not sum to 1: divide exp by its sum.": mean(advantages[:, None] * (np.eye(V)[actions] - np.exp(logits - logits.max()))),
+            "The advantage of a sample multiplies its p, too: subtract p from each onehot, before the product.": mean(np.eye(V)[actions] * advantages[:, None]) - p,
+            "Right for small logits. With large ones, subtract the largest logit before exp; another constant or a limit changes the softmax.":
+                lambda got: spread > 100,
         })  # fmt: skip
         e.need(all(map(np.array_equal, given, (logits, actions, advantages))), CHANGED)
+
+
+def _more_than(got, centered, std):
+    """Is it centered / (std + one more number)?"""
+    more = np.where(centered == 0, np.nan, centered / got) - std
+    return np.nanmin(more) > 1e-3 and np.nanmax(more) < 1.01 * np.nanmin(more)
 
 
 @exercise(
@@ -64,7 +85,7 @@ def policy_gradient(e):
 def group_advantages(e):
     rng = e.rng
     some, many = int(rng.integers(2, 5)), int(rng.integers(5, 9))
-    shapes = ((some, many, ""), (3, 3, ""), (2, 4, "equal"), (some, many, "large"), (0, 4, "empty"))
+    shapes = ((some, many, ""), (3, 3, ""), (3, 3, "equal"), (some, many, "large"), (0, 4, "empty"))
     for P, G, kind in shapes:
         # deviations from 1.5 to 4, so that the 1e-4 does not matter, and variances differ from them
         rewards = rng.normal(size=(P, G))
@@ -72,10 +93,10 @@ def group_advantages(e):
         rewards *= rng.uniform(1.5, 4.0, (P, 1)) / rewards.std(1, keepdims=True)
         rewards += rng.normal(1.0, 2.0, (P, 1))
         if kind == "equal":
-            rewards[1] = 0.75
+            rewards[1:] = [[0.75], [0.1]]  # the mean of three times 0.1 is not 0.1
         rewards += 1e8 * (kind == "large")
         given = rewards.copy()
-        note = {"equal": ", one group has equal rewards", "large": ", rewards near 1e8"}
+        note = {"equal": ", two groups have equal rewards", "large": ", rewards near 1e8"}
         got = e.call(given, case=f"{P} groups of {G}{note.get(kind, '')}")
         mean, std = rewards.mean(1, keepdims=True), rewards.std(1, keepdims=True) + 1e-4
         centered = rewards - mean
@@ -88,6 +109,10 @@ def group_advantages(e):
             "This divides by n - 1 (ddof=1): here the standard deviation is np.std's, of the group itself.": centered / (std * (G / (G - 1)) ** 0.5),
             "The mean of the OTHER rewards is subtracted. That is a good baseline, too, but here the mean has all of the group.":
                 (rewards - others) / std,
+            "This is divided by the root of the SUM of squares: the deviation is the root of their mean.": centered / (std * G**0.5),
+            "This is divided by the mean of |reward - mean|: the standard deviation is the root of the mean of the squares.":
+                centered / (np.abs(centered).mean(1, keepdims=True) + 1e-4),
+            "The number next to the deviation is too large: add 1e-4.": lambda got: _more_than(got, centered, std),
         }  # fmt: skip
         if P:
             whole = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
@@ -101,8 +126,8 @@ def group_advantages(e):
         if kind == "equal":
             mistakes = {
                 "0 / 0: all rewards of a group are equal, so the deviation is 0. Add a small number, 1e-4, to it.": not_finite,
-                "All rewards of a group are equal: none is better than the mean, so the advantages are 0.":
-                    lambda got: np.abs(got[1]).max() > 1e-6,
+                "All rewards of a group are equal: none is better than the mean, so the advantages are 0. (Rounding may leave 1e-17 in place of 0: add 1e-4 before you divide.)":
+                    lambda got: np.abs(got[1:]).max() > 1e-6,
                 **mistakes,
             }  # fmt: skip
         if kind == "large":
@@ -113,6 +138,10 @@ def group_advantages(e):
         # the small number next to the deviation may be any
         e.same("advantages", got, centered / std, mistakes, rtol=1e-3, atol=1e-6)
         e.need(np.array_equal(given, rewards), CHANGED)
+
+
+def _fits(got, want):
+    return got.shape == want.shape and np.allclose(got, want, 1e-5, 1e-6)
 
 
 @exercise(
@@ -157,6 +186,11 @@ def clipped(e):
             "The lower bound is missing: a negative advantage must stop to count at 1 - eps.": -np.minimum(free, above),
             "The smaller RATIO is not the smaller product: multiply by A before you take the minimum.":
                 -np.minimum(ratio, np.clip(ratio, 1 - eps, 1 + eps)) * A,
+            "The logarithm is clipped: clip the ratio, between 1 - eps and 1 + eps.": -np.minimum(free, np.exp(np.clip(now - then, -eps, eps)) * A),
+            "The ratio is clipped between -eps and eps: the range is 1 - eps to 1 + eps.": -np.minimum(free, np.clip(ratio, -eps, eps) * A),
+            "The product is clipped: clip the ratio, and then multiply by A.": -np.minimum(free, np.clip(free, 1 - eps, 1 + eps)),
+            "eps is fixed to 0.2 here: it is an argument.": -np.minimum(free, np.clip(ratio, 0.8, 1.2) * A),
+            "These are the slopes: return losses, slopes, in this order.": np.where(free <= bound, -free, 0.0),
         })  # fmt: skip
         kept, inside = free <= bound, np.abs(ratio - 1) <= eps
         slope = np.where(kept, -free, 0.0)
@@ -169,6 +203,11 @@ def clipped(e):
             "The other tokens: the slope is 0 where the clipped product is the smaller one, and -ratio A elsewhere.": np.where(kept, 0.0, -free),
             "This is the derivative by `then`, or the ratio is upside down.": np.where(kept, -inverse, 0.0),
             "A constant has slope 0: where the loss is clipped, it does not depend on now.": want,
+            "Within the range the two products are equal, and the slope is that of the unclipped one: compare with <=.": np.where(free < bound, -free, 0.0),
+            "These are divided by n: every token has its own loss, and this is the slope of that one.": slope / max(n, 1),
+            "Above 1 + eps the slope is 0 only if A is positive, below 1 - eps only if A is negative.":
+                lambda got: any(_fits(got, np.where(keep, -free, 0.0)) for keep in (ratio <= 1 + eps, ratio >= 1 - eps)),
+            "A is missing: the slope of -ratio A is -ratio A.": np.where(kept, -ratio, 0.0),
         })  # fmt: skip
         e.need(all(map(np.array_equal, given, (now, then, A))), CHANGED)
 
@@ -191,7 +230,11 @@ def kl_to_reference(e):
             now, reference = now - 1000, reference - 1000
         counted &= kind != "none"
         n, d = int(counted.sum()), np.where(counted, reference - now, 0.0)
-        now, reference = (np.where(counted, x, np.nan) for x in (now, reference))
+        empty = ~counted & (rng.random((B, T)) < 0.5)
+        if not counted.all():
+            empty[0, 0], empty[1, 0] = True, False  # NaN may stand there, or a number
+        now, reference = (np.where(empty, np.nan, x) for x in (now, reference))
+        filled = ~empty
         given = [now.copy(), reference.copy(), counted.copy()]
         note = ", log-probabilities near -1000" * (kind == "small")
         got = e.call(*given, case=f"B = {B}, T = {T}, {n} of {B * T} tokens counted{note}")
@@ -206,6 +249,8 @@ def kl_to_reference(e):
             "none": "No token is counted, and the mean of nothing is NaN: return 0 and zeros.",
         }.get(kind, "This is not a finite number.")  # fmt: skip
         want = mean(each)
+        by_nan = reference[filled] - now[filled]
+        by_nan = (np.exp(by_nan) - by_nan - 1).sum()
         e.same("value", value, want, {
             unsafe: not_finite,
             "d has the wrong sign: it is log pi(reference) - log pi(now). The tokens were drawn from pi(now).": mean(np.exp(-d) + d - 1),
@@ -218,6 +263,10 @@ def kl_to_reference(e):
             "This is a mean of the means of rows, in which a token of a short row weighs more: take the mean over all counted tokens.":
                 (np.where(counted, each, 0.0).sum(1) / lengths).mean(),
             "The sign is wrong: the value is never negative.": -want,
+            "A number may stand where no token is counted: `counted` says which tokens count, not NaN.":
+                lambda got: any(np.isclose(got, by_nan / max(k, 1)) for k in (n, filled.sum())),
+            "Each token is weighted by its probability. The mean is over tokens that were drawn, so the likely ones are more often among them already.":
+                mean(np.exp(np.where(counted, now, 0.0)) * each),
         })  # fmt: skip
         slope = np.where(counted, (1 - np.exp(d)) / max(n, 1), 0.0)
         e.same("slopes", slopes, slope, {
@@ -228,5 +277,8 @@ def kl_to_reference(e):
             "exp(d) is missing: this is the derivative of -d alone.": np.where(counted, 1 / max(n, 1), 0.0),
             "The 1 is missing: -d has a derivative, too.": np.where(counted, -np.exp(d) / max(n, 1), 0.0),
             "A token that is not counted must have the slope 0.": lambda got: np.any(got[~counted] != 0),
+            "This is divided by the counted tokens of the row: value is a mean over all of them.": slope * n / lengths[:, None],
+            "This is divided by the counted tokens of the row, and by the rows: value is a mean over all counted tokens.": slope * n / lengths[:, None] / B,
+            "This is the derivative of d^2 / 2: that of exp(d) - d - 1 is needed.": -np.where(counted, d, 0.0) / max(n, 1),
         })  # fmt: skip
         e.need(all(np.array_equal(a, b, equal_nan=a.dtype != bool) for a, b in zip(given, (now, reference, counted))), CHANGED)  # fmt: skip

@@ -5,8 +5,9 @@
 
 At desktop and at phone width, each page must have no console errors or warnings, no requests to other sites, no failed
 requests, no broken images, no content that is wider than the screen and does not scroll, no formulas left as text, and no
-figure whose letters are too small to read. On a desktop no formula and no source of the library scrolls.
-The search must find a word. Exit code: 1 if a check fails. Starts `chromium` (or $CHROMIUM) with a temporary profile.
+figure whose letters are too small to read. The same holds for the pages in frames. On a desktop no formula and no source
+of the library scrolls. Every link to a page of the site, and to an anchor in it, must lead there. The search must find a word.
+Exit code: 1 if a check fails. Starts `chromium` (or $CHROMIUM) with a temporary profile.
 --pages: check only these.  --shots: write screenshots of these pages, at both widths.
 """
 
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -51,9 +53,21 @@ LOOK = """(() => {
     const wide = e.viewBox ? e.viewBox.baseVal.width : e.naturalWidth, shown = e.getBoundingClientRect().width;
     if (shown && shown < 0.72 * wide) found.push(`too small: a figure ${Math.round(shown)} of ${wide} pixels wide`);
   }
-  for (const i of document.images) if (i.complete && !i.naturalWidth) found.push('no picture: ' + i.src);
+  for (const e of content.querySelectorAll('[class~="doc-label"] code'))
+    if (parseFloat(getComputedStyle(e).fontSize) < SMALLEST) found.push('too small: ' + e.textContent);
+  for (const page of [document, ...[...document.querySelectorAll('iframe')].map(f => f.contentDocument)]) {
+    const view = page.defaultView, root = page.documentElement;
+    if (page != document && root.scrollWidth > view.innerWidth) found.push('a frame scrolls sideways: ' + page.title);
+    for (const t of page.querySelectorAll('svg text')) {
+      const size = t.getScreenCTM().a * parseFloat(view.getComputedStyle(t).fontSize);
+      if (t.getBoundingClientRect().width && size < SMALLEST) found.push(`too small: ${size.toFixed(1)} pixels: ${t.textContent}`);
+    }
+    for (const i of page.images) if (i.complete && !i.naturalWidth) found.push('no picture: ' + i.src);
+  }
   return found.slice(0, 5);
-})()"""
+})()""".replace("SMALLEST", "9")  # pixels of a letter
+LINKS = """({anchors: [...document.querySelectorAll('[id]')].map(e => e.id),
+  links: [...new Set([...document.querySelectorAll('a[href]')].map(a => a.href))]})"""
 SEARCH = """(() => { const i = document.querySelector('.md-search__input'); i.focus(); i.value = '%s';
   for (const name of ['keyup', 'input']) i.dispatchEvent(new Event(name, {bubbles: true})) })()"""
 RESULTS = "document.querySelectorAll('.md-search-result__item').length"
@@ -166,9 +180,24 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def look(browser, pages, base, shots, folder):
-    """Check these pages at every width, and the search. -> the number of failures"""
-    wrong = 0
+def broken(base, every, found):
+    """-> (page, link) where a link leads to no file of the site, or to no anchor of a page that was opened
+
+    every: the files of the site. found: {page: what LINKS returned}
+    """
+    anchors = {page: {*about["anchors"]} for page, about in found.items()}
+    for page, about in found.items():
+        for link in about["links"]:
+            if link.startswith(base):
+                file, _, anchor = map(urllib.parse.unquote, link[len(base) :].partition("#"))
+                file = file or "index.html"
+                if file not in every or (anchor and anchor not in anchors.get(file, {anchor})):
+                    yield page, link[len(base) :]
+
+
+def look(browser, pages, base, shots, folder, every):
+    """Check these pages at every width, their links, and the search. -> the number of failures"""
+    wrong, links = 0, {}
     for name, width in WIDTHS.items():
         browser.size(width)
         for page in pages:
@@ -177,15 +206,19 @@ def look(browser, pages, base, shots, folder):
             if found:
                 wrong += 1
                 print(f"{page} ({name})", *found, sep="\n    ", flush=True)
+            links[page] = browser.evaluate(LINKS)
             if page in shots:
                 browser.picture(width, folder / f"{name}_{page[:-5].replace('/', '_')}.png")
+    for page, link in broken(base, every, links):
+        wrong += 1
+        print(f"{page} has a link that leads nowhere: {link}")
     browser.size(WIDTHS["desktop"])
     browser.open(f"{base}index.html")
     browser.evaluate(SEARCH % WORD)
     if not browser.wait(f"{RESULTS} > 0"):
         wrong += 1
         print(f"the search does not find {WORD!r}")
-    print(f"{len(pages)} pages, {len(WIDTHS)} widths, the search: {wrong} failures")
+    print(f"{len(pages)} pages, {len(WIDTHS)} widths, links, the search: {wrong} failures")
     return wrong
 
 
@@ -199,8 +232,8 @@ def main() -> int:
     options = parser.parse_args()
     if not (options.site / "index.html").is_file():
         parser.error(f"{options.site} contains no site: mkdocs build --strict -d {options.site}")
-    found = (str(p.relative_to(options.site)) for p in options.site.rglob("*.html"))
-    every = sorted(page for page in found if page != "404.html")
+    files = {p.relative_to(options.site).as_posix() for p in options.site.rglob("*") if p.is_file()}
+    every = sorted(file for file in files if file.endswith(".html") and file != "404.html")
     folder, *shots = options.shots or ["."]
     for page in (*options.pages, *shots):
         if page not in every:
@@ -212,7 +245,7 @@ def main() -> int:
         browser = Browser()
         try:
             base = f"http://127.0.0.1:{server.server_port}/"
-            wrong = look(browser, options.pages or every, base, shots, Path(folder))
+            wrong = look(browser, options.pages or every, base, shots, Path(folder), files)
         finally:
             browser.close()
             server.shutdown()

@@ -42,6 +42,9 @@ from xtrain.kernels.decoding.penalties import (
 )
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
+from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
+from xtrain.kernels.fp8 import Slot, fp8, fp8_swiglu, fp8_swiglu_bwd, update_scales
+from xtrain.kernels.fp8_gemm import fp8_matmul
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
 from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
@@ -159,6 +162,23 @@ def optimizer():
         for half in (None, cp.zeros(w.size, BFLOAT16)):
             muon_update(w, x, first, first, factor, hyper, 0.1, half)
         orthogonalize(x)
+
+
+def fp8_codes():
+    """Codes of bf16 matrices in both orientations, and of SwiGLU; their scales; products. Compute capability 8.9"""
+    if int(cp.cuda.Device().compute_capability) < 89:
+        return
+    scales, counts = cp.ones(3, np.float32), cp.zeros(2, np.int64)
+    largest = cp.zeros(3, np.int32)
+    for kind, (N, K), current in itertools.product(FP8_KINDS, ((128, 128), (384, 256)), (True, False)):  # fmt: skip
+        at = Slot(scales[:1], largest[:1], counts, kind)
+        x, gu = draw(N, K, dtype=BFLOAT16), draw(N, 2 * K, dtype=BFLOAT16)
+        x[0, 0], x[N - 1, K - 1] = np.inf, 1e30
+        y, w = fp8(x, at, current), fp8_swiglu(gu, Slot(scales[1:2], largest[1:2], counts, "e4m3"))
+        fp8_swiglu_bwd(x, gu, at, current)
+        fp8_matmul(draw(N, N), y.rows, w.rows)
+        fp8_matmul(draw(K, K, dtype=BFLOAT16), y.columns, w.columns, accumulate=True)
+        update_scales(scales, largest, scales, counts, counts.copy())
 
 
 def serving(dtype):
@@ -347,6 +367,7 @@ WORK = {
     "models": models,
     "tables": tables,
     "optimizer": optimizer,
+    "fp8_codes": fp8_codes,
     "serving": serving,
     "steps": steps,
     "choosing": choosing,
@@ -367,7 +388,7 @@ def main(names: list[str]) -> int:
     for name in names or WORK:
         name, _, number = name.partition(":")
         each = [(d,) for d in DTYPES]
-        if name in ("models", "optimizer", "scores"):
+        if name in ("models", "optimizer", "fp8_codes", "scores"):
             each = [(int(number),) if number else ()]
         for arguments in each:
             WORK[name](*arguments)

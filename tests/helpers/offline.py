@@ -87,6 +87,20 @@ def signatures(monkeypatch, launch_all):
     return list(found)
 
 
+def with_cards(found, cards):
+    """[(kernel, argument types)] -> (kernel, argument types, GPUs to compile for)
+
+    The first signature of each kernel is for all cards, the others for the oldest card and 9.0: whose local memory and registers
+    are checked. PTX for another card differs in nothing else that is checked.
+    """
+    seen = set()
+    for kernel, signature in found:
+        name = kernel.py_func.__module__, kernel.py_func.__name__
+        few = [cc for cc in cards if cc in (cards[0], (9, 0))]
+        yield kernel, signature, few if name in seen else cards
+        seen.add(name)
+
+
 def ptx_for(monkeypatch, kernel, signature, cards):
     """-> {GPU: PTX}. Numba's part, which takes most of the time, runs once: its output is the same for all GPUs."""
     libraries = []

@@ -12,7 +12,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures
+from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures, with_cards
 
 from xtrain.kernels import (
     adamw,
@@ -113,8 +113,8 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
     found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
     named = {kernel.py_func.__name__ for kernel, _ in found}
     assert len(named) >= 25, sorted(named)
-    for kernel, signature in found:
-        compiled(monkeypatch, kernel, signature, cards)
+    for kernel, signature, chosen in with_cards(found, cards):
+        compiled(monkeypatch, kernel, signature, chosen)
 
 
 def test_adamw_is_not_contracted(monkeypatch, nvvm):
@@ -147,5 +147,6 @@ def test_every_kernel_file_is_launched_above(monkeypatch):
     files = {dotted(p) for p in folder.rglob("*.py") if has_kernel.search(p.read_text())}
     # For sm_90a: test_flash_attention_hopper_compile.py.
     files -= {dotted(p) for p in folder.rglob("*_hopper*.py")}
+    files.remove("xtrain.kernels.fp8")  # for sm_89 and up: test_fp8.py
     missing = files - modules
     assert not missing, f"never launched here: {sorted(missing)}"

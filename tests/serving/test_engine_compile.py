@@ -8,7 +8,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures, with_cards
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
@@ -134,14 +134,15 @@ SHARED_ROWS = dict.fromkeys(
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
 def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
     monkeypatch.setattr(flash_attention, "HOPPER", False)  # test_flash_attention_hopper_compile.py
-    for kernel, signature in signatures(monkeypatch, lambda: launch_engine([dtype])):
+    found = signatures(monkeypatch, lambda: launch_engine([dtype]))
+    for kernel, signature, chosen in with_cards(found, cards):
         name = kernel.py_func.__name__
-        found = compiled(monkeypatch, kernel, signature, cards, [] if name in LOCAL else [(9, 0)])
+        ptx = compiled(monkeypatch, kernel, signature, chosen, [] if name in LOCAL else [(9, 0)])
         if name in MERGES:  # the results of a weaker atomic would look the same
-            assert all("atom.acq_rel.gpu.global.add.s32" in ptx for ptx in found.values())
+            assert all("atom.acq_rel.gpu.global.add.s32" in text for text in ptx.values())
         bounds = kernel.targetoptions.get("launch_bounds") or threads_of(name)
         threads, blocks = bounds if isinstance(bounds, tuple) else (bounds, 1)
-        check_registers(tmp_path, found[9, 0], threads, blocks, (9, 0))
+        check_registers(tmp_path, ptx[9, 0], threads, blocks, (9, 0))
 
 
 def threads_of(name):

@@ -19,6 +19,8 @@ import numpy as np
 
 from ..device import cupy
 from ..kernels.cast import BFLOAT16
+from ..kernels.fp8 import Slot, fp8
+from ..kernels.fp8_gemm import fp8_matmul
 from ..kernels.gemm import matmul
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.observers import Op, OpObserver, observe_ops
@@ -230,9 +232,14 @@ def limits(precision: str) -> tuple[float, float]:
     numbers = np.random.default_rng(0).standard_normal((2048, 8192), np.float32)
     # not zeros, which would be faster: power depends on how many bits change
     numbers = np.tile(numbers, (4, 1))
-    x = cp.asarray(numbers.astype(BFLOAT16) if precision == "bf16" else numbers)
+    x = cp.asarray(numbers if precision == "fp32" else numbers.astype(BFLOAT16))
     y = cp.empty_like(x)
-    product = _seconds(lambda: matmul(y, x, x))
+    if precision == "fp8":
+        ones, bits = cp.ones(1, np.float32), cp.zeros(1, np.int32)
+        codes = fp8(x, Slot(ones, bits, cp.zeros(2, np.int64), "e4m3"))
+        product = _seconds(lambda: fp8_matmul(y, codes.rows, codes.rows))
+    else:
+        product = _seconds(lambda: matmul(y, x, x))
     return 2 * a.nbytes / copy, 2 * 8192**3 / product
 
 

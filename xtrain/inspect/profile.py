@@ -71,7 +71,7 @@ class Options(ShapeOptions):
     batch: int | None = None
     seq_len: int | None = None  # tokens per sequence; none: the preset's
     # of activations and matrix products; auto: as in xtrain.train, with --plan as on a GPU that supports bf16
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     # on a CPU, threads of a matrix product; none: measured at the start
     blas_threads: int | None = None
     recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes

@@ -30,9 +30,10 @@ from .tensor import Tensor, ops
 
 
 class _Recording(threading.local):
-    """Are ops recorded? May they use the kernels of inference? Each thread has its own answers."""
+    """Are ops recorded? May they use the kernels of inference? Does backward run them again, recorded? Each thread has its own
+    answers."""
 
-    on, inference = True, False
+    on, inference, again = True, False, False
 
 
 _recording = _Recording()
@@ -71,6 +72,22 @@ def inference() -> Iterator[None]:
 def is_inference() -> bool:
     """True inside `inference` and where nothing is recorded."""
     return _recording.inference and not _recording.on
+
+
+@contextlib.contextmanager
+def recorded_again() -> Iterator[None]:
+    """no_grad for ops that backward runs again, recorded (recompute.py): they must compute as they do there."""
+    before, _recording.again = _recording.again, True
+    try:
+        with recording(False):
+            yield
+    finally:
+        _recording.again = before
+
+
+def is_training() -> bool:
+    """True where ops are recorded, and inside `recorded_again`: a backward follows."""
+    return _recording.on or _recording.again
 
 
 class Function:

@@ -39,6 +39,7 @@ from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
+from . import fp8 as _fp8
 from .autograd import Context, Function, is_inference, is_unit
 from .tensor import Tensor, ops
 
@@ -570,7 +571,10 @@ def linear(
     """y = x w^T + b: x (N, I), w (O, I), b (O,) or None -> (N, O) in `dtype`, None: that of x. See kernels/gemm.py.
 
     x and w have one dtype. With bf16 operands, dtype may be np.float32: sums are float32, and y is then not rounded.
+    In fp8 training the product is one of fp8 codes (nn/fp8.py); so it is in add_norm_linear, add_norm_mlp and swiglu_linear.
     """
+    if layer := _fp8.fp8_layer(w_OI):
+        return _fp8.Fp8Linear.apply(x_NI, w_OI, b_O, layer, dtype)
     return Linear.apply(x_NI, w_OI, dtype, b_O)
 
 
@@ -615,7 +619,25 @@ def add_norm_linear(
     x, delta (N, C), w (C,), v (O, C), b (O,) or None -> h (N, C), y (N, O) in the dtype of v.  delta None: h is x.
     swiglu: y = swiglu(the product), (N, O / 2).
     """
-    return AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, eps, swiglu, b_O)
+    layer = _fp8.fp8_layer(v_OC)
+    if layer is None:
+        return AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, eps, swiglu, b_O)
+    h_NC, y_NO = _fp8.Fp8AddNormLinear.apply(x_NC, delta_NC, w_C, v_OC, b_O, layer, eps)
+    return h_NC, SwiGLU.apply(y_NO) if swiglu else y_NO
+
+
+def add_norm_mlp(
+    x_NC: Tensor, delta_NC: Tensor | None, w_C: Tensor, v_2FC: Tensor, u_CF: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h = x + delta, z = swiglu_linear(linear(rmsnorm(h), v), u), a whole branch -> h, z.
+
+    v (2F, C): gate and up, u (C, F): down.
+    """
+    first, second = _fp8.fp8_layer(v_2FC), _fp8.fp8_layer(u_CF)
+    if first and second:
+        return _fp8.Fp8MLP.apply(x_NC, delta_NC, w_C, v_2FC, u_CF, first, second, eps)
+    h_NC, gu_N2F = add_norm_linear(x_NC, delta_NC, w_C, v_2FC, eps)
+    return h_NC, swiglu_linear(gu_N2F, u_CF)
 
 
 def rope(
@@ -684,6 +706,8 @@ def swiglu(gu_N2F: Tensor) -> Tensor:
 
 def swiglu_linear(gu_N2F: Tensor, w_OF: Tensor) -> Tensor:
     """linear(swiglu(gu), w): gu (N, 2F), w (O, F) -> (N, O). Backward recomputes the result of swiglu, so it is not saved."""
+    if _fp8.fp8_layer(w_OF):
+        return linear(swiglu(gu_N2F), w_OF)
     return SwiGLULinear.apply(gu_N2F, w_OF)
 
 

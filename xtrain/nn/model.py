@@ -14,12 +14,12 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import Array, has_bf16, is_gpu, resolve_device, to_device, to_numpy
+from ..device import Array, has_bf16, has_fp8, is_gpu, resolve_device, to_device, to_numpy
 from ..errors import UserError
 from ..formats import huggingface
 from ..formats.manifest import verify_weights
@@ -27,7 +27,8 @@ from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from . import functional as F
-from .autograd import is_inference, no_grad
+from .autograd import is_inference, is_training, no_grad
+from .fp8 import TILE, Fp8Scales
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
@@ -187,6 +188,10 @@ def norm_mlp(
         h_NC, y_NF = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype, True)
         return h_NC, mlp.down_proj(y_NF)
     if _has_call_of(mlp, MLP):
+        products = mlp.gate_up, mlp.down_proj
+        if type(norm) is RMSNorm and all(type(p) is Linear and p.bias is None for p in products):
+            weights = mlp.gate_up.weight, mlp.down_proj.weight
+            return F.add_norm_mlp(h_NC, delta_NC, norm.weight, *weights, norm.eps)
         h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype)
         return h_NC, mlp.after_gate_up(gu_N2F)
     h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
@@ -238,13 +243,11 @@ def bf16_obstacle(device: str, head_dim: int) -> str:
     return ""
 
 
-def choose_precision(
-    precision: str, device: str, head_dim: int
-) -> tuple[Literal["fp32", "bf16"], str]:
+def choose_precision(precision: str, device: str, head_dim: int) -> tuple[Any, str]:
     """ "auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
     obstacle = bf16_obstacle(device, head_dim) if precision == "auto" else ""
     chosen = precision if precision != "auto" else "fp32" if obstacle else "bf16"
-    return cast(Literal["fp32", "bf16"], chosen), obstacle
+    return chosen, obstacle
 
 
 class Transformer(Module):
@@ -254,6 +257,7 @@ class Transformer(Module):
 
     precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
     moments, the residual stream and all sums in float32. Here fp32 is the default; the commands choose (choose_precision).
+    "fp8", for training: as bf16, and the products of the blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9.
     seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
     recompute: which activations backward recomputes instead of keeping them (activation checkpointing): "none", "attention"
     (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
@@ -272,7 +276,7 @@ class Transformer(Module):
         config: ModelConfig,
         seed: int | None = 0,
         device: str = "cpu",
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
         recompute: Literal["none", "attention", "block"] = "none",
         world: int = 1,
         trainable: bool = True,
@@ -284,25 +288,47 @@ class Transformer(Module):
             self.lm_head = Parameter(
                 (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
             )
-        self._check_precision()
+        self._check_precision(world, trainable)
         if recompute not in ("none", "attention", "block"):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
             )
-        self.arena = self.make_arena(self.device, seed, precision == "bf16", world, trainable)
+        self.arena = self.make_arena(self.device, seed, precision != "fp32", world, trainable)
+        self._renew_fp8()
         self.rotary = RotaryTables(config, self.device)
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
-    def _check_precision(self) -> None:
-        half = self.precision == "bf16"
-        if self.precision not in ("fp32", "bf16") or (half and self.device == "cpu"):
+    def _check_precision(self, world, trainable) -> None:
+        half = self.precision in ("bf16", "fp8")
+        if self.precision not in ("fp32", "bf16", "fp8") or (half and self.device == "cpu"):
             raise UserError(
                 f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, or bf16 on a GPU"
             )
         obstacle = bf16_obstacle(self.device, self.config.head_dim) if half else ""
         if obstacle:
             raise UserError(f"{obstacle}: choose precision fp32")
+        if self.precision != "fp8":
+            return
+        if self.device == "gpu" and not has_fp8():
+            raise UserError(
+                "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose precision bf16"
+            )
+        if not trainable or world > 1:
+            what = "several ranks" if trainable else "adapters (--lora) or for serving"
+            raise UserError(f"precision fp8 is not supported with {what}: choose bf16")
+
+    def _renew_fp8(self) -> None:
+        """In fp8: new scales, for all matrices of the blocks that are there now."""
+        if self.precision == "fp8":
+            blocks = [item for item in self.modules() if item[0].startswith("model.layers.")]
+            found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
+            self.fp8 = Fp8Scales(found, self.device)
+
+    def renew_arena(self, seed: int = 0) -> None:
+        """As Module.renew_arena; in fp8 with new scales."""
+        super().renew_arena(seed)
+        self._renew_fp8()
 
     def __call__(self, ids: Array) -> Tensor:
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
@@ -373,6 +399,11 @@ class Transformer(Module):
             ids = self._check_ids(ids, "ids")
             sequences = self.sequences(*ids.shape)
         self.arena.refresh()
+        if self.fp8 is not None and is_training() and ids.size % TILE:
+            raise UserError(
+                f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {ids.size}: choose another --micro-batch or "
+                "--seq-len"
+            )
         return self.model(self._to_device(ids.reshape(-1)), sequences)
 
     def sequences(self, B: int, T: int) -> Sequences:
@@ -406,7 +437,7 @@ class Transformer(Module):
     @property
     def branch_dtype(self) -> Any:
         """The dtype of everything but the residual stream, if it is another."""
-        return BFLOAT16 if self.precision == "bf16" else None
+        return None if self.precision == "fp32" else BFLOAT16
 
     def _head(self) -> Parameter:
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
@@ -547,7 +578,7 @@ class Transformer(Module):
         cls,
         folder: str | Path,
         device: str = "cpu",
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
         trainable: bool = True,
         world: int = 1,
     ) -> "Transformer":

@@ -33,6 +33,7 @@ from ..kernels.cast import BFLOAT16, cast_into
 from ..kernels.quantize import Quantized
 from ..kernels.runtime.launch import empty
 from . import functional as F
+from .fp8 import Fp8Layer, Fp8Scales
 from .tensor import Tensor, Version
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
@@ -105,9 +106,10 @@ class Parameter(_ArenaTensor):
     requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
     on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (parallel/ddp.py).
     quantized: None, or what stands in place of the weights, which are then no longer there.
+    fp8: None, or what makes the codes of its products in fp8 training (nn/fp8.py).
     """
 
-    __slots__ = ("_quantized", "decay", "half", "on_gradient", "parts", "std")
+    __slots__ = ("_quantized", "decay", "fp8", "half", "on_gradient", "parts", "std")
 
     def __init__(
         self, shape: tuple[int, ...], std: float | None, parts: dict[str, int] | None = None
@@ -125,6 +127,7 @@ class Parameter(_ArenaTensor):
             raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
         self.half: Array | None = None  # in bf16 training: the copy that forward and backward use
         self.on_gradient = None
+        self.fp8: Fp8Layer | None = None
         self._quantized: Quantized | None = None
 
     @property
@@ -311,6 +314,7 @@ class Module:
     tuples and dicts."""
 
     arena: Arena  # of the whole model, in its outermost module
+    fp8: Fp8Scales | None = None  # of a model in fp8 training
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The forward pass. Derived classes define it."""

@@ -106,7 +106,8 @@ class AdamW:
     def apply(self, hyper: Array, factor_1: Array | None = None) -> None:
         """The device's part: no work on the host, so it can be captured in a CUDA graph.
 
-        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in this step.
+        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in this step. In fp8 training
+        also the scales of the next step.
         """
         factor_1 = self._one if factor_1 is None else factor_1
         self.update_owned(hyper[:3], factor_1)
@@ -114,6 +115,8 @@ class AdamW:
             for start, end, first in self.owned_at():
                 e_n = self.ema[first : first + end - start]
                 moving_average(e_n, self.weights(start, end, first), factor_1, hyper[3:])
+        if self.model.fp8 is not None:
+            self.model.fp8.update()
 
     def owned_at(self) -> Iterator[tuple[int, int, int]]:
         """(start, end, first) of each owned slice. first: the index of its start in m, v and ema."""

@@ -65,6 +65,8 @@ class ParallelConfig(TrainConfig):
             raise UserError(
                 f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
             )
+        if self.precision == "fp8":
+            raise UserError("--precision fp8 is not supported with several ranks: choose bf16")
         if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"

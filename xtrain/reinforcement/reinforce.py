@@ -96,6 +96,10 @@ class ReinforceConfig(AdapterConfig):
     def validate(self) -> None:
         """Raises UserError on a value out of range."""
         super().validate()
+        if self.precision == "fp8":
+            raise UserError(
+                "--precision fp8 is not supported here, where log-probabilities are compared: choose bf16"
+            )
         if not (self.init or self.resume):
             raise UserError("there is no model to train: give its folder with --init")
         if not self.data:

@@ -3,6 +3,7 @@
     runs/NAME/checkpoints/step-000200/
         config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
         optimizer.safetensors                                 both AdamW moments of each tensor: m.NAME, v.NAME
+                                                          in fp8 training also fp8.scale (nn/fp8.py)
         ema/                                                  with --ema: the model again, with the average of its weights
         state.json                                            step, position in the data, options of the run
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
@@ -52,7 +53,8 @@ TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer
 class Snapshot:
     """A copy of the state in host memory, which later steps do not change. Another thread may write it.
 
-    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving average.
+    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving average. moments: all of
+    OPTIMIZER.
     wait(): blocks until the copies have arrived.
     """
 
@@ -90,6 +92,8 @@ def snapshot(
         copies(name, array)
         for name, array in (("w", model.arena.weights), ("m", moments.m), ("v", moments.v))
     )
+    fp8 = model.fp8
+    scales = {"fp8.scale": copies("fp8", fp8.scale_S)} if fp8 is not None and fp8.ready else {}
     ema = {} if moments.ema is None else dict(model.views(copies("ema", moments.ema)))
     return Snapshot(
         config=model.config,
@@ -98,7 +102,8 @@ def snapshot(
             f"{letter}.{name}": view
             for letter, array in (("m", m), ("v", v))
             for name, view in model.views(array)
-        },
+        }
+        | scales,
         state={**state, "optimizer_step": moments.t},
         tokenizer=tokenizer,
         wait=copies.event(),
@@ -289,6 +294,11 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
                 raise UserError(
                     f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
                 )
+    scale, fp8 = stored.get("fp8.scale"), model.fp8  # no scale: the checkpoint of another precision
+    if fp8 is not None and scale is not None and scale.shape != fp8.scale_S.shape:
+        raise UserError(
+            f"{path} does not belong to this model (fp8.scale): resume with the options of that run"
+        )
     averaged = saved.folder / EMA
     has_average = optimizer.ema is not None and averaged.is_dir()
     average = huggingface.tensors_for(model, averaged) if has_average else {}
@@ -305,4 +315,6 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
             if has_average:
                 view[...] = average[name].read()
         optimizer.ema[...] = to_device(values, model.device) if is_gpu(optimizer.ema) else values
+    if fp8 is not None and scale is not None:
+        fp8.load(scale.read())
     optimizer.t = saved.state["optimizer_step"]

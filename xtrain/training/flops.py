@@ -11,7 +11,7 @@ from ..nn.lora import frozen_parameters
 from ..nn.model import Transformer
 
 # Operations (a multiply-add counts as two) per multiprocessor and clock, by compute capability. From NVIDIA's architecture
-# white papers.  FP32: on CUDA cores.  BF16: on tensor cores with float32 accumulation, without sparsity.
+# white papers.  FP32: on CUDA cores.  BF16: on tensor cores with float32 accumulation, without sparsity. FP8: twice BF16.
 FP32_OPS = {
     (7, 5): 128,
     (8, 0): 128,
@@ -22,6 +22,7 @@ FP32_OPS = {
     (12, 0): 256,
 }
 BF16_OPS = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+FP8_OPS = {cc: 2 * ops for cc, ops in BF16_OPS.items() if cc >= (8, 9)}
 # CUdevice_attribute numbers
 CAPABILITY_MAJOR, CAPABILITY_MINOR, CLOCK_KHZ, MULTIPROCESSORS = 75, 76, 13, 16
 
@@ -48,6 +49,7 @@ def peak_flops(precision: str) -> float | None:
     """Peak of the current GPU at its highest clock, operations per second; None if the GPU is not in the tables.
 
     An H200 at 1.98 GHz: 67e12 in fp32, 1070e12 in bf16 (its datasheet assumes a lower clock: 989e12).
+    In fp8 that of fp8 products, though attention and the head are bf16.
     GeForce cards accumulate bf16 products in float32 at half the rate given here.
     """
     runtime = cupy().cuda.runtime
@@ -56,5 +58,5 @@ def peak_flops(precision: str) -> float | None:
         runtime.deviceGetAttribute(attribute, device)
         for attribute in (CAPABILITY_MAJOR, CAPABILITY_MINOR, CLOCK_KHZ, MULTIPROCESSORS)
     )
-    ops = (BF16_OPS if precision == "bf16" else FP32_OPS).get((major, minor))
+    ops = {"fp32": FP32_OPS, "bf16": BF16_OPS, "fp8": FP8_OPS}[precision].get((major, minor))
     return ops and float(ops) * multiprocessors * clock_khz * 1e3

@@ -174,7 +174,8 @@ class Loop:
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.skips_in_a_row_read = run.skips_in_a_row_read + 1 if skipped else 0
             run.skipped += skipped is not None
-            numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, step.extra)
+            extra = step.extra | fp8_numbers(step.fp8_counts)
+            numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, extra)
             self.log.step(numbers, timing, now - (n - 1 - i) * seconds)
             if run.skips_in_a_row_read == c.max_skips:
                 raise UserError(
@@ -197,6 +198,13 @@ class Loop:
             "memory_bytes": memory_bytes(run.model.device),
             **run.parallel.timing(speed),
         }
+
+
+def fp8_numbers(counts_2: Any) -> dict[str, float]:
+    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite. Without counts: nothing."""
+    if counts_2 is None:
+        return {}
+    return dict(zip(("fp8_clamped", "fp8_nonfinite"), map(float, to_numpy(counts_2))))
 
 
 # ----------------------------------------------------------------------------- a whole run

@@ -43,6 +43,7 @@ class StepResult:
     grad_norm: Array
     lr: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
+    fp8_counts: Array | None = None  # Fp8Scales.last_counts_2, a copy that is still on the device
 
 
 class Run:
@@ -114,7 +115,9 @@ class Run:
         self.phase_timer.end()
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
-        return StepResult(self.done, loss, norm, self.optimizer.lr)
+        fp8 = self.model.fp8
+        counts = None if fp8 is None else fp8.last_counts_2.copy()
+        return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
     def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
         """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
@@ -155,8 +158,12 @@ class Run:
         self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
         hyper = np.zeros(self.optimizer.hyper_size, np.float32)
         inv_count = np.ones(1, np.float32)
+        fp8 = self.model.fp8
+        ready = fp8 is not None and fp8.ready
         with note_launches() as found:
             self.eagerly(hyper, inv_count, *batch)
+        if fp8 is not None:
+            fp8.ready = ready
         free_cached(self.model.device)
         return found
 

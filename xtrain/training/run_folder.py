@@ -130,7 +130,8 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
         )
     precision = config.precision
     if precision == "auto":
-        precision = "bf16" if saved.state["options"].get("precision") == "bf16" else "fp32"
+        precision = saved.state["options"].get("precision")
+        precision = precision if precision in ("bf16", "fp8") else "fp32"
     return replace(config, init=init, precision=precision)
 
 

@@ -132,7 +132,8 @@ class RunLog:
 
     def _show(self, n, timing):
         mfu = f"  MFU {100 * timing['mfu']:4.1f} %" if timing.get("mfu") else ""
-        extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in n.extra.items())
+        shown = {k: x for k, x in n.extra.items() if x or not k.startswith("fp8_")}  # 0 clamped
+        extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in shown.items())
         text = (
             f"step {n.step}/{self.steps}  loss {n.loss:.4f}  {extra}grad norm {n.grad_norm:.3f}  "
             f"lr {n.lr:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"

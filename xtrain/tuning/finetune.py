@@ -55,6 +55,8 @@ class AdapterConfig(TrainConfig):
             raise UserError("--lora-alpha and --lora-targets need --lora: give its rank")
         if self.lora:
             self.adapters("")
+        if self.lora and self.precision == "fp8":
+            raise UserError("--precision fp8 is not supported with --lora: choose bf16")
 
     def adapters(self, base: str) -> Lora:
         """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""

@@ -425,11 +425,14 @@ def test_kernels_of_the_factories_have_a_cache_key():
 def test_threads_do_not_share_arguments(monkeypatch):
     """Threads launch one kernel: each launch reads the arguments that its own thread has written. All run the code that is kept:
     a graph may refer to it."""
-    started, loaded, used = [], itertools.count(), set()
+    started, loaded, used, second = [], itertools.count(), set(), threading.Event()
 
     def load(*_):
-        time.sleep(1e-2)  # lets the other threads run
-        return next(loaded), None
+        number = next(loaded)
+        if number:
+            second.set()
+        second.wait(10)  # until two threads load at the same time
+        return number, None
 
     def start(function, *rest):
         address = ctypes.c_void_p.from_address(rest[-2]).value  # of the first argument

@@ -1,8 +1,12 @@
-"""Weights of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
+"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
 
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
+    store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes16: 4 words, of 16
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
     codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word as two pairs of bf16. Compute capability 8.0
+    e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
+                                       Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
+    transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
 
 The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a bf16). Every int8 and every
 e4m3 is a bf16, so nothing is rounded here; the scale of the row is applied to the sum.
@@ -24,9 +28,10 @@ import numpy as np
 
 from ...simulator import simulates
 from ..runtime.compiler import float32, int8, uint32
-from .intrinsics import GLOBAL, intrinsic
+from .intrinsics import GLOBAL, instruction, intrinsic
 
-E4M3 = ml_dtypes.float8_e4m3fn
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+NAN_CODE = 0x7F  # that a conversion gives, of both kinds
 
 
 # ----------------------------------------------------------------------------- code generation
@@ -95,7 +100,48 @@ def codes_to_bf16(code, pairs, word, x):
     code.set_registers(pairs, unpack(code, word))
 
 
+# ----------------------------------------------------------------------------- float32 to codes
+def _codes4(kind):
+    """PTX ISA, cvt: the first of two sources becomes the upper byte."""
+    pair = f"cvt.rn.satfinite.{kind}x2.f32"
+    text = f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
+    return instruction(f"{kind}_codes4", text, uint32, *[float32] * 4, pure=True)
+
+
+e4m3_codes4, e5m2_codes4 = _codes4("e4m3"), _codes4("e5m2")
+
+
+@intrinsic()
+def transpose_codes(code, words):
+    """Byte j of word i becomes byte i of word j: first pairs of rows, then pairs of pairs."""
+    a, b, c, d = code.registers(words, 4)
+    first = [_permute(code, x, y, order) for x, y in ((a, b), (c, d)) for order in (0x5140, 0x7362)]
+    low, high = (first[0], first[2]), (first[1], first[3])
+    code.set_registers(
+        words,
+        [_permute(code, *pair, order) for pair in (low, high) for order in (0x5410, 0x7632)],
+    )
+
+
+def _store_codes(name, count):
+    def store(code, x, i, words):
+        values = code.registers(words, count // 4)
+        code.store(code.pointer(x, i), values, GLOBAL, count // 4)
+
+    return intrinsic(name=name)(store)
+
+
+store_codes8, store_codes16 = _store_codes("store_codes8", 8), _store_codes("store_codes16", 16)
+
+
 # ----------------------------------------------------------------------------- the same in the simulator
+def nearest_codes(values: np.ndarray, dtype) -> np.ndarray:
+    """The codes (uint8) of float32 numbers as the hardware's conversion gives them. dtype: E4M3 or E5M2."""
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    codes = np.clip(values, -most, most).astype(dtype).view(np.uint8)
+    return np.where(np.isnan(values), np.uint8(NAN_CODE), codes)
+
+
 def code_values(codes: np.ndarray) -> np.ndarray:
     """The numbers that int8 or e4m3 codes stand for, in float32."""
     return (codes if codes.dtype == np.int8 else codes.view(E4M3)).astype(np.float32)
@@ -128,3 +174,40 @@ def _simulated_pairs(thread, site, pairs, word, x):
     values = code_values(_codes([word], x)).astype(ml_dtypes.bfloat16)
     for j, pair in enumerate(values.view(np.uint32)):
         thread.store(pairs, j, pair, site)
+
+
+def _simulated_codes4(dtype):
+    def simulated(thread, site, *values):
+        codes = nearest_codes(np.array(values, np.float32), dtype)
+        return codes.view(np.uint32)[0]
+
+    return simulated
+
+
+simulates(e4m3_codes4)(_simulated_codes4(E4M3))
+simulates(e5m2_codes4)(_simulated_codes4(E5M2))
+
+
+@simulates(transpose_codes)
+def _simulated_transpose(thread, site, words):
+    rows = np.array([thread.load(words, j, site) for j in range(4)], np.uint32).view(np.uint8)
+    columns = np.ascontiguousarray(rows.reshape(4, 4).T).reshape(-1).view(np.uint32)
+    for j, word in enumerate(columns):
+        thread.store(words, j, word, site)
+
+
+def _simulated_store(count):
+    def simulated(thread, site, x, i, words):
+        if i % count:
+            raise ValueError(
+                f"{site.what}: access to {count} codes at element {i}: the index must be a multiple of {count}"
+            )
+        codes = np.array([thread.load(words, j, site) for j in range(count // 4)], np.uint32)
+        for j, code in enumerate(codes.view(np.uint8)):
+            thread.store(x, i + j, code, site)
+
+    return simulated
+
+
+simulates(store_codes8)(_simulated_store(8))
+simulates(store_codes16)(_simulated_store(16))

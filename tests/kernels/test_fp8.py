@@ -1,0 +1,351 @@
+"""fp8.py and fp8_gemm.py: codes in both orientations, scales, counters and products against NumPy, ml_dtypes and PyTorch."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from checks import GPU, normal, sentinels, to_host, to_kernel, with_planted_bug
+from offline import check_registers, compiled, nvvm, signatures
+
+from xtrain import device
+from xtrain.kernels import fp8 as file
+from xtrain.kernels.fp8 import (
+    BLOCK,
+    DTYPES,
+    INFINITE,
+    LARGEST,
+    LEAST_SCALE,
+    TILE,
+    Operand,
+    Slot,
+    decode,
+    encode_ref,
+    fp8,
+    fp8_swiglu,
+    fp8_swiglu_bwd,
+    scale_factor,
+    update_scales,
+)
+from xtrain.kernels.fp8_gemm import fp8_matmul
+from xtrain.kernels.primitives.codes import nearest_codes
+from xtrain.kernels.swiglu import swiglu_bwd_ref, swiglu_ref
+from xtrain.simulator import KernelError, sim
+
+__all__ = ["nvvm"]
+BF16 = ml_dtypes.bfloat16
+KINDS = list(DTYPES)
+TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+OPS = (fp8, fp8_swiglu, fp8_swiglu_bwd)
+HAS_FP8 = not GPU or int(device.cupy().cuda.Device().compute_capability) >= 89
+pytestmark = pytest.mark.skipif(not HAS_FP8, reason="needs compute capability 8.9")
+
+
+def slot(kind, put=to_kernel, scale=1.0) -> Slot:
+    state = (np.full(1, scale, np.float32), np.zeros(1, np.int32), np.zeros(2, np.int64))
+    return Slot(*map(put, state), kind)
+
+
+def inputs(op, N, K, seed=1, scale=1.0):
+    """Arguments of op for a result (N, K)"""
+    draw = lambda i, width: normal(seed + i, N, width, scale=scale).astype(BF16)
+    if op is fp8:
+        return (draw(0, K),)
+    return (draw(0, 2 * K),) if op is fp8_swiglu else (draw(0, K // 2), draw(1, K))
+
+
+def values(op, *arrays):
+    """The numbers that op encodes, in float32"""
+    wide = [a.astype(np.float32) for a in arrays]
+    return {fp8: lambda x: x, fp8_swiglu: swiglu_ref, fp8_swiglu_bwd: swiglu_bwd_ref}[op](*wide)
+
+
+def numbers(codes, kind):
+    """The numbers of codes; those of NaN may differ in their bits."""
+    return np.asarray(codes).view(DTYPES[kind]).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------- the reference
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearest_codes_against_pytorch(kind):
+    """Ties, subnormal numbers, the largest; beyond it PyTorch has NaN or infinity, the hardware the largest code."""
+    exact = np.arange(256).astype(np.uint8).view(DTYPES[kind]).astype(np.float32)
+    exact = np.unique(exact[np.isfinite(exact)])
+    x = np.concatenate(
+        [
+            exact,
+            (exact[1:] + exact[:-1]) / 2,
+            normal(1, 1000, scale=20.0),
+            normal(2, 1000, scale=1e-4),
+        ]
+    )
+    codes = nearest_codes(x, DTYPES[kind])
+    assert np.array_equal(torch.tensor(x).to(TORCH[kind]).view(torch.uint8).numpy(), codes)
+    far = np.array([1e9, -1e9, np.inf, LARGEST[kind] * 1.05, np.nan], np.float32)
+    most = LARGEST[kind]
+    np.testing.assert_array_equal(
+        numbers(nearest_codes(far, DTYPES[kind]), kind), np.array([most, -most, most, most, np.nan])
+    )
+
+
+def test_the_numbers_of_the_docstring():
+    x = np.zeros((TILE, TILE), BF16)
+    x[0, :3] = 3, -0.4, 7
+    first = fp8(x, slot("e4m3", np.array), current=True)
+    assert first.scale_1[0] == 0.03125
+    assert decode(first.rows)[0, :3].tolist() == [3, -0.40625, 7]
+    known = slot("e4m3", np.array, 0.03125)
+    x[0, :3] = 20, 1, 0
+    assert decode(fp8(x, known).columns)[:3, 0].tolist() == [14, 1, 0]
+    assert known.counts_2.tolist() == [1, 0]
+    assert known.largest_1.view(np.float32)[0] * scale_factor("e4m3") == pytest.approx(
+        0.0893, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind, error", [("e4m3", 1 / 16), ("e5m2", 1 / 8)])
+def test_the_error_is_half_a_step(kind, error):
+    x = normal(1, TILE, TILE).astype(BF16)
+    found, x = fp8(x, slot(kind, np.array), True), x.astype(np.float32)
+    large = np.abs(x) > found.scale_1[0] * 2.0**-6
+    assert (np.abs(decode(found.rows) - x) <= np.abs(x) * error * 1.0001)[large].all()
+
+
+# ----------------------------------------------------------------------------- kernels
+SHAPES = [(TILE, TILE), (2 * TILE, 3 * TILE)] + ([(8192, 1024), (1024, 5632)] if GPU else [])
+
+
+@pytest.mark.parametrize("current", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_the_kernels_have_the_codes_of_the_reference(op, kind, shape, current):
+    N, K = shape if op is not fp8_swiglu_bwd else (shape[0], 2 * shape[1])
+    if not GPU and shape != SHAPES[0] and (op, kind, current) != (fp8, "e4m3", False):
+        pytest.skip("the same tiles again, slowly")
+    arrays = inputs(op, N, K, scale=2.0)
+    at, scale = slot(kind), 0.01 if kind == "e4m3" else 1e-5
+    at.scale_1[...] = scale  # so that some numbers are clamped
+    found = op(*map(to_kernel, arrays), at, current)
+    v = values(op, *arrays)
+    used = to_host(found.scale_1)[0]
+    expected, bits, counts = encode_ref(v, used, kind)
+    codes, columns = to_host(found.codes_NK), to_host(found.codes_KN)
+    assert codes.shape == (N, K) and np.array_equal(codes.T, columns) and found.kind == kind
+    largest = to_host(at.largest_1).view(np.float32)[0]
+    if op is fp8:
+        assert np.array_equal(codes, expected)
+        assert to_host(at.largest_1)[0] == bits and tuple(to_host(at.counts_2)) == counts
+    else:  # the last bit of a value may differ, and with it the code
+        a, b = numbers(codes, kind), numbers(expected, kind)
+        step = np.maximum(np.abs(b), 2.0**-6 if kind == "e4m3" else 2.0**-14) / (
+            4 if kind == "e5m2" else 8
+        )
+        assert (np.abs(a - b) <= step).all() and (codes != expected).mean() < 1e-3
+        assert largest == pytest.approx(np.abs(v).max(), rel=1e-5)
+        assert np.abs(to_host(at.counts_2) - counts).sum() <= counts[0] / 100 + 1
+    if current:
+        assert used == largest * scale_factor(kind) and counts == (0, 0)
+    else:
+        assert used == np.float32(scale) and counts[0] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_infinity_nan_subnormals(kind):
+    x = np.zeros((TILE, TILE), BF16)
+    at = slot(kind)
+    found = fp8(to_kernel(x), at, True)
+    assert not to_host(found.codes_NK).any() and to_host(found.scale_1)[0] == 1
+    assert to_host(at.largest_1)[0] == 0 and not to_host(at.counts_2).any()
+    tiny = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}[kind]
+    x[0, :9] = [np.inf, -np.inf, np.nan, 1e9, -1e9, tiny, tiny / 2, -1.5 * tiny, LARGEST[kind]]
+    x[77, 100] = np.nan
+    found = fp8(to_kernel(x), at)
+    most = LARGEST[kind]
+    expected = [np.nan, np.nan, np.nan, most, -most, tiny, 0, -2 * tiny, most]
+    np.testing.assert_array_equal(numbers(to_host(found.codes_NK)[0, :9].copy(), kind), expected)
+    np.testing.assert_array_equal(numbers(to_host(found.codes_KN)[:9, 0].copy(), kind), expected)
+    assert to_host(at.counts_2).tolist() == [2, 4]
+    assert to_host(at.largest_1)[0] == INFINITE
+    host = slot(kind, np.array)
+    expected = fp8(x, host)
+    np.testing.assert_array_equal(
+        numbers(expected.codes_NK, kind), numbers(to_host(found.codes_NK), kind)
+    )
+    assert host.largest_1[0] == INFINITE and host.counts_2.tolist() == [2, 4]
+
+
+def test_the_largest_of_several_matrices_and_huge_or_tiny_scales():
+    at = slot("e4m3")
+    for factor in (2.0, 5.0, 1.0):
+        x = np.zeros((TILE, TILE), BF16)
+        x[5, 9] = -factor
+        fp8(to_kernel(x), at)
+    assert to_host(at.largest_1).view(np.float32)[0] == 5
+    x = np.full((TILE, TILE), 1e-38, BF16)
+    found = fp8(to_kernel(x), slot("e4m3"), True)
+    assert to_host(found.scale_1)[0] == np.float32(LEAST_SCALE)
+    assert np.isfinite(numbers(to_host(found.codes_NK), "e4m3")).all()
+
+
+def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
+    for op in OPS:
+        arrays = [to_kernel(a) for a in inputs(op, TILE, 2 * TILE)]
+        with sentinels(monkeypatch, pad=64):
+            first = op(*arrays, slot("e4m3"), True)
+        second = op(*arrays, slot("e4m3"), True)
+        for name in ("codes_NK", "codes_KN", "scale_1"):
+            assert np.array_equal(*(to_host(getattr(x, name)) for x in (first, second)))
+
+
+@pytest.mark.parametrize("put", [np.array, to_kernel])
+def test_update_scales(put):
+    S = 300
+    largest = np.abs(normal(1, S)).astype(np.float32)
+    largest[:4] = 0, np.inf, np.nan, 1e-40
+    scale, factor = (
+        np.full(S, 3, np.float32),
+        np.where(np.arange(S) % 3, scale_factor("e4m3"), scale_factor("e5m2")),
+    )
+    state = [
+        scale,
+        largest.view(np.int32),
+        factor.astype(np.float32),
+        np.array([5, 7]),
+        np.array([1, 2]),
+    ]
+    on = [put(x) for x in state]
+    update_scales(*on)
+    found = to_host(on[0])
+    assert found[:3].tolist() == [3, 3, 3] and found[3] == np.float32(LEAST_SCALE)
+    assert np.array_equal(found[4:], (largest * factor)[4:].astype(np.float32))
+    assert not to_host(on[1]).any() and not to_host(on[3]).any()
+    assert to_host(on[4]).tolist() == [5, 7]
+
+
+# ----------------------------------------------------------------------------- products
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("kinds", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
+def test_products(kinds, dtype, accumulate):
+    M, N, K = (48, 80, 112) if not GPU else (384, 272, 1040)
+    operands, exact = [], []
+    for i, (kind, rows) in enumerate(zip(kinds, (M, N))):
+        x = normal(i, rows, K, scale=3.0)
+        scale = np.float32(0.01 * (i + 1))
+        codes = encode_ref(x, scale, kind)[0]
+        exact.append(numbers(codes, kind).astype(np.float64) * scale)
+        operands.append(Operand(to_kernel(codes), to_kernel(np.array([scale])), kind))
+    before = normal(9, M, N).astype(dtype)
+    out = to_kernel(before.copy())
+    assert fp8_matmul(out, *operands, accumulate=accumulate) is out
+    wanted = exact[0] @ exact[1].T + (before.astype(np.float64) if accumulate else 0)
+    error = np.abs(to_host(out).astype(np.float64) - wanted).max() / np.abs(wanted).max()
+    assert error < (2e-5 if dtype == np.float32 else 2.0**-8)
+
+
+def test_the_three_products_of_a_layer():
+    """Their operands are the right way round, and the errors are fp8's."""
+    N, I, O = TILE, 2 * TILE, 3 * TILE  # noqa: E741
+    x, w, dy = (normal(i, *s, mean=0).astype(BF16) for i, s in enumerate(((N, I), (O, I), (N, O))))
+    codes = [fp8(to_kernel(a), slot(k), True) for a, k in ((x, "e4m3"), (w, "e4m3"), (dy, "e5m2"))]
+    xc, wc, dyc = codes
+    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
+    for out, a, b, exact in (
+        ((N, O), xc.rows, wc.rows, x @ w.T),
+        ((N, I), dyc.rows, wc.columns, dy @ w),
+        ((O, I), dyc.columns, xc.columns, dy.T @ x),
+    ):
+        found = to_host(fp8_matmul(to_kernel(np.zeros(out, np.float32)), a, b))
+        assert np.linalg.norm(found - exact) < 0.08 * np.linalg.norm(exact)
+
+
+# ----------------------------------------------------------------------------- bugs and bad input
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@pytest.mark.parametrize(
+    "op, name, old, new",
+    [
+        (fp8, "make_fp8_kernel", "if size < INF:", "if True:"),
+        (fp8, "make_fp8_kernel", "size, scaled = INF, NAN", "size, scaled = INF, INF"),
+        (fp8, "make_fp8_kernel", "largest = block_max(largest, partial)", "cuda.syncthreads()"),
+        (fp8, "make_fp8_kernel", "four[j] = tile[r * WORDS + word]", "four[j] = tile[r * (WORDS - 1) + word]"),
+        (fp8, "make_fp8_kernel", "transpose_codes(four)", ""),
+        (fp8, "make_fp8_kernel", "cuda.atomic.max(largest_1, 0, float_as_int(largest))", "largest_1[0] = float_as_int(largest)"),
+        (fp8, "make_fp8_kernel", "k * N + n0 + piece * 16", "k * N + piece * 16"),
+        (fp8, "make_fp8_kernel", "int64(cuda.blockIdx.x) * TILE", "int64(cuda.blockIdx.y) * TILE"),
+        (fp8_swiglu, "make_fp8_kernel", "v[0, j] = silu * up", "v[0, j] = sig * up"),
+        (fp8_swiglu_bwd, "make_fp8_kernel", "r = p * TILE + piece * 16 + i * 4 + j", "r = piece * 16 + i * 4 + j"),
+        (fp8_swiglu_bwd, "make_fp8_kernel", "+ p * K + k0 + column, words)", "+ k0 + column, words)"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_are_found(op, name, old, new):
+    arrays = inputs(
+        op, 2 * TILE if op is fp8 else TILE, TILE if op is not fp8_swiglu_bwd else 2 * TILE
+    )
+    if op is fp8:
+        arrays[0][3, 5], arrays[0][200, 7], arrays[0][1, 1] = np.nan, np.inf, 1e3
+    limit = 0 if op is fp8 else 1e-3
+
+    def run():
+        at, host = slot("e4m3"), slot("e4m3", np.array)
+        found, expected = op(*map(to_kernel, arrays), at), op(*arrays, host)
+        for a in ("codes_NK", "codes_KN"):
+            pair = [np.asarray(getattr(x, a)) for x in (found, expected)]
+            assert (pair[0] != pair[1]).mean() <= limit
+        assert at.counts_2.tolist() == host.counts_2.tolist()
+        bits = [int(x.largest_1[0]) for x in (at, host)]
+        assert abs(bits[0] - bits[1]) <= (0 if op is fp8 else 8)
+
+    run()
+    with with_planted_bug([file], name, old, new), pytest.raises((KernelError, AssertionError)):
+        run()
+
+
+def test_bad_input():
+    x = np.ones((TILE, TILE), BF16)
+    at = slot("e4m3", np.array)
+    with pytest.raises(ValueError, match="a matrix of 128 x 64, expected multiples of 128 rows"):
+        fp8(x[:, :64].copy(), at)
+    with pytest.raises(ValueError, match="a matrix of 100 x 128, expected multiples of 128 rows"):
+        fp8(x[:100], at)
+    with pytest.raises(TypeError, match="x is float32, expected bfloat16"):
+        fp8(x.astype(np.float32), at)
+    with pytest.raises(ValueError, match=r"gu has shape \(128, 128\), expected \(128, 256\)"):
+        fp8_swiglu_bwd(x, x, at)
+    with pytest.raises(TypeError, match="on one device"):
+        fp8(to_kernel(x), at)
+    a = fp8(x, at).rows
+    out = np.zeros((TILE, TILE), np.float32)
+    with pytest.raises(ValueError, match=r"out has shape \(128, 128\), expected \(64, 128\)"):
+        fp8_matmul(out, a._replace(codes=a.codes[:64]), a)
+    with pytest.raises(ValueError, match="8 x 128 x 128, expected multiples of 16"):
+        fp8_matmul(out[:8], a._replace(codes=a.codes[:8]), a)
+    with pytest.raises(ValueError, match="two matrices of e5m2"):
+        fp8_matmul(out, a._replace(kind="e5m2"), a._replace(kind="e5m2"))
+    with pytest.raises(ValueError, match=r"largest has shape \(2,\), expected \(3\)"):
+        update_scales(
+            *(np.zeros(n, t) for n, t in ((3, "f4"), (2, "i4"), (3, "f4"), (2, "i8"), (2, "i8")))
+        )
+
+
+# ----------------------------------------------------------------------------- without a GPU
+def launch_everything():
+    """Call every launcher of fp8.py once for every kernel that it can choose."""
+    put = lambda a: sim(a)
+    for kind in KINDS:
+        for op in OPS:
+            op(*map(put, inputs(op, TILE, 2 * TILE)), slot(kind, put), True)
+    kinds = (np.float32, np.int32, np.float32, np.int64, np.int64)
+    update_scales(*(put(np.zeros(2, t)) for t in kinds))
+
+
+def test_the_kernels_compile(monkeypatch, nvvm, tmp_path):
+    cards = [(8, 9), (9, 0)]
+    found = signatures(monkeypatch, launch_everything)
+    assert len(found) == 2 * 3 * 2 + 2
+    for kernel, signature in found:
+        ptx = compiled(monkeypatch, kernel, signature, cards, in_registers=cards)
+        if kernel.py_func.__name__ == "fp8_kernel":
+            check_registers(tmp_path, ptx[9, 0], BLOCK, 3, (9, 0))
+        writes = "st.global.v4" in ptx[9, 0]
+        converts = [kind for kind in KINDS if f"cvt.rn.satfinite.{kind}x2.f32" in ptx[9, 0]]
+        assert len(converts) == int(writes), kernel

@@ -1,0 +1,237 @@
+"""Training in fp8: gradients against float32 and against the codes written out in NumPy, accumulation, recompute, resume, errors.
+
+On a GPU the model is on it. Without one it computes with NumPy arrays in bf16, which the references accept (the kernels have
+tests/kernels/test_fp8.py).
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import GPU, normal, to_host
+from runs import assert_same_run, metrics, run
+
+from xtrain import ModelConfig, device
+from xtrain.device import to_device
+from xtrain.errors import UserError
+from xtrain.kernels.fp8 import DTYPES, LARGEST, encode_ref
+from xtrain.nn import functional as F
+from xtrain.nn.autograd import Tensor, inference, no_grad
+from xtrain.nn.fp8 import Fp8Scales
+from xtrain.nn.model import Transformer
+from xtrain.nn.modules import Parameter
+from xtrain.nn.optim import AdamW, clip
+from xtrain.parallel.ddp import ParallelConfig
+from xtrain.training import loop
+from xtrain.training.memory_plan import plan
+from xtrain.tuning.finetune import AdapterConfig
+
+BF16 = ml_dtypes.bfloat16
+HAS_FP8 = not GPU or int(device.cupy().cuda.Device().compute_capability) >= 89
+pytestmark = pytest.mark.skipif(not HAS_FP8, reason="needs compute capability 8.9")
+DEVICE = "gpu" if GPU else "cpu"
+CONFIG = ModelConfig(
+    vocab_size=100, dim=128, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=64, hidden_dim=128, max_seq_len=64, qkv_bias=True,
+    qk_norm=False,
+)  # fmt: skip
+IDS = np.random.default_rng(0).integers(0, 100, (4, 64))
+TARGETS = np.roll(IDS, -1, 1)
+
+
+@pytest.fixture(autouse=True)
+def fp8_on_the_host(monkeypatch):
+    if not GPU:
+        monkeypatch.setattr(Transformer, "_check_precision", lambda *_: None)
+
+
+def train(precision="fp8", steps=3, micro=4, config=CONFIG, **more):
+    """-> the model, losses and gradients of each step"""
+    model = Transformer(config, 0, DEVICE, precision, **more)
+    optimizer, losses, gradients = AdamW(model, 1e-3), [], []
+    for _ in range(steps):
+        model.zero_grad()
+        count = to_device(np.full(1, 1 / TARGETS.size, np.float32), DEVICE)
+        parts = [
+            model.loss(IDS[i : i + micro], TARGETS[i : i + micro], count)
+            for i in range(0, 4, micro)
+        ]
+        for part in parts:  # all forward passes first: a scale must not change under saved codes
+            part.backward()
+        losses.append(sum(float(p) for p in parts))
+        gradients.append({n: to_host(p.grad).copy() for n, p in model.named_parameters()})
+        optimizer.step(clip(model, 1.0)[1])
+    return model, losses, gradients
+
+
+def error(a, b):
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# ----------------------------------------------------------------------------- gradients
+def test_loss_and_gradients_are_near_float32():
+    model, losses, gradients = train()
+    _, exact, expected = train("fp32")
+    assert np.abs(np.array(losses) / exact - 1).max() < 2e-3
+    for step, limit in ((0, 0.2), (1, 0.3)):
+        for name, dx in gradients[step].items():
+            assert 1e-4 < error(dx, expected[step][name]) < limit, (step, name)
+    assert to_host(model.fp8.last_counts_2).tolist() == [0, 0]
+    scales = to_host(model.fp8.scale_S)
+    assert (
+        scales.shape == (3 * 4 * 2,)
+        and (scales != 1).all()
+        and not to_host(model.fp8.largest_S).any()
+    )
+
+
+def test_a_layer_equals_its_codes_in_numpy():
+    """y, dx, dw, db of F.linear from the codes themselves, in the first step and in the second."""
+    w = Parameter((256, 128), 0.02)
+    arrays = (
+        normal(1, 256, 128, mean=0, scale=0.02),
+        normal(2, 128, 128),
+        normal(3, 128, 256, scale=1e-4),
+    )
+    bias = Tensor(to_device(normal(4, 256), DEVICE), requires_grad=True)
+    w.offset, w._data = 0, to_device(arrays[0], DEVICE)
+    w.half = to_device(arrays[0].astype(BF16), DEVICE)
+    scales = Fp8Scales([("w", w)], DEVICE)
+    w_bf16 = arrays[0].astype(BF16)
+    for factor in (1, 2):  # the second step's numbers are twice as large
+        x, dy = ((a * np.float32(factor)).astype(BF16) for a in arrays[1:])
+        matrices = (("e4m3", x, factor), ("e4m3", w_bf16, 1), ("e5m2", dy, factor))
+        decoded = []
+        for kind, a, growth in matrices:  # the scale is that of the step before
+            a = a.astype(np.float32)
+            scale = np.abs(a).max() / np.float32(growth) * np.float32(2 / LARGEST[kind])
+            codes, _, counts = encode_ref(a, scale, kind)
+            assert counts == (0, 0)
+            decoded.append(codes.view(DTYPES[kind]).astype(np.float32) * scale)
+        xd, wd, dyd = decoded
+        input_ = Tensor(to_device(x, DEVICE), requires_grad=True)
+        w.grad_written = bias.grad_written = False
+        y = F.linear(input_, w, None, bias)
+        y.backward(to_device(dy, DEVICE))
+        assert error(to_host(y.data).astype(np.float32), xd @ wd.T + to_host(bias.data)) < 1e-2
+        assert error(to_host(input_.grad).astype(np.float32), dyd @ wd) < 4e-3
+        assert error(to_host(w._grad), dyd.T @ xd) < 1e-5
+        assert error(to_host(bias._grad), dy.astype(np.float32).sum(0)) < 1e-3
+        scales.update()
+        assert scales.ready
+
+
+def test_every_module_and_unfused_forms_use_codes():
+    """add_norm_linear with swiglu and swiglu_linear alone give what the fused branch gives, within bf16."""
+    model = Transformer(CONFIG, 0, DEVICE, "fp8")
+    model.arena.refresh()
+    mlp, norm = model.model.layers[0].mlp, model.model.layers[0].post_attention_layernorm
+    h = Tensor(to_device(normal(1, 128, 128, mean=0), DEVICE), requires_grad=True)
+    weights = norm.weight, mlp.gate_up.weight
+    _, z = F.add_norm_mlp(h, None, *weights, mlp.down_proj.weight, norm.eps)
+    _, y = F.add_norm_linear(h, None, *weights, norm.eps, swiglu=True)
+    _, gu = F.add_norm_linear(h, None, *weights, norm.eps)
+    for other in (F.linear(y, mlp.down_proj.weight), F.swiglu_linear(gu, mlp.down_proj.weight)):
+        assert error(to_host(other.data).astype("f4"), to_host(z.data).astype("f4")) < 0.03
+        assert other.node.function.__name__ == "Fp8Linear"
+    assert z.node.function.__name__ == "Fp8MLP"
+
+
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+def test_recompute_changes_no_bit(recompute):
+    _, losses, gradients = train()
+    _, again, others = train(recompute=recompute)
+    assert losses == again
+    assert all(np.array_equal(a[n], b[n]) for a, b in zip(gradients, others) for n in a)
+
+
+def test_accumulated_gradients_are_those_of_the_batch():
+    """Micro-batches have scales of their own in the first step only."""
+    _, losses, gradients = train(steps=2)
+    _, parts, sums = train(steps=2, micro=2)
+    assert np.allclose(losses, parts, rtol=1e-3)
+    assert all(error(sums[1][n], gradients[1][n]) < 0.15 for n in sums[1])
+
+
+def test_without_backward_the_model_computes_in_bf16():
+    model, _, _ = train(steps=2)
+    half = Transformer(CONFIG, 1, DEVICE, "bf16")
+    for (_, p), (_, q) in zip(model.named_parameters(), half.named_parameters()):
+        q.data = p.data
+    for mode in (no_grad, inference):
+        with mode():
+            assert model.loss(IDS, TARGETS).item() == half.loss(IDS, TARGETS).item()
+    assert not to_host(model.fp8.largest_S).any()
+    assert model.loss(IDS, TARGETS).item() != half.loss(IDS, TARGETS).item()
+
+
+def test_a_step_that_is_not_finite_keeps_the_scales_and_is_counted():
+    model, _, _ = train(steps=2)
+    before = to_host(model.fp8.scale_S).copy()
+    w = model.model.layers[0].mlp.gate_up.weight
+    kept = to_host(w.data).copy()
+    w.data = to_device(np.full_like(kept, np.nan), DEVICE)
+    optimizer = AdamW(model, 1e-3)
+    model.zero_grad()
+    model.loss(IDS, TARGETS).backward()
+    optimizer.step(to_device(np.full(1, np.nan, np.float32), DEVICE))
+    assert to_host(model.fp8.last_counts_2)[1] >= kept.size
+    after = to_host(model.fp8.scale_S)
+    assert np.isfinite(after).all() and after[3 * 2 + 1] == before[3 * 2 + 1]
+    w.data = to_device(kept, DEVICE)
+    assert np.isfinite(model.loss(IDS, TARGETS).item())
+
+
+# ----------------------------------------------------------------------------- runs
+RUN = dict(dim=128, heads=2, head_dim=64, hidden_dim=128, layers=1, seq_len=64, batch=4, steps=6, eval_every=3, sample_every=6)  # fmt: skip
+
+
+def test_resume_is_exact(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    kind = dict(RUN, precision="fp8", save_every=3)
+    whole = run(tmp_path / "a", **kind)
+    run(tmp_path / "b", **kind, stop_at=2)
+    parts = run(tmp_path / "b", **kind, resume=True)
+    assert_same_run(whole, parts)
+    lines = [line for line in metrics(whole) if "loss" in line]
+    assert len(lines) == 6 and all(line["fp8_nonfinite"] == 0 for line in lines)
+    assert all(line["fp8_clamped"] >= 0 for line in lines)
+
+
+def test_a_bf16_run_continues_in_fp8(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    run(tmp_path / "a", **RUN, precision="bf16", stop_at=2)
+    folder = run(tmp_path / "a", **RUN, precision="fp8", resume=True, allow_change=("precision",))
+    lines = [line for line in metrics(folder) if "loss" in line]
+    assert ["fp8_clamped" in line for line in lines] == [False] * 2 + [True] * 4
+
+
+def test_the_memory_plan():
+    shape = CONFIG, 16, 64
+    eight, half = (plan(*shape, precision) for precision in ("fp8", "bf16"))
+    assert eight.peak < 1.5 * half.peak and eight.kinds["bf16 copy of the weights"]
+
+
+def test_numbers_of_a_step():
+    assert loop.fp8_numbers(None) == {}
+    assert loop.fp8_numbers(np.array([3, 0])) == {"fp8_clamped": 3.0, "fp8_nonfinite": 0.0}
+
+
+# ----------------------------------------------------------------------------- errors
+def test_errors(monkeypatch):
+    with pytest.raises(UserError, match="a multiple of 128 tokens in a forward pass, not 64"):
+        Transformer(CONFIG, 0, DEVICE, "fp8").loss(IDS[:1], TARGETS[:1])
+    narrow = ModelConfig(vocab_size=9, dim=96, n_layers=1, n_heads=3, head_dim=32)
+    with pytest.raises(UserError, match=r"multiples of 128, but model\.layers\.0\.self_attn\.qkv"):
+        Transformer(narrow, 0, DEVICE, "fp8")
+    with pytest.raises(UserError, match="--precision fp8 is not supported with several ranks"):
+        ParallelConfig(precision="fp8").validate()
+    with pytest.raises(UserError, match="--precision fp8 is not supported with --lora"):
+        AdapterConfig(precision="fp8", lora=4).validate()
+    monkeypatch.undo()
+    for options, message in (
+        (dict(trainable=False), "not supported with adapters"),
+        (dict(world=2), "not supported with several ranks"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Transformer(CONFIG, 0, "gpu" if GPU else "sim", "fp8", **options)
+    with pytest.raises(UserError, match="precision 'fp8' is not supported on the cpu"):
+        Transformer(CONFIG, 0, "cpu", "fp8")

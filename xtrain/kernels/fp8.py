@@ -1,0 +1,369 @@
+"""Matrices of training as fp8 codes: one byte per number, one float32 scale per matrix.     x: (N, K)   codes: (N, K), (K, N)
+
+    x ~ codes x scale        code = round(x / scale), to the nearest e4m3 or e5m2        scale = 2 max|x| / Q
+
+e4m3 (Q = 448, steps of 1/8 to 1/16 of a number, normal numbers from 2^-6 on) is for activations and weights, e5m2 (Q = 57344,
+steps of 1/4 to 1/8, normal from 2^-14) for gradients, whose sizes differ more. quantize.py says what the bits of an e4m3 mean; an
+e5m2 is the upper byte of a float16. Numbers above scale x Q become the largest code, and are counted; infinity and NaN become
+NaN, and are counted, so that the loss or the gradient norm shows them.
+
+Both orientations. The products of a linear layer y = x w^T are x w^T, dy w and dy^T x. Hopper's fp8 instructions want both
+operands with the summed axis contiguous: rows of x and w, then rows of dy and of w^T, then rows of dy^T and x^T. So every
+matrix is needed as codes and as transposed codes, and one kernel writes both while it reads the matrix once.
+
+The scale comes before the numbers. A kernel that writes codes cannot know the largest number that it will meet. So each
+matrix takes the scale of the step before, with a factor 2 for its growth, and each step notes the largest for the next: an
+integer maximum of float bits, which does not depend on the order. ("Delayed scaling" in NVIDIA's Transformer Engine.)
+Without a step before (`current`), a first pass takes the maximum; the result is as if the scale had been known.
+
+Fusion. A matrix that only products read is never written in bf16: the kernel computes the values itself from what it reads.
+
+    source      reads                values                                       bytes of bf16 and of codes, read and written
+    array       x (N, K)             x                                            2 + 2 per number
+    swiglu      gate, up (N, 2F)     y = silu(gate) up  (N, F)                    4 + 2 per number of y
+    swiglu_bwd  dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py          3 + 2 per number of d(gate, up)
+
+    numbers, by hand   x = (3, -0.4, 7), the largest of the step before was 7: scale = 14 / 448 = 0.03125
+                       x / scale = (96, -12.8, 224), codes of e4m3 (96, -13, 224), so x' = (3, -0.40625, 7)
+                       the next step's x = (20, 1): 20 / 0.03125 = 640 > 448 is clamped to 14 and counted; the scale after it
+                       is 40 / 448 = 0.0893
+
+A block owns a tile of 128 x 128. A thread reads 8 neighbouring numbers (16 bytes), writes 8 codes, and puts the same 8 bytes
+in shared memory, in rows of 33 words: then 4 x 4 bytes at a time are transposed in registers, and a thread writes 16 bytes of
+each of 4 columns. 4 lanes cover 64 neighbouring bytes of a column.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import Array
+from .primitives.codes import (
+    E4M3,
+    E5M2,
+    e4m3_codes4,
+    e5m2_codes4,
+    nearest_codes,
+    store_codes8,
+    store_codes16,
+    transpose_codes,
+)
+from .primitives.ptx import device, kernel
+from .primitives.reduce import MAX_WARPS, block_max
+from .primitives.words import load_words8, unpack8
+from .runtime.compiler import cuda, float32, float_as_int, int32, int64, int_as_float, uint32
+from .runtime.cost import declare_cost
+from .runtime.launch import check, check_array, empty, launch, on_host, wide
+from .swiglu import sigmoid, swiglu_bwd_ref, swiglu_ref
+
+DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+ROOM = 2.0  # scale Q / the largest number of the step before
+LEAST_SCALE = 2.0**-126  # so that 1 / scale is finite
+TILE = 128  # rows and columns
+BLOCK = 256
+EACH = 8  # numbers of a thread in a row: one 16-byte access
+PAIRS = EACH // 2  # words of 8 bf16
+ROWS = BLOCK // (TILE // EACH)  # that the block reads at a time
+STEPS = TILE // ROWS
+WORDS = (
+    TILE // 4 + 1
+)  # of a row in shared memory: one more, so that neighbouring rows begin in neighbouring banks
+INFINITE = 0x7F800000  # bits of infinity; NaN has more, a number fewer
+INF, NAN = float32(math.inf), float32(math.nan)
+
+
+class Operand(NamedTuple):
+    """A matrix of a product: codes (R, K) uint8, the summed axis last; value = code scale_1[0]. kind: "e4m3" or "e5m2"."""
+
+    codes: Array
+    scale_1: Array
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8:
+    """A matrix (N, K) as codes in both orientations. scale_1: (1,) float32, on the device."""
+
+    codes_NK: Array
+    codes_KN: Array
+    scale_1: Array
+    kind: str
+
+    @property
+    def rows(self) -> Operand:
+        """The matrix, for products that sum over its columns."""
+        return Operand(self.codes_NK, self.scale_1, self.kind)
+
+    @property
+    def columns(self) -> Operand:
+        """Its transpose, for products that sum over its rows."""
+        return Operand(self.codes_KN, self.scale_1, self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """What is known of a matrix from step to step, on the device.
+
+    scale_1: float32.  largest_1: int32, the bits of the largest |x| since the last update; 0: none.
+    counts_2: int64, how many numbers were clamped and how many were not finite since then; shared by all matrices of a model.
+    """
+
+    scale_1: Array
+    largest_1: Array
+    counts_2: Array
+    kind: str
+
+
+# ----------------------------------------------------------------------------- reference
+def encode_ref(x, scale, kind):
+    """x float32 -> codes uint8, the bits of max|x| as int32, (number of clamped, of not finite)"""
+    size = np.abs(x)
+    finite = size < np.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = x * (np.float32(1) / np.float32(scale))
+    clamped = finite & (np.abs(scaled) > LARGEST[kind])
+    codes = nearest_codes(np.where(finite, scaled, np.float32(np.nan)), DTYPES[kind])
+    largest = np.where(finite, size, np.float32(np.inf)).max(initial=0).astype(np.float32)
+    return codes, largest.view(np.int32), (int(clamped.sum()), int((~finite).sum()))
+
+
+def next_scale_ref(largest_S, scale_S, factor_S):
+    """-> the scales of the next step. largest: bits of the largest, int32; without a finite one above 0 the scale stays."""
+    known = (largest_S > 0) & (largest_S < INFINITE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.maximum(largest_S.view(np.float32) * factor_S, np.float32(LEAST_SCALE))
+    return np.where(known, scale, scale_S).astype(np.float32)
+
+
+def decode(x: Operand) -> np.ndarray:
+    """-> the numbers (R, K) float32 that a matrix on the host, or in the simulator, stands for"""
+    codes = np.asarray(x.codes).view(DTYPES[x.kind]).astype(np.float32)
+    return codes * np.asarray(x.scale_1)[0]
+
+
+# ----------------------------------------------------------------------------- kernels
+@functools.cache
+def make_fp8_kernel(source: str, kind: str, write: bool):
+    """-> the kernel for these values. write False: it only takes the maximum."""
+    INPUTS = {"array": 1, "swiglu": 2, "swiglu_bwd": 3}[source]
+    PARTS = 2 if source == "swiglu_bwd" else 1  # tiles that a block writes
+    AHEAD = 4 if INPUTS == 1 else 2  # rows that a thread loads before it uses the first
+    codes4 = e4m3_codes4 if kind == "e4m3" else e5m2_codes4
+    Q, SHARED = LARGEST[kind], PARTS * TILE * WORDS
+
+    @kernel(BLOCK)
+    def fp8_kernel(codes, columns, a, b, scale_1, largest_1, counts_2, N, K):
+        """Grid (K / TILE, N / TILE), block BLOCK. All arrays are flat.
+
+        array: a = x (N K).  swiglu: a = gate and up (N 2K).  swiglu_bwd: a the same, b = dy (N K).
+        codes: (N K), columns: (K N); of swiglu_bwd (N 2K) and (2K N), gate first.
+        """
+        tile = cuda.shared.array(SHARED, uint32)
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        first_W = cuda.local.array((AHEAD, PAIRS), uint32)
+        second_W = cuda.local.array((AHEAD, PAIRS), uint32)
+        third_W = cuda.local.array((AHEAD, PAIRS), uint32)
+        v = cuda.local.array((2, EACH), float32)
+        d = cuda.local.array(EACH, float32)
+        words = cuda.local.array(2, uint32)
+        four = cuda.local.array(4, uint32)
+        out = cuda.local.array((4, 4), uint32)
+        tid = cuda.threadIdx.x
+        column, row = tid % (TILE // EACH) * EACH, tid // (TILE // EACH)
+        n0, k0 = int64(cuda.blockIdx.y) * TILE, int64(cuda.blockIdx.x) * TILE
+        inverse = float32(1.0) / scale_1[0]
+        largest, clamped, bad = float32(0.0), int32(0), int32(0)
+        width = K if INPUTS == 1 else 2 * K
+        for s in range(0, STEPS, AHEAD):
+            for i in range(AHEAD):
+                n = n0 + (s + i) * ROWS + row
+                load_words8(first_W[i], a, n * width + k0 + column)
+                if INPUTS > 1:
+                    load_words8(second_W[i], a, n * width + K + k0 + column)
+                if INPUTS > 2:
+                    load_words8(third_W[i], b, n * K + k0 + column)
+            cuda.syncwarp()  # keeps the compiler from moving the loads behind the arithmetic
+            for i in range(AHEAD):
+                r = (s + i) * ROWS + row
+                unpack8(v[0], first_W[i], a)
+                if INPUTS > 1:
+                    unpack8(v[1], second_W[i], a)
+                    if INPUTS > 2:
+                        unpack8(d, third_W[i], b)
+                    for j in range(EACH):
+                        gate, up = v[0, j], v[1, j]
+                        sig = sigmoid(gate)
+                        silu = gate * sig
+                        if INPUTS == 2:
+                            v[0, j] = silu * up
+                        else:
+                            v[0, j] = d[j] * up * (sig + silu * (float32(1.0) - sig))
+                            v[1, j] = d[j] * silu
+                for p in range(PARTS):
+                    for j in range(EACH):
+                        size, scaled = abs(v[p, j]), v[p, j] * inverse
+                        if size < INF:
+                            clamped += int32(abs(scaled) > float32(Q))
+                        else:
+                            size, scaled = INF, NAN
+                            bad += int32(1)
+                        largest = size if size > largest else largest
+                        v[p, j] = scaled
+                    if write:
+                        for j in range(2):
+                            words[j] = codes4(
+                                v[p, 4 * j], v[p, 4 * j + 1], v[p, 4 * j + 2], v[p, 4 * j + 3]
+                            )
+                            tile[(p * TILE + r) * WORDS + column // 4 + j] = words[j]
+                        store_codes8(codes, (n0 + r) * (PARTS * K) + p * K + k0 + column, words)
+        largest = block_max(largest, partial)
+        if tid == 0:
+            cuda.atomic.max(largest_1, 0, float_as_int(largest))
+        if write:
+            if clamped:
+                cuda.atomic.add(counts_2, 0, int64(clamped))
+            if bad:
+                cuda.atomic.add(counts_2, 1, int64(bad))
+            lane, warp = tid % 32, tid // 32
+            piece, word = lane % 4 + warp % 2 * 4, lane // 4 + warp // 2 * 8  # 16 rows, 4 columns
+            for p in range(PARTS):
+                for i in range(4):
+                    for j in range(4):
+                        r = p * TILE + piece * 16 + i * 4 + j
+                        four[j] = tile[r * WORDS + word]
+                    transpose_codes(four)
+                    for j in range(4):
+                        out[j, i] = four[j]
+                for j in range(4):
+                    k = p * K + k0 + word * 4 + j
+                    store_codes16(columns, k * N + n0 + piece * 16, out[j])
+
+    def nbytes(codes, columns, a, b, *_):
+        read = a.nbytes + (b.nbytes if INPUTS > 2 else 0)
+        return read + (codes.nbytes + columns.nbytes if write else 0)
+
+    declare_cost(fp8_kernel, nbytes=nbytes)
+    return fp8_kernel
+
+
+@device
+def next_scale(bits, scale, factor):
+    """bits: of the largest number. -> the next scale; without a finite one above 0 the scale stays."""
+    if int32(0) < bits < int32(INFINITE):
+        scale = int_as_float(bits) * factor
+        scale = scale if scale > float32(LEAST_SCALE) else float32(LEAST_SCALE)
+    return scale
+
+
+@cuda.jit
+def first_scale_kernel(new_1, scale_1, largest_1, factor):
+    """Grid 1, block 1. new_1 = the scale for the largest so far."""
+    new_1[0] = next_scale(largest_1[0], scale_1[0], factor)
+
+
+@kernel(BLOCK)
+def update_scales_kernel(scale_S, largest_S, factor_S, counts_2, last_2):
+    """Grid ceil(S / BLOCK), block BLOCK. One thread per matrix."""
+    s = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+    if s < scale_S.size:
+        scale_S[s] = next_scale(largest_S[s], scale_S[s], factor_S[s])
+        largest_S[s] = 0
+    if s < 2:
+        last_2[s] = counts_2[s]
+        counts_2[s] = 0
+
+
+# ----------------------------------------------------------------------------- launchers
+def scale_factor(kind: str) -> np.float32:
+    """scale / largest"""
+    return np.float32(ROOM / LARGEST[kind])
+
+
+def fp8(x_NK: Array, slot: Slot, current: bool = False) -> Fp8:
+    """x (N, K) bf16 -> its codes, by the slot's scale; `current`: by the scale for x itself. N and K: multiples of TILE.
+
+    Notes the largest |x| in the slot, and counts. Raises ValueError or TypeError for other shapes or dtypes.
+    """
+    check_array("fp8", "x", x_NK, (None, None), ("bfloat16",))
+    return _make("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK)
+
+
+def fp8_swiglu(gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
+    """gu (N, 2F) bf16, gate before up -> the codes of silu(gate) up (N, F). As fp8."""
+    check_array("fp8 swiglu", "gu", gu_N2F, (None, None), ("bfloat16",))
+    N, F2 = gu_N2F.shape
+    return _make("swiglu", (N, F2 // 2), F2 // 2, slot, current, gu_N2F)
+
+
+def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
+    """dy (N, F), gu (N, 2F) bf16 -> the codes of d(gate, up) (N, 2F). As fp8."""
+    check_array("fp8 swiglu backward", "dy", dy_NF, (None, None), ("bfloat16",))
+    N, F = dy_NF.shape
+    check_array("fp8 swiglu backward", "gu", gu_N2F, (N, 2 * F), ("bfloat16",))
+    return _make("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
+
+
+def _make(source, shape, width, slot, current, a, b=None):
+    """width: columns of the grid's tiles"""
+    (N, K), kind = shape, slot.kind
+    check(
+        N % TILE == 0 and width % TILE == 0,
+        f"fp8: a matrix of {N} x {width}, expected multiples of {TILE} rows and columns",
+    )
+    b = a if b is None else b
+    scale_1, state = slot.scale_1, (slot.largest_1, slot.counts_2)
+    codes_NK, codes_KN = empty(a, (N, K), np.uint8), empty(a, (K, N), np.uint8)
+    if on_host(a, b, scale_1, *state):
+        return _on_host(codes_NK, codes_KN, source, slot, current, a, b)
+    grid = width // TILE, N // TILE
+    flat = [x.reshape(-1) for x in (codes_NK, codes_KN, a, b)]
+    if current:
+        measure, scale_1 = make_fp8_kernel(source, kind, False), empty(a, 1, np.float32)
+        launch(measure, grid, BLOCK, *flat, slot.scale_1, *state, N, width)
+        launch(first_scale_kernel, 1, 1, scale_1, slot.scale_1, slot.largest_1, scale_factor(kind))
+    launch(make_fp8_kernel(source, kind, True), grid, BLOCK, *flat, scale_1, *state, N, width)
+    return Fp8(codes_NK, codes_KN, scale_1, kind)
+
+
+def _on_host(codes_NK, codes_KN, source, slot, current, a, b):
+    x, scale_1 = wide(a), slot.scale_1
+    if source != "array":
+        x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
+    _, bits, _ = encode_ref(x, scale_1[0], slot.kind)
+    slot.largest_1[0] = max(slot.largest_1[0], bits)
+    if current:
+        scale_1 = next_scale_ref(slot.largest_1, scale_1, scale_factor(slot.kind))
+    codes_NK[...], _, counts = encode_ref(x, scale_1[0], slot.kind)
+    codes_KN[...] = codes_NK.T
+    slot.counts_2[...] += np.array(counts)
+    return Fp8(codes_NK, codes_KN, scale_1, slot.kind)
+
+
+def update_scales(
+    scale_S: Array, largest_S: Array, factor_S: Array, counts_2: Array, last_2: Array
+) -> None:
+    """At the end of a step: the next scale of every matrix; last = counts; largest and counts = 0.
+
+    A matrix whose largest was 0 or not finite keeps its scale. scale, factor float32, largest int32, counts, last int64.
+    """
+    S = scale_S.size
+    for name, x, shape, dtype in (
+        ("scale", scale_S, (None,), "float32"), ("largest", largest_S, (S,), "int32"),
+        ("factor", factor_S, (S,), "float32"), ("counts", counts_2, (2,), "int64"), ("last", last_2, (2,), "int64"),
+    ):  # fmt: skip
+        check_array("update_scales", name, x, shape, (dtype,))
+    if on_host(scale_S, largest_S, factor_S, counts_2, last_2):
+        scale_S[...] = next_scale_ref(largest_S, scale_S, factor_S)
+        last_2[...] = counts_2
+        largest_S[...], counts_2[...] = 0, 0
+        return
+    arrays: tuple[Any, ...] = (scale_S, largest_S, factor_S, counts_2, last_2)
+    launch(update_scales_kernel, -(-max(S, 2) // BLOCK), BLOCK, *arrays)
