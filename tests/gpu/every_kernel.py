@@ -168,13 +168,13 @@ def fp8_codes():
     """Codes of bf16 matrices in both orientations, and of SwiGLU; their scales; products. Compute capability 8.9"""
     if int(cp.cuda.Device().compute_capability) < 89:
         return
-    scales, counts = cp.ones(3, np.float32), cp.zeros(2, np.int64)
-    largest = cp.zeros(3, np.int32)
+    scales, counts = cp.ones(8, np.float32), cp.zeros(2, np.int64)
+    largest = cp.zeros(8, np.int32)
     for kind, (N, K), current in itertools.product(FP8_KINDS, ((128, 128), (384, 256)), (True, False)):  # fmt: skip
         at = Slot(scales[:1], largest[:1], counts, kind)
         x, gu = draw(N, K, dtype=BFLOAT16), draw(N, 2 * K, dtype=BFLOAT16)
         x[0, 0], x[N - 1, K - 1] = np.inf, 1e30
-        y, w = fp8(x, at, current), fp8_swiglu(gu, Slot(scales[1:2], largest[1:2], counts, "e4m3"))
+        y, w = fp8(x, at, current), fp8_swiglu(gu, Slot(scales[4:5], largest[4:5], counts, "e4m3"))
         fp8_swiglu_bwd(x, gu, at, current)
         fp8_matmul(draw(N, N), y.rows, w.rows)
         fp8_matmul(draw(K, K, dtype=BFLOAT16), y.columns, w.columns, accumulate=True)

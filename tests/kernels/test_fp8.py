@@ -240,7 +240,8 @@ def test_products(kinds, dtype, accumulate):
     assert fp8_matmul(out, *operands, accumulate=accumulate) is out
     wanted = exact[0] @ exact[1].T + (before.astype(np.float64) if accumulate else 0)
     error = np.abs(to_host(out).astype(np.float64) - wanted).max() / np.abs(wanted).max()
-    assert error < (2e-5 if dtype == np.float32 else 2.0**-8)
+    # Hopper's tensor cores add fp8 products with about 14 bits: 3.4e-4 of the largest sum was measured on an H100
+    assert error < (1e-3 if GPU else 2e-5) + (0 if dtype == np.float32 else 2.0**-8)
 
 
 def test_the_three_products_of_a_layer():

@@ -16,7 +16,7 @@ from xtrain.errors import UserError
 from xtrain.kernels.fp8 import DTYPES, LARGEST, encode_ref
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor, inference, no_grad
-from xtrain.nn.fp8 import Fp8Scales
+from xtrain.nn.fp8 import SPACING, Fp8Scales
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import Parameter
 from xtrain.nn.optim import AdamW, clip
@@ -76,11 +76,8 @@ def test_loss_and_gradients_are_near_float32():
             assert 1e-4 < error(dx, expected[step][name]) < limit, (step, name)
     assert to_host(model.fp8.last_counts_2).tolist() == [0, 0]
     scales = to_host(model.fp8.scale_S)
-    assert (
-        scales.shape == (3 * 4 * 2,)
-        and (scales != 1).all()
-        and not to_host(model.fp8.largest_S).any()
-    )
+    assert scales.shape == (3 * 4 * 2 * SPACING,) and not to_host(model.fp8.largest_S).any()
+    assert (scales[::SPACING] != 1).all() and (scales.reshape(-1, SPACING)[:, 1:] == 1).all()
 
 
 def test_a_layer_equals_its_codes_in_numpy():
@@ -113,7 +110,8 @@ def test_a_layer_equals_its_codes_in_numpy():
         y.backward(to_device(dy, DEVICE))
         assert error(to_host(y.data).astype(np.float32), xd @ wd.T + to_host(bias.data)) < 1e-2
         assert error(to_host(input_.grad).astype(np.float32), dyd @ wd) < 4e-3
-        assert error(to_host(w._grad), dyd.T @ xd) < 1e-5
+        # Hopper's tensor cores add fp8 products with about 14 bits
+        assert error(to_host(w._grad), dyd.T @ xd) < (1e-3 if GPU else 1e-5)
         assert error(to_host(bias._grad), dy.astype(np.float32).sum(0)) < 1e-3
         scales.update()
         assert scales.ready
@@ -175,7 +173,7 @@ def test_a_step_that_is_not_finite_keeps_the_scales_and_is_counted():
     optimizer.step(to_device(np.full(1, np.nan, np.float32), DEVICE))
     assert to_host(model.fp8.last_counts_2)[1] >= kept.size
     after = to_host(model.fp8.scale_S)
-    assert np.isfinite(after).all() and after[3 * 2 + 1] == before[3 * 2 + 1]
+    assert np.isfinite(after).all() and after[SPACING * 7] == before[SPACING * 7]
     w.data = to_device(kept, DEVICE)
     assert np.isfinite(model.loss(IDS, TARGETS).item())
 

@@ -122,6 +122,12 @@ class Slot:
     kind: str
 
 
+def check_type(op: str, x: Any, kind: type) -> None:
+    """Raises TypeError if x is not of this type."""
+    if not isinstance(x, kind):
+        raise TypeError(f"{op}: expected {kind.__name__}, got {type(x).__name__}")
+
+
 # ----------------------------------------------------------------------------- reference
 def encode_ref(x, scale, kind):
     """x float32 -> codes uint8, the bits of max|x| as int32, (number of clamped, of not finite)"""
@@ -144,7 +150,8 @@ def next_scale_ref(largest_S, scale_S, factor_S):
 
 
 def decode(x: Operand) -> np.ndarray:
-    """-> the numbers (R, K) float32 that a matrix on the host, or in the simulator, stands for"""
+    """-> the numbers (R, K) float32 that a matrix on the host, or in the simulator, stands for. Raises TypeError."""
+    check_type("fp8", x, Operand)
     codes = np.asarray(x.codes).view(DTYPES[x.kind]).astype(np.float32)
     return codes * np.asarray(x.scale_1)[0]
 
@@ -313,6 +320,7 @@ def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = Fals
 
 def _make(source, shape, width, slot, current, a, b=None):
     """width: columns of the grid's tiles"""
+    check_type("fp8", slot, Slot)
     (N, K), kind = shape, slot.kind
     check(
         N % TILE == 0 and width % TILE == 0,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, cupy
-from .fp8 import Operand, decode
+from .fp8 import Operand, check_type, decode
 from .gemm import TYPES, WORKSPACE, _handle, workspace_bytes
 from .runtime.cost import product_cost
 from .runtime.launch import (
@@ -35,7 +35,7 @@ from .runtime.launch import (
     wide,
 )
 
-ALIGNED = 16  # M, N and K are multiples of it
+ALIGNED = 16  # M, N, K and the addresses of scales are multiples of it
 FP8_TYPES = {"e4m3": 28, "e5m2": 29}  # cudaDataType
 COMPUTE_32F, REAL_32F = 68, 0
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -49,6 +49,8 @@ def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) 
 
     M, N, K: multiples of 16. At most one operand is e5m2: no GPU multiplies two. Raises ValueError or TypeError.
     """
+    for x in (a, b):
+        check_type("fp8_matmul", x, Operand)
     check_array("fp8_matmul", "a", a.codes, (None, None), ("uint8",))
     (M, K), N = a.codes.shape, b.codes.shape[0]
     check_array("fp8_matmul", "b", b.codes, (None, K), ("uint8",))
@@ -67,6 +69,10 @@ def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) 
     on_host(
         out_MN, a.codes, b.codes, a.scale_1, b.scale_1
     )  # raises TypeError for a mixture of devices
+    check(
+        all(x.scale_1.data.ptr % ALIGNED == 0 for x in (a, b)),
+        f"fp8_matmul: the address of a scale is not a multiple of {ALIGNED} bytes, which cuBLASLt needs",
+    )
     if launch_observers:
         cost = functools.partial(product_cost, out_MN, a.codes, b.codes)
         event = LaunchEvent(f"product {M} x {N} x {K} fp8", True, cost)

@@ -30,8 +30,7 @@ from .tensor import Tensor, ops
 
 
 class _Recording(threading.local):
-    """Are ops recorded? May they use the kernels of inference? Does backward run them again, recorded? Each thread has its own
-    answers."""
+    """Are ops recorded? May they use the kernels of inference? Does backward run them again? Each thread has its own answers."""
 
     on, inference, again = True, False, False
 
@@ -41,13 +40,17 @@ _clock = itertools.count()
 
 
 @contextlib.contextmanager
-def recording(on: bool) -> Iterator[None]:
-    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside."""
-    before, _recording.on = _recording.on, on
+def recording(on: bool, again: bool = False) -> Iterator[None]:
+    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside.
+
+    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will then.
+    """
+    before = _recording.on, _recording.again
+    _recording.on, _recording.again = on, again
     try:
         yield
     finally:
-        _recording.on = before
+        _recording.on, _recording.again = before
 
 
 @contextlib.contextmanager
@@ -74,19 +77,8 @@ def is_inference() -> bool:
     return _recording.inference and not _recording.on
 
 
-@contextlib.contextmanager
-def recorded_again() -> Iterator[None]:
-    """no_grad for ops that backward runs again, recorded (recompute.py): they must compute as they do there."""
-    before, _recording.again = _recording.again, True
-    try:
-        with recording(False):
-            yield
-    finally:
-        _recording.again = before
-
-
 def is_training() -> bool:
-    """True where ops are recorded, and inside `recorded_again`: a backward follows."""
+    """True where a backward follows: ops are recorded, or will be when it runs them again."""
     return _recording.on or _recording.again
 
 

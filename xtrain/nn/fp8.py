@@ -42,13 +42,16 @@ from .autograd import Context, Function, is_training
 from .tensor import Tensor
 
 KINDS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # the matrices of a layer
+SPACING = (
+    4  # floats from one scale to the next: cuBLASLt reads scales at multiples of 16 bytes only
+)
 
 
 class Fp8Scales:
     """The scales of all matrices of a model's fp8 products, on the device, for the whole life of the model.
 
-    scale_S: float32, three per layer (KINDS).  last_counts_2: of the last step, how many numbers were clamped and how many were
-    not finite, int64.  ready: are there scales of a step before?
+    scale_S: float32, three per layer (KINDS), SPACING apart.  last_counts_2: of the last step, how many numbers were clamped and
+    how many were not finite, int64.  ready: are there scales of a step before?
     """
 
     def __init__(self, weights: list[tuple[str, Any]], device: str):
@@ -60,7 +63,7 @@ class Fp8Scales:
                     f"precision fp8 needs matrices whose rows and columns are multiples of {TILE}, but {name} is {rows} x {columns}: "
                     "choose such widths, or precision bf16"
                 )
-        kinds = [*KINDS.values()] * len(weights)
+        kinds = [kind for kind in KINDS.values() for _ in range(SPACING)] * len(weights)
         put = lambda x: to_device(x, device)
         self.scale_S: Array = put(np.ones(len(kinds), np.float32))
         self.largest_S = put(np.zeros(len(kinds), np.int32))
@@ -71,7 +74,7 @@ class Fp8Scales:
             w.fp8 = Fp8Layer(self, [self._slot(3 * i + j) for j in range(3)])
 
     def _slot(self, s):
-        views = (x[s : s + 1] for x in (self.scale_S, self.largest_S))
+        views = (x[SPACING * s : SPACING * s + 1] for x in (self.scale_S, self.largest_S))
         return Slot(*views, self.counts_2, [*KINDS.values()][s % 3])
 
     def update(self) -> None:

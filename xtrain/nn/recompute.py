@@ -24,7 +24,7 @@ from typing import Any
 
 from ..device import Array
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
-from .autograd import Function, recorded_again, recording
+from .autograd import Function, recording
 from .tensor import Tensor
 
 
@@ -45,7 +45,7 @@ class Recompute(Function):
     @staticmethod
     def forward(ctx, f, *arrays):
         ctx.save(f, is_batch_invariant(), *arrays)
-        with recorded_again():
+        with recording(False, again=True):
             out = f(*map(Tensor, arrays))
         return tuple(y.data for y in out) if isinstance(out, tuple) else out.data
 
