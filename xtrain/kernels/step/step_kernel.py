@@ -14,8 +14,8 @@
 A layer of a small model takes a few microseconds, and as much time again passes at the boundaries of its five kernels: the last
 blocks finish, memory is flushed, new blocks start, and only then the next loads are issued. Here the blocks stay. Each computes
 its tasks one after the other (step_tasks.py has the table and the reason why there is no deadlock) and waits at counters in
-global memory. Memory is not idle meanwhile: before a block begins a task it prefetches the weights of its next one into the L2
-cache, and before it waits it has issued the loads of the first weights of this one, or has prefetched the keys.
+global memory. Before it waits it has issued the loads of its first weights, or has prefetched them and the keys, so memory is not
+idle while it waits. (To prefetch the weights of the next task as well, into the L2 cache, changed nothing on an H100.)
 
 Order in memory: a block's threads write, meet at a barrier, and thread 0 adds to the counter with release semantics
 (`arrive`). Thread 0 of another block observes the sum with an acquiring load, and a barrier hands that on to its threads
@@ -231,47 +231,6 @@ def make_tensor_task(N, K, F, variant, config):
     return multiply
 
 
-def make_prefetch(shape):
-    """-> prefetch_task(weights, offsets, tasks, row): the block prefetches the first weights of the task in this row into the L2
-    cache, if it is a product"""
-    C, F, Q, BLOCK = shape.C, shape.F, shape.H * shape.D, shape.block
-    P, V, UNIT, LINE = (
-        shape.P,
-        shape.V,
-        shape.unit,
-        64 if shape.half else 32,
-    )  # numbers in 128 bytes
-
-    @device
-    def prefetch_tiles(weights, start, share, shares, rows, K):
-        end = share + PREFETCHED * shares
-        for tile in range(share, end if end * UNIT < rows else (rows + UNIT - 1) // UNIT, shares):
-            first = tile * UNIT
-            count = (UNIT if rows - first > UNIT else rows - first) * K
-            for i in range(LINE * cuda.threadIdx.x, count, LINE * BLOCK):
-                prefetch(weights, start + first * K + i)
-
-    @device
-    def prefetch_task(weights, offsets, tasks, row):
-        at = row * FIELDS
-        kind, here = tasks[at + KIND], int64(tasks[at + LAYER]) * OFFSETS
-        share, shares = int64(tasks[at + SHARE]), int64(tasks[at + SHARES])
-        if kind == QKV:
-            prefetch_tiles(weights, offsets[here + W_QKV], share, shares, P, C)
-        elif kind == HEAD:
-            prefetch_tiles(weights, offsets[here + W_QKV], share, shares, V, C)
-        elif kind == OUT:
-            prefetch_tiles(weights, offsets[here + W_OUT], share, shares, C, Q)
-        elif kind == GATE_UP:
-            for m in range(2):
-                start = offsets[here + W_GATE_UP] + m * F * C
-                prefetch_tiles(weights, start, share, shares, F, C)
-        elif kind == DOWN:
-            prefetch_tiles(weights, offsets[here + W_DOWN], share, shares, C, F)
-
-    return prefetch_task
-
-
 def make_embed(N, C, BLOCK):
     """-> embed(h, delta, embedding, ids, V, share, shares): rows of the table, NaN for an id outside; delta becomes 0"""
 
@@ -303,7 +262,7 @@ def make_step_kernel(shape: StepShape):
 
     multiply_qkv, multiply_out, multiply_gate_up = make(QKV), make(OUT), make(GATE_UP)
     multiply_down, multiply_head = make(DOWN), make(HEAD)
-    embed, prefetch_task = make_embed(N, C, BLOCK), make_prefetch(shape)
+    embed = make_embed(N, C, BLOCK)
     count_items, prefetch_tables, attend_items = make_attend_items(
         D, S, GROUP, half, shape.qk_norm, shape.attention, 0, wait_for_count
     )
@@ -347,8 +306,6 @@ def make_step_kernel(shape: StepShape):
             wait, target = int64(tasks[at + WAIT]) * SPACING, tasks[at + ARRIVALS] * step
             signal = int64(tasks[at + SIGNAL]) * SPACING
             here = layer * OFFSETS
-            if row + blocks < tasks.size // FIELDS:
-                prefetch_task(weights, offsets, tasks, row + blocks)
             if kind == EMBED:
                 embed(h0, delta, embedding, ids, V, share, shares)
             elif kind == QKV:
