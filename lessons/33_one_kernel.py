@@ -352,7 +352,7 @@ except ValueError as error:
 # would be one more boundary.) So the rounds of 33.1 continue from launch to launch: in launch e (from 0), a task that
 # waits for a arrivals waits until its counter has reached a (e + 1).
 #
-# How does a block know e? Every block, when it has finished its last row, arrives at **counter 0**, where nobody
+# How does a block know e? Every block, when it has finished its last row, arrives at **counter 0**, where no block
 # else arrives. A block that is about to start has not finished, so in launch e counter 0 is at least e P
 # and less than (e + 1) P: with an integer division, e = counter 0 // P. (The first stage waits at counter 0 too,
 # but for 0 arrivals.)
@@ -664,7 +664,7 @@ lesson.figures.bars(OTHERS, "µs, 30 layers")
 # 1. In 33.1 there are two rows. Why would three rows permit every block to be a round ahead, and does this table of hand-overs allow it?
 # 2. `rounds_kernel` waits for all blocks, though a block needs its two neighbours only. Give each block a counter of its own. What are the targets
 #    now, and is a deadlock still impossible with all blocks resident?
-# 3. What goes wrong if blocks take tasks from an atomic ticket ("the next row that nobody has taken") instead of rows b, b + P, ...? Is a deadlock possible? What happens
+# 3. What goes wrong if blocks take tasks from an atomic ticket ("the next row that no block has taken") instead of rows b, b + P, ...? Is a deadlock possible? What happens
 #    to the bits?
 # 4. Merge OUT into ATTEND: each task of attention multiplies its heads' outputs by their columns of Wo. It saves a hand-over per layer. What must be summed,
 #    by whom, and in which order?
@@ -675,7 +675,7 @@ lesson.figures.bars(OTHERS, "µs, 30 layers")
 # blocks of the round, so none gets ahead. 2: Block b arrives at counter b, and waits until those of its neighbours have reached r + 1. The block that is furthest behind
 # never waits, so there is no deadlock. 3: No deadlock, even if blocks are not resident: rows are taken in order, by blocks that run. The bits stay the same, if a
 # task's result does not depend on which block computes it. But an atomic per task is on the path, and weights can be loaded before the wait only if the ticket is taken early.
-# 4: The partial outputs of all tasks, C numbers each: written to memory and summed by whoever reads delta, in the order of the heads. Float atomics would change
+# 4: The partial outputs of all tasks, C numbers each: written to memory and summed by the tasks that read delta, in the order of the heads. Float atomics would change
 # the bits from run to run.
 #
 # </details>

@@ -428,7 +428,7 @@ def plan(tasks, blocks, durations, hand_over, free_block=True, waits=True, every
 @exercise(
     "33.4", "task_times",
     first_step="free = [0] * blocks and done = {}. For each row: begin, end; then free of its block and done of its counter change.",
-    hints={"KeyError": "A task that waits for 0 arrivals waits for nobody: counter `wait` may have no entry.",
+    hints={"KeyError": "A task that waits for 0 arrivals waits for no task: counter `wait` may have no entry.",
            "IndexError": "Row r belongs to block r % blocks."},
     kernel=False,
 )  # fmt: skip
@@ -479,7 +479,7 @@ def task_times(e):
         need = other()
         e.same("times", times, need, {
             "A task begins although its block still does another: it begins at the later of two times.": other(free_block=False),
-            "Nobody waits: a task with arrivals begins `hand_over` after the last task that signals its counter.": other(waits=False),
+            "No task waits: a task with arrivals begins `hand_over` after the last task that signals its counter.": other(waits=False),
             "The hand-over is missing.": plan(rows, blocks, durations, 0) if hand_over else np.empty(0),
             "A task that waits for 0 arrivals has no hand-over either.": other(every=True),
             "The first arrival does not end the wait, the last one does: keep the latest end for each counter.": other(which=min),

@@ -1,4 +1,4 @@
-"""fp8.py and fp8_gemm.py: codes in both orientations, scales, counters and products against NumPy, ml_dtypes and PyTorch."""
+"""fp8.py: codes in both orientations, scales and counters against NumPy, ml_dtypes and PyTorch."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,6 @@ from xtrain.kernels.fp8 import (
     LARGEST,
     LEAST_SCALE,
     TILE,
-    Operand,
     Slot,
     decode,
     encode_ref,
@@ -121,7 +120,9 @@ SHAPES = [(TILE, TILE), (2 * TILE, 3 * TILE)] + ([(8192, 1024), (1024, 5632)] if
 def test_the_kernels_have_the_codes_of_the_reference(op, kind, shape, current):
     N, K = shape if op is not fp8_swiglu_bwd else (shape[0], 2 * shape[1])
     if not GPU and shape != SHAPES[0] and (op, kind, current) != (fp8, "e4m3", False):
-        pytest.skip("the same tiles again, slowly")
+        pytest.skip(
+            "larger shapes repeat the same tiles: in the simulator they only take longer, on a GPU they run"
+        )
     arrays = inputs(op, N, K, scale=2.0)
     at, scale = slot(kind), 0.01 if kind == "e4m3" else 1e-5
     at.scale_1[...] = scale  # so that some numbers are clamped
@@ -220,44 +221,6 @@ def test_update_scales(put):
     assert np.array_equal(found[4:], (largest * factor)[4:].astype(np.float32))
     assert not to_host(on[1]).any() and not to_host(on[3]).any()
     assert to_host(on[4]).tolist() == [5, 7]
-
-
-# ----------------------------------------------------------------------------- products
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("kinds", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
-def test_products(kinds, dtype, accumulate):
-    M, N, K = (48, 80, 112) if not GPU else (384, 272, 1040)
-    operands, exact = [], []
-    for i, (kind, rows) in enumerate(zip(kinds, (M, N))):
-        x = normal(i, rows, K, scale=3.0)
-        scale = np.float32(0.01 * (i + 1))
-        codes = encode_ref(x, scale, kind)[0]
-        exact.append(numbers(codes, kind).astype(np.float64) * scale)
-        operands.append(Operand(to_kernel(codes), to_kernel(np.array([scale])), kind))
-    before = normal(9, M, N).astype(dtype)
-    out = to_kernel(before.copy())
-    assert fp8_matmul(out, *operands, accumulate=accumulate) is out
-    wanted = exact[0] @ exact[1].T + (before.astype(np.float64) if accumulate else 0)
-    error = np.abs(to_host(out).astype(np.float64) - wanted).max() / np.abs(wanted).max()
-    # Hopper's tensor cores add fp8 products with about 14 bits: 3.4e-4 of the largest sum was measured on an H100
-    assert error < (1e-3 if GPU else 2e-5) + (0 if dtype == np.float32 else 2.0**-8)
-
-
-def test_the_three_products_of_a_layer():
-    """Their operands are the right way round, and the errors are fp8's."""
-    N, I, O = TILE, 2 * TILE, 3 * TILE  # noqa: E741
-    x, w, dy = (normal(i, *s, mean=0).astype(BF16) for i, s in enumerate(((N, I), (O, I), (N, O))))
-    codes = [fp8(to_kernel(a), slot(k), True) for a, k in ((x, "e4m3"), (w, "e4m3"), (dy, "e5m2"))]
-    xc, wc, dyc = codes
-    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
-    for out, a, b, exact in (
-        ((N, O), xc.rows, wc.rows, x @ w.T),
-        ((N, I), dyc.rows, wc.columns, dy @ w),
-        ((O, I), dyc.columns, xc.columns, dy.T @ x),
-    ):
-        found = to_host(fp8_matmul(to_kernel(np.zeros(out, np.float32)), a, b))
-        assert np.linalg.norm(found - exact) < 0.08 * np.linalg.norm(exact)
 
 
 # ----------------------------------------------------------------------------- bugs and bad input

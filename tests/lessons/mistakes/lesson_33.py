@@ -74,7 +74,7 @@ MISTAKES = [
     ("33.3", "(i + 1) % n", "i + 1", "wrap around"),
     ("33.3", "x_Sn[s, i] + ", "", "The element itself is missing"),
     ("33.4", BEGIN, "begin = done[task[WAIT]] + hand_over", "the later of two times"),
-    ("33.4", BEGIN, "pass", "Nobody waits"),
+    ("33.4", BEGIN, "pass", "No task waits"),
     ("33.4", BEGIN, "begin = max(begin, done[task[WAIT]])", "The hand-over is missing"),
     ("33.4", "        if task[ARRIVALS]:\n            begin = max(begin, done[task[WAIT]] + hand_over)", "        begin = max(begin, done.get(task[WAIT], 0) + hand_over)", "no hand-over either"),
     ("33.4", "        if task[ARRIVALS]:\n    ", "", "may have no entry"),
