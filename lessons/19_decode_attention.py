@@ -347,8 +347,12 @@ lesson.table(
         "GB of keys and values": "kv_gb",
     },
 )
-few = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
-many = lesson.record("bench_decode/llama 1.1B/B=1 context=4096/bf16")
+few, many = lesson.records.together(
+    [
+        "bench_decode/llama 1.1B/B=1 context=128/bf16",
+        "bench_decode/llama 1.1B/B=1 context=4096/bf16",
+    ]
+)
 least = (many["kv_gb"] - few["kv_gb"]) / many["copy_gb_s"] * 1e3
 print(
     f"{many['ms'] - few['ms']:.3f} ms more; reading the keys and values at copy bandwidth takes {least:.3f} ms"

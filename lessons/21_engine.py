@@ -443,8 +443,12 @@ lesson.table(
     ],
     {"sequences": lambda r: r["shape"].split()[0][2:], "ms per step": "ms", "tokens/s": "value"},
 )
-alone = lesson.record("bench_decode/llama 1.1B/B=1 context=128/bf16")
-together = lesson.record("bench_decode/llama 1.1B/B=32 context=128/bf16")
+alone, together = lesson.records.together(
+    [
+        "bench_decode/llama 1.1B/B=1 context=128/bf16",
+        "bench_decode/llama 1.1B/B=32 context=128/bf16",
+    ]
+)
 print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the time")
 
 # %% [markdown]

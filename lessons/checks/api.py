@@ -128,8 +128,11 @@ def record(identity: str) -> dict[str, Any]:
 
 
 def table(identities: list[str], columns: dict[str, str | Callable]) -> None:
-    """Print records as a table. columns: {heading: field of the record, or a function of the record}."""
-    found = [record(i) for i in identities]
+    """Print records of one GPU, where there is one with all of them, as a table.
+
+    columns: {heading: field of the record, or a function of the record}.
+    """
+    found = records.together(identities)
     cells = [["", *columns]]
     for r in found:
         values = [c(r) if callable(c) else r.get(c) for c in columns.values()]

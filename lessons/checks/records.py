@@ -17,6 +17,29 @@ RESULTS = ROOT / "bench" / "results"
 
 def find(identity: str) -> dict:
     """The newest record with this id. Raises UserError if there is none, or if records of several shapes match."""
+    return _all(identity)[-1]
+
+
+def together(identities: list[str]) -> list[dict]:
+    """One record of each id, all of one GPU, so that they can be compared: the newest where that is possible.
+
+    The GPU is the one that was used last among those with a record of every id. If no GPU has them all,
+    each is the newest of its id. Raises UserError as find does.
+    """
+    found = [_all(i) for i in identities]
+    common = set.intersection(*({r["gpu"] for r in records} for records in found))
+    if not common:
+        return [records[-1] for records in found]
+    gpu = max((r for records in found for r in records if r["gpu"] in common), key=_age)["gpu"]
+    return [[r for r in records if r["gpu"] == gpu][-1] for records in found]
+
+
+def _age(record: dict) -> tuple[str, str, int]:
+    return record["date"], record["file"], record["line"]
+
+
+def _all(identity: str) -> list[dict]:
+    """All records with this id, oldest first; at least one, and all of one shape."""
     bench, _, wanted = identity.partition("/")
     begin, star, end = wanted.partition("*")
     path = RESULTS / f"{bench}.jsonl"
@@ -26,13 +49,13 @@ def find(identity: str) -> dict:
             f"no records of {bench!r} in {RESULTS}: available are {names or 'none; run the lessons from a checkout of xtrain'}"
         )
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    records = {}
+    records: dict[str, list[dict]] = {}
     for number, record in enumerate(lines, 1):
         name, shape, dtype = record["name"], record["shape"], record["dtype"]
         known_as = (f"{name}/{dtype}", f"{name}/{shape}/{dtype}")
         like = star and any(i.startswith(begin) and i.endswith(end) for i in known_as)
         if wanted in known_as or like:
-            records[shape] = {**record, "file": str(path), "line": number}
+            records.setdefault(shape, []).append({**record, "file": str(path), "line": number})
     if len(records) == 1:
         return next(iter(records.values()))
     known = sorted({f"{bench}/{r['name']}/{r['shape']}/{r['dtype']}" for r in lines})

@@ -353,6 +353,30 @@ def test_a_star_in_a_record_id_stands_for_any_text():
         lesson.records.find("bench_server/poisson*/fp8")
 
 
+def test_records_that_are_compared_come_from_one_gpu(tmp_path, monkeypatch):
+    """The newest of each would compare two GPUs: B=1 of the new one with B=32 of the old one."""
+    lines = [
+        ("old", "B=1", "2026-01-01"),
+        ("old", "B=32", "2026-01-01"),
+        ("old", "B=1", "2026-01-02"),
+        ("new", "B=1", "2026-01-03"),
+        ("new", "B=8", "2026-01-03"),
+    ]
+    rows = [dict(bench="bench_x", name="x", shape=s, dtype="bf16", gpu=g, date=d) for g, s, d in lines]  # fmt: skip
+    (tmp_path / "bench_x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    monkeypatch.setattr(lesson.records, "RESULTS", tmp_path)
+    of = lambda *shapes: [
+        (r["gpu"], r["date"][-1])
+        for r in lesson.records.together([f"bench_x/x/{s}/bf16" for s in shapes])
+    ]
+    assert of("B=1", "B=32") == [("old", "2"), ("old", "1")]
+    assert of("B=1", "B=8") == [("new", "3")] * 2
+    assert of("B=1") == [("new", "3")]
+    assert of("B=8", "B=32") == [("new", "3"), ("old", "1")], "no GPU has both"
+    with pytest.raises(UserError, match="no record has the id"):
+        of("B=1", "B=2")
+
+
 def test_records_say_how_many_gpus():
     record = lambda name: {"name": name, "gpu": "H200", "date": "2026-01-01", "commit": "abc"}
     says = lambda *names: lesson.records.machine([record(name) for name in names]).split(" H200")[0]
