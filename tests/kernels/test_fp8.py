@@ -29,7 +29,7 @@ from xtrain.kernels.fp8 import (
 from xtrain.kernels.fp8_gemm import fp8_matmul
 from xtrain.kernels.primitives.codes import nearest_codes
 from xtrain.kernels.swiglu import swiglu_bwd_ref, swiglu_ref
-from xtrain.simulator import KernelError, sim
+from xtrain.simulator import KernelError
 
 __all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16

@@ -12,7 +12,6 @@ from numba_cuda_mlir.lowering.cuda import cuda_shared_memory
 from numba_cuda_mlir.lowering_utilities import (
     IterResult,
     RangeObject,
-    UniTupleIterObject,
     _memref_index_offset,
     index_of,
     memref_data_pointer,
