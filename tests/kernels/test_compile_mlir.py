@@ -133,6 +133,24 @@ def test_other_cards(monkeypatch, card):
     assert len(check(monkeypatch, kernels, card)) >= 5
 
 
+@pytest.mark.parametrize("kind", ["int64", "float64"])
+def test_a_shuffle_of_64_bits_is_two_of_32(monkeypatch, kind):
+    """Release 0.6 passes on the lower 32 bits, or rounds to float32."""
+    cuda, array = compiler.cuda, compiler.types.Array(getattr(compiler.types, kind), 1, "C")
+
+    @cuda.jit
+    def exchange(x):
+        i = cuda.threadIdx.x
+        v = cuda.shfl_xor_sync(0xFFFFFFFF, x[i], 1) + cuda.shfl_up_sync(0xFFFFFFFF, x[i], 2)
+        v += cuda.shfl_down_sync(0xFFFFFFFF, x[i], 3)
+        x[i] = v + cuda.shfl_sync(0xFFFFFFFF, x[i], 4)
+
+    ptx = compiled(monkeypatch, exchange, (array,), (9, 0))["ptx"]
+    found = re.findall(r"shfl\.sync\.(\w+)\.b32 %r\d+, %r\d+, (\d+), (\d+), -1", ptx)
+    wanted = [("bfly", "1", "31"), ("up", "2", "0"), ("down", "3", "31"), ("idx", "4", "31")]
+    assert sorted(found) == sorted(2 * wanted), found
+
+
 def test_adamw_is_not_contracted(monkeypatch):
     """As test_compile.py: it equals its reference bit for bit."""
     from xtrain.kernels import adamw

@@ -5,10 +5,10 @@ Written for that release, whose MLIR is not a stable API. known_issues.md has th
 
 from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
 from numba_cuda_mlir._mlir import ir
-from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
+from numba_cuda_mlir._mlir.dialects import arith, llvm, memref, nvvm
 from numba_cuda_mlir.extending import lower_builtin, refresh_registries
 from numba_cuda_mlir.lowering.builtins import _get_range_object
-from numba_cuda_mlir.lowering.cuda import cuda_shared_memory
+from numba_cuda_mlir.lowering.cuda import _shfl_sync_lowering, cuda_shared_memory
 from numba_cuda_mlir.lowering_utilities import (
     IterResult,
     RangeObject,
@@ -135,5 +135,38 @@ def _atomic_add(builder, target, args, kwargs):
     value = builder.mlir_convert(value, element)
     builder.store_var(target, llvm.atomicrmw(kind, there, value, llvm.AtomicOrdering.monotonic))
 
+
+def _shuffle(function, kind):
+    """The release passes on the lower 32 bits of a 64-bit integer, and a float64 rounded to float32."""
+
+    @lower_builtin(function, types.Integer, types.Number, types.Integer)
+    def generate(builder, target, args, kwargs):
+        value = builder.load_var(args[1])
+        if value.type.width != 64:
+            return _shfl_sync_lowering(builder, target, args, kwargs, kind)
+        i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+        mask, lane = (builder.mlir_convert(builder.load_var(args[i]), i32) for i in (0, 2))
+        last = _constant(0 if kind == nvvm.ShflKind.up else 31, i32)
+        whole = value if value.type == i64 else arith.BitcastOp(i64, value).result
+        half = _constant(32, i64)
+        parts = [whole, arith.ShRUIOp(whole, half).result]
+        low, high = (
+            arith.ExtUIOp(
+                i64, nvvm.shfl_sync(mask, arith.TruncIOp(i32, p).result, lane, last, kind)
+            ).result
+            for p in parts
+        )
+        joined = arith.OrIOp(low, arith.ShLIOp(high, half).result).result
+        same = value.type == i64
+        builder.store_var(target, joined if same else arith.BitcastOp(value.type, joined).result)
+
+
+for _function, _kind in (
+    (cuda.shfl_sync, nvvm.ShflKind.idx),
+    (cuda.shfl_up_sync, nvvm.ShflKind.up),
+    (cuda.shfl_down_sync, nvvm.ShflKind.down),
+    (cuda.shfl_xor_sync, nvvm.ShflKind.bfly),
+):
+    _shuffle(_function, _kind)
 
 refresh_registries(typing=False)
