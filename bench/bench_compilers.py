@@ -76,7 +76,7 @@ def assemble(ptx: str, folder: Path, name: str) -> dict:
 
     source, target = folder / f"{name}.ptx", folder / f"{name}.cubin"
     source.write_text(ptx)
-    arch = re.search(r"^\.target (\w+)", ptx, re.M)[1]
+    arch = re.findall(r"^\.target (\w+)", ptx, re.M)[0]
     command = [ptxas(), "-v", f"--gpu-name={arch}", str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -174,7 +174,7 @@ def library_versions(o: Options) -> dict[str, str]:
 
 
 def main(o: Options) -> None:
-    if o.measure:
+    if o.measure and o.keep:
         return measure(o.measure, o.cards[0], o.only, o.keep)
     versions, lines = library_versions(o), []
     for (name, key, types), cards in collect(o).items():

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 # Kernels that release 0.6.0 does not compile for every signature -> what its error says. known_issues.md has the causes.
 KNOWN: dict[str, str] = {}
-# Kernels that keep an array in local memory.
+# Kernels that keep an array in local memory for compute capability 9.0.
 LOCAL: set[str] = set()
 
 
@@ -82,7 +82,8 @@ def check_code(name, made, signature, card):
     # its dynamic shared memory: a variable of one byte, the kernel's static arrays begin 8 bytes after it
     one_byte = re.search(r"^\s*\.shared[^;\[]*;", ptx, re.M)
     assert not one_byte, f"{name}: static arrays overlap with dynamic shared memory"
-    assert name in LOCAL or ".local ." not in ptx, f"{name} keeps an array in local memory"
+    if card == (9, 0) and name not in LOCAL:
+        assert ".local ." not in ptx, f"{name} keeps an array in local memory"
     called = re.search(r"^\s*call\S*\s.*", ptx, re.M)
     assert not called, f"{name} calls a function: {called.group()}"
 
