@@ -69,7 +69,7 @@ def compiled(monkeypatch, kernel, signature, card):
 
 
 def check_code(name, made, signature, card):
-    """What is wrong with kernels of release 0.6 that mlir_changes.py does not mend"""
+    """What is wrong with kernels of release 0.6 that mlir_changes.py does not fix"""
     ptx = made["ptx"]
     assert made["func_name"] in ptx and len(made["cubin"]) > 1000
     assert re.search(rf"^\.target sm_{card[0]}{card[1]}a?$", ptx, re.M)
