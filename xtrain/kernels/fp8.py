@@ -35,6 +35,7 @@ each of 4 columns. 4 lanes cover 64 neighbouring bytes of a column.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,6 +157,64 @@ def decode(x: Operand) -> np.ndarray:
     return codes * np.asarray(x.scale_1)[0]
 
 
+# ----------------------------------------------------------------------------- what every kernel that writes codes does
+@functools.cache
+def make_encode4(kind: str):
+    """-> the device function that encodes 4 numbers, and notes what it meets"""
+    codes4, Q = (e4m3_codes4 if kind == "e4m3" else e5m2_codes4), LARGEST[kind]
+
+    @device
+    def encode4(v, inverse, largest, counts):
+        """-> the word of codes of v[0:4] inverse; v is overwritten. inverse: 1 / scale.
+
+        largest[0]: float32, the largest size so far, infinity for what is not finite. counts[0:2]: int32, clamped, not finite.
+        """
+        for j in range(4):
+            size, scaled = abs(v[j]), v[j] * inverse
+            if size < INF:
+                counts[0] += int32(abs(scaled) > float32(Q))
+            else:
+                size, scaled = INF, NAN
+                counts[1] += int32(1)
+            largest[0] = size if size > largest[0] else largest[0]
+            v[j] = scaled
+        return codes4(v[0], v[1], v[2], v[3])
+
+    return encode4
+
+
+@device
+def start_notes(largest, counts):
+    """Nothing has been encoded yet."""
+    largest[0], counts[0], counts[1] = float32(0.0), int32(0), int32(0)
+
+
+@device
+def add_notes(largest_1, counts_2, largest, counts, partial, count):
+    """Add a block's notes to the slot's. count: the counts too. partial: MAX_WARPS floats of shared memory."""
+    most = block_max(largest[0], partial)
+    if cuda.threadIdx.x == 0:
+        cuda.atomic.max(largest_1, 0, float_as_int(most))
+    if count and counts[0]:
+        cuda.atomic.add(counts_2, 0, int64(counts[0]))
+    if count and counts[1]:
+        cuda.atomic.add(counts_2, 1, int64(counts[1]))
+
+
+@device
+def store_transposed(columns, at, N, tile, word, words):
+    """4 columns of 16 rows: columns[at + j N : + 16] = byte j of tile[word], tile[word + words], ...  words: of a row"""
+    four, out = cuda.local.array(4, uint32), cuda.local.array((4, 4), uint32)
+    for i in range(4):
+        for j in range(4):
+            four[j] = tile[word + (4 * i + j) * words]
+        transpose_codes(four)
+        for j in range(4):
+            out[j, i] = four[j]
+    for j in range(4):
+        store_codes16(columns, at + j * N, out[j])
+
+
 # ----------------------------------------------------------------------------- kernels
 @functools.cache
 def make_fp8_kernel(source: str, kind: str, write: bool):
@@ -163,8 +222,7 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
     INPUTS = {"array": 1, "swiglu": 2, "swiglu_bwd": 3}[source]
     PARTS = 2 if source == "swiglu_bwd" else 1  # tiles that a block writes
     AHEAD = 4 if INPUTS == 1 else 2  # rows that a thread loads before it uses the first
-    codes4 = e4m3_codes4 if kind == "e4m3" else e5m2_codes4
-    Q, SHARED = LARGEST[kind], PARTS * TILE * WORDS
+    encode4, SHARED = make_encode4(kind), PARTS * TILE * WORDS
 
     @kernel(BLOCK)
     def fp8_kernel(codes, columns, a, b, scale_1, largest_1, counts_2, N, K):
@@ -181,13 +239,12 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
         v = cuda.local.array((2, EACH), float32)
         d = cuda.local.array(EACH, float32)
         words = cuda.local.array(2, uint32)
-        four = cuda.local.array(4, uint32)
-        out = cuda.local.array((4, 4), uint32)
+        largest, counts = cuda.local.array(1, float32), cuda.local.array(2, int32)
+        start_notes(largest, counts)
         tid = cuda.threadIdx.x
         column, row = tid % (TILE // EACH) * EACH, tid // (TILE // EACH)
         n0, k0 = int64(cuda.blockIdx.y) * TILE, int64(cuda.blockIdx.x) * TILE
         inverse = float32(1.0) / scale_1[0]
-        largest, clamped, bad = float32(0.0), int32(0), int32(0)
         width = K if INPUTS == 1 else 2 * K
         for s in range(0, STEPS, AHEAD):
             for i in range(AHEAD):
@@ -215,43 +272,23 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                             v[0, j] = d[j] * up * (sig + silu * (float32(1.0) - sig))
                             v[1, j] = d[j] * silu
                 for p in range(PARTS):
-                    for j in range(EACH):
-                        size, scaled = abs(v[p, j]), v[p, j] * inverse
-                        if size < INF:
-                            clamped += int32(abs(scaled) > float32(Q))
-                        else:
-                            size, scaled = INF, NAN
-                            bad += int32(1)
-                        largest = size if size > largest else largest
-                        v[p, j] = scaled
-                    if write:
-                        for j in range(2):
-                            words[j] = codes4(
-                                v[p, 4 * j], v[p, 4 * j + 1], v[p, 4 * j + 2], v[p, 4 * j + 3]
-                            )
+                    for j in range(2):
+                        words[j] = encode4(v[p, 4 * j : 4 * j + 4], inverse, largest, counts)
+                        if write:
                             tile[(p * TILE + r) * WORDS + column // 4 + j] = words[j]
+                    if write:
                         store_codes8(codes, (n0 + r) * (PARTS * K) + p * K + k0 + column, words)
-        largest = block_max(largest, partial)
-        if tid == 0:
-            cuda.atomic.max(largest_1, 0, float_as_int(largest))
+        add_notes(
+            largest_1, counts_2, largest, counts, partial, write
+        )  # a barrier: the tile is full
         if write:
-            if clamped:
-                cuda.atomic.add(counts_2, 0, int64(clamped))
-            if bad:
-                cuda.atomic.add(counts_2, 1, int64(bad))
             lane, warp = tid % 32, tid // 32
             piece, word = lane % 4 + warp % 2 * 4, lane // 4 + warp // 2 * 8  # 16 rows, 4 columns
             for p in range(PARTS):
-                for i in range(4):
-                    for j in range(4):
-                        r = p * TILE + piece * 16 + i * 4 + j
-                        four[j] = tile[r * WORDS + word]
-                    transpose_codes(four)
-                    for j in range(4):
-                        out[j, i] = four[j]
-                for j in range(4):
-                    k = p * K + k0 + word * 4 + j
-                    store_codes16(columns, k * N + n0 + piece * 16, out[j])
+                at = (p * K + k0 + word * 4) * N + n0 + piece * 16
+                store_transposed(
+                    columns, at, N, tile, (p * TILE + piece * 16) * WORDS + word, WORDS
+                )
 
     def nbytes(codes, columns, a, b, *_):
         read = a.nbytes + (b.nbytes if INPUTS > 2 else 0)
@@ -300,14 +337,14 @@ def fp8(x_NK: Array, slot: Slot, current: bool = False) -> Fp8:
     Notes the largest |x| in the slot, and counts. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("fp8", "x", x_NK, (None, None), ("bfloat16",))
-    return _make("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK)
+    return _tiles("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK)
 
 
 def fp8_swiglu(gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
     """gu (N, 2F) bf16, gate before up -> the codes of silu(gate) up (N, F). As fp8."""
     check_array("fp8 swiglu", "gu", gu_N2F, (None, None), ("bfloat16",))
     N, F2 = gu_N2F.shape
-    return _make("swiglu", (N, F2 // 2), F2 // 2, slot, current, gu_N2F)
+    return _tiles("swiglu", (N, F2 // 2), F2 // 2, slot, current, gu_N2F)
 
 
 def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
@@ -315,44 +352,65 @@ def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = Fals
     check_array("fp8 swiglu backward", "dy", dy_NF, (None, None), ("bfloat16",))
     N, F = dy_NF.shape
     check_array("fp8 swiglu backward", "gu", gu_N2F, (N, 2 * F), ("bfloat16",))
-    return _make("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
+    return _tiles("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
 
 
-def _make(source, shape, width, slot, current, a, b=None):
+def _tiles(source, shape, width, slot, current, a, b=None):
     """width: columns of the grid's tiles"""
     check_type("fp8", slot, Slot)
-    (N, K), kind = shape, slot.kind
     check(
-        N % TILE == 0 and width % TILE == 0,
-        f"fp8: a matrix of {N} x {width}, expected multiples of {TILE} rows and columns",
+        shape[0] % TILE == 0 and width % TILE == 0,
+        f"fp8: a matrix of {shape[0]} x {width}, expected multiples of {TILE} rows and columns",
     )
     b = a if b is None else b
-    scale_1, state = slot.scale_1, (slot.largest_1, slot.counts_2)
-    codes_NK, codes_KN = empty(a, (N, K), np.uint8), empty(a, (K, N), np.uint8)
-    if on_host(a, b, scale_1, *state):
-        return _on_host(codes_NK, codes_KN, source, slot, current, a, b)
-    grid = width // TILE, N // TILE
-    flat = [x.reshape(-1) for x in (codes_NK, codes_KN, a, b)]
+    grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
+
+    def values():
+        x = wide(a)
+        if source == "array":
+            return x
+        return swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
+
+    def start(write, codes, columns, scale_1):
+        fp8_kernel, notes = (
+            make_fp8_kernel(source, slot.kind, write),
+            (slot.largest_1, slot.counts_2),
+        )
+        launch(fp8_kernel, grid, BLOCK, codes, columns, *flat, scale_1, *notes, shape[0], width)
+
+    return encode(slot, current, shape, (a, b), values, start)
+
+
+def encode(
+    slot: Slot,
+    current: bool,
+    shape: tuple[int, int],
+    arrays: tuple[Array, ...],
+    values: Callable[[], np.ndarray],
+    start: Callable[[bool, Array, Array, Array], None],
+) -> Fp8:
+    """-> the codes of a matrix (N, K) that is computed from these arrays.
+
+    values(): the matrix, float32, on the host.  start(write, codes, columns, scale_1) launches the kernel; both flat.
+    """
+    (N, K), kind, like, scale_1 = shape, slot.kind, arrays[0], slot.scale_1
+    codes_NK, codes_KN = empty(like, (N, K), np.uint8), empty(like, (K, N), np.uint8)
+    if on_host(*arrays, scale_1, slot.largest_1, slot.counts_2):
+        x, factor = values(), scale_factor(kind)
+        slot.largest_1[0] = max(slot.largest_1[0], encode_ref(x, scale_1[0], kind)[1])
+        if current:
+            scale_1 = next_scale_ref(slot.largest_1, scale_1, factor)
+        codes_NK[...], _, counts = encode_ref(x, scale_1[0], kind)
+        codes_KN[...] = codes_NK.T
+        slot.counts_2[...] += np.array(counts)
+        return Fp8(codes_NK, codes_KN, scale_1, kind)
+    flat = codes_NK.reshape(-1), codes_KN.reshape(-1)
     if current:
-        measure, scale_1 = make_fp8_kernel(source, kind, False), empty(a, 1, np.float32)
-        launch(measure, grid, BLOCK, *flat, slot.scale_1, *state, N, width)
+        start(False, *flat, slot.scale_1)
+        scale_1 = empty(like, 1, np.float32)
         launch(first_scale_kernel, 1, 1, scale_1, slot.scale_1, slot.largest_1, scale_factor(kind))
-    launch(make_fp8_kernel(source, kind, True), grid, BLOCK, *flat, scale_1, *state, N, width)
+    start(True, *flat, scale_1)
     return Fp8(codes_NK, codes_KN, scale_1, kind)
-
-
-def _on_host(codes_NK, codes_KN, source, slot, current, a, b):
-    x, scale_1 = wide(a), slot.scale_1
-    if source != "array":
-        x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
-    _, bits, _ = encode_ref(x, scale_1[0], slot.kind)
-    slot.largest_1[0] = max(slot.largest_1[0], bits)
-    if current:
-        scale_1 = next_scale_ref(slot.largest_1, scale_1, scale_factor(slot.kind))
-    codes_NK[...], _, counts = encode_ref(x, scale_1[0], slot.kind)
-    codes_KN[...] = codes_NK.T
-    slot.counts_2[...] += np.array(counts)
-    return Fp8(codes_NK, codes_KN, scale_1, slot.kind)
 
 
 def update_scales(
