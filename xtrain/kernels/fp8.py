@@ -122,6 +122,10 @@ class Slot:
     counts_2: Array
     kind: str
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.scale_1, self.largest_1, self.counts_2
+
 
 def check_type(op: str, x: Any, kind: type) -> None:
     """Raises TypeError if x is not of this type."""
@@ -363,51 +367,45 @@ def _tiles(source, shape, width, slot, current, a, b=None):
         f"fp8: a matrix of {shape[0]} x {width}, expected multiples of {TILE} rows and columns",
     )
     b = a if b is None else b
+    if on_host(a, b, *slot.arrays):
+        x = wide(a)
+        if source != "array":
+            x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
+        return encode_on_host(x, slot, current)
     grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
 
-    def values():
-        x = wide(a)
-        if source == "array":
-            return x
-        return swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
-
     def start(write, codes, columns, scale_1):
-        fp8_kernel, notes = (
-            make_fp8_kernel(source, slot.kind, write),
-            (slot.largest_1, slot.counts_2),
-        )
-        launch(fp8_kernel, grid, BLOCK, codes, columns, *flat, scale_1, *notes, shape[0], width)
+        state = scale_1, slot.largest_1, slot.counts_2
+        arguments = (codes, columns, *flat, *state, shape[0], width)
+        launch(make_fp8_kernel(source, slot.kind, write), grid, BLOCK, *arguments)
 
-    return encode(slot, current, shape, (a, b), values, start)
+    return encode_on_gpu(shape, slot, current, start)
 
 
-def encode(
-    slot: Slot,
-    current: bool,
-    shape: tuple[int, int],
-    arrays: tuple[Array, ...],
-    values: Callable[[], np.ndarray],
-    start: Callable[[bool, Array, Array, Array], None],
+def encode_on_host(x_NK: np.ndarray, slot: Slot, current: bool) -> Fp8:
+    """-> the codes of x float32, as the kernels give them"""
+    kind, scale_1 = slot.kind, slot.scale_1
+    slot.largest_1[0] = max(slot.largest_1[0], encode_ref(x_NK, scale_1[0], kind)[1])
+    if current:
+        scale_1 = next_scale_ref(slot.largest_1, scale_1, scale_factor(kind))
+    codes_NK, _, counts = encode_ref(x_NK, scale_1[0], kind)
+    slot.counts_2[...] += np.array(counts)
+    return Fp8(codes_NK, np.ascontiguousarray(codes_NK.T), scale_1, kind)
+
+
+def encode_on_gpu(
+    shape: tuple[int, int], slot: Slot, current: bool, start: Callable[..., None]
 ) -> Fp8:
-    """-> the codes of a matrix (N, K) that is computed from these arrays.
+    """-> the codes of a matrix of this shape, as its kernel writes them
 
-    values(): the matrix, float32, on the host.  start(write, codes, columns, scale_1) launches the kernel; both flat.
+    start(write, codes, columns, scale_1) launches the kernel; codes and columns are flat. write False: to take the maximum only.
     """
-    (N, K), kind, like, scale_1 = shape, slot.kind, arrays[0], slot.scale_1
-    codes_NK, codes_KN = empty(like, (N, K), np.uint8), empty(like, (K, N), np.uint8)
-    if on_host(*arrays, scale_1, slot.largest_1, slot.counts_2):
-        x, factor = values(), scale_factor(kind)
-        slot.largest_1[0] = max(slot.largest_1[0], encode_ref(x, scale_1[0], kind)[1])
-        if current:
-            scale_1 = next_scale_ref(slot.largest_1, scale_1, factor)
-        codes_NK[...], _, counts = encode_ref(x, scale_1[0], kind)
-        codes_KN[...] = codes_NK.T
-        slot.counts_2[...] += np.array(counts)
-        return Fp8(codes_NK, codes_KN, scale_1, kind)
+    (N, K), kind, scale_1 = shape, slot.kind, slot.scale_1
+    codes_NK, codes_KN = empty(scale_1, (N, K), np.uint8), empty(scale_1, (K, N), np.uint8)
     flat = codes_NK.reshape(-1), codes_KN.reshape(-1)
     if current:
-        start(False, *flat, slot.scale_1)
-        scale_1 = empty(like, 1, np.float32)
+        start(False, *flat, scale_1)
+        scale_1 = empty(scale_1, 1)
         launch(first_scale_kernel, 1, 1, scale_1, slot.scale_1, slot.largest_1, scale_factor(kind))
     start(True, *flat, scale_1)
     return Fp8(codes_NK, codes_KN, scale_1, kind)
