@@ -96,7 +96,7 @@ def test_the_kernels_have_the_codes_of_float64(rows, N, C, add, dtype, kind, cur
     scaled = y / np.float64(used[0])
     wanted = torch.tensor(np.clip(scaled, -most, most)).to(torch_kind).view(torch.uint8).numpy()
     assert np.array_equal(codes.T, columns)
-    # y in float32 differs from y in float64 in its last bits, and next to a tie the code does. Rounded to bf16 first: 8e-3
+    # in its last bits y is not that of float64, and next to a tie not its code. Rounded to bf16 first, 1.8e-2 of the codes differ
     assert (codes != wanted).mean() < 1e-4
     a, b = numbers(codes, kind), numbers(wanted, kind)
     step = np.maximum(np.abs(b), 2.0**-6 if kind == "e4m3" else 2.0**-14) / (4 if kind == "e5m2" else 8)  # fmt: skip
@@ -145,6 +145,26 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
 WHOLE, SHARED_ROW = (TILE, TILE), (TILE, 1152)  # a warp per row; two warps
 
 
+def check_against_the_reference(shape):
+    """Once with numbers that are not finite, once without them"""
+    for bad in (np.nan, 0):
+        x, r, w = inputs(*shape)
+        x[70, 9], x[3, 5] = 300, bad
+        at, host = slot(scale=0.005), slot(scale=0.005, put=np.array)
+        found, expected = run((x, r, w), at), run((x, r, w), host, put=np.asarray)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[4], expected[4], rtol=1e-6)
+        assert all((a != b).mean() < 1e-4 for a, b in zip(found[1:3], expected[1:3]))
+        assert at.counts_2.tolist() == host.counts_2.tolist()
+        assert abs(int(at.largest_1[0]) - int(host.largest_1[0])) <= (8 if bad == 0 else 0)
+
+
+@pytest.mark.skipif(GPU, reason="compared with float64 above")
+@pytest.mark.parametrize("shape", [WHOLE, SHARED_ROW])
+def test_without_a_bug(shape):
+    check_against_the_reference(shape)
+
+
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize(
     "shape, module, name, old, new",
@@ -153,7 +173,7 @@ WHOLE, SHARED_ROW = (TILE, TILE), (TILE, 1152)  # a warp per row; two warps
         (WHOLE, file, "make_fp8_norm_kernel", "float32(INVERSE) + eps", "float32(INVERSE)"),
         (WHOLE, file, "make_fp8_norm_kernel", "rstd_N[n] = rstd", "rstd_N[row] = rstd"),
         (WHOLE, file, "make_fp8_norm_kernel", "store(h, n * C, column + s * STRIDE, h_SE[s])", "pass"),
-        (WHOLE, file, "make_fp8_norm_kernel", "v[j] *= rstd * h_SE[s, j]", "v[j] = rstd * h_SE[s, j]"),
+        (WHOLE, file, "make_fp8_norm_kernel", "h_SE[s, j] *= rstd * v[j]", "h_SE[s, j] *= rstd"),
         (WHOLE, file, "make_fp8_norm_kernel", "tile[row * WORDS", "tile[first * WORDS"),
         (WHOLE, file, "make_fp8_norm_kernel", "codes, n * C + c, word", "codes, row * C + c, word"),
         (WHOLE, file, "make_fp8_norm_kernel", "* N + n0 + piece * 16", "* N + n0"),
@@ -163,36 +183,16 @@ WHOLE, SHARED_ROW = (TILE, TILE), (TILE, 1152)  # a warp per row; two warps
         (WHOLE, fp8_file, "add_notes", "counts_2, 1, int64(counts[1])", "counts_2, 0, int64(counts[1])"),
         (WHOLE, fp8_file, "make_encode4", "if size < INF:", "if True:"),
         (WHOLE, fp8_file, "store_transposed", "transpose_codes(four)", "pass"),
-        (WHOLE, fp8_file, "start_notes", "float32(0.0), int32(0), int32(0)", "float32(9.0), int32(0), int32(0)"),
+        (WHOLE, fp8_file, "start_notes", "float32(0.0), int32(0), int32(0)", "float32(99.0), int32(0), int32(0)"),
         (SHARED_ROW, file, "make_fp8_norm_kernel", "cuda.syncthreads()  # the sums of the rows before have been read", "pass"),
         (SHARED_ROW, file, "make_fp8_norm_kernel", "partial[group * W + i]", "partial[i]"),
         (SHARED_ROW, file, "make_fp8_norm_kernel", "if FULL or c < C:", "if True:"),
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(shape, module, name, old, new):
-    x, r, w = inputs(*shape)
-    x[70, 9], x[3, 5] = 300, np.nan
-
-    def check():
-        at, host = slot(scale=0.005), slot(scale=0.005, put=np.array)
-        found = run((x, r, w), at)
-        expected = run((x, r, w), host, put=lambda a: a)
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_allclose(found[4], expected[4], rtol=1e-6)
-        for a, b in zip(found[1:3], expected[1:3]):
-            assert (a != b).mean() < 1e-4
-        assert at.counts_2.tolist() == host.counts_2.tolist()
-        assert at.largest_1[0] == host.largest_1[0] == fp8_file.INFINITE
-        x[3, 5] = 0  # and the largest number of finite ones
-        run((x, r, w), at_2 := slot(scale=0.005)), run((x, r, w), host_2 := slot(scale=0.005, put=np.array), put=lambda a: a)  # fmt: skip
-        assert abs(int(at_2.largest_1[0]) - int(host_2.largest_1[0])) <= 8
-        x[3, 5] = np.nan
-
-    if (name, new) == ("add_notes", "largest[0]"):
-        check()
     modules = [module, fp8_file, file]
     with with_planted_bug(modules, name, old, new), pytest.raises((KernelError, AssertionError)):
-        check()
+        check_against_the_reference(shape)
 
 
 def test_bad_input():
