@@ -217,7 +217,7 @@ def test_bad_input():
 
 
 # ----------------------------------------------------------------------------- without a GPU
-WIDTHS = (768, 1024, 1152, 2048, 4096, 5120, WIDEST)
+WIDTHS = (768, 1152, 2048, 5120, WIDEST)
 
 
 def launch_everything():
@@ -229,12 +229,15 @@ def launch_everything():
 
 
 def test_the_kernels_compile(monkeypatch, nvvm, tmp_path):
-    """In 85 registers, so that 3 blocks of 8 warps fit; a row's number of columns decides the number of blocks beyond."""
+    """Without spilling, in the registers that their launch bounds leave"""
     cards = [(8, 9), (9, 0)]
-    found = [x for x in signatures(monkeypatch, launch_everything) if x[0].py_func.__name__ == "fp8_norm_kernel"]  # fmt: skip
+    found = [
+        (kernel, signature)
+        for kernel, signature in signatures(monkeypatch, launch_everything)
+        if kernel.py_func.__name__ == "fp8_norm_kernel"
+    ]
     assert len(found) == len(WIDTHS) * 4
     for kernel, signature in found:
         ptx = compiled(monkeypatch, kernel, signature, cards, in_registers=cards)
-        threads = kernel.targetoptions.get("launch_bounds", 256)
-        check_registers(tmp_path, ptx[9, 0], threads, 3 if threads <= 256 else 1, (9, 0))
+        check_registers(tmp_path, ptx[9, 0], *kernel.targetoptions["launch_bounds"], (9, 0))
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx[9, 0]) is ("st.global.v4" in ptx[9, 0])

@@ -45,6 +45,9 @@ from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
 WARPS = 8  # of a block, or those of one row if they are more
+# Warps per multiprocessor, for up to 24 columns per thread (80 registers) and beyond (128). With this limit ptxas issues all
+# loads of a row before it uses the first; without a limit it takes 72 registers, and some loads wait for the first sums.
+RESIDENT, RESIDENT_WIDE = 24, 16
 VEC = 4  # neighbouring columns of a thread: 16 bytes of float32, a word of codes
 WIDE = (
     4096  # columns. Up to them a block owns 32 rows, which take 131 KB of shared memory; beyond, 16
@@ -67,9 +70,9 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
     GROUPS = max(WARPS // W, 1)  # rows at a time
     THREADS, ROWS, WORDS = 32 * W * GROUPS, rows_of_a_block(C), C // 4 + 1
     PIECES = ROWS // 16
-    encode4 = make_encode4(kind)
+    encode4, warps = make_encode4(kind), RESIDENT if STEPS * VEC <= 24 else RESIDENT_WIDE
 
-    @kernel(THREADS)
+    @kernel(THREADS, max(32 * warps // THREADS, 1))
     def fp8_norm_kernel(codes, columns, h, rstd_N, x, r, w_C, scale_1, largest_1, counts_2, N, eps):
         """Grid N / ROWS, block THREADS. All arrays are flat: codes, h, x, r (N C), columns (C N)."""
         tile = cuda.shared.array(0, uint32)  # (ROWS, WORDS)
