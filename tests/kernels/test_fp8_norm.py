@@ -11,7 +11,12 @@ from xtrain import device
 from xtrain.kernels import fp8 as fp8_file
 from xtrain.kernels import fp8_norm as file
 from xtrain.kernels.fp8 import DTYPES, TILE, Slot, scale_factor
-from xtrain.kernels.fp8_norm import WIDEST, fp8_norm, make_fp8_norm_kernel
+from xtrain.kernels.fp8_norm import (
+    WIDEST,
+    fp8_norm,
+    make_fp8_norm_kernel,
+    rows_of_a_block,
+)
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["nvvm"]
@@ -59,7 +64,7 @@ CASES = [
     (TILE, 3 * TILE, True, BF16, "e4m3", False, 16),
     (TILE, 1152, True, np.float32, "e4m3", False, 32),
 ] + [
-    (N, C, add, np.float32, "e4m3", True, 32 if C <= 4096 else 16)
+    (N, C, add, np.float32, "e4m3", True, rows_of_a_block(C))
     for N, C in ((16384, 768), (8192, 1024), (8192, 2048), (1024, 4096), (1024, 5120), (256, WIDEST))
     for add in (True, False)
     if GPU

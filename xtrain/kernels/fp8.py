@@ -23,6 +23,10 @@ Fusion. A matrix that only products read is never written in bf16: the kernel co
     swiglu      gate, up (N, 2F)     y = silu(gate) up  (N, F)                    4 + 2 per number of y
     swiglu_bwd  dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py          3 + 2 per number of d(gate, up)
 
+    fp8_norm.py: residual addition and RMSNorm.  A result that something else reads too stays bf16, and its codes are one more
+    pass: attention's output (its backward needs sum(dO O)), the gradient that RMSNorm's backward writes (it is that of the
+    residual stream, too). Codes written where it is computed would save the pass's read, 2 of the pass's 4 bytes per number.
+
     numbers, by hand   x = (3, -0.4, 7), the largest of the step before was 7: scale = 14 / 448 = 0.03125
                        x / scale = (96, -12.8, 224), codes of e4m3 (96, -13, 224), so x' = (3, -0.40625, 7)
                        the next step's x = (20, 1): 20 / 0.03125 = 640 > 448 is clamped to 14 and counted; the scale after it

@@ -49,10 +49,9 @@ WARPS = 8  # of a block, or those of one row if they are more
 # loads of a row before it uses the first; without a limit it takes 72 registers, and some loads wait for the first sums.
 RESIDENT, RESIDENT_WIDE = 24, 16
 VEC = 4  # neighbouring columns of a thread: 16 bytes of float32, a word of codes
-WIDE = (
-    4096  # columns. Up to them a block owns 32 rows, which take 131 KB of shared memory; beyond, 16
-)
-WIDEST = 14336  # 16 rows take 229 KB: a multiprocessor of Hopper has 227 KiB
+# Columns. Up to WIDE a block owns 32 rows: their codes take 98 KB of shared memory, and a block may have 99 KiB (Ada), 227 KiB
+# (Hopper). Beyond it owns 16: up to 6272 columns on Ada, WIDEST on Hopper.
+WIDE, WIDEST = 3072, 14336
 
 
 def rows_of_a_block(C: int) -> int:
