@@ -215,7 +215,7 @@ def store_transposed(columns, at, N, tile, word, words):
     four, out = cuda.local.array(4, uint32), cuda.local.array((4, 4), uint32)
     for i in range(4):
         for j in range(4):
-            four[j] = tile[word + (4 * i + j) * words]
+            four[j] = tile[uint32(word + (4 * i + j) * words)]
         transpose_codes(four)
         for j in range(4):
             out[j, i] = four[j]
@@ -283,7 +283,7 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                     for j in range(2):
                         words[j] = encode4(v[p, 4 * j : 4 * j + 4], inverse, largest, counts)
                         if write:
-                            tile[(p * TILE + r) * WORDS + column // 4 + j] = words[j]
+                            tile[uint32((p * TILE + r) * WORDS + column // 4 + j)] = words[j]
                     if write:
                         store_codes8(codes, (n0 + r) * (PARTS * K) + p * K + k0 + column, words)
         add_notes(

@@ -124,7 +124,7 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
                 if FULL or c < C:
                     word[0] = encode4(h_SE[s], inverse, largest, counts)
                     if write:
-                        tile[row * WORDS + c // 4] = word[0]
+                        tile[uint32(row * WORDS + c // 4)] = word[0]
                         store_codes4(codes, n * C + c, word)
         add_notes(
             largest_1, counts_2, largest, counts, partial, write
