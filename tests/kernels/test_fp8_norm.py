@@ -179,7 +179,7 @@ def test_without_a_bug(shape):
         (WHOLE, file, "make_fp8_norm_kernel", "rstd_N[n] = rstd", "rstd_N[row] = rstd"),
         (WHOLE, file, "make_fp8_norm_kernel", "store(h, n * C, column + s * STRIDE, h_SE[s])", "pass"),
         (WHOLE, file, "make_fp8_norm_kernel", "h_SE[s, j] *= rstd * v[j]", "h_SE[s, j] *= rstd"),
-        (WHOLE, file, "make_fp8_norm_kernel", "tile[row * WORDS", "tile[first * WORDS"),
+        (WHOLE, file, "make_fp8_norm_kernel", "tile[uint32(row * WORDS", "tile[uint32(first * WORDS"),
         (WHOLE, file, "make_fp8_norm_kernel", "codes, n * C + c, word", "codes, row * C + c, word"),
         (WHOLE, file, "make_fp8_norm_kernel", "* N + n0 + piece * 16", "* N + n0"),
         (WHOLE, file, "make_fp8_norm_kernel", "piece * 16 * WORDS + at", "piece * 16 * (WORDS - 1) + at"),
