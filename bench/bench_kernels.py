@@ -23,12 +23,8 @@ import tyro
 from _cases import CASES, DTYPES, Case, Peer, double, tensor
 from _timing import copy_ms, graph_ms, record
 
-__all__ = [
-    "_cases_engine",
-    "_cases_flat",
-    "_cases_fp8",
-    "_cases_rows",
-]  # importing them fills CASES
+# importing them fills CASES
+__all__ = ["_cases_engine", "_cases_flat", "_cases_fp8", "_cases_rows"]
 TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3}
 ONE_DTYPE = {
     "cast_narrow",
