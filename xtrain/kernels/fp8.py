@@ -286,9 +286,8 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                             tile[uint32((p * TILE + r) * WORDS + column // 4 + j)] = words[j]
                     if write:
                         store_codes8(codes, (n0 + r) * (PARTS * K) + p * K + k0 + column, words)
-        add_notes(
-            largest_1, counts_2, largest, counts, partial, write
-        )  # a barrier: the tile is full
+        # a barrier: the tile is full
+        add_notes(largest_1, counts_2, largest, counts, partial, write)
         if write:
             lane, warp = tid % 32, tid // 32
             piece, word = lane % 4 + warp % 2 * 4, lane // 4 + warp // 2 * 8  # 16 rows, 4 columns

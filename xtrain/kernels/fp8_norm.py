@@ -126,9 +126,8 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
                     if write:
                         tile[uint32(row * WORDS + c // 4)] = word[0]
                         store_codes4(codes, n * C + c, word)
-        add_notes(
-            largest_1, counts_2, largest, counts, partial, write
-        )  # a barrier: the tile is full
+        # a barrier: the tile is full
+        add_notes(largest_1, counts_2, largest, counts, partial, write)
         if write:
             for i in range(tid, PIECES * (C // 4), THREADS):
                 piece, at = i % PIECES, i // PIECES  # 16 rows, 4 columns
