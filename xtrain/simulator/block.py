@@ -443,12 +443,16 @@ class Block:
 
     def _resumable_at_once(self):
         """The threads that resume from warp functions and polled requests."""
-        ready, self.eager = [], True
+        ready, last, self.eager = [], [], True
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
-            if waiting:
+            if waiting and getattr(waiting[0].request[0], "last", False):
+                last.append((warp, waiting))
+            elif waiting:
                 ready += run_collective(warp, waiting)
         ready = ready or self._poll_waiting()
+        for warp, waiting in last if not ready else ():
+            ready += run_collective(warp, waiting)
         self.eager = False
         return ready
 
@@ -649,6 +653,8 @@ def _warpgroup(threads):
     replies = head.function(threads, [site] * len(threads), [t.request[2] for t in threads])
     for thread, reply in zip(threads, replies):
         thread.reply = reply
+    for observer in threads[0].block.launch.observers:
+        observer.meet(threads, site.called, site)
     return threads
 
 
