@@ -22,6 +22,7 @@ import numpy as np
 from .block import BLOCK_BARRIERS, Launch
 from .engines import BASE
 from .errors import KernelError, Site
+from .intrinsics import WARPGROUP
 from .memory import Array, is_bits
 from .observers import ATOMIC, WRITE, Observer
 from .thread import Dim3
@@ -29,6 +30,7 @@ from .thread import Dim3
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
 RUN, PRODUCT_ENDS = "run", "product ends"  # parts of a run
 _COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")  # the engine reads the tensor map, no thread
+WARPS = WARPGROUP // 32
 MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
 
 
@@ -434,12 +436,14 @@ def _name_in_kernel(array):
 
 
 def _add_meeting(block, thread, how):
-    """The event of a thread that waits, or has waited until now. Of a product the first lane has it already."""
-    product, event = block.products.get(thread.warp), _waiting(thread, how)
+    """The event of a thread that waits, or has waited until now. Of a product a first lane has it already, see `touched`."""
+    event, first = _waiting(thread, how), thread.warp // WARPS * WARPS
+    product = block.products.get(first)
     if product is None:
         block.add(thread, event)
-    elif thread.lane:
-        block.add(thread, replace(product, path=event.path, elements=[]))
+    elif thread.lane or thread.warp not in block.products:
+        words = [] if thread.lane else product.elements
+        block.add(thread, replace(product, path=event.path, elements=words))
 
 
 def _waiting(thread, how):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .block import BLOCK_BARRIERS
-from .errors import RaceError, file_name
+from .errors import DeadlockError, RaceError, file_name
 from .observers import READ, WRITE
 from .recording import Event, Recording, Step
 
@@ -163,6 +163,7 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
         "thread": -1,
         "cells": [],
         "told": "the error shows here",
+        "stuck": isinstance(error, DeadlockError),
     }
     thread = error.thread
     if thread is None or not recording.events[thread]:
