@@ -97,9 +97,7 @@ def ring(**planted):
     """-> a recording of the ring kernel, x, w, y"""
     x, w = (sim(normal(rows, 1, rows, 1, 64 * SLICES)) for rows in (64, 8))
     y = sim(np.zeros((64, 8), np.float32))
-    recording = record(
-        make_ring(**planted), 1, 160, y, tensor_maps((x, 64), (w, 8)), shared=SHARED
-    )
+    recording = record(make_ring(**planted), 1, 160, y, tensor_maps((x, 64), (w, 8)), shared=SHARED)
     return recording, x[0, :, 0], w[0, :, 0], y
 
 
@@ -142,7 +140,9 @@ def test_every_access_ends_once_and_in_order():
     assert all(begun[access] < ends[access] for access in begun)
     endings = [s for s in steps if s.event.ended]
     assert {s.warp for s in endings} == {-1} and not any(s.lanes for s in endings)
-    for s in endings:  # a slot's product begins after its copies have ended, its next copy after the product
+    for s in (
+        endings
+    ):  # a slot's product begins after its copies have ended, its next copy after the product
         for access in s.event.ended:
             words = {*access.elements}
             kind = {"TMA": "wgmma", "wgmma": "TMA"}[access.engine]

@@ -201,12 +201,16 @@ def test_copies_products_and_mbarriers_are_drawn(browser, tmp_path):
     see(f"go({time('read', 'wgmma')})")
     assert f"128 lanes start a product: wgmma reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()
     assert cells("fly.read") == 72 and cells("fly.write") == 72  # the copy to the other slot
-    assert see("document.querySelectorAll('.engine')[1].children.length") == 2  # once for four warps
+    assert (
+        see("document.querySelectorAll('.engine')[1].children.length") == 2
+    )  # once for four warps
     see("document.querySelectorAll('.mem .cell')[8].onmouseenter()")
     about = see("document.getElementById('about').textContent")
     assert "bytes 1024 to 1152: TMA writes in step" in about and "wgmma reads in step" in about
     see(f"go({time('wgmma ends', 'wgmma')})")
-    assert f"the product is complete and no longer reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()
+    assert (
+        f"the product is complete and no longer reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()
+    )
     assert see("document.querySelectorAll('#source .now').length") == 2  # product and wait
     key(browser, "End")
     assert cells("fly.write") == cells("fly.read") == 0 and row(0).strip() == "TMA"
@@ -223,7 +227,10 @@ def test_a_slot_that_is_overwritten_while_it_is_read_is_shown(browser, tmp_path)
     assert told in see("document.querySelector('#said .bad').textContent")
     assert see("document.querySelectorAll('.mem .cell.bad').length") == 64
     assert see("document.querySelectorAll('.mem .cell.fly.read').length") == 8  # w, still intact
-    assert see("[...document.querySelectorAll('.engine')].map(e => e.children.length - 1)") == [3, 1]
+    assert see("[...document.querySelectorAll('.engine')].map(e => e.children.length - 1)") == [
+        3,
+        1,
+    ]
     assert see("threads[128].classList.contains('bad') && threads[0].classList.contains('held')")
     source = "document.getElementById('source').getBoundingClientRect()"
     lines = "[...document.querySelectorAll('#source .bad')].map(e => e.getBoundingClientRect())"

@@ -49,11 +49,13 @@ class Observer:
     def completed(
         self, block: Any, engine: str, thread: Thread | None, site: Any = None, barrier: Any = None
     ) -> None:
-        """The oldest asynchronous access of a kind has ended: without a thread a copy to shared memory, whose bytes `barrier` counts;
-        with one a copy from shared memory, for which this thread waits at `site`, or a product of the thread's warp.
+        """The oldest asynchronous access of a kind has ended: without a thread a copy to shared memory, whose bytes `barrier`
+        counts; with one a copy from shared memory, for which this thread waits at `site`, or a product of the thread's warp.
         """
 
-    def signalled(self, thread: Thread, barrier: Any, site: Any, arrivals: int, nbytes: int) -> None:
+    def signalled(
+        self, thread: Thread, barrier: Any, site: Any, arrivals: int, nbytes: int
+    ) -> None:
         """A thread changes how many arrivals and bytes an mbarrier still expects: mbar_init, mbar_expect, mbar_arrive."""
 
     def waited(self, thread: Thread, barrier: Any, site: Any, phase: int) -> None:

@@ -29,7 +29,9 @@ from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
 RUN, PRODUCT_ENDS = "run", "product ends"  # parts of a run
-_COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")  # the engine reads the tensor map, no thread
+_COPY = re.compile(
+    r"(?:\w+\.)*(?:load|store)_(?:tile|row)\("
+)  # the engine reads the tensor map, no thread
 WARPS = WARPGROUP // 32
 MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
 
@@ -92,13 +94,21 @@ class _Block:
     count: int = 0
     part: int = 0
     what: Any = None  # happens in this part of the run
-    products: dict[int, Event] = field(default_factory=dict)  # warp -> the product that it begins now
-    in_flight: dict[tuple, list[Event]] = field(default_factory=dict)  # (engine, who waits) -> accesses
+    products: dict[int, Event] = field(
+        default_factory=dict
+    )  # warp -> the product that it begins now
+    in_flight: dict[tuple, list[Event]] = field(
+        default_factory=dict
+    )  # (engine, who waits) -> accesses
 
     def begin(self, what: Any = None) -> None:
         """A new part of the run, unless the current one is of this kind."""
         if what is None or what != self.what:
             self.part, self.what = self.part + 1, what
+
+    def runs(self, first: int, end: int) -> bool:
+        """Has one of these threads an event in this part?"""
+        return any(some and some[-1].part == self.part for some in self.events[first:end])
 
     def add(self, thread: Any, event: Event) -> None:
         """The thread's next event."""
@@ -233,9 +243,10 @@ class Recording(Observer):
         if number == len(now.arrays):
             size = len(thread.block.engines.bytes) // 4
             now.arrays.append(Place("shared memory", "bytes", (size,), 4, False))
+        first = thread.index // WARPGROUP * WARPGROUP
         if engine != "wgmma":
             now.begin(RUN)
-        elif not now.products:
+        elif not now.products and (now.what != RUN or now.runs(first, first + WARPGROUP)):
             now.begin()
         path = _waiting(thread, how).path if engine == "wgmma" else _path(site)
         values = [] if engine else [None] * len(words)
@@ -302,7 +313,11 @@ class Recording(Observer):
                 merged = _merged([lane.get(part, []) for lane in warp])
                 for n, (event, members) in enumerate(merged):
                     who = [(32 * w + lane, e.elements, e.values) for lane, e in members]
-                    if event.engine == "TMA" or event.ended or (event.mbarrier and event.phase is None):
+                    if (
+                        event.engine == "TMA"
+                        or event.ended
+                        or (event.mbarrier and event.phase is None)
+                    ):
                         found += [Step(time + n, w, e, [one]) for (_, e), one in zip(members, who)]
                     else:
                         found.append(Step(time + n, w, event, who))

@@ -61,7 +61,8 @@ def contents(recording: Recording) -> dict[str, Any]:
     steps, launch = recording.steps(), recording.launch
     paths = [step.event.path for step in steps]
     error_sites = recording.error.sites if recording.error else ()
-    places = [place for path in paths for place in path] + [(s.file, s.line) for s in error_sites]
+    # the files of an error first: then both its lines are in sight
+    places = [(s.file, s.line) for s in error_sites] + [place for path in paths for place in path]
     files = _files(dict.fromkeys(places))
     numbers = {file: i for i, (file, _) in enumerate(files)}
     lines = lambda path: [[numbers[file], line] for file, line in path if file in numbers]
@@ -102,16 +103,22 @@ def _step(step: Step, path: list) -> dict[str, Any]:
 def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
     """What the asynchronous engines (engines.py) do in each step.
 
-    n: engine.  r: the words that an access which begins here touches, [[first, end], ...].  u: time of the step in which it ends.
+    n: engine.  r: the words of an access that begins here, [[first, end], ...].  u: time of the step in which it ends, or -1.
     x: [time, words] of the accesses that end here, as they began.
-    m: an mbarrier after the step: its byte, its phase, the arrivals and the bytes that the phase still expects.  f: phase waited for.
+    m: an mbarrier after the step: its byte, its phase, and the arrivals and bytes that the phase still expects.  f: the phase
+    that was waited for.
     """
     ends = {access: step.time for step in steps for access in step.event.ended}
-    begun = {step.event: [step.time, _runs(step.event.elements)] for step in steps if step.event.engine}
-    barriers: dict[int, list[int]] = {}  # byte -> arrivals of a phase; phase, arrivals and bytes expected
+    begun = {
+        step.event: [step.time, _runs(step.event.elements)] for step in steps if step.event.engine
+    }
+    barriers: dict[
+        int, list[int]
+    ] = {}  # byte -> arrivals of a phase; phase, arrivals and bytes expected
     found = []
     for step in steps:
-        event, facts = step.event, {}
+        event = step.event
+        facts: dict[str, Any] = {}
         if event.engine and event.elements:
             facts |= {"n": event.engine, "r": begun[event][1], "u": ends.get(event, -1)}
         if event.ended:
@@ -122,7 +129,7 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
             state[2] += arrivals
             state[3] += nbytes
             if event.phase is None and state[2] == state[3] == 0:
-                state[1:3] = state[1] + 1, state[0]
+                state[1:3] = [state[1] + 1, state[0]]
             facts["m"] = [byte, *state[1:]]
         if event.phase is not None:
             facts["f"] = event.phase
@@ -132,9 +139,9 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
 
 def _runs(words: list[int]) -> list[list[int]]:
     """[[first, end], ...] of consecutive words"""
-    words = np.unique(words)
-    cuts = np.flatnonzero(np.diff(words) != 1) + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(words, cuts) if len(run)]
+    in_order = np.unique(words)
+    cuts = np.flatnonzero(np.diff(in_order) != 1) + 1
+    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(in_order, cuts) if len(run)]
 
 
 def _number(value):
@@ -171,7 +178,11 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
     event = recording.events[thread][-1]
     times = [s.time for s in steps for lane in s.lanes if lane[0] == thread]
     who = {"": f"thread {thread}", "TMA": f"the copy of thread {thread}", "wgmma": "the product"}
-    found |= {"time": times[-1], "thread": thread, "told": f"{who[event.engine]} causes the error here"}
+    found |= {
+        "time": times[-1],
+        "thread": thread,
+        "told": f"{who[event.engine]} causes the error here",
+    }
     if event.array >= 0:
         wrong = {*event.elements} if event.engine else {event.elements[-1]}
         others = _others(steps, thread, event, wrong, error)
@@ -207,7 +218,7 @@ def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[S
 
 # ----------------------------------------------------------------------------- the source
 def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """[(file, functions that contain one of the places)], in the order of the places: the kernel's file first"""
+    """[(file, functions that contain one of the places)], in the order of the places"""
     lines: dict[str, list[int]] = {}
     for file, line in places:
         lines.setdefault(file, []).append(line)
