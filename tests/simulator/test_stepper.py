@@ -223,7 +223,7 @@ def test_a_slot_that_is_overwritten_while_it_is_read_is_shown(browser, tmp_path)
     see = opened(browser, tmp_path, recording)
     assert bad_lines(see) == sorted(site.line for site in recording.error.sites)
     product = next(s.time for s in recording.steps() if s.event.engine == "wgmma")
-    told = f"the other access (wgmma reads) has been in flight since step {product + 1}"
+    told = f"the other access (wgmma reads) began in step {product + 1}"
     assert told in see("document.querySelector('#said .bad').textContent")
     assert see("document.querySelectorAll('.mem .cell.bad').length") == 64
     assert see("document.querySelectorAll('.mem .cell.fly.read').length") == 8  # w, still intact

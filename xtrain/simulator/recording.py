@@ -29,9 +29,8 @@ from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
 RUN, PRODUCT_ENDS = "run", "product ends"  # parts of a run
-_COPY = re.compile(
-    r"(?:\w+\.)*(?:load|store)_(?:tile|row)\("
-)  # the engine reads the tensor map, no thread
+# The copy engine reads the tensor map, not the thread.
+_COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")
 WARPS = WARPGROUP // 32
 MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
 
@@ -70,6 +69,12 @@ class Event:
     phase: int | None = None
     part: int = 0  # of the run
 
+    @property
+    def alone(self) -> bool:
+        """Is it a step of its own in each lane? A copy, a wait for one, or a change of an mbarrier."""
+        changes = self.mbarrier is not None and self.phase is None
+        return self.engine == "TMA" or bool(self.ended) or changes
+
 
 class Step(NamedTuple):
     """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a barrier.
@@ -94,12 +99,10 @@ class _Block:
     count: int = 0
     part: int = 0
     what: Any = None  # happens in this part of the run
-    products: dict[int, Event] = field(
-        default_factory=dict
-    )  # warp -> the product that it begins now
-    in_flight: dict[tuple, list[Event]] = field(
-        default_factory=dict
-    )  # (engine, who waits) -> accesses
+    # warp -> the product that it begins now
+    products: dict[int, Event] = field(default_factory=dict)
+    # (engine, warp or thread that will wait) -> accesses in flight
+    in_flight: dict[tuple, list[Event]] = field(default_factory=dict)
 
     def begin(self, what: Any = None) -> None:
         """A new part of the run, unless the current one is of this kind."""
@@ -313,11 +316,7 @@ class Recording(Observer):
                 merged = _merged([lane.get(part, []) for lane in warp])
                 for n, (event, members) in enumerate(merged):
                     who = [(32 * w + lane, e.elements, e.values) for lane, e in members]
-                    if (
-                        event.engine == "TMA"
-                        or event.ended
-                        or (event.mbarrier and event.phase is None)
-                    ):
+                    if event.alone:
                         found += [Step(time + n, w, e, [one]) for (_, e), one in zip(members, who)]
                     else:
                         found.append(Step(time + n, w, event, who))

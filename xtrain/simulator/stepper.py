@@ -109,12 +109,10 @@ def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
     that was waited for.
     """
     ends = {access: step.time for step in steps for access in step.event.ended}
-    begun = {
-        step.event: [step.time, _runs(step.event.elements)] for step in steps if step.event.engine
-    }
-    barriers: dict[
-        int, list[int]
-    ] = {}  # byte -> arrivals of a phase; phase, arrivals and bytes expected
+    some = [step for step in steps if step.event.engine]
+    begun = {step.event: [step.time, _runs(step.event.elements)] for step in some}
+    # byte -> arrivals of a phase; phase, arrivals and bytes expected
+    barriers: dict[int, list[int]] = {}
     found = []
     for step in steps:
         event = step.event
@@ -198,7 +196,7 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
 
 def _since(step: Step) -> str:
     engine, how = step.event.engine, {READ: "reads", WRITE: "writes"}.get(step.event.how)
-    return f"({engine} {how}) has been in flight since" if engine else "is in"
+    return f"({engine} {how}) began in" if engine else "is in"
 
 
 def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[Step, set[int]]]:
