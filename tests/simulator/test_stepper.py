@@ -77,6 +77,17 @@ def test_values_that_json_has_not():
     assert found["steps"][0]["v"] == ["nan", "inf", 1.235]
 
 
+@cuda.jit
+def unset_kernel(y):
+    s = cuda.shared.array(32, float32)
+    y[cuda.threadIdx.x] = s[0]
+
+
+def test_a_value_that_was_never_written():
+    found = contents(record(unset_kernel, 1, 32, ones(32)))
+    assert [(s["h"], s["v"][0]) for s in found["steps"][:2]] == [("read", "nan"), ("write", "not written")]  # fmt: skip
+
+
 def test_a_block_without_accesses():
     @cuda.jit
     def nothing_kernel(y):

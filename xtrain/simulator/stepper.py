@@ -21,6 +21,7 @@ from .block import BLOCK_BARRIERS
 from .errors import DeadlockError, RaceError, file_name
 from .observers import READ, WRITE
 from .recording import Event, Recording, Step
+from .unset import Unset
 
 FRAME = Path(__file__).with_name("stepper.html")
 HEIGHT = 720  # pixels in a notebook
@@ -144,6 +145,8 @@ def _runs(words: list[int]) -> list[list[int]]:
 
 def _number(value):
     """A value with four digits, as JSON has numbers; text for what JSON has not."""
+    if isinstance(value, Unset):
+        return "not written"
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, (int, np.integer)):
