@@ -263,6 +263,15 @@ def test_a_read_before_the_copy_has_ended_is_shown(browser, tmp_path):
     assert not browser.complaints
 
 
+def test_a_wait_for_bytes_that_do_not_come_is_shown(browser, tmp_path):
+    see = opened(browser, tmp_path, ring(expected=SLOT + 16)[0])
+    said = see("document.getElementById('said').innerText")
+    assert "128 lanes wait here, and what they wait for does not come" in said
+    assert see("document.querySelectorAll('#mbarriers div')[0].textContent") == "byte 0: phase 0 expects 16 bytes"  # fmt: skip
+    assert see("document.querySelectorAll('#threads .bad').length") == 129
+    assert not browser.complaints
+
+
 def test_a_phone_shows_engines_in_its_width(browser, tmp_path):
     see = opened(browser, tmp_path, ring(early=True)[0], width=390)
     assert see("document.documentElement.scrollWidth <= innerWidth")
