@@ -60,9 +60,10 @@ FORMATS = {
 # 0 in equal steps of $2^{l-f}$. So three values say everything about a format: f, l, and the largest number.
 
 # %%
-print("        steps of a number   largest      smallest normal   smallest above 0")
+print("       steps of a number   largest   smallest normal   smallest above 0")
 for name, (f, least, most) in FORMATS.items():
-    print(f"{name}    1/{2**f} to 1/{2 ** (f + 1):<10} {most:9.3g}    2^{least:<15} 2^{least - f}")
+    steps = f"1/{2**f} to 1/{2 ** (f + 1)}"
+    print(f"{name}   {steps:17} {most:9.3g}   {f'2^{least}':>15}   {f'2^{least - f}':>16}")
 f, least, most = FORMATS["e4m3"]
 print("e4m3 from 1 to 2:      ", *(1 + m / 2**f for m in range(2**f)))
 print("e4m3, the smallest:    ", *(f"{m * 2.0 ** (least - f):.4f}" for m in range(6)), "...")
@@ -566,14 +567,15 @@ print("saturated, not finite:", *lesson.host(counts_2))
 
 # %%
 places = {
-    "x (N, I)": (0, 0), "x^T": (0, 1), "dy (N, O)": (0, 3), "dy^T": (0, 4), "w (O, I)": (0, 6), "w^T": (0, 7),
-    "y = x w^T": (2, 1.5), "dw = dy^T x": (2, 3.5), "dx = dy w": (2, 5.5),
+    "x": (0, 0.5), "w": (0, 2.5), "dy": (0, 4.5),
+    "codes of x": (1, 0), "codes of x^T": (1, 1), "codes of w": (1, 2), "codes of w^T": (1, 3), "codes of dy": (1, 4), "codes of dy^T": (1, 5),
+    "y = x w^T": (2.1, 1), "dx = dy w": (2.1, 3), "dw = dy^T x": (2.1, 5),
 }  # fmt: skip
-edges = [
-    ("x (N, I)", "y = x w^T"), ("w (O, I)", "y = x w^T"), ("dy^T", "dw = dy^T x"),
-    ("x^T", "dw = dy^T x"), ("dy (N, O)", "dx = dy w"), ("w^T", "dx = dy w"),
-]  # fmt: skip
-lesson.figures.graph(places, edges, "six matrices of codes, three products")
+edges = [(x, f"codes of {x}{turned}") for x in ("x", "w", "dy") for turned in ("", "^T")]
+edges += [("codes of x", "y = x w^T"), ("codes of w", "y = x w^T"), ("codes of dy", "dx = dy w")]
+edges += [("codes of w^T", "dx = dy w"), ("codes of dy^T", "dw = dy^T x")]
+edges += [("codes of x^T", "dw = dy^T x")]
+lesson.figures.graph(places, edges, "three matrices, six of codes, three products")
 
 # %% [markdown]
 # The transposed copy comes from the same kernel. A second one would read the matrix once more. But a warp that has 32 neighbours of a *row* has 32 numbers of different rows of the
@@ -707,7 +709,10 @@ codes = [(2 * tokens * C + C * C) * 4 / 3.35e6 for C in widths]
 for C, s, c in zip(widths, saved, codes):
     print(f"{C:5} {s:18.0f} {c:19.0f}")
 times = {"saved by the products": saved, "writing codes": codes}
-lesson.figures.curves(widths, times, "width of the layer", "microseconds")
+figure = lesson.figures.curves(widths, times, "width of the layer", "microseconds")
+figure.axes[0].minorticks_off()
+figure.axes[0].set_xticks(widths, widths)
+figure
 
 # %% [markdown]
 # Below a width of about 800 fp8 would be *slower*, if it were done like this. (Real products reach less than the data sheet, so they have more to save.) Two ways out, and the library takes both:
