@@ -65,12 +65,16 @@ def round_to(e):
             "numbers that become 0, and 0": both([0.0, 2.0 ** (least - fraction) * 0.49, 2.0 ** (least - fraction) * 0.5]),
             "numbers beyond the largest": beyond,
             "numbers halfway between two": halves(fraction, least, most),
+            "numbers next to halfway": np.concatenate(
+                [np.nextafter(halves(fraction, least, most), np.float32(x)) for x in (0, most)]
+            ),
             "NaN next to a number": np.array([np.nan, 0.3], np.float32),
             "no numbers": np.zeros((0, 3), np.float32),
         }[case]  # fmt: skip
 
     order = [
-        ("normal numbers", "e4m3"), ("normal numbers", "e5m2"), ("normal numbers", "bf16"), ("numbers of the format", "e5m2"),
+        ("normal numbers", "e4m3"), ("normal numbers", "e5m2"), ("numbers next to halfway", "e4m3"),
+        ("numbers next to halfway", "e5m2"), ("normal numbers", "bf16"), ("numbers of the format", "e5m2"),
         ("numbers just below powers of two", "e4m3"), ("numbers below the smallest normal one", "e4m3"),
         ("numbers below the smallest normal one", "e5m2"), ("numbers that become 0, and 0", "e5m2"),
         ("numbers beyond the largest", "e4m3"), ("numbers beyond the largest", "e5m2"), ("numbers beyond the largest", "bf16"),
@@ -114,8 +118,10 @@ def _judge_rounding(e, v, got, want, form):
     nearest_power = 2.0 ** (
         np.round(np.log2(np.maximum(np.minimum(a, most), 2.0**least))) - fraction
     )
-    is_half = (a / step_of(np.minimum(a, most), fraction, least)) % 1 == 0.5
-    nearest = lambda got: is_half.any() and np.array_equal(got[~is_half], want[~is_half], equal_nan=True)  # fmt: skip
+    step = step_of(np.minimum(a, most), fraction, least)
+    is_half = np.abs(a / step % 1 - 0.5) < 1e-6
+    on_steps = lambda got: (np.abs(got - want) <= step).all() and (got / step % 1 == 0).all()
+    nearest = lambda got: is_half.any() and np.array_equal(got[~is_half], want[~is_half]) and on_steps(got)  # fmt: skip
     e.same("numbers", got, want, {
         "NaN has become a number: it must stay NaN, so that a training that has broken down can be seen.":
             lambda got: np.isnan(v).any() and not np.isnan(got[np.isnan(v)]).any(),
@@ -126,6 +132,8 @@ def _judge_rounding(e, v, got, want, form):
         "Rounded down: for negative numbers that is away from 0. Round |v| with np.rint.":
             changed(np.where(v < 0, -rounded(-v, *form, how=np.ceil), rounded(v, *form, how=np.floor))),
         "Rounded up: take the nearest number, np.rint(a / step).": changed(rounded(v, *form, how=np.ceil)),
+        "Rounded twice: these numbers were first rounded to halfway between two numbers of the format, and then to the even one. Round v itself.":
+            lambda got: e.where.startswith("numbers next to halfway") and (np.abs(got - want) <= step).all() and (got / step % 2 == 0)[got != want].all(),
         "Halfway between two numbers it is the even multiple that is taken: np.rint does so. floor(x + 0.5) does not.": nearest,
         "Numbers below the smallest normal one have become 0: they are subnormal, multiples of 2^(least - fraction).":
             changed(np.where(small, np.copysign(0.0, v), want)),

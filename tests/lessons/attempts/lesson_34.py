@@ -483,3 +483,114 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     for c in range(y, 32, 8):
         if k0 + c < K and n0 + x < N:
             codes_KN[k0 + c, n0 + x] = tile[x, c]
+
+
+# %% 34.1 WRONG: Rounded twice
+def round_to(v, fraction, least, most):
+    a = np.minimum(np.abs(v), most).astype(np.float16).astype(np.float64)
+    e = np.frexp(np.maximum(a, 2.0**least))[1]
+    step = 2.0 ** (e - 1.0 - fraction)
+    return np.copysign(np.rint(a / step) * step, v)
+
+
+# %% 34.1 RIGHT: rounded in the bits, as the kernel does
+def round_to(v, fraction, least, most):
+    a = np.minimum(np.abs(v), np.float32(most))
+    a = np.where(np.isnan(a), np.float32(0), a)
+    drop = 23 - fraction
+    bits = a.view(np.int32)
+    bits = (bits + (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)) >> drop << drop
+    small = np.rint(a.astype(float) * 2.0 ** (fraction - least)) * 2.0 ** (least - fraction)
+    r = np.where(a < 2.0**least, small, bits.view(np.float32).astype(float))
+    return np.where(np.isnan(v), v, np.copysign(np.minimum(r, most), v))
+
+
+# %% 34.2 WRONG: multiply by it
+def next_scale(maxima, scale, most, room):
+    good = [float(m) for m in maxima if 0 < m < np.inf]
+    return max(max(good) / most / room, 2.0**-126) if good else scale
+
+
+# %% 34.2 WRONG: expected
+def next_scale(maxima, scale, most, room):
+    good = [float(m) for m in maxima if 0 < m < np.inf]
+    return max(max(good) / most + room, 2.0**-126) if good else scale
+
+
+# %% 34.3 WRONG: the bits of
+@cuda.jit
+def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
+    i = cuda.grid(1)
+    if i < x_n.size:
+        size, a, code = abs(x_n[i]), abs(x_n[i] / scale_1[0]), 0x7F
+        if size < float32(np.inf):
+            if a > float32(448.0):
+                a = float32(448.0)
+                cuda.atomic.add(counts_2, 0, 1)
+            bits = float_as_int(a)
+            code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+            if a < float32(2.0**-6):
+                code = float_as_int(a + float32(16384.0)) - float_as_int(float32(16384.0))
+            if x_n[i] < float32(0.0):
+                code = code | 0x80
+            cuda.atomic.max(largest_1, 0, size)
+        else:
+            cuda.atomic.add(counts_2, 1, 1)
+            cuda.atomic.max(largest_1, 0, 0x7F800000)
+        codes_n[i] = code
+
+
+# %% 34.3 WRONG: Below 2^-6 the steps stay
+@cuda.jit
+def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
+    i = cuda.grid(1)
+    if i < x_n.size:
+        size, a, code = abs(x_n[i]), abs(x_n[i] / scale_1[0]), 0x7F
+        if size < float32(np.inf):
+            if a > float32(448.0):
+                a = float32(448.0)
+                cuda.atomic.add(counts_2, 0, 1)
+            bits = float_as_int(a)
+            code = max(((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3), 0)
+            if x_n[i] < float32(0.0):
+                code = code | 0x80
+        else:
+            size = float32(np.inf)
+            cuda.atomic.add(counts_2, 1, 1)
+        codes_n[i] = code
+        cuda.atomic.max(largest_1, 0, float_as_int(size))
+
+
+# %% 34.4 WRONG: is read 2 times over
+@cuda.jit
+def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
+    tile = cuda.shared.array((32, 33), uint8)
+    N, K = x_NK.shape
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    k0, n0 = cuda.blockIdx.x * 32, cuda.blockIdx.y * 32
+    for r in range(y, 32, 8):
+        if n0 + r < N and k0 + x < K:
+            codes_NK[n0 + r, k0 + x] = e5m2_code(x_NK[n0 + r, k0 + x] / scale_1[0])
+            tile[r, x] = e5m2_code(x_NK[n0 + r, k0 + x] / scale_1[0])
+    cuda.syncthreads()
+    for c in range(y, 32, 8):
+        if k0 + c < K and n0 + x < N:
+            codes_KN[k0 + c, n0 + x] = tile[x, c]
+
+
+# %% 34.4 WRONG: The tile is not transposed
+@cuda.jit
+def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
+    tile = cuda.shared.array((32, 33), uint8)
+    N, K = x_NK.shape
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    k0, n0 = cuda.blockIdx.x * 32, cuda.blockIdx.y * 32
+    for r in range(y, 32, 8):
+        tile[r, x] = 0
+        if n0 + r < N and k0 + x < K:
+            tile[r, x] = e5m2_code(x_NK[n0 + r, k0 + x] / scale_1[0])
+            codes_NK[n0 + r, k0 + x] = tile[r, x]
+    cuda.syncthreads()
+    for r in range(y, 32, 8):
+        if k0 + r < K and n0 + x < N:
+            codes_KN[k0 + r, n0 + x] = tile[r, x]
