@@ -19,7 +19,7 @@
 # or 2? And if the largest number is 448, where do gradients of a millionth go?
 #
 # The new idea is the **scale**: each matrix is stored as small numbers times one factor. You will write the
-# rounding, the choice of the scale, and the two halves of the kernel that turns a matrix into codes:
+# rounding, the choice of the scale, and the two halves of the kernel that writes codes:
 # rounding in the bits of a float, and the transposed copy that Hopper's products need.
 
 # %% tags=["install"]
@@ -74,7 +74,7 @@ print("e4m3, the smallest:    ", *(f"{m * 2.0 ** (least - f):.4f}" for m in rang
 # between $2^{-2}$ and $2^{-1}$, so the step is $2^{-5} = 0.03125$. And 0.3 / 0.03125 = 9.6, which becomes 10: 0.3125. In e5m2 the
 # step is twice as wide: 4.8 becomes 5, 5 x 0.0625 = 0.3125 again, but 0.28 would become 0.25.
 #
-# Two things happen at the ends. A number above the largest one **saturates**: it becomes the largest. A number below half of the
+# Two things happen at the ends. A number above the largest one **saturates**: it becomes the largest. A number of at most half the
 # smallest becomes 0: it **underflows**.
 #
 # ## Exercise 34.1: round to any format
@@ -141,7 +141,7 @@ lesson.figures.curves(sizes, lines, "size of the number", "relative error (rms)"
 # %% [markdown]
 # Each bit of fraction halves the error, and each bit of exponent doubles the *length* of the flat part, in powers of two. e4m3 is
 # as accurate over about 15 powers of two, and useless outside. The flat part of e5m2 is 30 powers long, at twice the error. bf16
-# has the range of float32: nobody has to think about it.
+# has the range of float32, so its range is never a question.
 #
 # Weights and activations of one matrix have similar sizes, and their errors go into the loss directly: **e4m3**. Gradients
 # differ more in size, and an optimizer averages their errors over many steps: **e5m2**.
@@ -315,7 +315,7 @@ for name, x in matrices.items():
 # ## Exercise 34.2: the next scale
 #
 # Three cases need care. A matrix may be all zeros (the gradient of the first step, if the head is 0): a scale of 0 would make 0 / 0. A
-# maximum may be infinite or NaN, after a step that went wrong: no scale for the rest of the training would survive. And before the first step there is no maximum at all.
+# maximum may be infinite or NaN, after a step that went wrong: a scale made from it would spoil every later step. And before the first step there is no maximum at all.
 
 
 # %% tags=["exercise"]
@@ -469,7 +469,7 @@ def e5m2_code(v):
 # A kernel that writes codes has two more duties, because it is the only one that sees the numbers. It notes the **largest** |x|, for the scale of the next step. Bits of floats that are not negative are in the
 # order of the floats, so `cuda.atomic.max` on the *bits*, an int32, does it: a GPU has no atomic maximum of floats. The result is the same in any order. And it **counts** what went wrong: numbers that saturated, and numbers that were infinite or NaN.
 #
-# An infinite number must not saturate: 448 looks healthy, and nobody would see that the training has broken down. It becomes NaN.
+# An infinite number must not saturate: 448 looks healthy, and would hide that the training has broken down. It becomes NaN, which the loss shows.
 #
 # ## Exercise 34.3: codes of e4m3
 
@@ -548,7 +548,7 @@ print("largest", lesson.host(largest_1).view(np.float32)[0], "- so the scale sta
 print("saturated, not finite:", *lesson.host(counts_2))
 
 # %% [markdown]
-# On a GPU that has fp8 the rounding is one instruction for two numbers, `cvt.rn.satfinite.e4m3x2.f32`. Yours runs on any GPU, and on a T4.
+# On a GPU that has fp8 the rounding is one instruction for two numbers, `cvt.rn.satfinite.e4m3x2.f32`. Yours runs on every GPU.
 #
 # ## Three products and a transposed copy
 #
@@ -582,7 +582,7 @@ lesson.figures.graph(places, edges, "three matrices, six of codes, three product
 # transpose, N bytes apart: 32 sectors for 32 bytes ([lesson 2](02_memory.ipynb)). So a block takes a **tile** of 32 x 32 codes through shared memory: it writes rows into it, waits, and
 # reads columns from it.
 #
-# Mind the banks. A column of a tile with rows of 32 bytes lies in 4 of the 32 banks. With rows of 33 bytes, the words of a column are in 32 different banks.
+# Mind the banks. A column of a tile with rows of 32 bytes lies in 4 of the 32 banks. With rows of 36 bytes, 9 words, the words of a column are in 32 different banks.
 #
 # ## Exercise 34.4: both orientations
 
@@ -604,7 +604,7 @@ lesson.check("34.4", both_kernel)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `tile = cuda.shared.array((32, 33), uint8)`. `for r in range(cuda.threadIdx.y, 32, 8)` goes through the rows of the tile, with threadIdx.x as column. Then a barrier,
+# `tile = cuda.shared.array((32, 36), uint8)`. `for r in range(cuda.threadIdx.y, 32, 8)` goes through the rows of the tile, with threadIdx.x as column. Then a barrier,
 # which all threads reach, and the same loop over the columns.
 #
 # </details>
@@ -624,7 +624,7 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns 32 i to 32 i + 31 and rows 32 j to 32 j + 31, 4 rows per
     thread. x float32 is read once. A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in all three arrays.
     """
-    tile = cuda.shared.array((32, 33), uint8)
+    tile = cuda.shared.array((32, 36), uint8)
     N, K = x_NK.shape
     x, y = cuda.threadIdx.x, cuda.threadIdx.y
     k0, n0 = cuda.blockIdx.x * 32, cuda.blockIdx.y * 32
@@ -638,6 +638,20 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
         if k0 + c < K and n0 + x < N:
             codes_KN[k0 + c, n0 + x] = tile[x, c]
 
+
+# %% [markdown]
+# What a warp does in both halves, in the simulator: sectors per instruction, and passes of an access to the tile.
+
+# %%
+from xtrain.simulator import sim
+
+x = sim(np.random.default_rng(5).normal(size=(32, 64)).astype(np.float32))
+codes = sim(np.zeros((32, 64), np.uint8)), sim(np.zeros((64, 32), np.uint8))
+trace = lesson.traced(both_kernel, (2, 1), (32, 8), *codes, x, sim(np.ones(1, np.float32)))
+for name in ("x_NK", "codes_NK", "codes_KN"):
+    t = trace.traffic(name)
+    print(f"{name:9} {t.sectors / t.requests:.0f} sectors, {t.efficiency:.0%} of their bytes used")
+print("tile      passes:", max(trace.bank_conflicts()))
 
 # %% [markdown]
 # The library's kernel has tiles of 128 x 128, and moves 16 bytes per access: 16 neighbouring *codes of a column* have to be in one thread's registers. It reads words of 4 codes, and transposes
@@ -678,9 +692,9 @@ for K in (1024, 4096, 16384):
 #
 # | in fp8 | in bf16 | in float32 |
 # |---|---|---|
-# | the three products of every matrix of the blocks: QKV, output, gate and up, down | attention's own products, the residual stream, embedding, head, the outputs y and dx | master weights, AdamW's state, weight gradients, norms' statistics, softmax, the loss |
+# | the three products of every matrix of the blocks: QKV, output, gate and up, down | attention's own products, embedding, head, the outputs y and dx | master weights, the residual stream, AdamW's state, weight gradients, norms' statistics, softmax, the loss |
 #
-# The head stays because its errors go into the loss with no layer after them. Attention stays because its products are inside a kernel of its own, and the exponentials of softmax turn an absolute error of a score into a relative one.
+# The head stays because its errors go into the loss with no layer after them. Attention stays because its products are inside a kernel of its own, and the exponentials of softmax turn an absolute error of a score into a relative error of a probability.
 # How much of the arithmetic is left for fp8? Operations per token, 6 per weight and $6 L H D T$ for causal attention:
 
 # %%
@@ -699,7 +713,7 @@ for name, (L, C, Q, KV, F, vocabulary, T) in shapes.items():
 
 # %% [markdown]
 # That is more than a step can gain, since it counts only arithmetic. And the codes have to be written: per number 2 bytes are read (bf16) and 2 written (codes, both ways). How wide must a layer be for that to pay?
-# Each product has an operation count that grows with the *cube* of the width, and the codes with its square. By the data sheet of an H100 (989 TFLOP/s in bf16, 1,979 in fp8, 3.35 TB/s), a square layer and 16,384 tokens:
+# For a given number of tokens the operations grow with the *square* of the width, and the codes in proportion to it. By the data sheet of an H100 (989 TFLOP/s in bf16, 1,979 in fp8, 3.35 TB/s), a square layer and 16,384 tokens:
 
 # %%
 print("width   saved by fp8, µs   writing codes, µs")
@@ -715,9 +729,9 @@ figure.axes[0].set_xticks(widths, widths)
 figure
 
 # %% [markdown]
-# Below a width of about 800 fp8 would be *slower*, if it were done like this. (Real products reach less than the data sheet, so they have more to save.) Two ways out, and the library takes both:
+# Below a width of about 800 fp8 would be *slower*, if it were done like this. (Real products reach less than the data sheet, so they have more to save.) The library saves bytes in two ways:
 #
-# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes, twice. The same for SwiGLU's backward pass.
+# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes in both orientations. SwiGLU's backward pass does the same.
 # - **One pass.** Delayed scaling, with the maximum and the counts in the same kernel that writes both orientations. And backward reads the codes of $x^T$ that forward has written: half of bf16's bytes of saved activations.
 #
 # What was measured on a GPU, and what was not, is in the [known issues](known_issues.md).
@@ -756,8 +770,6 @@ lesson.source(training.Fp8Linear)
 # Do they agree with yours? The library's kernel runs in the simulator, on one tile of 128 x 128:
 
 # %%
-from xtrain.simulator import sim
-
 x = rng.normal(size=(128, 128)).astype(np.float32)
 x[5, 6] = 1000.0  # saturates
 x_bf16 = np.asarray(round_to(x, *FORMATS["bf16"]), np.float32)
@@ -778,7 +790,7 @@ print("numbers:   ", np.array_equal(fp8.decode(theirs.rows), round_to(x_bf16, *F
 # %% [markdown]
 # ## What did not help
 #
-# *A history of 16 maxima.* The cell above: the same errors at a spike and after it, and 14 numbers more to keep per matrix.
+# *A history of 16 maxima.* The cell above: the same errors at a spike and after it, and 15 more numbers to keep per matrix.
 #
 # *No room for growth.* With a room of 1, a maximum that grows from step to step saturates in every step. In the run above (`Store(True, room=1.0)`) ten times as many numbers do, though this model learns as well. A room of 2 gives up one of 15 powers of two.
 #

@@ -405,7 +405,7 @@ SEVERAL = "One thread writes an element of codes_NK and of codes_KN. Block (i, j
 
 @exercise(
     "34.4", "both_kernel",
-    first_step="tile = cuda.shared.array((32, 33), uint8). A loop over the rows of the tile writes codes_NK and the tile; then a barrier; then a loop over its columns.",
+    first_step="tile = cuda.shared.array((32, 36), uint8). A loop over the rows of the tile writes codes_NK and the tile; then a barrier; then a loop over its columns.",
     allow=("e5m2_code",),
     each=4,
     hints={
@@ -507,5 +507,5 @@ def _judge_accesses(e, trace, arrays, N, K):
     ways = max(trace.bank_conflicts(), default=1)
     if ways > 2:
         e.remark(
-            f"A warp's access to the tile takes {ways} passes, because its bytes lie in few banks. With 33 bytes per row it takes one."
+            f"A warp's access to the tile takes {ways} passes, because its bytes lie in few banks. With 36 bytes per row it takes one."
         )

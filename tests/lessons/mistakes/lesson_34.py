@@ -114,6 +114,6 @@ RIGHT = [  # unusual but correct
     ("34.3", DIVIDED, "abs(x_n[i] * (float32(1.0) / scale_1[0]))"),
     ("34.3", "if x_n[i] < float32(0.0):", "if float_as_int(x_n[i]) < 0:"),
     ("34.3", "            size = float32(np.inf)\n", ""),
-    ("34.4", "(32, 33)", "(32, 36)"),
+    ("34.4", "(32, 36)", "(32, 33)"),
     ("34.4", CODE, "e5m2_code((float32(1.0) / scale_1[0]) * x_NK[n0 + r, k0 + x])"),
 ]  # fmt: skip
