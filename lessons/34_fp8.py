@@ -386,7 +386,9 @@ figure
 # that is too large by 16 costs nothing that can be seen, because a float loses range and not digits. So a history of one step is enough, and it needs
 # two numbers per matrix: the scale, and today's maximum. That is what the library keeps.
 #
-# Now the training, with four ways to store. And the counters: numbers that saturated, and nonzero gradients that became 0.
+# ## Measure: a training with and without scales
+#
+# Four ways to store. And the counters: numbers that saturated, and nonzero gradients that became 0.
 
 
 # %%
@@ -712,6 +714,8 @@ for name, (L, C, Q, KV, F, vocabulary, T) in shapes.items():
     print(f" {total / (total - blocks / 2):13.2f} times as fast")
 
 # %% [markdown]
+# ## The improvement: fewer bytes
+#
 # That is more than a step can gain, since it counts only arithmetic. And the codes have to be written: per number 2 bytes are read (bf16) and 2 written (codes, both ways). How wide must a layer be for that to pay?
 # For a given number of tokens the operations grow with the *square* of the width, and the codes in proportion to it. By the data sheet of an H100 (989 TFLOP/s in bf16, 1,979 in fp8, 3.35 TB/s), a square layer and 16,384 tokens:
 
