@@ -84,8 +84,9 @@ print("e4m3, the smallest:    ", *(f"{m * 2.0 ** (least - f):.4f}" for m in rang
 def round_to(v, fraction, least, most):
     """v: float32 of any shape -> the nearest numbers of a format, same shape, float.
 
-    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps stay as they are from there on.
-    most: the largest number; beyond it, and for infinity: most, with v's sign. Halfway: the even multiple. NaN stays NaN.
+    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no smaller.
+    most: the largest number; beyond it, and for infinity: most, with v's sign.
+    Halfway between two numbers: the even multiple of the step. NaN stays NaN.
     """
     # YOUR CODE
 
@@ -112,8 +113,9 @@ lesson.check("34.1", round_to)
 def round_to(v, fraction, least, most):
     """v: float32 of any shape -> the nearest numbers of a format, same shape, float.
 
-    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps stay as they are from there on.
-    most: the largest number; beyond it, and for infinity: most, with v's sign. Halfway: the even multiple. NaN stays NaN.
+    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no smaller.
+    most: the largest number; beyond it, and for infinity: most, with v's sign.
+    Halfway between two numbers: the even multiple of the step. NaN stays NaN.
     """
     a = np.minimum(np.abs(v), most)
     _, e = np.frexp(np.maximum(a, 2.0**least))  # 2^(e - 1) <= a < 2^e
@@ -322,8 +324,9 @@ for name, x in matrices.items():
 def next_scale(maxima, scale, most, room):
     """-> the scale for the next step: room x (the largest of the maxima) / most.
 
-    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN do not count; if none
-    counts, the scale stays `scale`. most: the largest number of the format. The scale is at least 2.0**-126, and finite.
+    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN
+    do not count; if none counts, the scale stays `scale`. most: the largest number of the format.
+    The scale is at least 2.0**-126, and finite.
     """
     # YOUR CODE
 
@@ -344,8 +347,9 @@ lesson.check("34.2", next_scale)
 def next_scale(maxima, scale, most, room):
     """-> the scale for the next step: room x (the largest of the maxima) / most.
 
-    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN do not count; if none
-    counts, the scale stays `scale`. most: the largest number of the format. The scale is at least 2.0**-126, and finite.
+    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN
+    do not count; if none counts, the scale stays `scale`. most: the largest number of the format.
+    The scale is at least 2.0**-126, and finite.
     """
     good = [m for m in maxima if 0 < m < np.inf]
     return max(max(good) * (room / most), 2.0**-126) if good else scale
@@ -479,11 +483,12 @@ def e5m2_code(v):
 # %% tags=["exercise"]
 @cuda.jit
 def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
-    """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even. Grid ceil(n / 64), block 64: a thread per number.
+    """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
-    x, scale: float32, scale > 0. codes: uint8, the sign in the highest bit. Finite x: beyond 448 the code of 448, 0x7E. Else: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; if an x[i] is not finite, the bits of infinity.
-    counts: (2,) int64, add to them: how many finite x[i] / scale were beyond 448, and how many x[i] were not finite.
+    Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E. Infinity and NaN: 0x7F.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with x[i] / scale beyond 448; how many are not finite.
     """
     # YOUR CODE
 
@@ -509,11 +514,12 @@ lesson.check("34.3", encode_kernel)
 # Solution 34.3
 @cuda.jit
 def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
-    """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even. Grid ceil(n / 64), block 64: a thread per number.
+    """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
-    x, scale: float32, scale > 0. codes: uint8, the sign in the highest bit. Finite x: beyond 448 the code of 448, 0x7E. Else: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; if an x[i] is not finite, the bits of infinity.
-    counts: (2,) int64, add to them: how many finite x[i] / scale were beyond 448, and how many x[i] were not finite.
+    Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E. Infinity and NaN: 0x7F.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with x[i] / scale beyond 448; how many are not finite.
     """
     i = cuda.grid(1)
     if i < x_n.size:
@@ -594,8 +600,9 @@ lesson.figures.graph(places, edges, "three matrices, six of codes, three product
 def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
-    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns 32 i to 32 i + 31 and rows 32 j to 32 j + 31, 4 rows per
-    thread. x float32 is read once. A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in all three arrays.
+    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i and rows from
+    32 j on, a thread 4 of its rows. x, float32, is read once.
+    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three arrays.
     """
     # YOUR CODE
 
@@ -623,8 +630,9 @@ lesson.check("34.4", both_kernel)
 def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
-    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns 32 i to 32 i + 31 and rows 32 j to 32 j + 31, 4 rows per
-    thread. x float32 is read once. A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in all three arrays.
+    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i and rows from
+    32 j on, a thread 4 of its rows. x, float32, is read once.
+    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three arrays.
     """
     tile = cuda.shared.array((32, 36), uint8)
     N, K = x_NK.shape
