@@ -1,4 +1,4 @@
-"""bench_handover.py: both ways to hand a vector over compute the same, without a race, which the simulator and the numbers show."""
+"""bench_handover.py: both ways to hand a vector over compute the same; the simulator and the numbers show planted bugs."""
 
 import sys
 from pathlib import Path
@@ -45,9 +45,7 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, make, old, new, error", BUGS, ids=["barrier", "release", "no wait"]
-)
+@pytest.mark.parametrize("name, make, old, new, error", BUGS, ids=["barrier", "release", "no wait"])
 def test_planted_bugs_are_found(name, make, old, new, error):
     with with_planted_bug([bench], make, old, new), pytest.raises(error):
         start, vector = bench.VARIANTS[name](sim, 40, 2, 2)
