@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from xtrain import simulator
-from xtrain.kernels import fp8
+from xtrain.kernels import fp8, fp8_norm
 from xtrain.kernels.attention import flash_attention, flash_attention_hopper_bwd
 from xtrain.kernels.runtime import compiler, launch
 from xtrain.simulator import sim
@@ -37,7 +37,7 @@ def launched(launch_all) -> list[tuple]:
 
 
 def launch_fp8() -> None:
-    """Call every launcher of fp8.py once for every kernel that it can choose."""
+    """Call every launcher of fp8.py, and fp8_norm for two widths."""
     full = lambda *shape: sim(np.ones(shape, BF16))
     for kind in fp8.DTYPES:
         state = (np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(2, np.int64))
@@ -45,6 +45,9 @@ def launch_fp8() -> None:
         fp8.fp8(full(T, 2 * T), slot, True)
         fp8.fp8_swiglu(full(T, 4 * T), slot, True)
         fp8.fp8_swiglu_bwd(full(T, T), full(T, 2 * T), slot, True)
+        for C, add in ((768, True), (2048, False)):
+            x = sim(np.ones((T, C), np.float32))
+            fp8_norm.fp8_norm(x, full(T, C) if add else None, sim(x[0]), 1e-6, slot, True)
     kinds = (np.float32, np.int32, np.float32, np.int64, np.int64)
     fp8.update_scales(*(sim(np.zeros(2, t)) for t in kinds))
 
