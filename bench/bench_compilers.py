@@ -169,7 +169,8 @@ def library_versions(o: Options) -> dict[str, str]:
     found: dict[str, str] = {}
     for python in (o.mlir_python, o.numba_python):
         done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE)
-        found |= {n: v for n, v in json.loads(done.stdout).items() if n in names}
+        installed = {n.lower().replace("_", "-"): v for n, v in json.loads(done.stdout).items()}
+        found |= {n: v for n, v in installed.items() if n in names}
     return found
 
 
