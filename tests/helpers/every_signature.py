@@ -95,6 +95,9 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
     for group in ("attention", "wgmma"):
         if group in found:
             found[group] = [(kernel, tuple(map(of_compiler, s))) for kernel, s in found[group]]
+    if card < (8, 0):  # no bf16: such an array is passed as uint16
+        half = lambda signature: any(str(getattr(k, "dtype", k)) == "uint16" for k in signature)
+        found = {group: [p for p in pairs if not half(p[1])] for group, pairs in found.items()}
     return found
 
 

@@ -80,7 +80,7 @@ def check_code(name, made, signature, card):
     used = set(re.findall(r"atom\.global\S*\s+%r\d+, \[(%rd\d+)\]", ptx))
     assert not lost & used, f"{name} adds to shared memory as if it were global memory"
     # its dynamic shared memory: a variable of one byte, the kernel's static arrays begin 8 bytes after it
-    one_byte = re.search(r"^\s*\.shared[^;\[]*;", ptx, re.M)
+    one_byte = re.search(r"^\s*\.shared \.align \d+ \.b8 [^;\[]*;", ptx, re.M)
     assert not one_byte, f"{name}: static arrays overlap with dynamic shared memory"
     if card == (9, 0) and name not in LOCAL:
         assert ".local ." not in ptx, f"{name} keeps an array in local memory"
