@@ -4,6 +4,8 @@ On a GPU the model is on it. Without one it computes with NumPy arrays in bf16, 
 tests/kernels/test_fp8.py).
 """
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,8 +22,7 @@ from xtrain.nn.fp8 import SPACING, Fp8Scales
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import Parameter
 from xtrain.nn.optim import AdamW, clip
-from xtrain.parallel.ddp import ParallelConfig
-from xtrain.training import loop
+from xtrain.training import loop, run_log
 from xtrain.training.memory_plan import plan
 from xtrain.tuning.finetune import AdapterConfig
 
@@ -74,9 +75,9 @@ def test_loss_and_gradients_are_near_float32():
     for step, limit in ((0, 0.2), (1, 0.3)):
         for name, dx in gradients[step].items():
             assert 1e-4 < error(dx, expected[step][name]) < limit, (step, name)
-    assert to_host(model.fp8.last_counts_2).tolist() == [0, 0]
+    assert not to_host(model.fp8.last_counts_K2).any()
     scales = to_host(model.fp8.scale_S)
-    assert scales.shape == (3 * 4 * 2 * SPACING,) and not to_host(model.fp8.largest_S).any()
+    assert scales.shape == (3 * 4 * 2 * SPACING,) and not to_host(model.fp8.largest_RS).any()
     assert (scales[::SPACING] != 1).all() and (scales.reshape(-1, SPACING)[:, 1:] == 1).all()
 
 
@@ -157,7 +158,7 @@ def test_without_backward_the_model_computes_in_bf16():
     for mode in (no_grad, inference):
         with mode():
             assert model.loss(IDS, TARGETS).item() == half.loss(IDS, TARGETS).item()
-    assert not to_host(model.fp8.largest_S).any()
+    assert not to_host(model.fp8.largest_RS).any()
     assert model.loss(IDS, TARGETS).item() != half.loss(IDS, TARGETS).item()
 
 
@@ -171,7 +172,8 @@ def test_a_step_that_is_not_finite_keeps_the_scales_and_is_counted():
     model.zero_grad()
     model.loss(IDS, TARGETS).backward()
     optimizer.step(to_device(np.full(1, np.nan, np.float32), DEVICE))
-    assert to_host(model.fp8.last_counts_2)[1] >= kept.size
+    counts = dict(zip(model.fp8.kinds, to_host(model.fp8.last_counts_K2).tolist()))
+    assert counts["gate_up w"][1] >= kept.size and counts["qkv w"] == [0, 0]
     after = to_host(model.fp8.scale_S)
     assert np.isfinite(after).all() and after[SPACING * 7] == before[SPACING * 7]
     w.data = to_device(kept, DEVICE)
@@ -209,8 +211,15 @@ def test_the_memory_plan():
 
 
 def test_numbers_of_a_step():
-    assert loop.fp8_numbers(None) == {}
-    assert loop.fp8_numbers(np.array([3, 0])) == {"fp8_clamped": 3.0, "fp8_nonfinite": 0.0}
+    fp8 = SimpleNamespace(kinds=["qkv x", "down_proj x"])
+    assert loop.fp8_numbers(None, np.zeros((0, 2))) == {}
+    assert loop.fp8_numbers(fp8, np.zeros((2, 2))) == {"fp8_clamped": 0, "fp8_nonfinite": 0}
+    numbers = loop.fp8_numbers(fp8, np.array([[3.0, 0], [2000, 1]]))
+    assert numbers == {
+        "fp8_clamped": 2003, "fp8_nonfinite": 1, "fp8_clamped_qkv_x": 3, "fp8_clamped_down_proj_x": 2000, "fp8_nonfinite_down_proj_x": 1,
+    }  # fmt: skip
+    assert run_log.fp8_text("fp8_clamped", numbers) == "fp8 clamped 2,003 (down_proj x 2,000)  "
+    assert run_log.fp8_text("fp8_nonfinite", {"fp8_nonfinite": 0}) == ""
 
 
 # ----------------------------------------------------------------------------- errors
@@ -220,16 +229,10 @@ def test_errors(monkeypatch):
     narrow = ModelConfig(vocab_size=9, dim=96, n_layers=1, n_heads=3, head_dim=32)
     with pytest.raises(UserError, match=r"multiples of 128, but model\.layers\.0\.self_attn\.qkv"):
         Transformer(narrow, 0, DEVICE, "fp8")
-    with pytest.raises(UserError, match="--precision fp8 is not supported with several ranks"):
-        ParallelConfig(precision="fp8").validate()
     with pytest.raises(UserError, match="--precision fp8 is not supported with --lora"):
         AdapterConfig(precision="fp8", lora=4).validate()
     monkeypatch.undo()
-    for options, message in (
-        (dict(trainable=False), "not supported with adapters"),
-        (dict(world=2), "not supported with several ranks"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Transformer(CONFIG, 0, "gpu" if GPU else "sim", "fp8", **options)
+    with pytest.raises(UserError, match="not supported with adapters"):
+        Transformer(CONFIG, 0, "gpu" if GPU else "sim", "fp8", trainable=False)
     with pytest.raises(UserError, match="precision 'fp8' is not supported on the cpu"):
         Transformer(CONFIG, 0, "cpu", "fp8")

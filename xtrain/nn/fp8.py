@@ -9,6 +9,9 @@ kernels/fp8.py, the products are in kernels/fp8_gemm.py.
     x saved for backward     as the codes of x^T, half the bytes of bf16. The output of a norm is saved so, not recomputed
     MLP                      one Function (Fp8MLP): the result of SwiGLU and the gradient of gate and up exist as codes only
     scales                   those of the step before. The first step measures each matrix before it encodes it (`ready` False)
+    several ranks            one scale per matrix on all of them, by the largest number that any rank met: as if one had computed the
+                             whole batch. So the codes of w are the same everywhere, and any number of ranks can resume. Only in
+                             the first step x and dy have scales of each rank
     no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
 
 Each use of w is encoded again: 4 bytes per weight and micro-batch, against some hundred operations per weight and token.
@@ -50,12 +53,18 @@ SPACING = (
 class Fp8Scales:
     """The scales of all matrices of a model's fp8 products, on the device, for the whole life of the model.
 
-    scale_S: float32, three per layer (KINDS), SPACING apart.  last_counts_2: of the last step, how many numbers were clamped and
-    how many were not finite, int64.  ready: are there scales of a step before?
+    scale_S: float32, three per layer (KINDS), SPACING apart.  ready: are there scales of a step before?
+    kinds: of tensors that are counted together, over all layers, such as "qkv x".
+    last_counts_K2: of the last step and each kind, how many numbers were clamped and how many were not finite, int64.
+    largest_RS: int32, see kernels.fp8.Slot; of each rank.
     """
 
     def __init__(self, weights: list[tuple[str, Any]], device: str):
-        """weights: (name, Parameter) of the matrices, which get their Fp8Layer. Raises UserError for another shape."""
+        """weights: (name, Parameter) of the matrices, which get their Fp8Layer. Raises UserError for another shape, or none."""
+        if not weights:
+            raise UserError(
+                "precision fp8 found no Linear module in the model's blocks: choose precision bf16"
+            )
         for name, w in weights:
             rows, columns = w.declared_shape
             if rows % TILE or columns % TILE:
@@ -63,24 +72,53 @@ class Fp8Scales:
                     f"precision fp8 needs matrices whose rows and columns are multiples of {TILE}, but {name} is {rows} x {columns}: "
                     "choose such widths, or precision bf16"
                 )
-        kinds = [kind for kind in KINDS.values() for _ in range(SPACING)] * len(weights)
-        put = lambda x: to_device(x, device)
-        self.scale_S: Array = put(np.ones(len(kinds), np.float32))
-        self.largest_S = put(np.zeros(len(kinds), np.int32))
-        self.factor_S = put(np.array([scale_factor(kind) for kind in kinds], np.float32))
-        self.counts_2, self.last_counts_2 = (put(np.zeros(2, np.int64)) for _ in range(2))
+        formats = [kind for kind in KINDS.values() for _ in range(SPACING)] * len(weights)
+        self.put = lambda x: to_device(x, device)
+        self.scale_S: Array = self.put(np.ones(len(formats), np.float32))
+        self.factor_S = self.put(np.array([scale_factor(kind) for kind in formats], np.float32))
+        self.weights = weights
+        self.kinds = [*dict.fromkeys(kind for name, _ in weights for kind in _kinds(name))]
+        self.counts_K, self.last_counts_K = (
+            self.put(np.zeros(2 * len(self.kinds), np.int64)) for _ in range(2)
+        )
         self.ready = False
-        for i, (_, w) in enumerate(weights):
-            w.fp8 = Fp8Layer(self, [self._slot(3 * i + j) for j in range(3)])
+        self.divide(0, 1)
 
-    def _slot(self, s):
-        views = (x[SPACING * s : SPACING * s + 1] for x in (self.scale_S, self.largest_S))
-        return Slot(*views, self.counts_2, [*KINDS.values()][s % 3])
+    @property
+    def last_counts_K2(self) -> Array:
+        return self.last_counts_K.reshape(-1, 2)
+
+    def divide(self, rank: int, world: int) -> Array:
+        """Before the first step: this is rank number `rank` of `world` that have the same scales. -> largest_RS, flat.
+
+        Each rank fills its part. After the last backward of a step and before `update` every rank needs all parts.
+        """
+        S = self.scale_S.size
+        self.largest_RS = self.put(np.zeros(world * S, np.int32))
+        for i, (name, w) in enumerate(self.weights):
+            slots = []
+            for j, (kind, format_) in enumerate(zip(_kinds(name), KINDS.values())):
+                s, k = SPACING * (3 * i + j), 2 * self.kinds.index(kind)
+                largest_1 = self.largest_RS[rank * S + s : rank * S + s + 1]
+                counts_2 = self.counts_K[k : k + 2]
+                slots.append(Slot(self.scale_S[s : s + 1], largest_1, counts_2, format_))
+            w.fp8 = Fp8Layer(self, slots)
+        return self.largest_RS
+
+    def coverage(self, model: Any) -> str:
+        """Which products of its model compute in fp8: a sentence for the start of a run."""
+        encoded = {w for _, w in self.weights}
+        blocks = [
+            p for name, p in model.storage() if "layers." in name and len(p.declared_shape) == 2
+        ]
+        rest = sum(p not in encoded for p in blocks)
+        others = f"{rest} other matrices of the blocks, " if rest else ""
+        return f"products of {len(encoded)} matrices of the blocks; {others}embedding, attention and head in bf16"
 
     def update(self) -> None:
         """After a step: the scales of the next one. It can be captured in a CUDA graph, because a graph is captured when there
         are scales already."""
-        state = self.scale_S, self.largest_S, self.factor_S, self.counts_2, self.last_counts_2
+        state = self.scale_S, self.largest_RS, self.factor_S, self.counts_K, self.last_counts_K
         update_scales(*state)
         self.ready = True
 
@@ -88,6 +126,12 @@ class Fp8Scales:
         """Continue with the scales of a checkpoint."""
         self.scale_S[...] = to_device(scale_S, "gpu") if is_gpu(self.scale_S) else scale_S
         self.ready = True
+
+
+def _kinds(name: str) -> list[str]:
+    """The kinds of the three matrices of a layer. name: of its weight, "model.layers.0.self_attn.qkv.weight" -> "qkv x", ..."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return [f"{module} {matrix}" for matrix in KINDS]
 
 
 class Fp8Layer:
@@ -101,6 +145,15 @@ class Fp8Layer:
     def current(self) -> bool:
         """Must a matrix be measured before it is encoded?"""
         return not self.scales.ready
+
+
+def check_tokens(tokens: int) -> None:
+    """tokens: of a forward pass. Raises UserError."""
+    if tokens % TILE:
+        raise UserError(
+            f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {tokens}: choose another --micro-batch or "
+            "--seq-len"
+        )
 
 
 def fp8_layer(w: Tensor) -> Fp8Layer | None:

@@ -28,7 +28,7 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from . import functional as F
 from .autograd import is_inference, is_training, no_grad
-from .fp8 import TILE, Fp8Scales
+from .fp8 import Fp8Scales, check_tokens
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
@@ -288,7 +288,7 @@ class Transformer(Module):
             self.lm_head = Parameter(
                 (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
             )
-        self._check_precision(world, trainable)
+        self._check_precision(trainable)
         if recompute not in ("none", "attention", "block"):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
@@ -299,7 +299,7 @@ class Transformer(Module):
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
-    def _check_precision(self, world, trainable) -> None:
+    def _check_precision(self, trainable) -> None:
         half = self.precision in ("bf16", "fp8")
         if self.precision not in ("fp32", "bf16", "fp8") or (half and self.device == "cpu"):
             raise UserError(
@@ -314,9 +314,10 @@ class Transformer(Module):
             raise UserError(
                 "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose precision bf16"
             )
-        if not trainable or world > 1:
-            what = "several ranks" if trainable else "adapters (--lora) or for serving"
-            raise UserError(f"precision fp8 is not supported with {what}: choose bf16")
+        if not trainable:
+            raise UserError(
+                "precision fp8 is not supported with adapters (--lora) or for serving: choose bf16"
+            )
 
     def _renew_fp8(self) -> None:
         """In fp8: new scales, for all matrices of the blocks that are there now."""
@@ -399,11 +400,8 @@ class Transformer(Module):
             ids = self._check_ids(ids, "ids")
             sequences = self.sequences(*ids.shape)
         self.arena.refresh()
-        if self.fp8 is not None and is_training() and ids.size % TILE:
-            raise UserError(
-                f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {ids.size}: choose another --micro-batch or "
-                "--seq-len"
-            )
+        if self.fp8 is not None and is_training():
+            check_tokens(ids.size)
         return self.model(self._to_device(ids.reshape(-1)), sequences)
 
     def sequences(self, B: int, T: int) -> Sequences:

@@ -43,7 +43,7 @@ class StepResult:
     grad_norm: Array
     lr: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
-    fp8_counts: Array | None = None  # Fp8Scales.last_counts_2, a copy that is still on the device
+    fp8_counts: Array | None = None  # Fp8Scales.last_counts_K, a copy that is still on the device
 
 
 class Run:
@@ -116,7 +116,7 @@ class Run:
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         fp8 = self.model.fp8
-        counts = None if fp8 is None else fp8.last_counts_2.copy()
+        counts = None if fp8 is None else fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
     def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
