@@ -229,7 +229,9 @@ def test_the_largest_of_all_ranks_decides(put):
     largest_RS = np.array([[1, 5, np.inf], [4, 0, 2], [3, 2, 1]], np.float32)
     scale, factor = np.full(3, 7, np.float32), np.full(3, 0.5, np.float32)
     counts = np.arange(8)
-    on = [put(x) for x in (scale, largest_RS.reshape(-1).view(np.int32), factor, counts, 0 * counts)]
+    on = [
+        put(x) for x in (scale, largest_RS.reshape(-1).view(np.int32), factor, counts, 0 * counts)
+    ]
     update_scales(*on)
     assert to_host(on[0]).tolist() == [2, 2.5, 7]
     assert not to_host(on[1]).any() and not to_host(on[3]).any()

@@ -4,26 +4,33 @@ On a GPU the model is on it. Without one it computes with NumPy arrays in bf16, 
 tests/kernels/test_fp8.py).
 """
 
+import io
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from checks import GPU, normal, to_host
-from runs import assert_same_run, metrics, run
+from rich.console import Console
+from runs import assert_same_run, metrics, options, run
 
 from xtrain import ModelConfig, device
+from xtrain.config import resolve
 from xtrain.device import to_device
 from xtrain.errors import UserError
-from xtrain.kernels.fp8 import DTYPES, LARGEST, encode_ref
+from xtrain.kernels.cross_entropy import cross_entropy_ref
+from xtrain.kernels.fp8 import DTYPES, LARGEST, Operand, encode_ref
+from xtrain.nn import fp8 as fp8_module
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor, inference, no_grad
 from xtrain.nn.fp8 import SPACING, Fp8Scales
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import Parameter
 from xtrain.nn.optim import AdamW, clip
-from xtrain.training import loop, run_log
-from xtrain.training.memory_plan import plan
+from xtrain.training import loop, out_of_memory, run_log
+from xtrain.training.memory_plan import plan, planning
 from xtrain.tuning.finetune import AdapterConfig
 
 BF16 = ml_dtypes.bfloat16
@@ -44,9 +51,11 @@ def fp8_on_the_host(monkeypatch):
         monkeypatch.setattr(Transformer, "_check_precision", lambda *_: None)
 
 
-def train(precision="fp8", steps=3, micro=4, config=CONFIG, **more):
-    """-> the model, losses and gradients of each step"""
+def train(precision="fp8", steps=3, micro=4, config=CONFIG, head=False, **more):
+    """-> the model, losses and gradients of each step. head: in fp8"""
     model = Transformer(config, 0, DEVICE, precision, **more)
+    if head:
+        model.use_fp8_head()
     optimizer, losses, gradients = AdamW(model, 1e-3), [], []
     for _ in range(steps):
         model.zero_grad()
@@ -180,13 +189,75 @@ def test_a_step_that_is_not_finite_keeps_the_scales_and_is_counted():
     assert np.isfinite(model.loss(IDS, TARGETS).item())
 
 
+# ----------------------------------------------------------------------------- the head
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_in_fp8(tied):
+    config = replace(CONFIG, tie_embeddings=tied)
+    model, losses, gradients = train(config=config, head=True)
+    half, plain, others = train(config=config)
+    _, exact, expected = train("fp32", config=config)
+    assert np.abs(np.array(losses) / exact - 1).max() < 3e-3
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert losses != plain
+    for step in range(2):
+        assert all(error(gradients[step][n], expected[step][n]) < 0.3 for n in gradients[step])
+    if not tied:
+        assert (
+            error(others[0][head], expected[0][head])
+            < error(gradients[0][head], expected[0][head])
+            < 0.1
+        )
+    assert model.fp8.kinds == half.fp8.kinds + ["lm_head x", "lm_head w", "lm_head dy"]
+    assert not to_host(model.fp8.last_counts_K2).any()
+    for (_, p), (_, q) in zip(model.named_parameters(), half.named_parameters()):
+        q.data = p.data
+    with no_grad():  # validation computes in bf16
+        assert model.loss(IDS, TARGETS).item() == half.loss(IDS, TARGETS).item()
+
+
+def test_the_head_equals_its_codes_in_numpy():
+    """Loss, dx and dw of F.linear_cross_entropy, in chunks and at once."""
+    N, C, V = 384, 128, 250
+    x, w = normal(1, N, C, mean=0).astype(BF16), normal(2, 256, C, mean=0, scale=0.05)
+    targets = np.random.default_rng(3).integers(0, V, N)
+    parameter = Parameter((256, C), 0.02)
+    parameter.offset, parameter._data = 0, to_device(w, DEVICE)
+    parameter.half = to_device(w.astype(BF16), DEVICE)
+    scales = Fp8Scales([("lm_head", parameter)], DEVICE)
+    inv_count = np.full(1, 1 / N, np.float32)
+
+    def decoded(a, kind):
+        scale = np.abs(a).max() * np.float32(2 / LARGEST[kind])
+        return encode_ref(a, scale, kind)[0].view(DTYPES[kind]).astype(np.float32) * scale
+
+    xd, wd = (decoded(a.astype(BF16).astype(np.float32), "e4m3") for a in (x, w))
+    logits = (xd @ wd.T).astype(BF16).astype(np.float32)
+    loss_N, d = cross_entropy_ref(logits, targets, V, inv_count)
+    dd = decoded(d.astype(BF16).astype(np.float32), "e5m2")
+    for rows in (
+        None,
+        None,
+        128,
+    ):  # in the first step all scales are measured, later they are those of the step before
+        input_ = Tensor(to_device(x, DEVICE), requires_grad=True)
+        parameter.grad_written = False
+        given = to_device(targets, DEVICE), V, to_device(inv_count, DEVICE), rows
+        loss = F.linear_cross_entropy(input_, parameter, *given)
+        loss.backward()
+        assert abs(loss.item() / loss_N.mean() - 1) < 1e-3
+        assert error(to_host(input_.grad).astype(np.float32), dd @ wd) < 0.01
+        assert error(to_host(parameter._grad), dd.T @ xd) < 0.01
+        scales.update()
+
+
 # ----------------------------------------------------------------------------- runs
 RUN = dict(dim=128, heads=2, head_dim=64, hidden_dim=128, layers=1, seq_len=64, batch=4, steps=6, eval_every=3, sample_every=6)  # fmt: skip
 
 
-def test_resume_is_exact(tmp_path, monkeypatch):
+@pytest.mark.parametrize("head", [False, True])
+def test_resume_is_exact(tmp_path, monkeypatch, head):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    kind = dict(RUN, precision="fp8", save_every=3)
+    kind = dict(RUN, precision="fp8", fp8_head=head, save_every=3)
     whole = run(tmp_path / "a", **kind)
     run(tmp_path / "b", **kind, stop_at=2)
     parts = run(tmp_path / "b", **kind, resume=True)
@@ -204,10 +275,99 @@ def test_a_bf16_run_continues_in_fp8(tmp_path, monkeypatch):
     assert ["fp8_clamped" in line for line in lines] == [False] * 2 + [True] * 4
 
 
-def test_the_memory_plan():
-    shape = CONFIG, 16, 64
-    eight, half = (plan(*shape, precision) for precision in ("fp8", "bf16"))
-    assert eight.peak < 1.5 * half.peak and eight.kinds["bf16 copy of the weights"]
+def test_the_head_may_change_on_resuming(tmp_path, monkeypatch):
+    """Its scales are then measured anew, with all others."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    run(tmp_path / "a", **RUN, precision="fp8", stop_at=2)
+    again = dict(RUN, precision="fp8", fp8_head=True, resume=True)
+    with pytest.raises(UserError, match="fp8_head was False, is True"):
+        run(tmp_path / "a", **again)
+    folder = run(tmp_path / "a", **again, allow_change=("fp8_head",))
+    assert len([line for line in metrics(folder) if "loss" in line]) == 6
+
+
+def test_the_start_says_what_is_in_fp8_and_the_report_what_did_not_fit(tmp_path, monkeypatch):
+    """Of a run whose scales are so small that numbers are clamped in each step."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    said = io.StringIO()
+    monkeypatch.setattr(fp8_module, "scale_factor", lambda kind: np.float32(0.5 / LARGEST[kind]))
+    folder = run(
+        tmp_path / "a", Console(file=said, width=300), **RUN, precision="fp8", fp8_head=True
+    )
+    said = said.getvalue()
+    assert (
+        "(products of 4 matrices of the blocks and of the head; embedding and attention in bf16)"
+        in said
+    )
+    lines = [line for line in metrics(folder) if "loss" in line]
+    clamped = lines[-1]["fp8_clamped"]
+    kinds = {k: x for k, x in lines[-1].items() if k.startswith("fp8_clamped_")}
+    assert clamped == sum(kinds.values()) > 0 and "fp8_clamped_lm_head_w" in kinds
+    assert re.search(rf"step 6/6 .* fp8 clamped {clamped:,.0f} \(\w+ (x|w|dy) [\d,]+\)", said)
+    page = (folder / "report.html").read_text()
+    in_all = sum(line.get("fp8_clamped_lm_head_w", 0) for line in lines)
+    assert f"<td>lm_head w</td><td>clamped to the largest code</td><td>{in_all:,.0f}</td>" in page
+    plain = run(tmp_path / "b", **RUN, precision="bf16")
+    assert "<h2>fp8</h2>" not in (plain / "report.html").read_text()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_the_memory_plan(head):
+    """What each op keeps for backward, and the arrays that stay, are those of the model that computes."""
+    shape = CONFIG, 4, 64
+    eight, half = plan(*shape, "fp8", fp8_head=head), plan(*shape, "bf16")
+    assert half.peak < eight.peak < 1.5 * half.peak and eight.kinds["bf16 copy of the weights"]
+    model = Transformer(CONFIG, 0, DEVICE, "fp8")
+    if head:
+        model.use_fp8_head()
+    found = kept_by_op(model.loss(IDS, TARGETS))
+    with planning(CONFIG.padded_vocab_size):
+        planned = Transformer(CONFIG, None, "gpu", "fp8")
+        if head:
+            planned.use_fp8_head()
+        expected = kept_by_op(planned.loss(IDS, TARGETS))
+        for name in ("weights", "half", "grads"):
+            assert getattr(planned.arena, name).nbytes == getattr(model.arena, name).nbytes
+        for name in ("scale_S", "largest_RS", "factor_S", "counts_K", "last_counts_K"):
+            assert getattr(planned.fp8, name).nbytes == getattr(model.fp8, name).nbytes
+    assert found == expected and found["Fp8MLP"] > 0
+    codes = sum(x.nbytes for x in saved_by(model.loss(IDS, TARGETS)) if isinstance(x, Operand))
+    assert eight.kept["fp8 codes"] == codes
+
+
+def saved_by(root, ops=None):
+    """The arrays that Fp8's ops, or `ops`, keep for backward."""
+    nodes, seen = [root.node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        nodes += [edge.node for edge in node.ctx.edges if edge is not None]
+        if node.function.__name__.startswith(("Fp8", "LinearCrossEntropy") if ops is None else ops):
+            yield from node.ctx.saved
+
+
+def kept_by_op(root):
+    """Bytes that each op in fp8 keeps for backward, parameters included."""
+    return {
+        op: sum(getattr(x, "nbytes", 0) for x in saved_by(root, op))
+        for op in ("Fp8Linear", "Fp8AddNormLinear", "Fp8MLP", "LinearCrossEntropy")
+    }
+
+
+@pytest.mark.parametrize("T, micro, halves", [(128, 6, 3), (64, 6, 2), (32, 4, None)])
+def test_the_advice_when_memory_runs_out_can_be_followed(tmp_path, T, micro, halves):
+    """No micro-batch is named whose tokens fp8 refuses; bf16 is, where it needs less."""
+    given = options(
+        tmp_path, batch=2 * micro, micro_batch=micro, seq_len=T, precision="fp8", preset="tiny"
+    )
+    config, shape = resolve(given, gpu=True)
+    lines = out_of_memory.explain(config, ModelConfig(vocab_size=320, **shape), "cpu")
+    named = {int(n) for n in re.findall(r"--micro-batch (\d+)", "\n".join(lines))}
+    assert all(n * T % 128 == 0 for n in named) and (halves is None or halves in named)
+    assert any("--precision bf16" in line for line in lines)
+    assert halves is None or any(line.split()[:2] == ["fp8", "codes"] for line in lines)
 
 
 def test_numbers_of_a_step():
@@ -231,6 +391,12 @@ def test_errors(monkeypatch):
         Transformer(narrow, 0, DEVICE, "fp8")
     with pytest.raises(UserError, match="--precision fp8 is not supported with --lora"):
         AdapterConfig(precision="fp8", lora=4).validate()
+    with pytest.raises(UserError, match="--fp8-head needs --precision fp8, not bf16"):
+        AdapterConfig(precision="bf16", fp8_head=True).validate()
+    with pytest.raises(UserError, match="an fp8 head needs precision fp8, this model has fp32"):
+        Transformer(CONFIG, 0, DEVICE).use_fp8_head()
+    with pytest.raises(UserError, match="found no Linear module"):
+        Fp8Scales([], DEVICE)
     monkeypatch.undo()
     with pytest.raises(UserError, match="not supported with adapters"):
         Transformer(CONFIG, 0, "gpu" if GPU else "sim", "fp8", trainable=False)

@@ -2,16 +2,18 @@
 
     y = x w^T        dx = dy w        dw += dy^T x        x, w: e4m3   dy: e5m2   y, dx: bf16   dw, the sums: float32
 
-In a model of precision "fp8" everything is as in bf16 but these three products of each matrix of the blocks: float32 master
-weights and their bf16 copy, residual stream, norms, attention, embedding, head and loss. The maths of codes and scales is in
-kernels/fp8.py, the products are in kernels/fp8_gemm.py.
+In a model of precision "fp8" everything is as in bf16 but these three products of each matrix of the blocks, and of the head if
+that is asked for: float32 master weights and their bf16 copy, residual stream, norms, attention, embedding and loss. The maths of
+codes and scales is in kernels/fp8.py, the products are in kernels/fp8_gemm.py.
 
     x saved for backward     as the codes of x^T, half the bytes of bf16. The output of a norm is saved so, not recomputed
     MLP                      one Function (Fp8MLP): the result of SwiGLU and the gradient of gate and up exist as codes only
     scales                   those of the step before. The first step measures each matrix before it encodes it (`ready` False)
-    several ranks            one scale per matrix on all of them, by the largest number that any rank met: as if one had computed the
-                             whole batch. So the codes of w are the same everywhere, and any number of ranks can resume. Only in
-                             the first step x and dy have scales of each rank
+    several ranks            one scale per matrix on all of them, by the largest number that any rank met: as if one rank had the
+                             whole batch. So the codes of w are the same everywhere, and any number of ranks can resume. Only
+                             in the first step x and dy have scales of each rank
+    head                     logits and their gradient d in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is
+                             encoded once for all chunks. The codes of d are one more pass over it, 4 bytes per logit
     no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
 
 Each use of w is encoded again: 4 bytes per weight and micro-batch, against some hundred operations per weight and token.
@@ -25,9 +27,11 @@ from ..device import Array, is_gpu, to_device
 from ..errors import UserError
 from ..kernels import bias as _bias
 from ..kernels import cast as _cast
+from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import residual as _residual
 from ..kernels import rmsnorm as _rmsnorm
 from ..kernels.cast import BFLOAT16
+from ..kernels.cross_entropy import cross_entropy
 from ..kernels.fp8 import (
     TILE,
     Fp8,
@@ -113,6 +117,8 @@ class Fp8Scales:
         ]
         rest = sum(p not in encoded for p in blocks)
         others = f"{rest} other matrices of the blocks, " if rest else ""
+        if model.fp8_head:
+            return f"products of {len(encoded) - 1} matrices of the blocks and of the head; {others}embedding and attention in bf16"
         return f"products of {len(encoded)} matrices of the blocks; {others}embedding, attention and head in bf16"
 
     def update(self) -> None:
@@ -197,6 +203,42 @@ def _add_norm(x_NC, delta_NC, w_C, eps):
     if delta_NC is None:
         return x_NC, *_rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, BFLOAT16)
     return _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
+
+
+def linear_cross_entropy(
+    x_NC: Array,
+    w_PC: Array,
+    targets_N: Array,
+    vocab_size: int,
+    inv_count_1: Array,
+    want_dx: bool,
+    want_dw: bool,
+    rows: int | None,
+    layer: Fp8Layer,
+) -> tuple[Array, Array | None, Array | None]:
+    """As kernels.linear_cross_entropy, with the products of the head on fp8 codes. N, C, P and rows: multiples of TILE."""
+    (N, C), P = x_NC.shape, w_PC.shape[0]
+    loss_N = empty(x_NC, N, np.float32)
+    dx_NC = empty(x_NC, (N, C), BFLOAT16) if want_dx else None
+    dw_PC = empty(x_NC, (P, C), np.float32) if want_dw else None
+    w = fp8(w_PC, layer.w, layer.current)
+    step = -(-_linear_cross_entropy.chunk_rows(N, rows) // TILE) * TILE
+    logits_RP = empty(x_NC, (min(step, N), P), BFLOAT16)
+    for first in range(0, N, step):
+        part = slice(first, min(first + step, N))
+        x = fp8(x_NC[part], layer.x, layer.current)
+        d_RP = fp8_matmul(logits_RP[: part.stop - first], x.rows, w.rows)
+        gradient = want_dx or want_dw
+        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
+        if not gradient:
+            continue
+        d = fp8(d_RP, layer.dy, layer.current)
+        if dx_NC is not None:
+            fp8_matmul(dx_NC[part], d.rows, w.columns)
+        if dw_PC is not None:
+            fp8_matmul(dw_PC, d.columns, x.columns, accumulate=first > 0)
+        del x, d  # before the next ones are made
+    return loss_N, dx_NC, dw_PC
 
 
 # ----------------------------------------------------------------------------- Functions, as in functional.py

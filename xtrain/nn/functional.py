@@ -395,11 +395,12 @@ class LinearCrossEntropy(Function):
     """The logits exist for a few rows at a time. The forward also computes the gradients."""
 
     @staticmethod
-    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
-        want_dx, want_dw = ctx.needs_grad[:2]
-        loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
-            x_NC, w_PC, targets_N, vocab_size, inv_count_1, want_dx, want_dw, rows
-        )
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None, layer=None):
+        given = x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows
+        if layer is None:
+            loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(*given)
+        else:
+            loss_N, dx_NC, dw_PC = _fp8.linear_cross_entropy(*given, layer)
         ctx.save(dx_NC, dw_PC, w_PC)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
 
@@ -740,7 +741,8 @@ def linear_cross_entropy(
     The logits exist for at most `rows` rows at a time (None: a number that suits). Forward also computes the gradients: use
     no_grad where no backward follows.
     """
-    return LinearCrossEntropy.apply(x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows)
+    layer = _fp8.fp8_layer(w_PC)  # in fp8 training, if the head computes in fp8
+    return LinearCrossEntropy.apply(x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows, layer)
 
 
 def linear_logprobs(

@@ -271,6 +271,8 @@ class Transformer(Module):
     and override `logits` or `loss`: lessons/howto/change_the_model.md.
     """
 
+    fp8_head = False  # see use_fp8_head
+
     def __init__(
         self,
         config: ModelConfig,
@@ -324,7 +326,17 @@ class Transformer(Module):
         if self.precision == "fp8":
             blocks = [item for item in self.modules() if item[0].startswith("model.layers.")]
             found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
-            self.fp8 = Fp8Scales(found, self.device)
+            head = [("lm_head", self._head())] if self.fp8_head else []
+            self.fp8 = Fp8Scales(found + head, self.device)
+
+    def use_fp8_head(self) -> None:
+        """From now on the products of the head are on fp8 codes, too. Before training; raises UserError in another precision."""
+        if self.precision != "fp8":
+            raise UserError(
+                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or leave the head as it is"
+            )
+        self.fp8_head = True
+        self._renew_fp8()
 
     def renew_arena(self, seed: int = 0) -> None:
         """As Module.renew_arena; in fp8 with new scales."""

@@ -168,7 +168,9 @@ class Loop:
         counts = [to_numpy(step.fp8_counts) for step in steps if step.fp8_counts is not None]
         n = len(steps)
         bad_norms = [float(not np.isfinite(norm)) for norm in norms]
-        sums = run.ranks.sum(losses + bad_norms + [float(x) for counts_K in counts for x in counts_K])
+        sums = run.ranks.sum(
+            losses + bad_norms + [float(x) for counts_K in counts for x in counts_K]
+        )
         counts_nK2 = np.reshape(sums[2 * n :], (n, -1, 2))
         now = time.perf_counter()
         seconds = (now - self.since) / n
@@ -426,13 +428,15 @@ def _make_model(
     """The model of a run: new, from --init, or empty in the shape of the checkpoint `saved` that will fill it."""
     options = (device, config.precision, config.recompute, world)
     if config.init is None:
-        return Transformer(ModelConfig(**shape), config.seed, *options)
-    if saved is None:
+        model = Transformer(ModelConfig(**shape), config.seed, *options)
+    elif saved is None:
         model = Transformer.from_pretrained(config.init, device, config.precision, world=world)
         model.recompute = config.recompute
     else:
         model = Transformer(_saved_shape(saved), None, *options)
     check_fit(model, config, corpus)
+    if config.fp8_head:
+        model.use_fp8_head()
     return model
 
 

@@ -425,7 +425,7 @@ def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # an older xtrain had fewer fields, and its models what their defaults mean
     known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema")
+    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
     known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
     then = {name: default for name, default in known.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
