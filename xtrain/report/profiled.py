@@ -20,6 +20,7 @@ SHARED_OPTIONS = (
     "fp8_head",
     "recompute",
     "graph",
+    "change",
 )  # copied from the run's options
 
 

@@ -427,13 +427,18 @@ def _make_model(
 ) -> Transformer:
     """The model of a run: new, from --init, or empty in the shape of the checkpoint `saved` that will fill it."""
     options = (device, config.precision, config.recompute, world)
+    change = config.change
     if config.init is None:
         model = Transformer(ModelConfig(**shape), config.seed, *options)
+        model = model.changed(change) if change else model
     elif saved is None:
-        model = Transformer.from_pretrained(config.init, device, config.precision, world=world)
+        model = Transformer.from_pretrained(
+            config.init, device, config.precision, world=world, change=change
+        )
         model.recompute = config.recompute
     else:
         model = Transformer(_saved_shape(saved), None, *options)
+        model = model.changed(change) if change else model
     check_fit(model, config, corpus)
     if config.fp8_head:
         model.use_fp8_head()
