@@ -5,6 +5,7 @@ tests/kernels/test_fp8.py).
 """
 
 import io
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 from checks import GPU, normal, to_host
 from rich.console import Console
-from runs import assert_same_run, metrics, options, run
+from runs import SILENT, assert_same_run, metrics, options, run
 
 from xtrain import ModelConfig, device
 from xtrain.config import resolve
 from xtrain.device import to_device
 from xtrain.errors import UserError
+from xtrain.finetune import finetune
 from xtrain.kernels.cross_entropy import cross_entropy_ref
 from xtrain.kernels.fp8 import DTYPES, LARGEST, Operand, encode_ref
 from xtrain.nn import fp8 as fp8_module
@@ -31,7 +33,7 @@ from xtrain.nn.modules import Parameter
 from xtrain.nn.optim import AdamW, clip
 from xtrain.training import loop, out_of_memory, run_log
 from xtrain.training.memory_plan import plan, planning
-from xtrain.tuning.finetune import AdapterConfig
+from xtrain.tuning.finetune import AdapterConfig, FinetuneConfig
 
 BF16 = ml_dtypes.bfloat16
 HAS_FP8 = not GPU or int(device.cupy().cuda.Device().compute_capability) >= 89
@@ -273,6 +275,30 @@ def test_a_bf16_run_continues_in_fp8(tmp_path, monkeypatch):
     folder = run(tmp_path / "a", **RUN, precision="fp8", resume=True, allow_change=("precision",))
     lines = [line for line in metrics(folder) if "loss" in line]
     assert ["fp8_clamped" in line for line in lines] == [False] * 2 + [True] * 4
+
+
+def test_fine_tuning(tmp_path, monkeypatch):
+    """Rows are as long as fp8 needs; a length that does not fit is refused before the run begins."""
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    model = run(tmp_path / "a", **RUN | dict(seq_len=256, steps=1))
+    data = tmp_path / "texts.jsonl"
+    data.write_text('{"text": "def f(x):"}\n{"text": "x = 1"}\n{"text": "def g(y):"}\n')
+    given = dict(
+        init=str(model),
+        data=str(data),
+        out=str(tmp_path),
+        precision="fp8",
+        batch=1,
+        steps=2,
+        sample_tokens=2,
+    )
+    folder = finetune(FinetuneConfig(**given), SILENT)
+    lines = [line for line in metrics(folder) if "loss" in line]
+    assert len(lines) == 2 and lines[1]["fp8_nonfinite"] == 0
+    assert json.loads((folder / "config.json").read_text())["train"]["seq_len"] == 128
+    with pytest.raises(UserError, match="a multiple of 128 tokens in a forward pass, not 64"):
+        finetune(FinetuneConfig(**given, name="b", seq_len=64), SILENT)
+    assert not (tmp_path / "b").exists()
 
 
 def test_the_head_may_change_on_resuming(tmp_path, monkeypatch):
