@@ -153,10 +153,11 @@ def test_recompute_changes_no_bit(recompute):
     assert all(np.array_equal(a[n], b[n]) for a, b in zip(gradients, others) for n in a)
 
 
-def test_accumulated_gradients_are_those_of_the_batch():
+@pytest.mark.parametrize("head", [False, True])
+def test_accumulated_gradients_are_those_of_the_batch(head):
     """Micro-batches have scales of their own in the first step only."""
-    _, losses, gradients = train(steps=2)
-    _, parts, sums = train(steps=2, micro=2)
+    _, losses, gradients = train(steps=2, head=head)
+    _, parts, sums = train(steps=2, micro=2, head=head)
     assert np.allclose(losses, parts, rtol=1e-3)
     assert all(error(sums[1][n], gradients[1][n]) < 0.15 for n in sums[1])
 
@@ -361,8 +362,11 @@ def test_the_memory_plan(head):
     assert eight.kept["fp8 codes"] == codes
 
 
-def saved_by(root, ops=None):
-    """The arrays that Fp8's ops, or `ops`, keep for backward."""
+OPS = ("Fp8Linear", "Fp8AddNormLinear", "Fp8MLP", "LinearCrossEntropy", "Fp8LinearCrossEntropy")
+
+
+def saved_by(root, ops=OPS):
+    """The arrays that these ops keep for backward, parameters included."""
     nodes, seen = [root.node], set()
     while nodes:
         node = nodes.pop()
@@ -370,16 +374,13 @@ def saved_by(root, ops=None):
             continue
         seen.add(id(node))
         nodes += [edge.node for edge in node.ctx.edges if edge is not None]
-        if node.function.__name__.startswith(("Fp8", "LinearCrossEntropy") if ops is None else ops):
+        if node.function.__name__ in ops:
             yield from node.ctx.saved
 
 
 def kept_by_op(root):
-    """Bytes that each op in fp8 keeps for backward, parameters included."""
-    return {
-        op: sum(getattr(x, "nbytes", 0) for x in saved_by(root, op))
-        for op in ("Fp8Linear", "Fp8AddNormLinear", "Fp8MLP", "LinearCrossEntropy")
-    }
+    """Bytes that each op keeps for backward."""
+    return {op: sum(getattr(x, "nbytes", 0) for x in saved_by(root, [op])) for op in OPS}
 
 
 @pytest.mark.parametrize("T, micro, halves", [(128, 6, 3), (64, 6, 2), (32, 4, None)])

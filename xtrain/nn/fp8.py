@@ -31,7 +31,8 @@ from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import residual as _residual
 from ..kernels import rmsnorm as _rmsnorm
 from ..kernels.cast import BFLOAT16
-from ..kernels.cross_entropy import cross_entropy
+from ..kernels.cross_entropy import cross_entropy, mean_loss
+from ..kernels.elementwise import add_into, scale_into
 from ..kernels.fp8 import (
     TILE,
     Fp8,
@@ -45,7 +46,7 @@ from ..kernels.fp8 import (
 )
 from ..kernels.fp8_gemm import fp8_matmul
 from ..kernels.runtime.launch import empty
-from .autograd import Context, Function, is_training
+from .autograd import Context, Function, is_training, is_unit
 from .tensor import Tensor
 
 KINDS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # the matrices of a layer
@@ -314,3 +315,32 @@ class Fp8MLP(Function):
         del dz, dgu
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C)
         return dx_NC, dx_NC, dw_C, dv_2FC, du_CF
+
+
+class Fp8LinearCrossEntropy(Function):
+    """The head and the loss: forward also computes the gradients, as functional.LinearCrossEntropy does."""
+
+    @staticmethod
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows, layer):
+        want_dx, want_dw = ctx.needs_grad[:2]
+        loss_N, dx_NC, dw_PC = linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, want_dx, want_dw, rows, layer
+        )
+        ctx.save(dx_NC, dw_PC, w_PC)
+        return mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx_NC, dw_PC, w_PC = ctx.saved
+        if not is_unit(dloss):
+            for gradient in (dx_NC, dw_PC):
+                if gradient is not None:
+                    scale_into(gradient, dloss.reshape(1))
+        if dw_PC is None:
+            return dx_NC, None
+        target_PC, add = ctx.grad_target(1, w_PC)
+        if add:
+            add_into(target_PC, dw_PC)
+        else:
+            target_PC[...] = dw_PC
+        return dx_NC, target_PC

@@ -395,12 +395,11 @@ class LinearCrossEntropy(Function):
     """The logits exist for a few rows at a time. The forward also computes the gradients."""
 
     @staticmethod
-    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None, layer=None):
-        given = x_NC, w_PC, targets_N, vocab_size, inv_count_1, *ctx.needs_grad[:2], rows
-        if layer is None:
-            loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(*given)
-        else:
-            loss_N, dx_NC, dw_PC = _fp8.linear_cross_entropy(*given, layer)
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
+        want_dx, want_dw = ctx.needs_grad[:2]
+        loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, want_dx, want_dw, rows
+        )
         ctx.save(dx_NC, dw_PC, w_PC)
         return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
 
@@ -739,10 +738,13 @@ def linear_cross_entropy(
     """cross_entropy(linear(x, w), ...): x (N, C), w (P, C). See kernels/linear_cross_entropy.py.
 
     The logits exist for at most `rows` rows at a time (None: a number that suits). Forward also computes the gradients: use
-    no_grad where no backward follows.
+    no_grad where no backward follows. In fp8 training the products may be on fp8 codes (Transformer.use_fp8_head).
     """
-    layer = _fp8.fp8_layer(w_PC)  # in fp8 training, if the head computes in fp8
-    return LinearCrossEntropy.apply(x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows, layer)
+    given = x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows
+    layer = _fp8.fp8_layer(w_PC)
+    if layer is None:
+        return LinearCrossEntropy.apply(*given)
+    return _fp8.Fp8LinearCrossEntropy.apply(*given, layer)
 
 
 def linear_logprobs(
