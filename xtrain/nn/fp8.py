@@ -206,42 +206,6 @@ def _add_norm(x_NC, delta_NC, w_C, eps):
     return _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
 
 
-def linear_cross_entropy(
-    x_NC: Array,
-    w_PC: Array,
-    targets_N: Array,
-    vocab_size: int,
-    inv_count_1: Array,
-    want_dx: bool,
-    want_dw: bool,
-    rows: int | None,
-    layer: Fp8Layer,
-) -> tuple[Array, Array | None, Array | None]:
-    """As kernels.linear_cross_entropy, with the products of the head on fp8 codes. N, C, P and rows: multiples of TILE."""
-    (N, C), P = x_NC.shape, w_PC.shape[0]
-    loss_N = empty(x_NC, N, np.float32)
-    dx_NC = empty(x_NC, (N, C), BFLOAT16) if want_dx else None
-    dw_PC = empty(x_NC, (P, C), np.float32) if want_dw else None
-    w = fp8(w_PC, layer.w, layer.current)
-    step = -(-_linear_cross_entropy.chunk_rows(N, rows) // TILE) * TILE
-    logits_RP = empty(x_NC, (min(step, N), P), BFLOAT16)
-    for first in range(0, N, step):
-        part = slice(first, min(first + step, N))
-        x = fp8(x_NC[part], layer.x, layer.current)
-        d_RP = fp8_matmul(logits_RP[: part.stop - first], x.rows, w.rows)
-        gradient = want_dx or want_dw
-        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
-        if not gradient:
-            continue
-        d = fp8(d_RP, layer.dy, layer.current)
-        if dx_NC is not None:
-            fp8_matmul(dx_NC[part], d.rows, w.columns)
-        if dw_PC is not None:
-            fp8_matmul(dw_PC, d.columns, x.columns, accumulate=first > 0)
-        del x, d  # before the next ones are made
-    return loss_N, dx_NC, dw_PC
-
-
 # ----------------------------------------------------------------------------- Functions, as in functional.py
 class Fp8Linear(Function):
     """y = x w^T + b"""
@@ -315,6 +279,43 @@ class Fp8MLP(Function):
         del dz, dgu
         dx_NC = _residual.residual_rmsnorm_bwd(dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C)
         return dx_NC, dx_NC, dw_C, dv_2FC, du_CF
+
+
+# ----------------------------------------------------------------------------- the head
+def linear_cross_entropy(
+    x_NC: Array,
+    w_PC: Array,
+    targets_N: Array,
+    vocab_size: int,
+    inv_count_1: Array,
+    want_dx: bool,
+    want_dw: bool,
+    rows: int | None,
+    layer: Fp8Layer,
+) -> tuple[Array, Array | None, Array | None]:
+    """As kernels.linear_cross_entropy, with the products of the head on fp8 codes. N, C, P and rows: multiples of TILE."""
+    (N, C), P = x_NC.shape, w_PC.shape[0]
+    loss_N = empty(x_NC, N, np.float32)
+    dx_NC = empty(x_NC, (N, C), BFLOAT16) if want_dx else None
+    dw_PC = empty(x_NC, (P, C), np.float32) if want_dw else None
+    w = fp8(w_PC, layer.w, layer.current)
+    step = -(-_linear_cross_entropy.chunk_rows(N, rows) // TILE) * TILE
+    logits_RP = empty(x_NC, (min(step, N), P), BFLOAT16)
+    for first in range(0, N, step):
+        part = slice(first, min(first + step, N))
+        x = fp8(x_NC[part], layer.x, layer.current)
+        d_RP = fp8_matmul(logits_RP[: part.stop - first], x.rows, w.rows)
+        gradient = want_dx or want_dw
+        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
+        if not gradient:
+            continue
+        d = fp8(d_RP, layer.dy, layer.current)
+        if dx_NC is not None:
+            fp8_matmul(dx_NC[part], d.rows, w.columns)
+        if dw_PC is not None:
+            fp8_matmul(dw_PC, d.columns, x.columns, accumulate=first > 0)
+        del x, d  # before the next ones are made
+    return loss_N, dx_NC, dw_PC
 
 
 class Fp8LinearCrossEntropy(Function):
