@@ -15,22 +15,27 @@ import numpy as np
 import pytest
 from checks import GPU, normal, to_host
 from rich.console import Console
-from runs import SILENT, assert_same_run, metrics, options, run
+from runs import DATA, SILENT, assert_same_run, metrics, options, run
 
 from xtrain import ModelConfig, device
 from xtrain.config import resolve
 from xtrain.device import to_device
 from xtrain.errors import UserError
 from xtrain.finetune import finetune
+from xtrain.finetune import main as finetune_main
 from xtrain.kernels.cross_entropy import cross_entropy_ref
 from xtrain.kernels.fp8 import DTYPES, LARGEST, Operand, encode_ref
 from xtrain.nn import fp8 as fp8_module
 from xtrain.nn import functional as F
+from xtrain.nn import model as model_module
 from xtrain.nn.autograd import Tensor, inference, no_grad
 from xtrain.nn.fp8 import SPACING, Fp8Scales
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import Parameter
 from xtrain.nn.optim import AdamW, clip
+from xtrain.profile import main as profile_main
+from xtrain.reinforce import main as reinforce_main
+from xtrain.train import main as train_main
 from xtrain.training import loop, out_of_memory, run_log
 from xtrain.training.memory_plan import plan, planning
 from xtrain.tuning.finetune import AdapterConfig, FinetuneConfig
@@ -409,7 +414,58 @@ def test_numbers_of_a_step():
     assert run_log.fp8_text("fp8_nonfinite", {"fp8_nonfinite": 0}) == ""
 
 
+def test_evaluation_during_the_run_is_that_of_bf16(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    tasks = tmp_path / "quiz.jsonl"
+    tasks.write_text('{"prompt": "def f", "choices": ["(x)", "1"], "answer": 0}\n' * 2)
+    kind = dict(RUN, eval_tasks=(str(tasks),), steps=2, eval_every=2)
+    folder = run(tmp_path / "a", **kind, precision="fp8")
+    found = {k for line in metrics(folder) for k in line if k.startswith("quiz/")}
+    assert "quiz/acc" in found
+    model = Transformer.from_pretrained(folder / "checkpoints" / "step-000002", DEVICE, "bf16")
+    trained = Transformer.from_pretrained(folder / "checkpoints" / "step-000002", DEVICE, "fp8")
+    with no_grad():
+        assert model.loss(IDS, TARGETS).item() == trained.loss(IDS, TARGETS).item()
+
+
 # ----------------------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    "main, given, message",
+    [
+        (train_main, "--device cpu", "precision 'fp8' is not supported on the cpu: choose fp32, or bf16 on a GPU"),
+        (train_main, "--seq-len 100 --batch 2", "a multiple of 128 tokens in a forward pass, not 200"),
+        (train_main, "--micro-batch 1 --batch 2 --seq-len 64", "tokens in a forward pass, not 64"),
+        (finetune_main, "--lora 4 --init x", "--precision fp8 is not supported with --lora: choose bf16"),
+        (reinforce_main, "--init x", "--precision fp8 is not supported here"),
+        (profile_main, "--plan --lora 4", "precision fp8 is not supported with adapters (--lora) or for serving"),
+        (profile_main, "--plan --dim 96 --heads 3", "matrices whose rows and columns are multiples of 128"),
+    ],
+)  # fmt: skip
+def test_the_command_line_refuses_in_one_sentence(
+    tmp_path, monkeypatch, capsys, main, given, message
+):
+    monkeypatch.undo()
+    monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
+    data = (
+        []
+        if main is profile_main
+        else ["--data", str(DATA / "grammar.txt"), "--out", str(tmp_path / "runs")]
+    )
+    assert main([*given.split(), "--precision", "fp8", *data]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line and not (tmp_path / "runs").exists()
+
+
+def test_an_older_card_is_refused(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(model_module, "has_fp8", lambda: False)
+    with (
+        planning(0),
+        pytest.raises(UserError, match=r"compute capability 8\.9 \(Ada\): choose precision bf16"),
+    ):
+        Transformer(CONFIG, None, "gpu", "fp8")
+
+
 def test_errors(monkeypatch):
     with pytest.raises(UserError, match="a multiple of 128 tokens in a forward pass, not 64"):
         Transformer(CONFIG, 0, DEVICE, "fp8").loss(IDS[:1], TARGETS[:1])
