@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = [str(ROOT / name) for name in ("xtrain", "lessons", "tests", "bench", "README.md")]
 WARM_UP = 50  # steps before the CUDA graph and the clocks are warm
 MEAN = 50  # steps of which the training curve has the mean
-LR = {"300m": 4e-4}  # of models that are no presets
+LR = {"300m": 4e-4}  # of the shapes in bench_train.py
 
 
 # ----------------------------------------------------------------------------- products
