@@ -2,8 +2,8 @@
 
     y = x w^T        dx = dy w        dw += dy^T x        x, w: e4m3   dy: e5m2   y, dx: bf16   dw, the sums: float32
 
-In a model of precision "fp8" everything is as in bf16 but these three products of each matrix of the blocks, and with `use_fp8_head` those
-of the head: float32 master weights and their bf16 copy, residual stream, norms, attention, embedding and loss. The maths of
+In a model of precision "fp8" everything is as in bf16 but these three products of each matrix of the blocks (with `use_fp8_head`
+also of the head): float32 master weights and their bf16 copy, residual stream, norms, attention, embedding and loss. The maths of
 codes and scales is in kernels/fp8.py, the products are in kernels/fp8_gemm.py.
 
     x saved for backward     as the codes of x^T, half the bytes of bf16. The output of a norm is saved so, not recomputed
