@@ -31,6 +31,7 @@ from xtrain.kernels.cast import BFLOAT16, cast_fwd
 from xtrain.kernels.fp8_gemm import Operand, fp8_matmul
 from xtrain.kernels.gemm import linear_into, matmul
 from xtrain.kernels.linear_cross_entropy import chunk_rows
+from xtrain.nn.fp8 import HEAD_KINDS, KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = [str(ROOT / name) for name in ("xtrain", "lessons", "tests", "bench", "README.md")]
@@ -47,8 +48,8 @@ def matrices(config) -> list[tuple[int, int]]:
     return [(heads * D, C), (C, config.n_heads * D), (2 * F, C), (C, F)]
 
 
-def products(shapes: list[tuple[int, int]], rows: int):
-    """-> two functions: the three products of each matrix on this many rows, in bf16 and in fp8."""
+def products(shapes: list[tuple[int, int]], rows: int, kinds: dict[str, str]):
+    """-> two functions: the three products of each matrix on this many rows, in bf16 and in fp8. kinds: formats of x, w, dy"""
     draw = cp.random.default_rng(0)
     numbers = lambda *shape: cast_fwd(draw.standard_normal(shape, dtype=np.float32), BFLOAT16)
     scale = cp.full(1, 0.01, np.float32)
@@ -60,9 +61,8 @@ def products(shapes: list[tuple[int, int]], rows: int):
         dw = cp.zeros((outputs, inputs), np.float32)
         x_w_dy = (rows, inputs), (outputs, inputs), (rows, outputs)
         in_bf16.append((y, dx, dw, *(numbers(*shape) for shape in x_w_dy)))
-        kinds = ("e4m3", "e4m3", "e5m2")
-        plain = [codes(kind, *shape) for kind, shape in zip(kinds, x_w_dy)]
-        transposed = [codes(kind, *shape[::-1]) for kind, shape in zip(kinds, x_w_dy)]
+        plain = [codes(kind, *shape) for kind, shape in zip(kinds.values(), x_w_dy)]
+        transposed = [codes(kind, *shape[::-1]) for kind, shape in zip(kinds.values(), x_w_dy)]
         in_fp8.append((y, dx, dw, *plain, *transposed))
 
     def bf16():
@@ -85,11 +85,11 @@ def bench_products(name: str) -> None:
     config, B, T = model_config(name)
     N, head = B * T, (config.padded_vocab_size, config.dim)
     rows = chunk_rows(N)
-    for part, shapes, n, times in (
-        ("blocks", matrices(config), N, config.n_layers),
-        ("head", [head], rows, N / rows),
+    for part, shapes, n, times, kinds in (
+        ("blocks", matrices(config), N, config.n_layers, KINDS),
+        ("head", [head], rows, N / rows, HEAD_KINDS),
     ):
-        bf16_ms, fp8_ms = (times * graph_ms(f)[0] for f in products(shapes, n))
+        bf16_ms, fp8_ms = (times * graph_ms(f)[0] for f in products(shapes, n, kinds))
         flops = 6 * n * times * sum(a * b for a, b in shapes)
         record(
             "bench_fp8", f"{name}/products/{part}", shape=f"B={B} T={T} V={config.vocab_size}", dtype="fp8", ms=fp8_ms,

@@ -14,7 +14,7 @@ codes and scales is in kernels/fp8.py, the products are in kernels/fp8_gemm.py.
                              whole batch. So the codes of w are the same everywhere, and any number of ranks can resume. Only
                              in the first step x and dy have scales of each rank
     head                     logits and their gradient d in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is
-                             encoded once for all chunks. The codes of d are one more pass over it, 4 bytes per logit
+                             encoded once for all chunks, d is e4m3. Its codes are one more pass over it, 4 bytes per logit
     no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
 
 Each use of w is encoded again: 4 bytes per weight and micro-batch, against some hundred operations per weight and token.
@@ -51,6 +51,10 @@ from .autograd import Context, Function, is_training, is_unit
 from .tensor import Tensor
 
 KINDS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # the matrices of a layer
+# In the gradient of the logits of a trained model nearly all of the size is in few numbers, those of probable tokens: the finer
+# steps of e4m3 halve the error of dx and dw (0.02 instead of 0.035 in a NumPy experiment, 2,048 to 151,936 tokens)
+HEAD_KINDS = {**KINDS, "dy": "e4m3"}
+HEAD = "lm_head"
 SPACING = (
     4  # floats from one scale to the next: cuBLASLt reads scales at multiples of 16 bytes only
 )
@@ -78,10 +82,10 @@ class Fp8Scales:
                     f"precision fp8 needs matrices whose rows and columns are multiples of {TILE}, but {name} is {rows} x {columns}: "
                     "choose such widths, or precision bf16"
                 )
-        formats = [kind for kind in KINDS.values() for _ in range(SPACING)] * len(weights)
+        formats = [f for name, _ in weights for f in _formats(name) for _ in range(SPACING)]
         self.put = lambda x: to_device(x, device)
         self.scale_S: Array = self.put(np.ones(len(formats), np.float32))
-        self.factor_S = self.put(np.array([scale_factor(kind) for kind in formats], np.float32))
+        self.factor_S = self.put(np.array([scale_factor(f) for f in formats], np.float32))
         self.weights = weights
         self.kinds = [*dict.fromkeys(kind for name, _ in weights for kind in _kinds(name))]
         self.counts_K, self.last_counts_K = (
@@ -103,7 +107,7 @@ class Fp8Scales:
         self.largest_RS = self.put(np.zeros(world * S, np.int32))
         for i, (name, w) in enumerate(self.weights):
             slots = []
-            for j, (kind, format_) in enumerate(zip(_kinds(name), KINDS.values())):
+            for j, (kind, format_) in enumerate(zip(_kinds(name), _formats(name))):
                 s, k = SPACING * (3 * i + j), 2 * self.kinds.index(kind)
                 largest_1 = self.largest_RS[rank * S + s : rank * S + s + 1]
                 counts_2 = self.counts_K[k : k + 2]
@@ -134,6 +138,11 @@ class Fp8Scales:
         """Continue with the scales of a checkpoint."""
         self.scale_S[...] = to_device(scale_S, "gpu") if is_gpu(self.scale_S) else scale_S
         self.ready = True
+
+
+def _formats(name: str) -> list[str]:
+    """The formats of the three matrices of a layer."""
+    return [*(HEAD_KINDS if name == HEAD else KINDS).values()]
 
 
 def _kinds(name: str) -> list[str]:

@@ -29,7 +29,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..options import find_function
 from . import functional as F
 from .autograd import is_inference, is_training, no_grad
-from .fp8 import Fp8Scales, check_tokens
+from .fp8 import HEAD, Fp8Scales, check_tokens
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
@@ -329,7 +329,7 @@ class Transformer(Module):
         if self.precision == "fp8":
             blocks = [item for item in self.modules() if item[0].startswith("model.layers.")]
             found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
-            head = [("lm_head", self._head())] if self.fp8_head else []
+            head = [(HEAD, self._head())] if self.fp8_head else []
             self.fp8 = Fp8Scales(found + head, self.device)
 
     def use_fp8_head(self) -> None:

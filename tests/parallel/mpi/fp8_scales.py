@@ -65,9 +65,11 @@ def both_ranks_have_the_scales_of_the_whole_batch(folder):
             else alone[0]
         )
         np.testing.assert_allclose(losses, expected, rtol=3e-3)
-        # after the first step: of qkv x in layer 0, which depends on no fp8 product, and of every w, exactly
-        first = [0, *range(SPACING, scales.shape[1], 3 * SPACING)]
-        assert (scales[0][first] == alone[1][0][first]).all(), kind
+        # after the first step: of every w exactly; of qkv x in layer 0, which depends on no fp8 product, but for the rounding of
+        # the embedding to bf16, which ZeRO-1 keeps in place of float32
+        weights = slice(SPACING, None, 3 * SPACING)
+        np.testing.assert_array_equal(scales[0][weights], alone[1][0][weights], str(kind))
+        np.testing.assert_allclose(scales[0][0], alone[1][0][0], rtol=2**-8, err_msg=str(kind))
         assert np.abs(scales[0] / alone[1][0] - 1).max() < 0.3
         assert counts.shape == alone[2].shape and not counts[:, 1::2].any()
 
