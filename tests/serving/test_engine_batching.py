@@ -23,7 +23,7 @@ def model():
 @pytest.fixture(autouse=True, params=["as it is", "ahead"])
 def way(request, monkeypatch):
     """Run every test twice: also as on a GPU, where a step is launched before the ids of the previous one arrive, with idle
-    entries in the batch."""
+    entries in the batch, and where new requests wait for several steps."""
     make = Engine.__init__
 
     def ahead(self, *args, **options):
@@ -34,6 +34,7 @@ def way(request, monkeypatch):
 
     if request.param == "ahead":
         monkeypatch.setattr(Engine, "__init__", ahead)
+        monkeypatch.setitem(engine.PREFILL_INTERVAL, "cpu", engine.PREFILL_INTERVAL["gpu"])
     return request.param
 
 
