@@ -311,7 +311,7 @@ def test_invalid_engines(model, options, words):
 def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
     """It ends the stream that is being iterated; another stream of the same engine loses no token.
 
-    Both streams begin together: if the second waited for a GPU's prefill interval, the first would end before it waits for ids."""
+    Both streams begin together: after a prefill interval of a GPU, the first would have ended before it waits for ids."""
     alone = Engine(model, 2).generate([[4, 5, 6]], 12)
     served = Engine(model, 2, prefill_interval=1)
     first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)

@@ -33,7 +33,6 @@ from ..nn.model import Transformer
 from ..nn.sequences import Sequences
 from ..nn.tensor import Tensor
 
-
 COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
 
 
