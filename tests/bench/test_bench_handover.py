@@ -45,9 +45,7 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, make, old, new, error", BUGS, ids=["barrier", "release", "no wait"]
-)
+@pytest.mark.parametrize("name, make, old, new, error", BUGS, ids=["barrier", "release", "no wait"])
 def test_planted_bugs_are_found(name, make, old, new, error):
     with with_planted_bug([bench], make, old, new), pytest.raises(error):
         start, vector = bench.VARIANTS[name](sim, 40, 2, 2)

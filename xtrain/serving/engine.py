@@ -10,7 +10,8 @@ Any Transformer is served by the forward that trains it. Its KV cache is divided
 requests are batched continuously (Yu et al. 2022, Orca). Every step
 
     admits     pending requests, while there is a free slot in the decode batch and there are blocks for their tokens. Blocks that
-               other sequences have computed for the same first tokens are shared
+               other sequences have computed for the same first tokens are shared. Requests with equal prompts begin together:
+               one of them prefills, and the others join it in the pass that completes the prompt
     prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a long one: so many that other
                sequences do not wait for long. A prompt that is complete gets its first token
     decodes    one token for every other sequence
@@ -551,7 +552,7 @@ class Engine:
         self.free_slots = list(range(self.max_batch))
         unfinished = sorted(self.unfinished_requests.values(), key=lambda r: r.request_id)
         for request in unfinished:
-            request.blocks, request.published, request.keys = [], 0, self._keys(request)
+            request.blocks, request.published = [], 0
             request.slot, request.cached_tokens, request.in_flight = -1, 0, 0
         self.pending_requests = collections.deque(unfinished)
         for request in unfinished:
@@ -576,6 +577,8 @@ class Engine:
                 break
             if request.in_flight:
                 continue  # it waits for its own last token
+            if request.completion:  # it was preempted
+                request.keys = self._keys(request)
             joins = _may_join(request)
             if joins and request.keys[-1] in leaders:
                 reserved += 1
@@ -631,8 +634,9 @@ class Engine:
             self._occupy_slot(request, step)
             self.active_requests.append(request)
             group.append(request)
-        pending = [r for r in self.pending_requests if r.slot < 0]
-        self.pending_requests = collections.deque(pending)
+        if any(len(group) > 1 for group in groups):
+            pending = [r for r in self.pending_requests if r.slot < 0]
+            self.pending_requests = collections.deque(pending)
         return groups
 
     def _can_share(self, request: Request) -> bool:
@@ -893,7 +897,6 @@ class Engine:
             )
             self._give_up_place(newest)
             newest.cached_tokens = newest.published = 0
-            newest.keys = self._keys(newest)
             self.pending_requests.appendleft(newest)
             step.preempted.append(newest.request_id)
 
@@ -902,8 +905,8 @@ class Engine:
         batch = self.batch
         if self.batch_requests != requests:
             slots = [r.slot for r in requests]
-            batch.keep(slots)
-            batch.keep_up(requests, slots)
+            batch.mark_idle_except(slots)
+            batch.write_counters(requests, slots)
             batch.upload()
             size = max(slots) + 1
             if self.graphed or self.model.device == "gpu":  # the same bits with a graph and without

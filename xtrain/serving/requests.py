@@ -75,7 +75,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
     cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
     in_flight: int = 0  # tokens that are launched and that the host does not know yet
-    # of the blocks of `tokens`, when the request became pending; replaced, never changed; empty: it shares nothing
+    # of the blocks of the first tokens; replaced, never changed, because requests share the list; empty: it shares no blocks
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int = -1  # of the model, when the request was admitted
@@ -334,7 +334,7 @@ class DecodeBatch:
 
     def clear(self) -> None:
         """Mark all entries as idle, on the host."""
-        self.keep([])
+        self.mark_idle_except([])
 
     def write(self, requests: list[Request]) -> None:
         """Write requests to the entries of their slots, on the host."""
@@ -346,14 +346,14 @@ class DecodeBatch:
         longest = max([len(r.blocks) for r in requests])
         rows = [r.blocks + [-1] * (longest - len(r.blocks)) for r in requests]
         self.host_tables[slots, :longest] = rows
-        self.keep_up(requests, slots)
+        self.write_counters(requests, slots)
 
-    def keep_up(self, requests: list[Request], slots: list[int]) -> None:
+    def write_counters(self, requests: list[Request], slots: list[int]) -> None:
         """Write what every token changes, on the host."""
         self.host["lengths"][slots] = [r.cached_tokens for r in requests]
         self.host["step"][slots] = [len(r.completion) + r.in_flight for r in requests]
 
-    def keep(self, slots: list[int]) -> None:
+    def mark_idle_except(self, slots: list[int]) -> None:
         """Mark all other entries as idle, on the host."""
         idle = np.ones(len(self.host_tables), bool)
         idle[slots] = False
