@@ -1,4 +1,4 @@
-"""bench_handover.py: both ways to hand a vector over compute the same, without a race, which the simulator and the numbers show."""
+"""bench_handover.py: both ways to hand a vector over compute the same; the simulator and the numbers show planted bugs."""
 
 import sys
 from pathlib import Path
