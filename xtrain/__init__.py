@@ -56,9 +56,10 @@ else:
 
     globals()["__getattr__"] = _engine
 finally:
-    if _collects:
+    if not _gc.get_freeze_count():  # else the program has frozen objects of its own
         _gc.freeze()  # moves all objects to the oldest generation, unseen,
         _gc.unfreeze()  # where they are part of a full collection again
+    if _collects:
         _gc.enable()
 
 
