@@ -186,9 +186,12 @@ def test_the_products_of_a_decoder():
     "dtype, name, old, new",
     [
         # the scale of another row, or of no row
-        (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[row]"),
-        (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[n]"),
-        (BF16, "make_finish", "up *= scale[F + tile * TILE + row]", "up *= scale[tile * TILE + row]"),
+        (BF16, "make_finish", "o = tile * TILE + (cuda.threadIdx.x & TILE - 1)", "o = cuda.threadIdx.x & TILE - 1"),
+        (BF16, "make_finish", "o = tile * TILE + (cuda.threadIdx.x & TILE - 1)", "o = tile * TILE + cuda.threadIdx.x // TILE"),
+        (BF16, "make_finish", "scale[o + m * F]", "scale[o]"),
+        (BF16, "make_finish", "up *= scales[1]", "up *= scales[0]"),
+        # the unit of bf16 codes
+        (BF16, "make_finish", " * float32(BF16_UNIT)", ""),
         (np.float32, "make_multiply_row", "value *= scale[o]", "value *= scale[o + 1]"),
         (np.float32, "make_multiply_row", "up *= scale[F + o]", "up *= scale[o]"),
         # the bias is scaled too

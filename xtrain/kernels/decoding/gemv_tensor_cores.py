@@ -23,7 +23,7 @@ x is rounded to bf16 after the norm weight, before r; sums, r and everything aft
 import functools
 from dataclasses import dataclass
 
-from ..primitives.codes import codes_to_bf16, load_codes16
+from ..primitives.codes import BF16_UNIT, codes_to_bf16, load_codes16
 from ..primitives.ptx import (
     device,
     kernel,
@@ -114,6 +114,7 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
                     else:
                         for j in range(4):
                             words[u, m, r, j] = uint32(0)
+            cuda.syncwarp()  # no instruction: the compiler keeps the loads in the order of their use, before the products
 
     @device
     def load_x(fx, h, x, delta, norm_w, step, share, shares, N):
@@ -252,13 +253,14 @@ def make_reduce(M, WARPS, GROUPS):
             for m in range(M):
                 for i in range(4):
                     row, n = (lane >> 2) + 8 * (i >> 1), 8 * group + 2 * (lane & 3) + (i & 1)
-                    sums[warp * SIZE + (m * TILE + row) * COLUMNS + n] = s[group * M + m, i]
+                    at = warp * SIZE + (m * TILE + row) * COLUMNS + n
+                    sums[uint32(at)] = s[group * M + m, i]
 
     @device
     def total(sums, m, row, n):
         acc = float32(0.0)
         for warp in range(WARPS):
-            acc += sums[warp * SIZE + (m * TILE + row) * COLUMNS + n]
+            acc += sums[uint32(warp * SIZE + (m * TILE + row) * COLUMNS + n)]
         return acc
 
     return store_sums, total
@@ -325,38 +327,50 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
 
 @functools.cache
 def make_finish(K, NORM, SWIGLU, BIAS, WARPS, QUANTIZED, GROUPS):
-    """-> finish(y, sums, squares_s, scale, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 x 8 GROUPS elements,
-    and write y"""
-    total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS, GROUPS)[1], 32 * WARPS
+    """-> load_scales(scales (M,), scale, tile, F): those of the rows of w that this thread finishes; unquantized: nothing
+    finish(y, sums, squares_s, scales, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 x 8 GROUPS elements, and
+    write y
+    """
+    M, THREADS = 2 if SWIGLU else 1, 32 * WARPS
+    total = make_reduce(M, WARPS, GROUPS)[1]
     EACH = -(-TILE * MAX_ROWS * GROUPS // THREADS)
 
     @device
-    def finish(y, sums, squares_s, scale, b, tile, N, F, eps):
+    def load_scales(scales, scale, tile, F):
+        if QUANTIZED:
+            o = tile * TILE + (cuda.threadIdx.x & TILE - 1)
+            o = o if o < F else F - 1
+            for m in range(M):
+                scales[m] = scale[o + m * F] * float32(BF16_UNIT)
+
+    @device
+    def finish(y, sums, squares_s, scales, b, tile, N, F, eps):
+        row = cuda.threadIdx.x & TILE - 1
+        o = tile * TILE + row
         for j in range(EACH):
-            i = cuda.threadIdx.x + j * THREADS
-            n, row = i // TILE, i % TILE
-            if n < N and tile * TILE + row < F:
+            n = cuda.threadIdx.x // TILE + j * (THREADS // TILE)
+            if n < N and o < F:
                 r = float32(1.0)
                 if NORM:
                     acc = float32(0.0)
                     for warp in range(WARPS):
-                        acc += squares_s[warp * MAX_ROWS + n]
+                        acc += squares_s[uint32(warp * MAX_ROWS + n)]
                     r = rsqrtf(acc * float32(1 / K) + eps)
                 value = total(sums, 0, row, n) * r
                 if QUANTIZED:
-                    value *= scale[tile * TILE + row]
+                    value *= scales[0]
                 if BIAS:
-                    value += b[tile * TILE + row]
+                    value += b[o]
                 if SWIGLU:
                     up = total(sums, 1, row, n) * r
                     if QUANTIZED:
-                        up *= scale[F + tile * TILE + row]
+                        up *= scales[1]
                     if BIAS:
-                        up += b[F + tile * TILE + row]
+                        up += b[F + o]
                     value *= sigmoid(value) * up
-                store1(y, n * F + tile * TILE + row, value)
+                store1(y, n * F + o, value)
 
-    return finish
+    return load_scales, finish
 
 
 @device
@@ -387,8 +401,10 @@ class Variant:
 def make_product(K: int, variant: Variant, config: Config):
     """-> load_first, product: what a block does before and after it waits for its input
 
-    load_first(words (U, M, 2, 4), w, first, F)       the first weights of tile `first`; U = config.chunks, M = 2 with swiglu
-    product(y, h, x, ..., words, sums, squares_s, x_s, first, grid, N, F, eps)
+    load_first(words (U, M, 2, 4), scales (M,), w, scale, first, F)
+                                                      the first weights of tile `first`, and the scales of its rows;
+                                                      U = config.chunks, M = 2 with swiglu
+    product(y, h, x, ..., words, scales, sums, squares_s, x_s, first, grid, N, F, eps)
                                                       tiles first, first + grid, ... of y; the block also writes this share of h
     sums: sums_size(...) floats of shared memory.  squares_s: WARPS MAX_ROWS.  x_s: shared_bytes(...), if variant.staged.
     """
@@ -399,22 +415,45 @@ def make_product(K: int, variant: Variant, config: Config):
     TILES = GROUPS * M  # of sums
     CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
     STEPS = -(-CHUNKS // (WARPS * U))
+    PAIRS, ODD = STEPS // 2, STEPS % 2 == 1
     operands = make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED)
     load_w, load_x, load_staged_x, load_group = operands
     products = make_multiply(M, U, QUANTIZED, GROUPS, load_group)
-    multiply, multiply_groups, copy_words, copy_fx = products
+    multiply_staged, multiply_groups, copy_words, copy_fx = products
     store_sums = make_reduce(M, WARPS, GROUPS)[0]
-    finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
+    load_scales, finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
+    DIRECT = not STAGED and GROUPS == 1  # x is loaded together with w
 
     @device
-    def load_first(words, w, first, F):
+    def load_first(words, scales, w, scale, first, F):
         load_w(words, w, first, 0, F)
+        load_scales(scales, scale, first, F)
+
+    @device
+    def load(words, fx, h, x, delta, w, norm_w, tile, step, first, grid, N, F):
+        """-> this lane's squares of the x that it loads, 0 if they have been counted"""
+        load_w(words, w, tile, step, F)
+        squares = float32(0.0)
+        if DIRECT:
+            squares = load_x(fx, h, x, delta, norm_w, step, first, grid, N)
+        return squares if tile == first else float32(0.0)
+
+    @device
+    def multiply(s, words, fx, x, x_s, step, N, w):
+        if STAGED:
+            load_staged_x(fx, x_s, step, N)
+        if GROUPS == 1:
+            multiply_staged(s, words, fx, w)
+        else:
+            multiply_groups(s, words, x, step, N, w)
 
     @device
     def product(
-        y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+        y, h, x, delta, w, norm_w, scale, b, words, scales, sums, squares_s, x_s, first, grid, N, F, eps
     ):
+        """While one of two sets of registers is multiplied, the other is loaded. After an even number of steps they have their
+        first roles again: nothing is copied."""
         lane = cuda.threadIdx.x & 31
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
@@ -424,29 +463,38 @@ def make_product(K: int, variant: Variant, config: Config):
         if STAGED:
             stage(x_s, squares_s, h, x, delta, norm_w, first, grid, N)
             cuda.syncthreads()  # x is in shared memory
-        elif GROUPS == 1:
+        elif DIRECT:
             squares = load_x(fx, h, x, delta, norm_w, 0, first, grid, N)
-        for tile in range(first, (F + TILE - 1) // TILE, grid):
+        tile = first
+        while tile * TILE < F:  # a range would divide by grid
+            more = not once and (tile + grid) * TILE < F
+            if tile != first:
+                load_scales(scales, scale, tile, F)
             for m in range(TILES):
                 for j in range(4):
                     s[m, j] = float32(0.0)
-            for step in range(STEPS):
-                following = tile if step + 1 < STEPS else tile + grid
-                more = not once and following * TILE < F
+            for pair in range(PAIRS):
+                step = 2 * pair
+                squares += load(
+                    next_words, next_fx, h, x, delta, w, norm_w, tile, step + 1, first, grid, N, F
+                )
+                multiply(s, words, fx, x, x_s, step, N, w)
+                if ODD or step + 2 < STEPS:
+                    squares += load(
+                        words, fx, h, x, delta, w, norm_w, tile, step + 2, first, grid, N, F
+                    )
+                elif more:
+                    load(words, fx, h, x, delta, w, norm_w, tile + grid, 0, first, grid, N, F)
+                multiply(s, next_words, next_fx, x, x_s, step + 1, N, w)
+            if ODD:
                 if more:
-                    load_w(next_words, w, following, (step + 1) % STEPS, F)
-                if STAGED:
-                    load_staged_x(fx, x_s, step, N)
-                elif GROUPS == 1 and more:
-                    new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, first, grid, N)
-                    squares += new if following == first else float32(0.0)
-                if GROUPS == 1:
-                    multiply(s, words, fx, w)
-                else:
-                    multiply_groups(s, words, x, step, N, w)
+                    load(
+                        next_words, next_fx, h, x, delta, w, norm_w, tile + grid, 0, first, grid, N, F
+                    )
+                multiply(s, words, fx, x, x_s, STEPS - 1, N, w)
                 if more:
                     copy_words(words, next_words)
-                    if not STAGED and GROUPS == 1:
+                    if DIRECT:
                         copy_fx(fx, next_fx)
             store_sums(s, sums)
             if NORM and not STAGED and tile == first:
@@ -455,8 +503,9 @@ def make_product(K: int, variant: Variant, config: Config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, sums, squares_s, scale, b, tile, N, F, eps)
+            finish(y, sums, squares_s, scales, b, tile, N, F, eps)
             cuda.syncthreads()  # the sums have been read
+            tile += grid
 
     return load_first, product
 
@@ -487,20 +536,20 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
         """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
-        words = cuda.local.array((U, M, 2, 4), uint32)
+        words, scales = cuda.local.array((U, M, 2, 4), uint32), cuda.local.array(M, float32)
         first, grid = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         if overlap:
             let_next_start()
         if ready:
-            load_first(words, w, first, F)
+            load_first(words, scales, w, scale, first, F)
             if NORM and overlap:
                 prefetch_start(norm_w)
         if overlap:
             wait_for_previous()
         if not ready:
-            load_first(words, w, first, F)
+            load_first(words, scales, w, scale, first, F)
         product(
-            y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+            y, h, x, delta, w, norm_w, scale, b, words, scales, sums, squares_s, x_s, first, grid, N, F, eps
         )
 
     return gemv_tensor_kernel
