@@ -3,7 +3,7 @@
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
     store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes16: 4 words, of 16
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
-    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as two pairs of bf16. Compute capability 8.0
+    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs of bf16. Compute capability 8.0
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
                                        Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
@@ -41,8 +41,8 @@ BF16_UNIT = 64.0
 
 # ----------------------------------------------------------------------------- code generation
 def _permute(code, a, b, selector):
-    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last; 8 more: copies
-    of the sign bit of that byte. "prmt" """
+    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last; 8 more:
+    copies of the sign bit of that byte. "prmt" """
     return code.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", uint32, [a, b], effect=False)
 
 
