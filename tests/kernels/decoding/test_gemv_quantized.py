@@ -215,7 +215,7 @@ def test_the_products_of_a_decoder():
         (BF16, "make_multiply", "words[u, m, r, i], w)", "words[u, m, r, i ^ 1], w)"),
         (BF16, "make_multiply", "fa[r + 2 * j]", "fa[2 * r + j]"),
         # 16 columns of w with 8 of x
-        (BF16, "make_operands", "E = 16 if QUANTIZED else 8", "E = 8"),
+        (BF16, "make_operands", "TILES, 16 if QUANTIZED else 8", "TILES, 8"),
         # a group of rows reads the first one
         (BF16, "make_operands", "n, c = int64(8 * group + (lane >> 2))", "n, c = int64(lane >> 2)"),
         (BF16, "make_reduce", "8 * group + (i & 1)", "(i & 1)"),

@@ -9,11 +9,14 @@ columns of row g of x: the inner index of a product may have any order if both o
 
 Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are 16 of them, a chunk is 64
 columns and four steps. Just before a step its codes become bf16, exactly (primitives/codes.py), and the scale of a row of w
-multiplies its sum at the end. A GEMM would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to
-four groups of 8 rows, by the same order of additions, and a lane reads its columns of x where it needs them.
+multiplies its sum at the end; it is loaded with the first weights, because a load at the end would only be waited for. A GEMM
+would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to four groups of 8 rows, by the same order
+of additions, and a lane reads its columns of x where it needs them. Every block then reads all of x, so it may multiply several
+tiles of w by what it has read (Variant.tiles).
 
 The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
-next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
+next chunks, or of the next tile, are loaded while the current ones are multiplied, into the other one of two sets of registers,
+which change their roles with every step. The first weights are loaded before the
 kernel waits for its input (wait_for_previous in primitives/ptx.py) if they are known to be ready. A block that has one tile of
 at most 2048 columns loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if it
 fits: loaded chunk by chunk, x would cost an access to the L2 cache per chunk.
@@ -491,8 +494,7 @@ def make_product(K: int, variant: Variant, config: Config):
         F,
         eps,
     ):
-        """While one of two sets of registers is multiplied, the other is loaded. After an even number of steps they have their
-        first roles again: nothing is copied."""
+        """After an even number of steps both sets of registers have their first roles again, so nothing is copied."""
         lane = cuda.threadIdx.x & 31
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
