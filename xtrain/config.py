@@ -54,7 +54,7 @@ FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no
 # for every field of ModelConfig, the text ("data") and the tokenizer. (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
-    "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule", "decay_fraction", "decay_shape", "ema",
+    "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "change",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
@@ -342,6 +342,8 @@ class TrainConfig(ShapeOptions):
     recompute: Literal["none", "attention", "block"] = "none"
     # start from the weights in this folder: in Hugging Face format, or a run
     init: str | None = None
+    # MODULE:FUNCTION that gets the model and returns it changed (lessons/howto/change_the_model.md)
+    change: str | None = None
     # newest checkpoints to keep, in addition to the one with the best validation loss; 0: keep all
     keep: int = 3
     resume: bool = False  # continue the run from its newest undamaged checkpoint

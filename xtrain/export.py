@@ -31,17 +31,22 @@ class Options:
     # the folder to write: the adapters in --model, added to the weights of the model that they belong to
     merge: str = ""
     # of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale for every 32 values
+    change: str | None = None  # with --merge: MODULE:FUNCTION, with which the model was changed
     type: Literal["f32", "f16", "q8_0"] = "f16"
 
 
-def merge(folder: Path, out: Path) -> None:
-    """Write the adapters in `folder`, added to their model, as a whole model. Raises UserError."""
+def merge(folder: Path, out: Path, change: str | None = None) -> None:
+    """Write the adapters in `folder`, added to their model, as a whole model. Raises UserError.
+
+    change: MODULE:FUNCTION, with which the model was changed.
+    """
     if not is_adapter(folder):
         raise UserError(f"{folder} holds a whole model, no adapters: there is nothing to merge")
     if out.resolve() in (folder.resolve(), base_folder(folder).resolve()):
         raise UserError(f"{out} holds the adapters or their model: give another folder to --merge")
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
-    Transformer.from_pretrained(folder, trainable=False).save_pretrained(out, tokenizer)
+    model = Transformer.from_pretrained(folder, trainable=False, change=change)
+    model.save_pretrained(out, tokenizer)
 
 
 @command("xtrain.export")
@@ -52,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("give either --gguf FILE or --merge FOLDER")
     folder = model_folder(Path(options.model), say)
     if options.merge:
-        merge(folder, Path(options.merge))
+        merge(folder, Path(options.merge), options.change)
         print_text(f"{options.merge}: {folder} and {base_folder(folder)}, merged")
         return 0
     path = Path(options.gguf)

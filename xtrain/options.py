@@ -9,9 +9,11 @@ exist with one sentence that names the right one.
 
 import dataclasses
 import difflib
+import importlib
 import re
 import sys
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import UserError
@@ -198,3 +200,29 @@ def _value(option: str, value: str, types: dict[str, Any]) -> str:
 def _whole(value: str) -> int | None:
     number = float(value.replace("_", ""))
     return int(number) if number < 2**53 and number == int(number) else None
+
+
+def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
+    """The function MODULE:FUNCTION that an option names; modules in the current folder are found, too. Raises UserError."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
+        what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{option} {name}: {module} cannot be imported ({one_line(what)}): fix it, or start where it is"
+        ) from None
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise UserError(f"{option} {name}: {module} has no function {function!r}: name another")
+    return found
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, on one line."""
+    return " ".join(text.split())[:120]

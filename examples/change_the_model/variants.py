@@ -44,6 +44,14 @@ def with_plain_mlps(model, act):
 # --8<-- [end:mlp]
 
 
+# --8<-- [start:change]
+def change(model):
+    return with_plain_mlps(model, F.silu)
+
+
+# --8<-- [end:change]
+
+
 # --8<-- [start:softcap]
 class SoftCap(Function):
     """y = cap tanh(x / cap),  dx = dy (1 - tanh^2). array_module is NumPy or CuPy, whichever made x."""

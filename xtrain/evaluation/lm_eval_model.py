@@ -32,6 +32,7 @@ class XtrainModel:
     pretrained: a Hugging Face folder, or the folder of an xtrain run.
     device: "auto", "cpu", "gpu" or "cuda".  dtype: "auto", "fp32", "bf16" or torch's names.
     batch_size: sequences at a time; "auto": 32.  max_length: tokens of a sequence, None: what the model supports.
+    change: MODULE:FUNCTION, with which the model was trained.
     Raises UserError for a folder that cannot be served.
     """
 
@@ -44,6 +45,7 @@ class XtrainModel:
         max_batch_size: int | None = None,
         max_length: int | None = None,
         batch_invariant: bool = False,
+        change: str | None = None,
     ):
         super().__init__()
         device = "gpu" if str(device).startswith("cuda") else device or "auto"
@@ -51,7 +53,7 @@ class XtrainModel:
         chosen: Any = names.get(dtype, dtype)
         if chosen not in ("auto", "fp32", "bf16"):
             raise UserError(f"dtype {dtype!r} is not supported: choose auto, fp32 or bf16")
-        p = load(str(pretrained), device, chosen)
+        p = load(str(pretrained), device, chosen, change)
         supported = p.model.config.context
         context = supported if max_length is None else int(max_length)
         if not 2 <= context <= supported:

@@ -48,6 +48,7 @@ class Options:
     max_batch: int = 32  # sequences at a time
     # the numbers of an item do not depend on the other items, not even by rounding
     batch_invariant: bool = False
+    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
@@ -63,7 +64,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     o = options
     _check(o)
     tasks = read_tasks(o)
-    p = pretrained or load(o.model, o.device, o.precision)
+    p = pretrained or load(o.model, o.device, o.precision, o.change)
     quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..json_files import listed, read_json
-from .architectures import architecture_of
+from .architectures import VARIATION, architecture_of
 from .saved_runs import CONFIG, model_folder
 from .tensor_file import LowRank, Stored, read_header, write_safetensors
 
@@ -124,7 +124,10 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
 
 def check_writable(folder: Path) -> None:
     """Raises UserError if adapters of this model would have other names in peft: its file packs or scales the matrices."""
-    architecture = architecture_of(read_json(folder / CONFIG))
+    content = read_json(folder / CONFIG)
+    if VARIATION in content:
+        return  # peft does not know such a model
+    architecture = architecture_of(content)
     if architecture.packed or architecture.multipliers:
         raise UserError(
             f"{folder}: the files of a {architecture.model_type} hold other matrices than peft's adapters would need: write it as a "

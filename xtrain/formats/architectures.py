@@ -27,7 +27,8 @@ from .tensor_file import Stored
 
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 MAX_LAYERS = 1 << 16
-VARIATION = "xtrain_variation"  # in config.json: Transformer.variation
+# In the config.json of a model that transformers does not have: Transformer.variation, its ModelConfig, and Transformer.change.
+VARIATION, SHAPE, CHANGE = "xtrain_variation", "xtrain_config", "xtrain_change"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 FIELDS = {  # Hugging Face's name -> ModelConfig's
     "vocab_size": "vocab_size",
@@ -187,6 +188,8 @@ def _window_flags(c):
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     """The content of a config.json -> ModelConfig. Raises UserError, which names what is missing or unsupported."""
+    if isinstance(config, dict) and isinstance(config.get(SHAPE), dict):
+        return ModelConfig.from_dict(config[SHAPE])
     architecture = architecture_of(config)
     unsupported = [
         f"{key} {config[key]!r}"

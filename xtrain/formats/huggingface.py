@@ -28,6 +28,8 @@ from .adapters import (
     write_adapters,
 )
 from .architectures import (
+    CHANGE,
+    SHAPE,
     SPECIAL,
     VARIATION,
     config_from_hf,
@@ -46,34 +48,84 @@ DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")  # keys of config.j
 
 
 # ----------------------------------------------------------------------------- reading
-def load(folder: Path, make: Callable[[ModelConfig], Any]) -> Any:
+def load(
+    folder: Path,
+    make: Callable[[ModelConfig], Any],
+    change: Callable[[Any], Any] | None = None,
+    trainable: bool = True,
+) -> Any:
     """The model in a Hugging Face folder, or in the newest checkpoint of a run. Weights in fp32, bf16 or fp16 become fp32.
 
-    make(config) returns a model of that shape. The file headers are checked before memory is
-    allocated; in a checkpoint of a run, the checksums are checked too. Raises UserError.
+    make(config) returns a model of that shape.  change(model) returns another one of it, before weights are read that were saved
+    with such a change; else afterwards, where parameters that the folder does not have are new, which `trainable` False forbids.
+    The file headers are checked before memory is allocated; in a checkpoint of a run, the checksums are checked too.
+    Raises UserError.
     """
     folder = saved_runs.model_folder(Path(folder), _warn)
     identity = folder.stat().st_ino
-    config, stored = open_weights(folder)
+    content = _content(base_folder(folder))
+    saved = content.get(VARIATION)
+    if CHANGE in content and change is None:
+        raise UserError(
+            f"{folder} was changed by {content[CHANGE]}: add --change {content[CHANGE]}, where that module can be imported"
+        )
+    config, stored = open_weights(folder, saved is not None)
     model = make(config)
+    if saved is None:
+        _fill(model, stored)
+    if change is not None:
+        model = change(model)
+    if saved is not None and saved != model.variation:
+        raise UserError(_other_variation(folder, saved, model.variation, change is not None))
+    if saved is not None or (change is not None and not trainable):
+        _check_tensors(folder, config, stored, _shapes(model))
+        _fill(model, stored)
     read_companions(model, folder)
-    _fill(model, stored)
     if not is_folder(folder) or folder.stat().st_ino != identity:
         raise UserError(f"{folder} was replaced while it was read: try again")
     return model
 
 
-def open_weights(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
-    """The config of a Hugging Face folder, and its tensors without their values. Raises UserError if they do not fit."""
+def _other_variation(folder: Path, saved: str, made: str, changes: bool) -> str:
+    if changes:
+        return (
+            f"{folder} was saved as another model ({saved}) than this change makes ({made or 'a plain one'}): "
+            "give the change with which it was trained"
+        )
+    return (
+        f"{folder / CONFIG} cannot be used: the model is none that other programs know ({saved}): construct it as for training, "
+        "then call model.load_weights(folder); or give the function that changes a plain model into it with --change"
+    )
+
+
+def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, dict[str, Stored]]:
+    """The config of a Hugging Face folder, and its tensors without their values. Raises UserError if they do not fit.
+
+    variation: also of a model with a variation, whose tensors the caller then checks.
+    """
     base = base_folder(folder)
-    config, found = read_config(base), _find_tensors(base)
+    config, found, content = read_config(base), _find_tensors(base), _content(base)
     if base != folder:
         found = merged(found, folder)
         verify_weights(folder)
-    stored = translate(read_json(base / CONFIG), found)
-    _check_tensors(base, config, stored)
+    stored = translate(content, found)
+    if not variation:
+        if VARIATION in content:
+            raise UserError(
+                f"{base} holds a model that other programs do not have: {content[VARIATION]}"
+            )
+        _check_tensors(base, config, stored)
     verify_weights(base)
     return config, stored
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What config.json says; {} if there is none."""
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in model.named_parameters()}
 
 
 def _warn(sentence: str) -> None:
@@ -117,11 +169,10 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
     if model.adapter is not None and is_adapter(folder):
         stored = read_adapters(folder)
     elif is_adapter(folder):
-        stored = open_weights(folder)[1]
+        stored = open_weights(folder, variation=True)[1]
     else:
-        content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        stored = translate(content, _find_tensors(folder))
-    expected = {name: tensor.shape for name, tensor in model.named_parameters()}
+        stored = translate(_content(folder), _find_tensors(folder))
+    expected = _shapes(model)
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:
         stored[name].read_finite()
@@ -280,7 +331,9 @@ def write_files(
             "architectures": ["Variation"],
             "model_type": "xtrain",
             VARIATION: model.variation,
+            SHAPE: model.config.to_dict(),
         }
+        content |= {CHANGE: model.change} if model.change else {}
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))
     write_weights(folder, tensors, max_shard_bytes, content)
 

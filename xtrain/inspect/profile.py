@@ -75,6 +75,8 @@ class Options(ShapeOptions):
     # on a CPU, threads of a matrix product; none: measured at the start
     blas_threads: int | None = None
     recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes
+    # MODULE:FUNCTION that gets the model and returns it changed; with --run the run's
+    change: str | None = None
     # --plan: rank of LoRA adapters on all matrices of a frozen model; 0: all weights are trained
     lora: int = 0
     gpus: str = "1,4,8"  # --plan: numbers of GPUs, separated by commas
@@ -217,6 +219,7 @@ def a_run(o: Options) -> Any:
         write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
         model = Transformer(config, 0, device, c.precision, o.recompute)
+        model = model.changed(o.change) if o.change else model
         corpus: Any = SimpleNamespace(loader=loader)
         yield Run(c, model, corpus)
 
@@ -504,6 +507,10 @@ def profile(o: Options) -> None:
     """Run `xtrain.profile`. Raises UserError."""
     console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
+    if o.plan and o.change:
+        raise UserError(
+            f"--plan knows nothing of --change {o.change}: plan a preset of about the same size"
+        )
     config, batch, T = model_config(o)
     device = resolve_device(o.device) if not o.plan else "gpu" if gpu_available() else "sim"
     o = replace(o, precision=choose_precision(o.precision, device, config.head_dim)[0])

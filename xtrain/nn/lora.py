@@ -21,7 +21,6 @@ from .modules import Linear, Parameter
 from .tensor import Tensor
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PACKED = {"self_attn": ("qkv", "o_proj"), "mlp": ("gate_up", "down_proj")}  # modules of a block
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,21 @@ class AdaptedTransformer(Transformer):
     def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
         """Add adapters, which change nothing yet. seed: of their initialisation; None: they are zero.  world: see nn.Arena."""
         self.frozen, self.base_arena = tuple(self.named_parameters()), self.arena
-        for layer in self.model.layers:
-            for block, names in PACKED.items():
-                for name in names:
-                    module = getattr(layer, block)
-                    adapted = LoraLinear(getattr(module, name), name, lora)
-                    if adapted.slices:
-                        setattr(module, name, adapted)
+        matrices = [
+            (module, name, item)
+            for layer in self.model.layers
+            for _, module in layer.modules()
+            for name, item in vars(module).items()
+            if type(item) is Linear
+        ]
+        adapters = [(module, name, LoraLinear(x, name, lora)) for module, name, x in matrices]
+        for module, name, adapted in adapters:
+            if adapted.slices:
+                setattr(module, name, adapted)
+        if not any(adapted.slices for *_, adapted in adapters):
+            raise UserError(
+                f"no matrix of the changed model is named {' or '.join(lora.targets)}: choose other --lora-targets"
+            )
         self.lora = lora
         device, bf16, *_ = self.arena.kind
         self.arena = self.make_arena(device, seed, bf16, world)

@@ -26,6 +26,7 @@ from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
+from ..options import find_function
 from . import functional as F
 from .autograd import is_inference, is_training, no_grad
 from .fp8 import TILE, Fp8Scales
@@ -263,6 +264,7 @@ class Transformer(Module):
     (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
     trainable False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
+    change: "MODULE:FUNCTION" if `changed` made this model, else "".
     special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from.  generation: what else
     its generation_config.json says, or None. Both are written by `save_pretrained`.
     Raises UserError when precision or recompute is unknown or the device does not support it.
@@ -296,6 +298,7 @@ class Transformer(Module):
         self.arena = self.make_arena(self.device, seed, precision != "fp32", world, trainable)
         self._renew_fp8()
         self.rotary = RotaryTables(config, self.device)
+        self.change, self.seed = "", seed or 0
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
@@ -325,9 +328,9 @@ class Transformer(Module):
             found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
             self.fp8 = Fp8Scales(found, self.device)
 
-    def renew_arena(self, seed: int = 0) -> None:
-        """As Module.renew_arena; in fp8 with new scales."""
-        super().renew_arena(seed)
+    def renew_arena(self, seed: int | None = None) -> None:
+        """As Module.renew_arena, by default with the seed of the model; in fp8 with new scales."""
+        super().renew_arena(self.seed if seed is None else seed)
         self._renew_fp8()
 
     def __call__(self, ids: Array) -> Tensor:
@@ -581,12 +584,35 @@ class Transformer(Module):
         precision: Literal["fp32", "bf16", "fp8"] = "fp32",
         trainable: bool = True,
         world: int = 1,
+        change: str | Callable[["Transformer"], "Transformer"] | None = None,
     ) -> "Transformer":
-        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it is not a supported model."""
+        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it is not a supported model.
+
+        change: the function that changes the model, see `changed`; also for a folder of a model that was changed and trained.
+        """
         return huggingface.load(
             Path(folder),
             lambda config: cls(config, None, device, precision, world=world, trainable=trainable),
+            None if change is None else lambda model: model.changed(change),
+            trainable,
         )
+
+    def changed(self, change: str | Callable[["Transformer"], "Transformer"]) -> "Transformer":
+        """The model that a function makes of this one, which it may change in place: the option --change of the commands.
+
+        change: the function, or its name MODULE:FUNCTION, which is saved with the model. Raises UserError if there is no such
+        function, or if it does not return a Transformer.
+        """
+        if isinstance(change, str):
+            name, function = change, find_function("--change", change, "my_model:change")
+        else:
+            name, function = f"{change.__module__}:{change.__qualname__}", change
+        model = function(self)
+        if not isinstance(model, Transformer):
+            kind = type(model).__name__
+            raise UserError(f"--change {name} returned {kind}: return the model, changed")
+        model.change = name
+        return model
 
 
 def pick(

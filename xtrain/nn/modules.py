@@ -398,14 +398,14 @@ class Module:
         free_cached(device)  # free the temporaries before other arrays are allocated between them
         return arena
 
-    def renew_arena(self, seed: int = 0) -> None:
+    def renew_arena(self, seed: int | None = None) -> None:
         """Make a new arena for all parameters, in self.arena. Call it after replacing or adding modules, and before making the
         optimizer.
 
-        Parameters that had values keep them, new ones are initialised as in a new model with this seed.
+        Parameters that had values keep them, new ones are initialised as in a new model with this seed (None: 0).
         """
         kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
-        self.arena = self.make_arena(self.arena.kind[0], seed, *self.arena.kind[1:])
+        self.arena = self.make_arena(self.arena.kind[0], seed or 0, *self.arena.kind[1:])
         for parameter, values in kept:
             parameter.data = values
 

@@ -5,11 +5,9 @@
 """
 
 import hashlib
-import importlib
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from ..data.chat_template import ChatTemplate
 from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
+from ..options import find_function, one_line
 from ..tuning.examples import Example, beginning
 from ..tuning.rows import rows_of
 
@@ -118,23 +117,7 @@ class Task:
 
     def __init__(self, name: str):
         self.name = name
-        module, _, function = name.partition(":")
-        if not module or not function:
-            raise UserError(f"--task {name!r} must be MODULE:FUNCTION, such as my_task:reward")
-        sys.path.insert(0, "")
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:
-            missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
-            what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
-            raise UserError(
-                f"--task {name}: {module} cannot be imported ({_line(what)}): fix it, or start where it is"
-            ) from None
-        finally:
-            sys.path.remove("")
-        self.function: Callable[..., Any] = getattr(found, function, None)  # type: ignore[assignment]
-        if not callable(self.function):
-            raise UserError(f"--task {name}: {module} has no function {function!r}: name another")
+        self.function = find_function("--task", name, "my_task:reward")
 
     def rewards(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
         """One reward for each completion. Raises UserError if the function fails or returns something else."""
@@ -143,12 +126,12 @@ class Task:
             found = self.function(dict(prompt.fields), list(completions))
         except Exception as error:
             raise UserError(
-                say.format(f"raised {type(error).__name__} ({_line(str(error))})")
+                say.format(f"raised {type(error).__name__} ({one_line(str(error))})")
             ) from error
         try:
             rewards = [float(x) for x in found]
         except (TypeError, ValueError):
-            what = f"returned {_line(repr(found))}, not a list of numbers,"
+            what = f"returned {one_line(repr(found))}, not a list of numbers,"
             raise UserError(say.format(what)) from None
         if len(rewards) != len(completions):
             what = f"returned {len(rewards)} rewards for {len(completions)} completions"
@@ -157,8 +140,3 @@ class Task:
             bad = next(x for x in rewards if not math.isfinite(x))
             raise UserError(say.format(f"returned the reward {bad}"))
         return rewards
-
-
-def _line(text: str) -> str:
-    """The beginning of a text, on one line."""
-    return " ".join(text.split())[:120]

@@ -141,7 +141,9 @@ class ReinforceRun(Run):
         self.reference: Transformer | None = None
         if c.kl:
             folder = model_folder(Path(c.reference or c.init), say)
-            self.reference = Transformer.from_pretrained(folder, device, c.precision, False)
+            self.reference = Transformer.from_pretrained(
+                folder, device, c.precision, trainable=False, change=c.change
+            )
         self.measured: list[Surrogate] = []
         self.rollout_numbers: dict[str, float] = {}
         self.tokens = 0

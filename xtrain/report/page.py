@@ -107,7 +107,8 @@ def look_at_text(folder: Path, text: str, say: Callable[[str], None]) -> dict[st
     ids = tokenizer.encode(text)
     if not ids:
         raise UserError("--sentence is empty: give a text of at least one character")
-    model = Transformer.from_pretrained(saved.folder, trainable=False)
+    change = record.read(folder).section("train").get("change")
+    model = Transformer.from_pretrained(saved.folder, trainable=False, change=change)
     return look(model, tokenizer, ids, saved.step)
 
 

@@ -14,7 +14,13 @@ from ..errors import UserError
 from ..files import cannot_write, write_whole
 from .record import read
 
-SHARED_OPTIONS = ("seq_len", "precision", "recompute", "graph")  # copied from the run's options
+SHARED_OPTIONS = (
+    "seq_len",
+    "precision",
+    "recompute",
+    "graph",
+    "change",
+)  # copied from the run's options
 
 
 class RecordingConsole(PrintableConsole):

@@ -46,6 +46,7 @@ class Options:
     drain: int = 30  # seconds that running answers get after SIGTERM
     # an answer does not depend on the other requests, not even by rounding
     batch_invariant: bool = False
+    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
@@ -73,7 +74,7 @@ def serve(options: Options) -> None:
     api_key = os.environ.get("XTRAIN_API_KEY") if o.api_key is None else o.api_key
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
-    p = load(o.model, o.device, o.precision)
+    p = load(o.model, o.device, o.precision, o.change)
     context = p.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
     engine = Engine(

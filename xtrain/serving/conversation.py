@@ -33,6 +33,7 @@ class Options(SamplingOptions):
     seed: int = 0  # the same seed and the same input give the same answers
     # tokens of the whole conversation; none: what the model supports, at most 8192
     max_seq_len: int | None = None
+    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
@@ -133,7 +134,7 @@ def chat(options: Options) -> None:
     o = options
     if not is_text(o.system or ""):
         raise UserError("--system is not valid UTF-8: give text")
-    pretrained = load(o.model, o.device, o.precision)
+    pretrained = load(o.model, o.device, o.precision, o.change)
     template, context = pretrained.template, pretrained.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
     engine = Engine(pretrained.model, 1, size, reuse_prefix=True, weights=o.weights)

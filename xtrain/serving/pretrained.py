@@ -50,11 +50,15 @@ class Pretrained(Texts):
 
 
 def load(
-    folder: str | Path, device: str = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"
+    folder: str | Path,
+    device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    change: str | None = None,
 ) -> Pretrained:
     """Load model, tokenizer and stop tokens from a Hugging Face folder or from an xtrain run.
 
     device: "auto" (the GPU if there is one), "cpu" or "gpu".  precision: "auto" (nn.model.choose_precision), "fp32" or "bf16".
+    change: MODULE:FUNCTION, with which the model was trained (Transformer.changed).
     The tokenizer is checked before the weights are read.
     Raises UserError if anything is missing, damaged or not supported.
     """
@@ -71,7 +75,7 @@ def load(
             f"{folder}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
             "use the tokenizer that belongs to the model"
         )
-    model = Transformer.from_pretrained(folder, device, chosen, trainable=False)
+    model = Transformer.from_pretrained(folder, device, chosen, trainable=False, change=change)
     return Pretrained(folder, texts.tokenizer, texts.stop, model)
 
 

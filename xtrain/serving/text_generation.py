@@ -58,6 +58,7 @@ class Options(SamplingOptions):
     max_batch: int | None = None  # prompts at a time, the others wait; none: all, at most 32
     # a text does not depend on the other prompts, not even by rounding
     batch_invariant: bool = False
+    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
@@ -81,7 +82,7 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     """
     o = options
     _check_texts(o)
-    p = pretrained or load(o.model, o.device, o.precision)
+    p = pretrained or load(o.model, o.device, o.precision, o.change)
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
     prompts = [prompt for prompt in o.prompts for _ in range(o.samples)]
     engine = make_engine(p, tokens, o)

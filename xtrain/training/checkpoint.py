@@ -65,6 +65,7 @@ class Snapshot:
     tokenizer: Any
     wait: Callable[[], None]
     variation: str = ""  # Transformer.variation
+    change: str = ""  # Transformer.change
     adapter: dict[str, Any] | None = None  # Transformer.adapter
     special_tokens: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] | None = None
@@ -108,6 +109,7 @@ def snapshot(
         tokenizer=tokenizer,
         wait=copies.event(),
         variation=model.variation,
+        change=model.change,
         adapter=model.adapter,
         special_tokens=model.special_tokens,
         generation=model.generation,

@@ -410,13 +410,18 @@ def _make_model(
 ) -> Transformer:
     """The model of a run: new, from --init, or empty in the shape of the checkpoint `saved` that will fill it."""
     options = (device, config.precision, config.recompute, world)
+    change = config.change
     if config.init is None:
-        return Transformer(ModelConfig(**shape), config.seed, *options)
+        model = Transformer(ModelConfig(**shape), config.seed, *options)
+        return model.changed(change) if change else model
     if saved is None:
-        model = Transformer.from_pretrained(config.init, device, config.precision, world=world)
+        model = Transformer.from_pretrained(
+            config.init, device, config.precision, world=world, change=change
+        )
         model.recompute = config.recompute
     else:
         model = Transformer(_saved_shape(saved), None, *options)
+        model = model.changed(change) if change else model
     check_fit(model, config, corpus)
     return model
 

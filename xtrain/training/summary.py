@@ -37,15 +37,18 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
 
 
 def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
-    if run.model.variation:
+    change = run.model.change
+    if run.model.variation and not change:
         return [
             f"use it from Python        build the model again, then model.load_weights({str(last)!r})"
         ]
     prompt = quote(run.config.sample_prompt)
+    option = f" --change {quote(change)}" if change else ""
+    argument = f", change={change!r}" if change else ""
     return [
-        f"train on from here        python -m xtrain.train --init {quote(last)}",
-        f"generate text             python -m xtrain.generate --model {quote(folder)} {prompt}",
-        f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r})",
+        f"train on from here        python -m xtrain.train --init {quote(last)}{option}",
+        f"generate text             python -m xtrain.generate --model {quote(folder)}{option} {prompt}",
+        f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r}{argument})",
     ]
 
 

@@ -350,7 +350,9 @@ def adapted(
     check_writable(folder)
     model = cast(
         AdaptedTransformer,
-        AdaptedTransformer.from_pretrained(folder, device, config.precision, trainable=False),
+        AdaptedTransformer.from_pretrained(
+            folder, device, config.precision, trainable=False, change=config.change
+        ),
     )
     model.recompute = config.recompute
     loop.check_fit(model, config, corpus)
