@@ -9,6 +9,8 @@ A table or chart without records says "Not measured yet."
 import argparse
 import functools
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -415,6 +417,56 @@ def engine_step() -> str:
     return table([*header, "without overlap", "of the memory bound"], rows, records)
 
 
+# ----------------------------------------------------------------------------- compilers
+PAIR = {"mlir": "numba-cuda-mlir", "numba": "numba-cuda"}
+
+
+def _compared(card: str = "9.0") -> tuple[list[dict], list[tuple[str, dict, dict]]]:
+    """Records of bench_compilers; (kernel, with mlir, with numba) of those that both compile for this compute capability."""
+    records, found = latest("bench_compilers"), []
+    for r in records:
+        pair = r["cards"].get(card, {})
+        both = [pair.get(compiler, {}) for compiler in PAIR]
+        if all("ms" in m for m in both):
+            found.append((f"`{r['name']}`, {r['shape']}", *both))
+    return [r for r in records if card in r["cards"]], found
+
+
+def compilers() -> str:
+    """bench_compilers: all kernels with one compiler and with the other, for each compute capability."""
+    cards = sorted({c for r in latest("bench_compilers") for c in r["cards"]}, key=float)
+    rows, records = [], []
+    for card in cards:
+        of_card, found = _compared(card)
+        records += of_card
+        total = lambda key: [sum(pair[i][key] for pair in found) for i in (1, 2)]  # noqa: B023
+        median = lambda key: statistics.median(a[key] / b[key] for _, a, b in found)  # noqa: B023
+        local = [sum(pair[i]["local"] > 0 for pair in found) for i in (1, 2)]
+        seconds = [f"{ms / 1e3:.0f}" for ms in total("ms")]
+        rows.append(
+            [card, f"{len(found)} of {len(of_card)}"]
+            + [f"{a:,} / {b:,}" for a, b in (total("instructions"), total("registers"))]
+            + [f"{median('instructions'):.2f}", f"{median('registers'):.2f}"]
+            + [" / ".join(map(str, local)), " / ".join(seconds)]
+        )
+    header = ["compute capability", "compiled by both", "instructions, mlir / numba", "registers"]
+    header += ["median ratio of instructions", "of registers", "kernels with local memory"]
+    return table([*header, "seconds to compile"], rows, records, "Compiled on a")
+
+
+def compilers_differ() -> str:
+    """bench_compilers: the ten kernels whose instructions differ most, by their ratio."""
+    records, found = _compared()
+    size = lambda pair: abs(math.log(pair[1]["instructions"] / pair[2]["instructions"]))
+    rows = []
+    for name, a, b in sorted(found, key=size, reverse=True)[:10]:
+        cells = [f"{a[k]:,} / {b[k]:,}" for k in ("instructions", "registers", "local")]
+        rows.append([name, f"{a['instructions'] / b['instructions']:.2f}", *cells])
+    header = ["kernel, signature (compute capability 9.0)", "ratio", "instructions, mlir / numba"]
+    header += ["registers", "bytes of local memory"]
+    return table(header, rows, records, "Compiled on a")
+
+
 TABLES = {
     "train": train,
     "precisions": precisions,
@@ -440,6 +492,8 @@ TABLES = {
     "simulator": simulator,
     "engine-kernels": engine_kernels,
     "engine-step": engine_step,
+    "compilers": compilers,
+    "compilers-differ": compilers_differ,
 }
 
 

@@ -42,7 +42,7 @@ code = main([
 assert code == 0, code
 import xtrain
 for module in pkgutil.walk_packages(xtrain.__path__, "xtrain."):
-    if not module.name.endswith(("__main__", "mlir_code")):  # the latter needs numba-cuda-mlir
+    if not module.name.endswith(("__main__", "mlir_code", "mlir_changes")):  # the last two need numba-cuda-mlir
         importlib.import_module(module.name)
 """
 

@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck --report-api-errors no  python tests/gpu/every_kernel.py
     compute-sanitizer --tool racecheck --kernel-name kns=xtrain python tests/gpu/every_kernel.py
 
+With XTRAIN_COMPILER=mlir the kernels' names have no module: --kernel-name kns=5ArrayI.
 Arguments: names of functions below (models, rows ...) run only those; models:3 runs only the fourth of its ten models. --apart:
 run each kernel after the previous one has finished, and name a kernel that fails. pytest checks the values; this program
 only has to reach every line of every kernel quickly: without PyTorch and hypothesis. Every array is a separate allocation,

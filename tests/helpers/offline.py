@@ -20,6 +20,7 @@ from numba.cuda import dispatcher
 from numba.cuda.codegen import CUDACodeLibrary
 
 from xtrain import simulator
+from xtrain.kernels.runtime.compiler import COMPILER
 from xtrain.kernels.runtime.launch import numba_type
 
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
@@ -42,6 +43,8 @@ def missing(why):
 
 @pytest.fixture(scope="session")
 def nvvm():
+    if COMPILER != "numba":
+        pytest.skip("for numba-cuda; test_compile_mlir.py is for numba-cuda-mlir")
     if not ALL and importlib.util.find_spec("numba_cuda") is None:
         # Numba alone supports GPUs up to sm_90. .ci/run compiles everything with XTRAIN_COMPILE=all,
         # which does not skip.

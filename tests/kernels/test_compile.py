@@ -6,9 +6,9 @@ launch are compiled instead. helpers/offline.py explains the requirements.
 
 import functools
 import re
-from pathlib import Path
 from unittest import mock
 
+import every_signature
 import ml_dtypes
 import numpy as np
 import pytest
@@ -36,6 +36,8 @@ from xtrain.kernels import (
 from xtrain.kernels import skip_nonfinite as skip
 from xtrain.kernels.attention import flash_attention, key_bounds
 from xtrain.kernels.attention import gemm_attention as attention
+from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -96,9 +98,10 @@ def launch_everything(dtype):
     if dtype == np.float32:
         o, saved = attention.attention_fwd(new(1, 2, 2, 8), new(1, 2, 1, 8), new(1, 2, 1, 8), 0.1)
         attention.attention_bwd(o, saved, 0.1)
-        for S in (3, softmax.NARROW + 1):
+        for S in (3, 4, 2048, softmax.NARROW + 1):  # 4, 2048: the row in registers
             p = softmax.causal_softmax_fwd(new(1, 2, S), 2, 0.1)
             softmax.causal_softmax_bwd(new(1, 2, S), p, 2, 0.1)
+        launch_plain()
     # see test_flash_attention_hopper_compile.py
     with mock.patch.object(flash_attention, "HOPPER", False):
         # One or two kernels for dQ, dK and dV; test_flash_attention_compile.py has all others.
@@ -106,6 +109,24 @@ def launch_everything(dtype):
             q, k = new(1, T, 2, D), new(1, T + 1, 1, D)
             o, lse = flash_attention.flash_attention_fwd(q, k, k, 0.1, causal)
             flash_attention.flash_attention_bwd(o, q, k, k, o, lse, 0.1, causal)
+
+
+def launch_plain():
+    """The kernels that show the maths of an op, and one that only a program with several GPUs launches."""
+    ids, row = sim(np.zeros(2, np.int32)), lambda: f32(2, 8)
+    cache, tokens = f32(1, 2, 4, 8), f32(2, 2, 8)
+    for kernel, *args in (
+        (elementwise.add_naive_kernel, f32(8), f32(8), f32(8)),
+        (cast.narrow_naive_kernel, sim(np.ones(8, np.uint16)), sim(np.ones(8, np.uint32))),
+        (swiglu.swiglu_fwd_naive_kernel, row(), f32(2, 16)),
+        (rmsnorm.rmsnorm_fwd_naive_kernel, row(), f32(2), row(), f32(8), 1e-6),
+        (embedding.embedding_bwd_naive_kernel, f32(3, 8), row(), ids),
+        (cross_entropy.cross_entropy_naive_kernel, f32(2), row(), ids, f32(1), 8, True),
+        (gemv.gemv_naive_kernel, row(), row(), f32(8, 8)),
+        (kv_cache.append_kv_naive_kernel, cache, cache.copy(), tokens, tokens.copy(), ids, ids),
+    ):
+        launch(kernel, 1, 32, *args)
+    grad_norm.sum_of_squares(f32(8))
 
 
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
@@ -130,24 +151,9 @@ def test_adamw_is_not_contracted(monkeypatch, nvvm):
         assert not re.findall(free, ptx), set(re.findall(free, ptx))
 
 
-def test_every_kernel_file_is_launched_above(monkeypatch):
-    """A new kernel file must be added to launch_everything, here or in test_engine_compile.py."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "serving")
-    import test_engine_compile
-
-    calls = [functools.partial(launch_everything, dtype) for dtype in (np.float32, BF16)]
-    calls.append(test_engine_compile.launch_engine)
-    launched = [found for call in calls for found in signatures(monkeypatch, call)]
-    modules = {kernel.py_func.__module__ for kernel, _ in launched}
-    folder = Path(adamw.__file__).parent
-    dotted = lambda path: ".".join(
-        ["xtrain", "kernels", *path.relative_to(folder).with_suffix("").parts]
-    )
-    has_kernel = re.compile(r"^ *@(cuda\.jit|kernel)\b(?!.*device=True)", re.M)
-    files = {dotted(p) for p in folder.rglob("*.py") if has_kernel.search(p.read_text())}
-    # For sm_90a: test_flash_attention_hopper_compile.py.
-    files -= {dotted(p) for p in folder.rglob("*_hopper*.py")}
-    # For sm_89 and up: test_fp8.py, test_fp8_norm.py
-    files -= {"xtrain.kernels.fp8", "xtrain.kernels.fp8_norm"}
-    missing = files - modules
-    assert not missing, f"never launched here: {sorted(missing)}"
+def test_every_kernel_is_compiled():
+    """With both compilers: a new kernel must be launched above, or in another file of every_signature.py."""
+    found = every_signature.every_signature((9, 0)).values()
+    named = {(k.py_func.__module__, k.py_func.__name__) for group in found for k, _ in group}
+    missing = every_signature.kernels_in_source() - named
+    assert not missing, f"never compiled: {sorted(missing)}"

@@ -32,6 +32,7 @@ SIGNATURES = {
     "dq": (MAPS, ROWS, ROWS, COUNTER, *[I32] * 7, F32),
     "dkdv": (MAPS, MAPS, COUNTER, *[I32] * 6, F32),
 }
+STATISTICS = ROWS, HALF, HALF, ROWS, I32, I32, I32
 MAKERS = {
     "fwd": hopper.make_fwd_kernel,
     "paged": hopper.make_paged_kernel,
@@ -114,6 +115,5 @@ def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
 @pytest.mark.parametrize("D", [64, 128])
 def test_statistics_kernel_compiles(monkeypatch, D):
     kernel, _ = backward.make_statistics_kernel(D)
-    signature = ROWS, HALF, HALF, ROWS, I32, I32, I32
-    ptx = compile_for_sm_90a(monkeypatch, kernel, signature, backward.THREADS, 1)
+    ptx = compile_for_sm_90a(monkeypatch, kernel, STATISTICS, backward.THREADS, 1)
     assert not re.search(r"\.f64\b", ptx) and ".local " not in ptx and "ld.global.v4" in ptx

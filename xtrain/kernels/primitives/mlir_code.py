@@ -2,15 +2,16 @@
 
 import math
 
-from numba_cuda_mlir import cuda, types
+from numba_cuda_mlir import types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref
-from numba_cuda_mlir.extending import intrinsic, lower_builtin, refresh_registries
-from numba_cuda_mlir.lowering_utilities import _memref_index_offset, memref_data_pointer
+from numba_cuda_mlir.extending import intrinsic, refresh_registries
+from numba_cuda_mlir.lowering_utilities import memref_data_pointer
+
+from ..runtime.mlir_changes import DYNAMIC, declare_dynamic_shared
 
 __all__ = ["Code", "function_maker"]
 LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
-DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
 
 
 def function_maker(typing):
@@ -171,13 +172,7 @@ class Code:
             llvm.store(value, at, alignment=4 * words if space else None)
 
     def dynamic_shared(self, name, alignment):
-        block = self.builder.mlir_gpu_module.bodyRegion.blocks[0]
-        names = [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
-        if name not in names:
-            with ir.InsertionPoint.at_block_begin(block):
-                kind = ir.Type.parse("!llvm.array<0 x i8>")
-                linkage = ir.Attribute.parse("#llvm.linkage<external>")
-                llvm.GlobalOp(kind, name, linkage, addr_space=3, alignment=alignment)
+        declare_dynamic_shared(self.builder, name, alignment)
         memory = llvm.mlir_addressof(llvm.PointerType.get(3), name)
         return llvm.ptrtoint(ir.IntegerType.get_signless(32), memory)
 
@@ -200,29 +195,3 @@ class Code:
         if several:
             return [llvm.extractvalue(kind, out, [j]) for j, kind in enumerate(results)]
         return out if results else None
-
-
-@lower_builtin(cuda.threadfence)
-def _threadfence(builder, target, args, kwargs):
-    """Release 0.6 has the function but no code for it."""
-    llvm.inline_asm(None, [], "membar.gl;", "~{memory}", has_side_effects=True)
-    builder.store_var(target, None)
-
-
-@lower_builtin(cuda.atomic.add, types.Array, types.Number, types.Number)
-@lower_builtin(cuda.atomic.add, types.Array, types.UniTuple, types.Number)
-@lower_builtin(cuda.atomic.add, types.Array, types.Tuple, types.Number)
-def _atomic_add(builder, target, args, kwargs):
-    """In a device function, release 0.6 takes the array for one in global memory; it may be in shared memory."""
-    x, index, value = builder.load_vars(args)
-    element = ir.MemRefType(x.type).element_type
-    i = _memref_index_offset(x, list(index) if isinstance(index, tuple) else [index])
-    there = llvm.getelementptr(
-        llvm.PointerType.get(), memref_data_pointer(x), [i], [DYNAMIC], element, None
-    )
-    kind = llvm.AtomicBinOp.fadd if isinstance(element, ir.FloatType) else llvm.AtomicBinOp.add
-    value = builder.mlir_convert(value, element)
-    builder.store_var(target, llvm.atomicrmw(kind, there, value, llvm.AtomicOrdering.monotonic))
-
-
-refresh_registries(typing=False)

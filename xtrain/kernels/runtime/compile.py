@@ -36,11 +36,9 @@ if COMPILER == "numba":
     from numba.cuda.cudadrv import devices
 else:
     from numba_cuda_mlir import tools
-    from numba_cuda_mlir.lowering_utilities.context import get_context
     from numba_cuda_mlir.numba_cuda import dispatcher  # type: ignore[no-redef]
 
-    # A forked process would wait forever for the threads of its parent's pool.
-    get_context().enable_multithreading(False)
+    from . import mlir_changes  # noqa: F401  before the first kernel is compiled
 
 KERNELS_FOLDER = Path(__file__).parents[1]
 PACKAGE = __package__.removesuffix(".runtime")  # xtrain.kernels

@@ -3,8 +3,8 @@
     from .runtime.compiler import cuda, float32, int64      as `from numba import cuda, float32, int64`
 
 XTRAIN_COMPILER chooses: numba, mlir, or auto (the default): numba-cuda if it is installed, else numba-cuda-mlir if that is,
-else Numba, whose kernels run in the simulator. What differs between the two is here, in compile.py, in launch.py and in
-primitives/llvm_code.py and primitives/mlir_code.py. known_issues.md says what is known about mlir.
+else Numba, whose kernels run in the simulator. What differs between the two is here, in compile.py, in launch.py, in
+mlir_changes.py and in primitives/llvm_code.py and primitives/mlir_code.py. known_issues.md says what is known about mlir.
 """
 
 import importlib

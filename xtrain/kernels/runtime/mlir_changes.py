@@ -1,0 +1,172 @@
+"""What xtrain changes in numba-cuda-mlir: release 0.6 generates wrong code for a few functions, and slow code for loops.
+
+Written for that release, whose MLIR is not a stable API. known_issues.md has the measurements.
+"""
+
+from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
+from numba_cuda_mlir._mlir import ir
+from numba_cuda_mlir._mlir.dialects import arith, llvm, memref, nvvm
+from numba_cuda_mlir.extending import lower_builtin, refresh_registries
+from numba_cuda_mlir.lowering.builtins import _get_range_object
+from numba_cuda_mlir.lowering.cuda import _shfl_sync_lowering, cuda_shared_memory
+from numba_cuda_mlir.lowering_utilities import (
+    IterResult,
+    RangeObject,
+    _memref_index_offset,
+    index_of,
+    memref_data_pointer,
+)
+from numba_cuda_mlir.lowering_utilities.context import get_context
+
+DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
+
+# A forked process would wait forever for the threads of its parent's pool.
+get_context().enable_multithreading(False)
+
+
+# ----------------------------------------------------------------------------- passes
+# NVVM keeps in local memory what it cannot prove to be registers. So variables become registers before any pass merges blocks
+# that load different ones, and device functions are left to NVVM, which optimizes each before it inlines it.
+_release_pipeline = mlir_optimization.get_base_pipeline
+REGISTERS = "gpu.module(gpu.func(sroa,mem2reg),func.func(sroa,mem2reg)),"
+
+
+def _pipeline() -> str:
+    return _release_pipeline().replace("builtin.module(", f"builtin.module({REGISTERS}", 1)
+
+
+mlir_optimization.get_base_pipeline = _pipeline
+mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
+
+
+# ----------------------------------------------------------------------------- loops
+# NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a condition, and put the next
+# element and "is there one" into memory that they allocate in the loop.
+def _constant(number, kind):
+    return arith.ConstantOp(kind, ir.IntegerAttr.get(kind, number)).result
+
+
+def _no_overflow(operation, a, b):
+    return operation(a, b, overflowFlags=ir.Attribute.parse("#arith.overflow<nsw>")).result
+
+
+class _Range(RangeObject):
+    def next(self):
+        value, count = self.iter, self.count
+        more = arith.CmpIOp(arith.CmpIPredicate.sgt, count, _constant(0, count.type)).result
+        left = _no_overflow(arith.SubIOp, count, _constant(1, count.type))
+        following = _no_overflow(arith.AddIOp, value, self.step)
+        memref.StoreOp(left, self._memref, [index_of(3)])
+        memref.StoreOp(following, self._memref, [index_of(4)])
+        return IterResult(value, more)
+
+
+@lower_builtin(range, types.Number)
+@lower_builtin(range, types.Number, types.Number)
+@lower_builtin(range, types.Number, types.Number, types.Number)
+def _range(builder, target, args, kwargs):
+    builder.store_var(target, _Range(builder, *_get_range_object(builder, args)))
+
+
+def _next_of_tuple(self):
+    index = self.index
+    constant = lambda number: _constant(number, index.type)
+    more = arith.CmpIOp(arith.CmpIPredicate.slt, index, constant(self._count)).result
+    # After the last element, the last one again: a load without a condition.
+    i = arith.MinUIOp(index, constant(self._count - 1)).result
+    if self._uses_llvm:
+        at = llvm.getelementptr(
+            llvm.PointerType.get(), self._tuple_storage, [i], [DYNAMIC], self._element_type, None
+        )
+        value = llvm.load(res=self._element_type, addr=at)
+    else:
+        i = arith.IndexCastOp(ir.IndexType.get(), i).result
+        value = memref.LoadOp(self._tuple_storage, [i]).result
+    following = _no_overflow(arith.AddIOp, index, constant(1))
+    memref.StoreOp(following, self._index_memref, [index_of(0)])
+    return IterResult(value, more)
+
+
+lowering_utilities.UniTupleIterObject.next = _next_of_tuple
+
+
+# ----------------------------------------------------------------------------- functions
+def declare_dynamic_shared(builder, name: str, alignment: int) -> None:
+    """Declare an array in shared memory whose size the launch determines."""
+    block = builder.mlir_gpu_module.bodyRegion.blocks[0]
+    names = [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
+    if name not in names:
+        with ir.InsertionPoint.at_block_begin(block):
+            kind = ir.Type.parse("!llvm.array<0 x i8>")
+            linkage = ir.Attribute.parse("#llvm.linkage<external>")
+            llvm.GlobalOp(kind, name, linkage, addr_space=3, alignment=alignment)
+
+
+@lower_builtin(cuda.shared.array, types.Number, types.DTypeSpec)
+def _shared_array(builder, target, args, kwargs):
+    """The release declares dynamic shared memory as a variable of one byte: the kernel's other shared arrays overlap with it.
+
+    MLIR takes an array of no elements that is declared already, if it is in shared memory and its alignment is 16.
+    """
+    if getattr(builder.get_numba_type(args[0].name), "literal_value", None) == 0:
+        declare_dynamic_shared(builder, "xtrain_dynamic_shared_16", 16)
+    cuda_shared_memory(builder, target, args, kwargs)
+
+
+@lower_builtin(cuda.threadfence)
+def _threadfence(builder, target, args, kwargs):
+    """The release has the function but no code for it."""
+    llvm.inline_asm(None, [], "membar.gl;", "~{memory}", has_side_effects=True)
+    builder.store_var(target, None)
+
+
+@lower_builtin(cuda.atomic.add, types.Array, types.Number, types.Number)
+@lower_builtin(cuda.atomic.add, types.Array, types.UniTuple, types.Number)
+@lower_builtin(cuda.atomic.add, types.Array, types.Tuple, types.Number)
+def _atomic_add(builder, target, args, kwargs):
+    """In a device function, the release takes the array for one in global memory; it may be in shared memory."""
+    x, index, value = builder.load_vars(args)
+    element = ir.MemRefType(x.type).element_type
+    i = _memref_index_offset(x, list(index) if isinstance(index, tuple) else [index])
+    there = llvm.getelementptr(
+        llvm.PointerType.get(), memref_data_pointer(x), [i], [DYNAMIC], element, None
+    )
+    kind = llvm.AtomicBinOp.fadd if isinstance(element, ir.FloatType) else llvm.AtomicBinOp.add
+    value = builder.mlir_convert(value, element)
+    builder.store_var(target, llvm.atomicrmw(kind, there, value, llvm.AtomicOrdering.monotonic))
+
+
+def _shuffle(function, kind):
+    """The release passes on the lower 32 bits of a 64-bit integer, and a float64 rounded to float32."""
+
+    @lower_builtin(function, types.Integer, types.Number, types.Integer)
+    def generate(builder, target, args, kwargs):
+        value = builder.load_var(args[1])
+        if value.type.width != 64:
+            return _shfl_sync_lowering(builder, target, args, kwargs, kind)
+        i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
+        mask, lane = (builder.mlir_convert(builder.load_var(args[i]), i32) for i in (0, 2))
+        last = _constant(0 if kind == nvvm.ShflKind.up else 31, i32)
+        whole = value if value.type == i64 else arith.BitcastOp(i64, value).result
+        half = _constant(32, i64)
+        parts = [whole, arith.ShRUIOp(whole, half).result]
+        low, high = (
+            arith.ExtUIOp(
+                i64, nvvm.shfl_sync(mask, arith.TruncIOp(i32, p).result, lane, last, kind)
+            ).result
+            for p in parts
+        )
+        joined = arith.OrIOp(low, arith.ShLIOp(high, half).result).result
+        same = value.type == i64
+        builder.store_var(target, joined if same else arith.BitcastOp(value.type, joined).result)
+
+
+for _function, _kind in (
+    (cuda.shfl_sync, nvvm.ShflKind.idx),
+    (cuda.shfl_up_sync, nvvm.ShflKind.up),
+    (cuda.shfl_down_sync, nvvm.ShflKind.down),
+    (cuda.shfl_xor_sync, nvvm.ShflKind.bfly),
+):
+    _shuffle(_function, _kind)
+
+refresh_registries(typing=False)
