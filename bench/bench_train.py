@@ -1,7 +1,7 @@
 """Training speed of whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
 
     python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
-    python bench/bench_train.py --models dim768 --precision bf16 fp8 --batch 16 32 --against none      bf16 and fp8
+    python bench/bench_train.py --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]          bf16 and fp8
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
     python bench/bench_train.py --models gpt124m --precision bf16 --against none --batch-invariant     what the mode costs
 
@@ -14,7 +14,8 @@ Peak memory is what each library's allocator reserved on the card.
 The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's modes, with autocast,
 fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE,
 SwiGLU and fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is
-fastest.
+fastest. For fp8, where torchao is installed, also its float8 training, compiled, with one scale per matrix and with one per row
+(recipes "tensorwise" and "rowwise"), of the same matrices as here; the fastest is in the record as `torchao`.
 """
 
 import gc
@@ -35,7 +36,22 @@ from xtrain.kernels.attention import flash_attention
 from xtrain.nn.cuda_graph import Graphed
 from xtrain.nn.optim import clip
 
-VOCAB = {"gpt124m": 50304}  # the others use GPT-2's 50257, which xtrain pads in memory
+VOCAB = {"gpt124m": 50304}  # the other presets use GPT-2's 50257, which xtrain pads in memory
+SHAPES = {  # of models that are no presets: config, batch, T
+    "300m": (dict(dim=1024, n_layers=20, n_heads=16, head_dim=64, hidden_dim=2816, vocab_size=16384), 16, 512),
+    "qwen3-0.6b": (
+        dict(
+            dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, vocab_size=151936,
+            tie_embeddings=True,
+        ), 4, 2048,
+    ),
+    "tinyllama-1.1b": (
+        dict(
+            dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000,
+            qk_norm=False,
+        ), 4, 2048,
+    ),
+}  # fmt: skip
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 WARMUP = 100  # steps in which the learning rate grows to LR
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
@@ -51,12 +67,16 @@ class Options:
     steps: int = 20  # timed steps, after as many for warm-up and the loss curve
     wgmma: bool = True  # attention kernels for compute capability 9.0, if supported
     batch_invariant: bool = False  # forward passes have the bits of Engine(batch_invariant=True)
+    fp8_head: bool = False  # in fp8, the products of the head too
     # batch sizes to measure; default: the preset's
     batch: list[int] = field(default_factory=list)
 
 
 def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
     """-> config, batch, T"""
+    if name in SHAPES:
+        shape, B, T = SHAPES[name]
+        return xtrain.ModelConfig(max_seq_len=T, **shape), B, T
     preset = PRESETS[name]
     T = preset.train["seq_len"]
     config = xtrain.ModelConfig(vocab_size=VOCAB.get(name, 50257), max_seq_len=T, **preset.model)
@@ -99,15 +119,17 @@ def xtrain_step(model, graph=True, invariant=False, kind=xtrain.AdamW):
     return step
 
 
-def torch_step(config, T, ours, precision, mode, liger=False):
-    """-> PyTorch's training step; mode None: eager.  liger: with Liger-Kernel's ops"""
+def torch_step(config, T, ours, precision, mode, liger=False, recipe=None, head=False):
+    """-> PyTorch's training step; mode None: eager.  liger: with Liger-Kernel's ops.  recipe: of float8, None: bf16; head: too"""
     import torch
-    from torch_model import LigerOps, Model, load_weights
+    from torch_model import LigerOps, Model, load_weights, to_float8
 
     torch.backends.cuda.matmul.allow_tf32 = False
     ops = LigerOps() if liger else None
     model = Model(config, T, precision == "bf16", ops).cuda()
     load_weights(model, ours)
+    if recipe:
+        to_float8(model, recipe, head)
     groups = [[p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
     decay = [{"params": g, "weight_decay": d} for g, d in zip(groups, (DECAY, 0.0))]
     optimizer = torch.optim.AdamW(decay, lr=LR, betas=BETAS, fused=True)
@@ -131,31 +153,38 @@ def torch_step(config, T, ours, precision, mode, liger=False):
     return step
 
 
-def torch_best(config, B, T, ours, precision, modes, data, synchronize):
-    """-> (losses, ms (median, p20, p80), peak GB and name of the fastest variant), {"liger": tok/s of the fastest with it}"""
+def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=False):
+    """-> (losses, ms (median, p20, p80), peak GB and name of the fastest variant), and tok/s of the fastest with Liger-Kernel and
+    with torchao's float8, as "liger" and "torchao". precision fp8: bf16 and float8. head: the head in float8, too
+    """
     import torch
-    from torch_model import HAS_LIGER
+    from torch_model import HAS_FLOAT8, HAS_LIGER, RECIPES
 
-    best, liger = None, {}
-    variants = [(mode, False) for mode in ([None] if precision == "fp32" else modes)]
+    best, others = None, {}
+    dtype = "fp32" if precision == "fp32" else "bf16"
+    variants = [(mode, False, None) for mode in ([None] if dtype == "fp32" else modes)]
     if HAS_LIGER:
-        variants += [(None, True)] + [(mode, True) for mode in modes[:1] if precision == "bf16"]
-    for mode, with_liger in variants:
+        compiled = [(mode, True, None) for mode in modes[:1] if dtype == "bf16"]
+        variants += [(None, True, None), *compiled]
+    if precision == "fp8" and HAS_FLOAT8:
+        variants += [(mode, False, recipe) for recipe in RECIPES for mode in modes]
+    for mode, with_liger, recipe in variants:
         torch._dynamo.reset()
         torch.cuda.reset_peak_memory_stats()
-        step = torch_step(config, T, ours, precision, mode, with_liger)
+        step = torch_step(config, T, ours, dtype, mode, with_liger, recipe, head)
         losses, ms = run(step, data, synchronize)
         peak, speed = torch.cuda.max_memory_reserved() / 1e9, B * T / ms[0] * 1e3
-        name = f"torch {'Liger ' * with_liger}{'.compile ' + mode if mode else 'eager'}"
-        print(f"  {name} {precision}: {speed:,.0f} tok/s, {peak:.2f} GB", flush=True)
-        if with_liger:
-            liger = {"liger": max(speed, liger.get("liger", 0.0))}
+        kind = "Liger " * with_liger + (f"float8 {recipe} " if recipe else "")
+        name = f"torch {kind}{'.compile ' + mode if mode else 'eager'}"
+        print(f"  {name} {dtype}: {speed:,.0f} tok/s, {peak:.2f} GB", flush=True)
+        for library in ["liger"] * with_liger + ["torchao"] * bool(recipe):
+            others[library] = max(speed, others.get(library, 0.0))
         if best is None or ms[0] < best[1][0]:
             best = losses, ms, peak, name
         del step
         gc.collect()
         torch.cuda.empty_cache()
-    return best, liger
+    return best, others
 
 
 def run(step, data, synchronize):
@@ -178,22 +207,25 @@ def bench(name, precision, o, batch=None):
     data = batches(config, B, T, 2 * o.steps)
     synchronize = lambda: cp.cuda.Device().synchronize()
     model = xtrain.Transformer(config, device="gpu", precision=precision)
+    head = o.fp8_head and precision == "fp8"
+    if head:
+        model.use_fp8_head()
     more, theirs = {}, None
     if o.against == "torch":
-        half = "fp32" if precision == "fp32" else "bf16"
         (theirs, ms, peak, peer), more = torch_best(
-            config, B, T, model, half, o.modes, data, synchronize
+            config, B, T, model, precision, o.modes, data, synchronize, head
         )
         more |= {
             "peer": peer, "peer_value": B * T / ms[0] * 1e3,
-            "peer_modes": o.modes if half == "bf16" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
+            "peer_modes": o.modes if precision != "fp32" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
         }  # fmt: skip
     step = xtrain_step(model, invariant=o.batch_invariant)
     losses, ms = run(step, data, synchronize)
-    kind = "batch-invariant " if o.batch_invariant else ""
+    kind = "batch-invariant " * o.batch_invariant
+    model_name = f"{name}, head in fp8" if head else name
     # step must live until the peak memory is read: it owns the graph's memory
     record(
-        "bench_train", f"{kind}{name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
+        "bench_train", f"{kind}{model_name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
         value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
         p20_p80=[round(x, 3) for x in ms[1:]], **({} if o.wgmma else {"attention": "mma.sync"}), **more,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def precisions() -> str:
             found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
     rows, records = [], []
     for (name, shape), pair in found.items():
-        if pair.keys() == {"fp32", "bf16"}:
+        if pair.keys() >= {"fp32", "bf16"}:
             fp32, bf16 = pair["fp32"], pair["bf16"]
             records += [fp32, bf16]
             rows.append(
@@ -94,6 +94,55 @@ def precisions() -> str:
             )
     header = ["train step", "fp32, tokens/s", "bf16, tokens/s", "ratio", "fp32, GB", "bf16, GB"]
     return table(header, rows, records)
+
+
+def fp8() -> str:
+    """bench_train --precision bf16 fp8: whole steps of which both were measured, each compared with its newest run."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for r in sorted(latest("bench_train"), key=lambda r: r["line"]):
+        found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
+    rows, records = [], []
+    for (name, shape), steps in found.items():
+        bf16 = found.get((name.removesuffix(", head in fp8"), shape), {}).get("bf16")
+        if "fp8" not in steps or bf16 is None:
+            continue
+        r = steps["fp8"]
+        records += [bf16, r]
+        rows.append(
+            [f"{name}, {shape}", f"{bf16['value']:,.0f}", f"{r['value']:,.0f}"]
+            + [f"{r['value'] / bf16['value']:.2f}"]
+            + [number(r.get("torchao")), number(r["peer_value"])]
+            + [" / ".join(number(x["peak_gb"], ".1f") for x in (bf16, r))]
+        )
+    header = ["train step", "bf16, tokens/s", "fp8, tokens/s", "ratio"]
+    header += ["torchao float8 + compile", "PyTorch's fastest, same run", "peak GB, bf16 / fp8"]
+    return table(header, rows, records)
+
+
+def fp8_products() -> str:
+    """bench_fp8 products: those of a whole step."""
+    records = [r for r in latest("bench_fp8") if "/products/" in r["name"]]
+    rows = [
+        [f"{model}, {r['shape']}, {part}", f"{r['peer_ms']:.2f}", f"{r['ms']:.2f}"]
+        + [f"{r['value']:.0f}", f"{r['ratio']:.2f}"]
+        for r in records
+        for model, _, part in [r["name"].split("/")]
+    ]
+    header = ["products of a step", "bf16, ms", "fp8, ms", "fp8, TFLOP/s", "ratio"]
+    return table(header, rows, records)
+
+
+def fp8_losses() -> str:
+    """bench_fp8 losses: runs in fp8 next to bf16."""
+    records = [r for r in latest("bench_fp8") if "/losses/" in r["name"] and r["dtype"] == "fp8"]
+    rows = []
+    for r in records:
+        model, _, variant = r["name"].split("/")
+        counts = (f"{r['counts'].get(f'fp8_{kind}', 0):,.0f}" for kind in ("clamped", "nonfinite"))
+        losses = [f"{r[key]:.4f}" for key in ("bf16_end", "end")]
+        rows.append([f"{model}, {r['shape']}, {variant}", *losses, f"{r['value']:+.2f} %", *counts])
+    header = ["validation loss at the end", "bf16", "fp8", "difference", "numbers clamped"]
+    return table([*header, "not finite"], rows, records)
 
 
 def history() -> str:
@@ -421,6 +470,9 @@ def compilers_differ() -> str:
 TABLES = {
     "train": train,
     "precisions": precisions,
+    "fp8": fp8,
+    "fp8-products": fp8_products,
+    "fp8-losses": fp8_losses,
     "history": history,
     "head": head,
     "ddp": ddp,

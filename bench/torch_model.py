@@ -1,5 +1,6 @@
 """The peer of the benches: the same model in plain PyTorch, as a user would write it, or with Liger-Kernel's ops."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -54,6 +55,11 @@ class LigerOps(Ops):
 
 
 HAS_LIGER = find_spec("liger_kernel") is not None
+HAS_FLOAT8 = find_spec("torchao") is not None
+RECIPES = (
+    "tensorwise",
+    "rowwise",
+)  # of torchao's float8 training: the scope of a scale, always of the current maximum
 
 
 class Block(nn.Module):
@@ -97,6 +103,8 @@ class Model(nn.Module):
         self.norm = self.ops.norm(c.dim, c.norm_eps)
         for name, table in zip(("cos", "sin"), rope_tables(c.head_dim, T, c.rope_theta)):
             self.register_buffer(name, torch.from_numpy(table))
+        if c.tie_embeddings:
+            self.head.weight = self.embed.weight
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
@@ -106,6 +114,15 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         return self.ops.loss(self.norm(x), self.head, targets_BT.reshape(-1))
+
+
+def to_float8(model: nn.Module, recipe: str, head: bool, **more) -> None:
+    """Let the Linear modules of the blocks, and with `head` that too, compute in torchao's float8. more: fields of its config."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), **more)
+    chosen = lambda module, name: head or name != "head"
+    convert_to_float8_training(model, module_filter_fn=chosen, config=config)
 
 
 def load_weights(model: Model, ours) -> None:

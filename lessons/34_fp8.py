@@ -704,7 +704,7 @@ for K in (1024, 4096, 16384):
 # |---|---|---|
 # | the three products of every matrix of the blocks: QKV, output, gate and up, down | attention's own products, embedding, head, the outputs y and dx | master weights, the residual stream, AdamW's state, weight gradients, norms' statistics, softmax, the loss |
 #
-# The head stays because its errors go into the loss with no layer after them. Attention stays because its products are inside a kernel of its own, and the exponentials of softmax turn an absolute error of a score into a relative error of a probability.
+# The head stays by default, because its errors go into the loss with no layer after them (`--fp8-head` moves it, in chunks, with e4m3 for its gradient). Attention stays because its products are inside a kernel of its own, and the exponentials of softmax turn an absolute error of a score into a relative error of a probability.
 # How much of the arithmetic is left for fp8? Operations per token, 6 per weight and $6 L H D T$ for causal attention:
 
 # %%
@@ -743,14 +743,14 @@ figure
 # %% [markdown]
 # Below a width of about 800 fp8 would be *slower*, if it were done like this. (Real products reach less than the data sheet, so they have more to save.) The library saves bytes in two ways:
 #
-# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes in both orientations. SwiGLU's backward pass does the same.
+# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes in both orientations. SwiGLU's backward pass and the norms do the same.
 # - **One pass.** Delayed scaling, with the maximum and the counts in the same kernel that writes both orientations. And backward reads the codes of $x^T$ that forward has written: half of bf16's bytes of saved activations.
 #
 # What was measured on a GPU, and what was not, is in the [known issues](known_issues.md).
 #
 # ## The library's kernel
 #
-# The state of a matrix from step to step, the next scale (34.2), and the kernel: 34.3 and 34.4 in one, for three sources of values.
+# The state of a matrix from step to step, the next scale (34.2), four numbers (34.3), and the kernel: 34.3 and 34.4 in one, for three sources of values. (With several ranks, all take the largest maximum, so all have the same scale.)
 
 # %%
 from xtrain.kernels import fp8
@@ -760,6 +760,7 @@ from xtrain.nn import fp8 as training
 
 lesson.source(fp8.Slot)
 lesson.source(fp8.next_scale)
+lesson.source(fp8.make_encode4)
 lesson.source(fp8.make_fp8_kernel)
 
 # %% [markdown]

@@ -55,6 +55,7 @@ FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no
 RESUME_KEYS = (
     "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
     "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "change",
+    "fp8_head",
 )  # fmt: skip
 # Fields of ModelConfig on which the shapes of tensors depend.
 SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
@@ -334,6 +335,7 @@ class TrainConfig(ShapeOptions):
     # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32; fp8: bf16, with the products of
     # the blocks in fp8
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    fp8_head: bool = False  # with --precision fp8: the products of the head in fp8, too
     # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured once, kept on resuming
     blas_threads: int | None = None
     # on a GPU, capture the step in a CUDA graph and replay it: faster, the same bits
@@ -443,6 +445,10 @@ class TrainConfig(ShapeOptions):
         _need(
             not (given and self.init and not self.resume),
             f"{', '.join(map(_option, given))} cannot be given with --init: the model has the shape of that folder",
+        )
+        _need(
+            not self.fp8_head or self.precision == "fp8",
+            f"--fp8-head needs --precision fp8, not {self.precision}: give both, or neither",
         )
         known = self.may_change()
         for name in self.allow_change:

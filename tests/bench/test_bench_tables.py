@@ -68,6 +68,31 @@ head.count_targets = lambda _: None
 head.graph_ms = lambda f: (3.0, 2.9, 3.1)
 head.model_config = lambda _: (SimpleNamespace(dim=2, vocab_size=5, padded_vocab_size=8), 2, 2)
 head.main(head.Options(models=["dim384"], rows=[1, 4]))
+
+import json
+from pathlib import Path
+import bench_fp8 as fp8
+fp8.cast_fwd = lambda x, _: x
+fp8.graph_ms = lambda f: {"bf16": (0.5,), "fp8": (0.25,)}[f.__name__]
+fp8.bench_products("gpt124m")
+def train(words, **_):
+    given = dict(word[2:].split("=") for word in words if "=" in word)
+    run = Path(given["out"]) / given["name"]
+    run.mkdir()
+    last = {"bf16": 2.5, "fp8": 2.51, "fp8-head": 2.49}[given["name"]]
+    steps = [{"step": i + 1, "loss": 3.0 - i / 1000} for i in range(120)]
+    if given["precision"] == "fp8":
+        steps = [step | {"fp8_clamped": 2, "fp8_nonfinite": 0, "fp8_clamped_qkv_x": 2} for step in steps]
+        assert ("--fp8-head" in words) is given["name"].endswith("head")
+    timing = [{"ms": 2.0, "memory_bytes": 3e9}] * 120
+    for name, records in (("metrics", [*steps, {"step": 120, "val_loss": last}]), ("timing", timing)):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\\n" for x in records))
+    return SimpleNamespace(returncode=0)
+fp8.subprocess.run, before = train, fp8.subprocess.run
+import _timing
+_timing._commit = lambda: "a commit"
+fp8.bench_losses(SimpleNamespace(variants=["bf16", "fp8", "fp8-head"], steps=120, eval_every=60, text=["a"]), "300m")
+fp8.subprocess.run = before
 """
 
 
@@ -238,6 +263,46 @@ def test_engine(written):
 def test_head(written):
     assert [row[0] for row in rows(written.head())] == ["dim384 rows=1", "dim384 rows=4"]
     assert rows(written.head())[0][1:3] == ["N=4 C=2 V=5", "bf16"]
+
+
+def test_fp8(written):
+    first, second = rows(written.fp8_products())
+    # 12 layers at 0.25 ms; 6 N operations per number of the matrices of a layer
+    assert first[:3] == ["gpt124m, B=16 T=1024 V=50304, blocks", "6.00", "3.00"]
+    flops = 6 * 16384 * 12 * 768 * (3 * 768 + 768 + 3 * 2048)
+    assert first[3:] == [f"{flops / 3.0 / 1e9:.0f}", "2.00"]
+    assert second[:3] == ["gpt124m, B=16 T=1024 V=50304, head", "4.00", "2.00"]  # 8 chunks
+    assert rows(written.fp8_losses()) == [
+        ["300m, 120 steps, fp8", "2.5000", "2.5100", "+0.40 %", "240", "0"],
+        ["300m, 120 steps, fp8-head", "2.5000", "2.4900", "-0.40 %", "240", "0"],
+    ]
+    (r,) = [r for r in written.latest("bench_fp8") if r["name"].endswith("losses/fp8")]
+    assert r["counts"] == {"fp8_clamped": 240, "fp8_nonfinite": 0, "fp8_clamped_qkv_x": 240}
+    assert r["curve"] == [[120, 2.51]] and r["train_curve"] == [[50, 2.9755], [100, 2.9255]]
+
+
+def test_steps_in_fp8(tmp_path):
+    base = {
+        "shape": "B=1",
+        "peer": None,
+        "peer_value": None,
+        "peak_gb": 2.0,
+        "gpu": "Test GPU",
+        "date": "2026-01-01",
+    }
+    records = [
+        base | {"name": "a", "dtype": "bf16", "value": 100.0},
+        base | {"name": "a", "dtype": "fp8", "value": 120.0, "peak_gb": 3.0},
+        base | {"name": "b", "dtype": "fp8", "value": 120.0},
+        base | {"name": "a", "dtype": "fp8", "value": 150.0, "peer": "torch", "peer_value": 90.0, "torchao": 80.0},
+        base | {"name": "a, head in fp8", "dtype": "fp8", "value": 160.0},
+    ]  # fmt: skip
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (tmp_path / "bench_train.jsonl").write_text(text)
+    assert rows(tables(tmp_path).fp8()) == [
+        ["a, B=1", "100", "150", "1.50", "80", "90", "2.0 / 2.0"],
+        ["a, head in fp8, B=1", "100", "160", "1.60", "-", "-", "2.0 / 2.0"],
+    ]
 
 
 def attention_record(direction, **more):

@@ -216,7 +216,7 @@ def test_options_in_the_text_exist(page):
     """Options in tables and sentences, too."""
     said = set()
     for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
-        said |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words))
+        said |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words))
     from xtrain.options import OTHER_NAMES
 
     known = " ".join(help_of(program) for program in PROGRAMS)

@@ -91,9 +91,11 @@ def command(folder, **more):
 # ----------------------------------------------------------------------------- scripts full of checks
 @mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["equality.py", "resume.py", "refusals.py"])
-def test_checks_of(script, environment, tmp_path):
-    code, out, err = finish(start(environment, 4, HERE / "mpi" / script, tmp_path), 200)
+@pytest.mark.parametrize(
+    "script, n", [("equality.py", 4), ("resume.py", 4), ("refusals.py", 4), ("fp8_scales.py", 2)]
+)
+def test_checks_of(script, n, environment, tmp_path):
+    code, out, err = finish(start(environment, n, HERE / "mpi" / script, tmp_path), 200)
     print(out)
     assert code == 0, err
     assert out.count("ok ") >= 1, out

@@ -274,13 +274,21 @@ def test_the_meter_remembers_the_fullest_moment():
 
 # ----------------------------------------------------------------------------- against the device
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("shape", [(6, 512, 8, 256), (3, 256, 2, 1024)], ids=str)
 def test_the_plan_agrees_with_the_device(precision, recompute, shape):
+    if precision == "fp8" and not device.has_fp8():
+        pytest.skip("needs compute capability 8.9")
     layers, dim, batch, T = shape
     config = ModelConfig(
-        vocab_size=20000, dim=dim, n_layers=layers, n_heads=dim // 64, head_dim=64, max_seq_len=T
+        vocab_size=20000,
+        dim=dim,
+        n_layers=layers,
+        n_heads=dim // 64,
+        head_dim=64,
+        hidden_dim=3 * dim,
+        max_seq_len=T,
     )
     expected = plan(config, batch, T, precision, recompute).reserved
     gc.collect()

@@ -33,6 +33,7 @@ from ..device import (
     to_device,
 )
 from ..errors import UserError
+from ..kernels.fp8 import TILE
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer, choose_precision
 from ..nn.observers import Op, OpObserver, observe_ops
@@ -72,6 +73,7 @@ class Options(ShapeOptions):
     seq_len: int | None = None  # tokens per sequence; none: the preset's
     # of activations and matrix products; auto: as in xtrain.train, with --plan as on a GPU that supports bf16
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    fp8_head: bool = False  # with --precision fp8: the products of the head in fp8, too
     # on a CPU, threads of a matrix product; none: measured at the start
     blas_threads: int | None = None
     recompute: Literal["none", "attention", "block"] = "none"  # what backward recomputes
@@ -113,7 +115,8 @@ def show_plan(o: Options, console: Console) -> None:
     config, batch, T = model_config(o)
     gpus = _numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
-    plan = memory.plan(config, batch, T, o.precision, o.recompute, lora=o.lora)
+    more: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
+    plan = memory.plan(config, batch, T, o.precision, o.recompute, **more)
     parameters = memory.parameters(config)
     _say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
     _say(
@@ -126,7 +129,8 @@ def show_plan(o: Options, console: Console) -> None:
         console,
         f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take {memory.OUTSIDE / 1e9:.1f} GB.",
     )
-    console.print(_fit_table(config, batch, T, gpu_gb, o.lora))
+    precisions = ("fp32", "bf16", "fp8") if o.precision == "fp8" else ("fp32", "bf16")
+    console.print(_fit_table(config, batch, T, gpu_gb, more, precisions))
     console.print(_gpus_table(gpus, plan, gpu_gb))
     _say(
         console,
@@ -148,28 +152,38 @@ def _plan_table(plan: memory.Plan) -> Table:
     return table
 
 
-def _fit_table(config: ModelConfig, batch: int, T: int, gpu_gb: float, lora: int) -> Table:
+def _fit_table(
+    config: ModelConfig,
+    batch: int,
+    T: int,
+    gpu_gb: float,
+    more: dict[str, Any],
+    precisions: tuple[str, ...],
+) -> Table:
     table = _table(
         f"what fits on a GPU of {gpu_gb:.0f} GB", "precision", "recompute", f"GB at batch {batch}", "largest batch"
     )  # fmt: skip
-    for precision in ("fp32", "bf16"):
+    for precision in precisions:
+        # in fp8 a forward pass has a multiple of TILE tokens
+        unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
+        more = more | {"fp8_head": more["fp8_head"] and precision == "fp8"}
         for recompute in ("none", "attention", "block"):
-            shape = config, T, precision, recompute, lora
-            largest = memory.largest(functools.partial(_fits, shape, gpu_gb))
+            shape = config, T, precision, recompute, more
+            largest = unit * memory.largest(functools.partial(_fits, shape, gpu_gb, unit))
             row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
             table.add_row(*row)
     return table
 
 
-def _fits(shape, gpu_gb, batch):
-    return _gb(shape, batch) <= gpu_gb
+def _fits(shape, gpu_gb, unit, batches):
+    return _gb(shape, unit * batches) <= gpu_gb
 
 
 def _gb(shape, batch):
     """GB that a step needs, infinite if a launcher rejects its arrays as too large. shape: config, T and what follows them."""
-    config, T, precision, recompute, lora = shape
+    config, T, precision, recompute, more = shape
     try:
-        plan = memory.plan(config, batch, T, precision, recompute, lora=lora)
+        plan = memory.plan(config, batch, T, precision, recompute, **more)
     except ValueError:  # a launcher rejects so large an array
         return math.inf
     return (plan.reserved + memory.OUTSIDE) / 1e9
@@ -209,7 +223,7 @@ def a_run(o: Options) -> Any:
     c, _ = resolve(
         TrainConfig(
             preset="tiny", batch=batch, seq_len=T, precision=o.precision, recompute=o.recompute, graph=o.graph,
-            steps=1000, device=o.device,
+            steps=1000, device=o.device, fp8_head=o.fp8_head,
         ),
         device == "gpu",
     )  # fmt: skip
@@ -220,6 +234,8 @@ def a_run(o: Options) -> Any:
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
         model = Transformer(config, 0, device, c.precision, o.recompute)
         model = model.changed(o.change) if o.change else model
+        if c.fp8_head:
+            model.use_fp8_head()
         corpus: Any = SimpleNamespace(loader=loader)
         yield Run(c, model, corpus)
 
@@ -367,7 +383,8 @@ def _writing(path: str) -> Iterator[None]:
 def _plan_of(run: Run) -> memory.Plan:
     c, model = run.config, run.model
     shape = c.micro_batch, c.seq_len, c.precision, c.recompute
-    return memory.plan(model.config, *shape, optimizer=c.optimizer, ema=c.ema)
+    more: dict[str, Any] = dict(optimizer=c.optimizer, ema=c.ema, fp8_head=c.fp8_head)
+    return memory.plan(model.config, *shape, **more)
 
 
 def _eager(run: Run) -> None:

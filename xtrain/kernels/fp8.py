@@ -321,15 +321,19 @@ def first_scale_kernel(new_1, scale_1, largest_1, factor):
 
 
 @kernel(BLOCK)
-def update_scales_kernel(scale_S, largest_S, factor_S, counts_2, last_2):
-    """Grid ceil(S / BLOCK), block BLOCK. One thread per matrix."""
+def update_scales_kernel(scale_S, largest_RS, factor_S, counts_K, last_K):
+    """Grid ceil(max(S, K) / BLOCK), block BLOCK. One thread per matrix, and per count. largest is flat."""
     s = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
-    if s < scale_S.size:
-        scale_S[s] = next_scale(largest_S[s], scale_S[s], factor_S[s])
-        largest_S[s] = 0
-    if s < 2:
-        last_2[s] = counts_2[s]
-        counts_2[s] = 0
+    S = scale_S.size
+    if s < S:
+        bits = int32(0)
+        for i in range(s, largest_RS.size, S):  # of each rank
+            bits = largest_RS[i] if largest_RS[i] > bits else bits
+            largest_RS[i] = 0
+        scale_S[s] = next_scale(bits, scale_S[s], factor_S[s])
+    if s < counts_K.size:
+        last_K[s] = counts_K[s]
+        counts_K[s] = 0
 
 
 # ----------------------------------------------------------------------------- launchers
@@ -415,22 +419,27 @@ def encode_on_gpu(
 
 
 def update_scales(
-    scale_S: Array, largest_S: Array, factor_S: Array, counts_2: Array, last_2: Array
+    scale_S: Array, largest_RS: Array, factor_S: Array, counts_K: Array, last_K: Array
 ) -> None:
     """At the end of a step: the next scale of every matrix; last = counts; largest and counts = 0.
 
     A matrix whose largest was 0 or not finite keeps its scale. scale, factor float32, largest int32, counts, last int64.
+    largest: (R S,), what each of R ranks found, one after the other: the largest of all decides.
     """
-    S = scale_S.size
+    S, K = scale_S.size, counts_K.size
     for name, x, shape, dtype in (
-        ("scale", scale_S, (None,), "float32"), ("largest", largest_S, (S,), "int32"),
-        ("factor", factor_S, (S,), "float32"), ("counts", counts_2, (2,), "int64"), ("last", last_2, (2,), "int64"),
+        ("scale", scale_S, (None,), "float32"), ("largest", largest_RS, (None,), "int32"),
+        ("factor", factor_S, (S,), "float32"), ("counts", counts_K, (None,), "int64"), ("last", last_K, (K,), "int64"),
     ):  # fmt: skip
         check_array("update_scales", name, x, shape, (dtype,))
-    if on_host(scale_S, largest_S, factor_S, counts_2, last_2):
-        scale_S[...] = next_scale_ref(largest_S, scale_S, factor_S)
-        last_2[...] = counts_2
-        largest_S[...], counts_2[...] = 0, 0
+    check(
+        largest_RS.size > 0 and largest_RS.size % S == 0,
+        f"update_scales: {largest_RS.size} numbers in largest, expected a multiple of {S}",
+    )
+    if on_host(scale_S, largest_RS, factor_S, counts_K, last_K):
+        scale_S[...] = next_scale_ref(largest_RS.reshape(-1, S).max(0), scale_S, factor_S)
+        last_K[...] = counts_K
+        largest_RS[...], counts_K[...] = 0, 0
         return
-    arrays: tuple[Any, ...] = (scale_S, largest_S, factor_S, counts_2, last_2)
-    launch(update_scales_kernel, -(-max(S, 2) // BLOCK), BLOCK, *arrays)
+    arrays: tuple[Any, ...] = (scale_S, largest_RS, factor_S, counts_K, last_K)
+    launch(update_scales_kernel, -(-max(S, K) // BLOCK), BLOCK, *arrays)

@@ -738,9 +738,13 @@ def linear_cross_entropy(
     """cross_entropy(linear(x, w), ...): x (N, C), w (P, C). See kernels/linear_cross_entropy.py.
 
     The logits exist for at most `rows` rows at a time (None: a number that suits). Forward also computes the gradients: use
-    no_grad where no backward follows.
+    no_grad where no backward follows. In fp8 training the products may be on fp8 codes (Transformer.use_fp8_head).
     """
-    return LinearCrossEntropy.apply(x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows)
+    given = x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows
+    layer = _fp8.fp8_layer(w_PC)
+    if layer is None:
+        return LinearCrossEntropy.apply(*given)
+    return _fp8.Fp8LinearCrossEntropy.apply(*given, layer)
 
 
 def linear_logprobs(

@@ -29,7 +29,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..options import find_function
 from . import functional as F
 from .autograd import is_inference, is_training, no_grad
-from .fp8 import TILE, Fp8Scales
+from .fp8 import HEAD, Fp8Scales, check_tokens
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
@@ -273,6 +273,8 @@ class Transformer(Module):
     and override `logits` or `loss`: lessons/howto/change_the_model.md.
     """
 
+    fp8_head = False  # see use_fp8_head
+
     def __init__(
         self,
         config: ModelConfig,
@@ -290,7 +292,7 @@ class Transformer(Module):
             self.lm_head = Parameter(
                 (config.padded_vocab_size, config.dim), STD, {"lm_head.weight": config.vocab_size}
             )
-        self._check_precision(world, trainable)
+        self._check_precision(trainable)
         if recompute not in ("none", "attention", "block"):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
@@ -302,7 +304,7 @@ class Transformer(Module):
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
-    def _check_precision(self, world, trainable) -> None:
+    def _check_precision(self, trainable) -> None:
         half = self.precision in ("bf16", "fp8")
         if self.precision not in ("fp32", "bf16", "fp8") or (half and self.device == "cpu"):
             raise UserError(
@@ -317,16 +319,27 @@ class Transformer(Module):
             raise UserError(
                 "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose precision bf16"
             )
-        if not trainable or world > 1:
-            what = "several ranks" if trainable else "adapters (--lora) or for serving"
-            raise UserError(f"precision fp8 is not supported with {what}: choose bf16")
+        if not trainable:
+            raise UserError(
+                "precision fp8 is not supported with adapters (--lora) or for serving: choose bf16"
+            )
 
     def _renew_fp8(self) -> None:
         """In fp8: new scales, for all matrices of the blocks that are there now."""
         if self.precision == "fp8":
             blocks = [item for item in self.modules() if item[0].startswith("model.layers.")]
             found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
-            self.fp8 = Fp8Scales(found, self.device)
+            head = [(HEAD, self._head())] if self.fp8_head else []
+            self.fp8 = Fp8Scales(found + head, self.device)
+
+    def use_fp8_head(self) -> None:
+        """From now on the products of the head are on fp8 codes, too. Before training; raises UserError in another precision."""
+        if self.precision != "fp8":
+            raise UserError(
+                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or leave the head as it is"
+            )
+        self.fp8_head = True
+        self._renew_fp8()
 
     def renew_arena(self, seed: int | None = None) -> None:
         """As Module.renew_arena, by default with the seed of the model; in fp8 with new scales."""
@@ -402,11 +415,8 @@ class Transformer(Module):
             ids = self._check_ids(ids, "ids")
             sequences = self.sequences(*ids.shape)
         self.arena.refresh()
-        if self.fp8 is not None and is_training() and ids.size % TILE:
-            raise UserError(
-                f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {ids.size}: choose another --micro-batch or "
-                "--seq-len"
-            )
+        if self.fp8 is not None and is_training():
+            check_tokens(ids.size)
         return self.model(self._to_device(ids.reshape(-1)), sequences)
 
     def sequences(self, B: int, T: int) -> Sequences:

@@ -65,8 +65,6 @@ class ParallelConfig(TrainConfig):
             raise UserError(
                 f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
             )
-        if self.precision == "fp8":
-            raise UserError("--precision fp8 is not supported with several ranks: choose bf16")
         if self.sharded and self.dp == "none":
             raise UserError(
                 "--zero 1 needs the gradients of all ranks: choose another --dp than none"
@@ -221,6 +219,10 @@ class DataParallel(SingleDevice):
         self.stage = STAGES[config.dp](model, self.collectives, self.slices, config.sharded)
         self.losses: list[Array] = []  # of this rank's micro-batches in the current step
         self.all_losses: Array = None  # of all ranks
+        self.largest: Array = None  # in fp8: the largest number of each matrix on each rank
+        if model.fp8 is not None:
+            self.largest = model.fp8.divide(ranks.rank, ranks.world)
+            self.collectives.register(self.largest)
 
     # ------------------------------------------------------------------------- in the step
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -229,6 +231,9 @@ class DataParallel(SingleDevice):
             self.all_losses = self.collectives.start_gather(functools.reduce(add_fwd, self.losses))
             self.losses.clear()
         self.stage.backward(loss, last)
+        if last and self.largest is not None:
+            self.collectives.all_gather(self.largest, 0, self.largest.size)
+            self.collectives.join()
 
     def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
         if isinstance(optimizer, ShardedAdamW):
@@ -249,10 +254,11 @@ class DataParallel(SingleDevice):
             self.compare_weights(optimizer, step)
 
     def compare_weights(self, optimizer: AdamW, step: int) -> None:
-        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit.
+        """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8 scales, bit for bit.
 
         With ZeRO-1 also if a rank's weights or moments have changed between two updates.
         """
+        fp8 = self.model.fp8
         arrays = [self.model.arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
@@ -264,7 +270,7 @@ class DataParallel(SingleDevice):
                     f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every {self.config.check_ranks} steps): check "
                     f"that machine's memory, and resume from a checkpoint of step {before} or earlier"
                 )
-        self.ranks.check_identical(arrays, step)
+        self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
         return self.ranks.sum(values) if self.sharded else values

@@ -55,7 +55,7 @@ def sections_of(run: Record) -> list[str]:
     body = [
         section(run)
         for section in (
-            sections.rewards, sections.curves, sections.events, sections.sentence, sections.samples, sections.profile,
+            sections.rewards, sections.curves, sections.events, sections.fp8, sections.sentence, sections.samples, sections.profile,
             sections.configuration,
         )
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from .record import read
 SHARED_OPTIONS = (
     "seq_len",
     "precision",
+    "fp8_head",
     "recompute",
     "graph",
     "change",

@@ -161,6 +161,36 @@ def rewards(run: Record) -> str:
     return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(shown)}</div>'
 
 
+def fp8(run: Record) -> str:
+    """The numbers of fp8 training that did not fit their scale, by kind of tensor. "" if the run was not in fp8."""
+    names = ("fp8_clamped", "fp8_nonfinite")
+    lines = [m for m in run.metrics if names[0] in m]
+    if not lines:
+        return ""
+    counts = {
+        key: [y for _, y in run.points(key) if y]
+        for key in sorted({k for m in lines for k in m if k.startswith(names)} - {*names})
+    }
+    rows = []
+    for name, what in zip(names, ("clamped to the largest code", "not finite")):
+        for key, values in counts.items():
+            if key.startswith(name + "_") and values:
+                module, _, matrix = key.removeprefix(name + "_").rpartition("_")
+                many = f"{sum(values):,.0f}", f"{len(values):,}", f"{max(values):,.0f}"
+                rows.append([f"{module} {matrix}", what, *many])
+    text = f"Numbers that did not fit the scale of their tensor, in {len(lines):,} steps. x: what a product reads, w: its matrix, dy: the gradient of its result."
+    if not rows:
+        return f"<h2>fp8</h2><p>{text} There were none.</p>"
+    columns = ["tensors", "numbers", "in all", "steps with some", "most in a step"]
+    shown = chart(
+        run,
+        "Clamped fp8 numbers",
+        "per step",
+        [Curve("all tensors", run.points(names[0]), palette(1))],
+    )
+    return f'<h2>fp8</h2><p>{text}</p>{table(columns, rows, "", "num")}<div class="charts">{shown}</div>'
+
+
 def layer_norms(run: Record) -> str:
     """The chart of the gradient norm of each layer."""
     names = [

@@ -296,11 +296,6 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
                 raise UserError(
                     f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
                 )
-    scale, fp8 = stored.get("fp8.scale"), model.fp8  # no scale: the checkpoint of another precision
-    if fp8 is not None and scale is not None and scale.shape != fp8.scale_S.shape:
-        raise UserError(
-            f"{path} does not belong to this model (fp8.scale): resume with the options of that run"
-        )
     averaged = saved.folder / EMA
     has_average = optimizer.ema is not None and averaged.is_dir()
     average = huggingface.tensors_for(model, averaged) if has_average else {}
@@ -317,6 +312,8 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
             if has_average:
                 view[...] = average[name].read()
         optimizer.ema[...] = to_device(values, model.device) if is_gpu(optimizer.ema) else values
-    if fp8 is not None and scale is not None:
+    scale, fp8 = stored.get("fp8.scale"), model.fp8
+    # none, or for other matrices: after --allow-change precision or fp8_head. The first step measures then
+    if fp8 is not None and scale is not None and scale.shape == fp8.scale_S.shape:
         fp8.load(scale.read())
     optimizer.t = saved.state["optimizer_step"]

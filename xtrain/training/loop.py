@@ -24,6 +24,7 @@ from ..errors import UserError
 from ..formats.huggingface import dropout_of, read_config
 from ..formats.saved_runs import Saved, model_folder
 from ..kernels.runtime.launch import set_debug
+from ..nn.fp8 import Fp8Scales, check_tokens
 from ..nn.model import Transformer, choose_precision
 from . import checkpoint, out_of_memory, run_folder
 from .checkpoint_writer import CheckpointWriter
@@ -164,17 +165,22 @@ class Loop:
         run, c, steps = self.run, self.run.config, self.unread
         norms = [float(to_numpy(step.grad_norm)[0]) for step in steps]
         losses = [float(to_numpy(step.loss)[0]) for step in steps]
+        counts = [to_numpy(step.fp8_counts) for step in steps if step.fp8_counts is not None]
         n = len(steps)
-        sums = run.ranks.sum(losses + [float(not np.isfinite(norm)) for norm in norms])
+        bad_norms = [float(not np.isfinite(norm)) for norm in norms]
+        sums = run.ranks.sum(
+            losses + bad_norms + [float(x) for counts_K in counts for x in counts_K]
+        )
+        counts_nK2 = np.reshape(sums[2 * n :], (n, -1, 2))
         now = time.perf_counter()
         seconds = (now - self.since) / n
         timing = self.timing(seconds, self.phase_timer.read(n))
-        for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n:])):
+        for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n : 2 * n])):
             # with --dp none the norm may be finite here and not on another rank
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
             run.skips_in_a_row_read = run.skips_in_a_row_read + 1 if skipped else 0
             run.skipped += skipped is not None
-            extra = step.extra | fp8_numbers(step.fp8_counts)
+            extra = step.extra | fp8_numbers(run.model.fp8, counts_nK2[i])
             numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, extra)
             self.log.step(numbers, timing, now - (n - 1 - i) * seconds)
             if run.skips_in_a_row_read == c.max_skips:
@@ -200,11 +206,18 @@ class Loop:
         }
 
 
-def fp8_numbers(counts_2: Any) -> dict[str, float]:
-    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite. Without counts: nothing."""
-    if counts_2 is None:
+def fp8_numbers(fp8: Fp8Scales | None, counts_K2: np.ndarray) -> dict[str, float]:
+    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite; then the same of each kind of tensor
+    that has some, as "fp8_clamped_down_proj_x". Without fp8: nothing. Ranks and micro-batches count the weights again.
+    """
+    if fp8 is None:
         return {}
-    return dict(zip(("fp8_clamped", "fp8_nonfinite"), map(float, to_numpy(counts_2))))
+    names = ("fp8_clamped", "fp8_nonfinite")
+    numbers = dict(zip(names, counts_K2.sum(0).tolist()))
+    for kind, counts_2 in zip(fp8.kinds, counts_K2.tolist()):
+        suffix = kind.replace(" ", "_")
+        numbers |= {f"{name}_{suffix}": x for name, x in zip(names, counts_2) if x}
+    return numbers
 
 
 # ----------------------------------------------------------------------------- a whole run
@@ -252,6 +265,8 @@ def train(
         known = _known_shape(resolved, shape, folder.saved)
         precision, obstacle = choose_precision(resolved.precision, device, known.head_dim)
         resolved = replace(resolved, precision=precision)
+        if precision == "fp8":
+            check_tokens(resolved.micro_batch * resolved.seq_len)
         stack.enter_context(out_of_memory.explained(resolved, shape, device))
         if device == "cpu":
             resolved = _with_blas_threads(resolved, known, folder.saved, ranks)
@@ -360,6 +375,8 @@ def _introduce(console: Console, path: Path, run: Run, device: str, obstacle: st
         how += f", matrix products on {run.config.blas_threads} of {blas.cores()} cores (--blas-threads)"
     elif obstacle and device == "gpu":
         how += f" ({obstacle})"
+    if model.fp8 is not None:
+        how += f" ({model.fp8.coverage(model)})"
     say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
     say(
         f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
@@ -413,8 +430,8 @@ def _make_model(
     change = config.change
     if config.init is None:
         model = Transformer(ModelConfig(**shape), config.seed, *options)
-        return model.changed(change) if change else model
-    if saved is None:
+        model = model.changed(change) if change else model
+    elif saved is None:
         model = Transformer.from_pretrained(
             config.init, device, config.precision, world=world, change=change
         )
@@ -423,6 +440,8 @@ def _make_model(
         model = Transformer(_saved_shape(saved), None, *options)
         model = model.changed(change) if change else model
     check_fit(model, config, corpus)
+    if config.fp8_head:
+        model.use_fp8_head()
     return model
 
 

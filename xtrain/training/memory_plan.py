@@ -55,6 +55,7 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
     "SwiGLULinear": "outputs of projections",
     "CrossEntropy": "logits",
     "LinearCrossEntropy": "gradients of the head",
+    "Fp8LinearCrossEntropy": "gradients of the head",
 }
 
 
@@ -188,9 +189,11 @@ class Meter:
         self.scopes: list[Scope] = [("", "", "")]  # the last one is running
         self.timeline: list[tuple[Scope, dict[str, int]]] | None = None
 
-    def kind_of(self, shape: tuple) -> str:
-        """The kind of memory that an array of this shape is, if it is allocated now."""
+    def kind_of(self, shape: tuple, itemsize: int) -> str:
+        """The kind of memory that an array of this shape is, if it is allocated now. itemsize: bytes of a number"""
         op, way, _ = self.scopes[-1]
+        if op and itemsize == 1:
+            return "fp8 codes"
         if len(shape) == 2 and shape[1] == self.logits_width:
             return "logits"
         if not op:
@@ -224,7 +227,7 @@ class Allocation:
     """Memory that one or several MetaArrays share. It is freed with the last of them."""
 
     def __init__(self, meter: Meter, shape: tuple, itemsize: int):
-        self.meter, self.kind = meter, meter.kind_of(shape)
+        self.meter, self.kind = meter, meter.kind_of(shape, itemsize)
         self.size = -(-math.prod(shape) * itemsize // UNIT) * UNIT
         self.block = meter.pool.allocate(self.size) if self.size else None
         meter.change(self.kind, self.size)
@@ -407,16 +410,18 @@ def plan(
     lora: int = 0,
     optimizer: str = "adamw",
     ema: float = 0.0,
+    fp8_head: bool = False,
 ) -> Plan:
     """Plan the training step of a model.
 
     batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
     precision, recompute: as in Transformer.  lora: rank of adapters on all matrices of a frozen model, 0 for none.
-    optimizer, ema: as in TrainConfig.
+    optimizer, ema, fp8_head: as in TrainConfig.
     Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
-        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema)
+        shape = config, batch, seq_len, precision, recompute
+        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
         arena, made = run.model.arena, run.optimizer
         frozen: Any = getattr(run.model, "base_arena", SimpleNamespace(weights=None, half=None))
         for name, array in (
@@ -447,12 +452,14 @@ def measure(
     lora: int = 0,
     optimizer: str = "adamw",
     ema: float = 0.0,
+    fp8_head: bool = False,
 ) -> int:
     """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
-        run = _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema)
+        shape = config, batch, seq_len, precision, recompute
+        run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
         most = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
@@ -461,7 +468,7 @@ def measure(
         return most + WORKSPACE
 
 
-def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema):
+def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema, fp8_head):
     c = TrainConfig(
         batch=batch * accumulate, micro_batch=batch, seq_len=seq_len, steps=2, lr=1e-3, warmup=0,
         precision=precision, recompute=recompute, graph=False, optimizer=optimizer, ema=ema,
@@ -472,6 +479,8 @@ def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimiz
         adapted.adapt(Lora(lora, 2.0 * lora), None)
     else:
         model = Transformer(config, None, "gpu", precision, recompute)
+    if fp8_head:
+        model.use_fp8_head()
     corpus: Any = SimpleNamespace(loader=lambda *_: None)
     return Run(c, model, corpus)
 

@@ -11,6 +11,7 @@ from ..config import ModelConfig, TrainConfig
 from ..device import cupy
 from ..errors import UserError, describe_out_of_memory, is_out_of_memory
 from ..formats.huggingface import read_config
+from ..kernels.fp8 import TILE
 from ..machine import free_memory
 from ..nn.model import bf16_obstacle
 from . import memory_plan
@@ -70,6 +71,8 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
     lines.append("options that need less:")
     for option, changed, remark in _less(c, model, device):
         needed = _whole(_plan(model, changed), device)
+        if needed > _whole(plan, device):
+            continue
         fits = "" if available is None else "fits" if needed <= available else "does not fit"
         lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
     return lines
@@ -77,8 +80,11 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
 
 def _less(c, model, device):
     """-> (option, the config with it, its cost)"""
-    divisor = next((n for n in (2, 3, 4, 5, 7) if c.micro_batch % n == 0), c.micro_batch)
-    for B in dict.fromkeys((c.micro_batch // divisor, 1)):
+    rows = [n for n in range(1, c.micro_batch + 1) if c.micro_batch % n == 0]
+    if c.precision == "fp8":
+        rows = [n for n in rows if n * c.seq_len % TILE == 0]
+    least = rows[0]
+    for B in dict.fromkeys((rows[-2:][0], least)):
         if c.micro_batch > B:
             yield (
                 f"--micro-batch {B}",
@@ -90,15 +96,18 @@ def _less(c, model, device):
         yield f"--recompute {kind}", replace(c, recompute=kind), "slower, the same bits"
     if c.precision == "fp32" and not bf16_obstacle(device, model.head_dim):
         yield "--precision bf16", replace(c, precision="bf16"), "faster, less accurate"
-    least = replace(c, micro_batch=1, recompute="block")
-    if least != c:
-        yield "--micro-batch 1 --recompute block", least, ""
+    if c.precision == "fp8":
+        half = replace(c, precision="bf16", fp8_head=False)
+        yield "--precision bf16", half, "no products on fp8 codes"
+    smallest = replace(c, micro_batch=least, recompute="block")
+    if smallest != c:
+        yield f"--micro-batch {least} --recompute block", smallest, ""
 
 
 def _plan(model, c):
     accumulate = max(1, c.batch // c.micro_batch)
     shape = c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
-    return memory_plan.plan(model, *shape, getattr(c, "lora", 0), c.optimizer, c.ema)
+    return memory_plan.plan(model, *shape, getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head)
 
 
 def _whole(plan, device):

@@ -43,7 +43,7 @@ class StepResult:
     grad_norm: Array
     lr: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, on the host
-    fp8_counts: Array | None = None  # Fp8Scales.last_counts_2, a copy that is still on the device
+    fp8_counts: Array | None = None  # Fp8Scales.last_counts_K, a copy that is still on the device
 
 
 class Run:
@@ -116,7 +116,7 @@ class Run:
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         fp8 = self.model.fp8
-        counts = None if fp8 is None else fp8.last_counts_2.copy()
+        counts = None if fp8 is None else fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
     def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
@@ -425,7 +425,7 @@ def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # an older xtrain had fewer fields, and its models what their defaults mean
     known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema")
+    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
     known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
     then = {name: default for name, default in known.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))

@@ -132,8 +132,9 @@ class RunLog:
 
     def _show(self, n, timing):
         mfu = f"  MFU {100 * timing['mfu']:4.1f} %" if timing.get("mfu") else ""
-        shown = {k: x for k, x in n.extra.items() if x or not k.startswith("fp8_")}  # 0 clamped
+        shown = {k: x for k, x in n.extra.items() if not k.startswith("fp8_")}
         extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in shown.items())
+        extra += "".join(fp8_text(name, n.extra) for name in ("fp8_clamped", "fp8_nonfinite"))
         text = (
             f"step {n.step}/{self.steps}  loss {n.loss:.4f}  {extra}grad norm {n.grad_norm:.3f}  "
             f"lr {n.lr:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"
@@ -220,6 +221,18 @@ class RunLog:
         except OSError as error:  # the run does not need the picture
             if error.errno not in FULL:
                 self.warn(str(cannot_write(path, error)))
+
+
+def fp8_text(name: str, numbers: dict[str, float]) -> str:
+    """A count of fp8 numbers for the terminal, with the kind of tensor that has most of them: "fp8 clamped 12 (down_proj x 9)  ";
+    "" if it is 0.
+    """
+    if not numbers.get(name):
+        return ""
+    parts = {k.removeprefix(name + "_"): x for k, x in numbers.items() if k.startswith(name + "_")}
+    most = max(parts, key=lambda kind: parts[kind])
+    module, _, matrix = most.rpartition("_")
+    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[most]:,.0f})  "
 
 
 class NullRunLog:

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import Saved, folders, model_folder
+from ..kernels.fp8 import TILE
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
 from ..parallel.ranks import Ranks
@@ -30,7 +31,7 @@ from ..training.single_process import SINGLE_PROCESS, SingleProcess
 from .examples import Example, digest, read_examples
 from .rows import RowLoader, packed, rows_of
 
-UNIT = 64  # tokens: sequences are padded to a multiple
+UNIT = 64  # tokens: sequences are padded to a multiple; in fp8 to one of kernels.fp8.TILE
 PACKED_ROW = 2048  # tokens
 EXAMPLES = 16  # per optimizer step
 SAMPLE_TOKENS = 200
@@ -214,7 +215,8 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     """The config with every option that the data decide. context: the model's."""
     c, examples = config, len(corpus.train)
     wanted = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
-    seq_len = c.seq_len or min(-(-wanted // UNIT) * UNIT, context)
+    unit = TILE if c.precision == "fp8" else UNIT
+    seq_len = c.seq_len or min(-(-wanted // unit) * unit, context)
     rows = len(corpus.rows(corpus.train, seq_len, c.seed))
     batch = c.batch or -(-max(1, round(EXAMPLES * rows / examples)) // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))

@@ -11,7 +11,7 @@ import numpy as np
 from common import WORLD, run_checks
 from equality import SHAPE, STAGES, make_run, ten_steps
 
-from xtrain.device import cupy
+from xtrain.device import cupy, has_fp8
 from xtrain.parallel import copy_collectives as peer
 from xtrain.parallel.ranks import Ranks, choose_gpu
 
@@ -19,7 +19,7 @@ RANKS = Ranks(WORLD)
 ONE = sys.argv[2:] == ["one"]
 TRANSPORTS = ["copy"] if ONE else sys.argv[2:] or ["nccl", "copy"]
 # The head's matrix product has another shape with another number of sequences, so cuBLAS may add in another order.
-TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3, "fp8": 1e-2}
 
 
 def run(folder, ranks, **options):
@@ -68,6 +68,22 @@ def accumulation(folder):
         np.testing.assert_allclose(numbers[:, 0], alone[:, 0], rtol=1e-6)
 
 
+def fp8(folder):
+    """One scale per matrix on all ranks; the maxima are gathered inside the graph."""
+    if not has_fp8():
+        return
+    kind = dict(precision="fp8", seq_len=64)
+    alone, _ = run(folder, None, **kind)
+    for how, zero in itertools.product(TRANSPORTS, (0, 1)):
+        bits = []
+        for graph in (False, True):
+            numbers, weights = run(folder, RANKS, zero=zero, graph=graph, transport=how, **kind)
+            gap = np.abs(numbers[:, 0] / alone[:, 0] - 1).max()
+            assert gap <= TOLERANCE["fp8"], f"{how} zero {zero}: the loss is {gap:.1e} off"
+            bits.append(numbers.tobytes() + weights.tobytes())
+        assert bits[0] == bits[1], f"{how} zero {zero}: the graph gives other bits"
+
+
 def muon(folder):
     """Whole matrices on their owners, and a moving average. Products of fewer matrices may be added in another order."""
     for precision in ("fp32", "bf16"):
@@ -91,4 +107,4 @@ def interrupted(folder):
 
 
 if __name__ == "__main__":
-    run_checks([every_stage, bf16_communication, accumulation, muon, interrupted], sys.argv[1])
+    run_checks([every_stage, bf16_communication, accumulation, fp8, muon, interrupted], sys.argv[1])
