@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
@@ -50,6 +51,11 @@ POSITIVE = [
 def test_whole_numbers(name, bad):
     with pytest.raises(UserError, match=f"^{name} must be a positive whole number, got {bad!r}$"):
         model(**{name: bad})
+
+
+def test_whole_numbers_of_numpy():
+    c = model(vocab_size=np.int64(10), n_layers=np.int32(2))
+    assert c == model(vocab_size=10, n_layers=2) and type(c.vocab_size) is type(c.n_layers) is int
 
 
 @pytest.mark.parametrize("name", POSITIVE)

@@ -146,7 +146,7 @@ def _field(line: str, where: str, key: str) -> str:
     if not isinstance(text, str):
         name = json.dumps(key, ensure_ascii=False)
         what = f"has a {name} that is not a string" if key in record else f"has no {name}"
-        others = [field for field, x in record.items() if isinstance(x, str)]
+        others = [field for field in record if field != key]
         choose = f"choose with --text-key from {listed(others)}" if others else "fix the line"
         raise BadFile(f"{where} {what}: {choose}")
     return text
