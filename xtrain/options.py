@@ -207,12 +207,12 @@ def _whole(value: str) -> int | None:
 def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
     """The function MODULE:FUNCTION that an option names; modules in the current folder are found, too. Raises UserError."""
     module, _, function = name.partition(":")
-    if not module or not function:
+    if not module or not function or module.endswith(".py") or "/" in module:
         raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
     sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
         raise UserError(

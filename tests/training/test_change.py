@@ -337,6 +337,10 @@ REFUSED = {
     "no option": ([], f"was changed by {CHANGE}: add --change {CHANGE}"),
     "another change": (["--change", "changed_code:one_layer"], "than this change makes"),
     "no colon": (["--change", "changed_code"], "must be MODULE:FUNCTION, such as my_model:change"),
+    "a file": (
+        ["--change", "changed_code.py:all_layers"],
+        "must be MODULE:FUNCTION, such as my_model:change",
+    ),
     "no module": (["--change", "no_code:f"], "there is no such module here"),
     "no function": (["--change", "changed_code:number"], "has no function 'number'"),
     "returns nothing": (
