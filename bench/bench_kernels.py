@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 
 import _cases_engine
 import _cases_flat
+import _cases_fp8
 import _cases_rows
 import cupy as cp
 import tyro
 from _cases import CASES, DTYPES, Case, Peer, double, tensor
 from _timing import copy_ms, graph_ms, record
 
-__all__ = ["_cases_engine", "_cases_flat", "_cases_rows"]  # importing them fills CASES
+# importing them fills CASES
+__all__ = ["_cases_engine", "_cases_flat", "_cases_fp8", "_cases_rows"]
 TOLERANCE = {"fp32": 2e-6, "bf16": 6e-3}
 ONE_DTYPE = {
     "cast_narrow",

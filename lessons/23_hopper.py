@@ -45,6 +45,7 @@ from xtrain.kernels.primitives.hopper import (
     make_descriptor,
     make_product,
     make_wait,
+    mbar_arrive,
     mbar_expect,
     mbar_init,
     mbar_init_fence,
@@ -329,6 +330,111 @@ for stages in (1, 2, 3, 4):
 # If loads are slower than arithmetic (the last column), no number of buffers helps: the kernel is
 # memory-bound, and only moving fewer bytes helps, as in lesson 2.
 #
+# ## The ring, step by step
+#
+# A small kernel with all parts: y = x w^T for 64 rows of x and 8 rows of w, in slices of 64 columns.
+# Thread 128 is the producer, threads 0 to 127 are the consumer. Each of the two buffers has a
+# barrier *full*, which expects one arrival and the bytes of a slice, and a barrier *free*, which
+# expects four arrivals, one from each warp of the consumer.
+
+# %%
+SLICES, BUFFERS = 3, 2
+SLICE_BYTES = TILE_BYTES + 8 * 64 * 2  # 64 rows of x and 8 rows of w
+FULL, FREE, RING = 0, 8 * BUFFERS, 1024  # byte offsets of the barriers and of the buffers
+add_product, wait_for_sum = make_product(8, STEPS, STEPS, accumulate=True), make_wait(8, 0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def produce(base, maps):
+    """One thread copies one slice after the other to the ring."""
+    acquire_map(maps, 0)
+    acquire_map(maps, 1)
+    for i in range(SLICES):
+        b = i % BUFFERS
+        full, x = base + FULL + 8 * b, base + RING + SLICE_BYTES * b
+        mbar_wait(base + FREE + 8 * b, (i // BUFFERS + 1) % 2)
+        mbar_expect(full, SLICE_BYTES)
+        load_tile(x, maps, 0, full, 64 * i, 0, 0, 0)
+        load_tile(x + TILE_BYTES, maps, 1, full, 64 * i, 0, 0, 0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def consume(acc, base):
+    """A warpgroup adds the product of each slice to acc, then gives the buffer back."""
+    for i in range(SLICES):
+        b = i % BUFFERS
+        x = base + RING + SLICE_BYTES * b
+        mbar_wait(base + FULL + 8 * b, i // BUFFERS % 2)
+        add_product(acc, describe(x), describe(x + TILE_BYTES))
+        wait_for_sum(acc)
+        mbar_arrive(base + FREE + 8 * b)
+
+
+def make_ring(consume):
+    """-> kernel(y, maps): y (64, 8) = x w^T. Grid 1, block 160."""
+
+    @cuda.jit
+    def ring_kernel(y, maps):
+        acc = cuda.local.array(4, float32)
+        base, thread = shared_base(), cuda.threadIdx.x
+        if thread == 0:
+            for b in range(BUFFERS):
+                mbar_init(base + FULL + 8 * b, 1)
+                mbar_init(base + FREE + 8 * b, 4)
+            mbar_init_fence()
+        cuda.syncthreads()
+        if thread == 128:
+            produce(base, maps)
+        elif thread < 128:
+            for j in range(4):
+                acc[j] = float32(0.0)
+            consume(acc, base)
+            w, g, t = thread // 32, thread % 32 // 4, thread % 4
+            for i in range(4):
+                y[16 * w + g + 8 * (i // 2), 2 * t + i % 2] = acc[i]
+
+    return ring_kernel
+
+
+# %% [markdown]
+# Step through it. Hatched cells of shared memory are bytes that an engine writes (orange) or reads
+# (blue) at this moment, while the threads do something else. The list of mbarriers shows the phase
+# of each and what the phase still expects. Find the step where the copy of slice 2 starts: what must
+# have happened before it, and which product runs while this copy is in flight?
+
+# %%
+x, w = (random.standard_normal((n, 64 * SLICES)).astype(ml_dtypes.bfloat16) for n in (64, 8))
+x_sim, w_sim = (simulator.sim(a.reshape(1, len(a), 1, -1)) for a in (x, w))
+maps = tensor_maps((x_sim, 64), (w_sim, 8))
+y_sim = simulator.sim(np.zeros((64, 8), np.float32))
+shared = RING + BUFFERS * SLICE_BYTES
+steps = lesson.stepped(make_ring(consume), 1, 160, y_sim, maps, shared=shared)
+right = x.astype(np.float32) @ w.astype(np.float32).T
+print("equal to NumPy within 1e-4:", np.allclose(y_sim, right, atol=1e-4))
+steps
+
+# %% [markdown]
+# Now a mistake: two lines are swapped, so the buffer is given back while the tensor core still reads
+# it. On a GPU the result is wrong only if the copy overtakes the product, and nothing reports it.
+# The simulator reports it in every run. Step back from the error: which arrivals let the producer
+# continue?
+
+
+# %%
+@cuda.jit(device=True, forceinline=True)
+def consume_hastily(acc, base):
+    for i in range(SLICES):
+        b = i % BUFFERS
+        x = base + RING + SLICE_BYTES * b
+        mbar_wait(base + FULL + 8 * b, i // BUFFERS % 2)
+        add_product(acc, describe(x), describe(x + TILE_BYTES))
+        mbar_arrive(base + FREE + 8 * b)  # too early
+        wait_for_sum(acc)
+
+
+lesson.stepped(make_ring(consume_hastily), 1, 160, y_sim, maps, shared=shared)
+
+# %% [markdown]
 # ## Overlapping exponentials with products
 #
 # Attention does not consist of products alone: the softmax is between them. A multiprocessor

@@ -37,7 +37,15 @@ from xtrain.simulator.errors import Site
 from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
 
-from .reading import GAP, LIBRARY, divergent_barrier, home_of, is_empty, library_name
+from .reading import (
+    GAP,
+    LIBRARY,
+    casts_constants_only,
+    divergent_barrier,
+    home_of,
+    is_empty,
+    library_name,
+)
 from .trace import traced
 
 SECONDS = 20  # time limit of an attempt; a solution takes at most three seconds
@@ -453,7 +461,7 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("does not support item",), NUMBER),
     (("'Array'", "unsupported operand"), WHOLE),
     (("'Array'", "not iterable"), WHOLE),
-    (("truth value of an array",), "An array of several elements is neither true nor false: ask whether it `is None`, or use .any() or .all()."),
+    (("truth value of an array",), "An array of several elements is neither true nor false: choose with np.where, ask whether it `is None`, or use .any() or .all()."),
     (("is not callable",), "A number is called like a function: remove the () after it."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
@@ -559,7 +567,8 @@ def _noted(work):
         if _computed(x):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
-            if site not in notes.wide:
+            line = linecache.getline(site.file, site.line)
+            if site not in notes.wide and not casts_constants_only(line):
                 notes.wide.append(site)
         return np.float32(x)
 

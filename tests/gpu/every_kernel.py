@@ -45,6 +45,7 @@ from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
 from xtrain.kernels.fp8 import Slot, fp8, fp8_swiglu, fp8_swiglu_bwd, update_scales
 from xtrain.kernels.fp8_gemm import fp8_matmul
+from xtrain.kernels.fp8_norm import fp8_norm
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
 from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
@@ -165,7 +166,7 @@ def optimizer():
 
 
 def fp8_codes():
-    """Codes of bf16 matrices in both orientations, and of SwiGLU; their scales; products. Compute capability 8.9"""
+    """Codes of bf16 matrices in both orientations, of SwiGLU and of norms; their scales; products. Compute capability 8.9"""
     if int(cp.cuda.Device().compute_capability) < 89:
         return
     scales, counts = cp.ones(8, np.float32), cp.zeros(2, np.int64)
@@ -179,6 +180,11 @@ def fp8_codes():
         fp8_matmul(draw(N, N), y.rows, w.rows)
         fp8_matmul(draw(K, K, dtype=BFLOAT16), y.columns, w.columns, accumulate=True)
         update_scales(scales, largest, scales, counts, counts.copy())
+    for C, current in itertools.product((128, 768, 1152, 4096, 5120), (True, False)):
+        x, r, w = draw(128, C), draw(128, C, dtype=BFLOAT16), draw(C)
+        x[1, 1], x[127, C - 1] = np.nan, 1e30
+        for branch in (r, None):
+            fp8_norm(x, branch, w, 1e-6, Slot(scales[:1], largest[:1], counts, "e4m3"), current)
 
 
 def serving(dtype):

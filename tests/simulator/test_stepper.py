@@ -9,8 +9,8 @@ import pytest
 from chromium import PROGRAM, Browser
 from numba import cuda, float32
 from test_recording import block_sum_kernel, half_wait_kernel, late_kernel, neighbour_kernel, ones
+from test_recording_engines import SLOT, SLOT_0, W_BYTES, early_row_read, ring
 
-from xtrain.kernels.primitives.hopper import mbar_init, mbar_init_fence, shared_base
 from xtrain.kernels.rmsnorm import rmsnorm_fwd
 from xtrain.simulator import Stepper, record, sim
 from xtrain.simulator.observers import observe
@@ -25,15 +25,6 @@ def columns_kernel(y_RC, x_RC):
     cuda.syncthreads()
     for r in range(32):
         y_RC[r, t] = tile[t, r]
-
-
-@cuda.jit
-def barrier_kernel(y):
-    t = cuda.threadIdx.x
-    if t == 0:
-        mbar_init(shared_base(), 1)
-        mbar_init_fence()
-    y[t] = float32(2.0)
 
 
 def contents(recording):
@@ -86,6 +77,17 @@ def test_values_that_json_has_not():
     assert found["steps"][0]["v"] == ["nan", "inf", 1.235]
 
 
+@cuda.jit
+def unset_kernel(y):
+    s = cuda.shared.array(32, float32)
+    y[cuda.threadIdx.x] = s[0]
+
+
+def test_a_value_that_was_never_written():
+    found = contents(record(unset_kernel, 1, 32, ones(32)))
+    assert [(s["h"], s["v"][0]) for s in found["steps"][:2]] == [("read", "nan"), ("write", "not written")]  # fmt: skip
+
+
 def test_a_block_without_accesses():
     @cuda.jit
     def nothing_kernel(y):
@@ -94,10 +96,17 @@ def test_a_block_without_accesses():
     assert contents(record(nothing_kernel, 1, 32, ones(1)))["steps"] == []
 
 
-def test_the_engines_that_are_not_drawn_are_named():
-    recording = record(barrier_kernel, 1, 32, ones(32), shared=16)
-    assert contents(recording)["engines"]
-    assert not contents(record(late_kernel, 1, 32, ones(32), ones(32)))["engines"]
+def test_asynchronous_accesses_are_on_the_page_as_ranges():
+    recording = ring()[0]
+    steps = contents(recording)["steps"]
+    copies = [s for s in steps if s.get("n") == "TMA" and "r" in s]
+    assert [s["r"] for s in copies[:2]] == [[[256, 2304]], [[2304, 2560]]]
+    for s in steps:
+        if "r" in s:  # it ends in the step that says so
+            assert [s["t"], s["r"]] in next(x["x"] for x in steps if x["t"] == s["u"] and "x" in x)
+    states = [s["m"] for s in steps if "m" in s and "f" not in s and s["m"][0] == 0]
+    assert states[:4] == [[0, 0, 1, 0], [0, 0, 0, SLOT], [0, 0, 0, W_BYTES], [0, 1, 1, 0]]
+    assert len(recording.page()) < 60_000
 
 
 def test_a_notebook_gets_a_frame():
@@ -158,12 +167,116 @@ def test_a_race_is_shown_where_it_happens(browser, tmp_path):
     thread = recording.error.thread
     assert see(f"document.querySelectorAll('#threads .cell')[{thread}].classList.contains('bad')")
     assert see("document.querySelectorAll('.mem .bad').length") == 1
-    bad = see("[...document.querySelectorAll('#source .bad b')].map(b => +b.textContent)")
-    assert bad == sorted({site.line for site in recording.error.sites})
+    assert bad_lines(see) == sorted({site.line for site in recording.error.sites})
     see("go(0)")
     assert see("document.querySelectorAll('#source .bad').length") == 0
     see("document.getElementById('to-error').click()")
     assert see("document.querySelectorAll('.mem .bad').length") == 1
+    assert not browser.complaints
+
+
+def bad_lines(see):
+    return see("[...document.querySelectorAll('#source .bad b')].map(b => +b.textContent)")
+
+
+def test_copies_products_and_mbarriers_are_drawn(browser, tmp_path):
+    recording = ring()[0]
+    see = opened(browser, tmp_path, recording)
+    said = lambda: see("document.getElementById('said').innerText")
+    cells = lambda kind: see(f"document.querySelectorAll('.mem .cell.{kind}').length")
+    rows = lambda: see("[...document.querySelectorAll('#mbarriers div')].map(e => e.textContent)")
+    row = lambda n: see(f"document.querySelectorAll('.engine')[{n}].innerText")
+    steps = recording.steps()
+    time = lambda how, engine, n=0: [
+        s.time for s in steps if (s.event.how, s.event.engine) == (how, engine)
+    ][n]
+
+    see(f"go({time('write', 'TMA')})")
+    assert f"starts a copy: TMA writes bytes {SLOT_0} to 9216" in said()
+    assert "warps 0 to 3" in said() and "wait for phase 0 of the mbarrier at byte 0" in said()
+    assert cells("fly.write") == 64 and cells("fly.read") == 0
+    assert rows()[0] == f"byte 0: phase 0 expects {SLOT} bytes; warps 0 to 3 wait for phase 0"
+    assert see("document.querySelectorAll('#threads .held').length") == 128
+    key(browser, "ArrowRight")
+    assert cells("fly.write") == 72
+
+    see(f"slider.value = {time('TMA ends', 'TMA')}; slider.oninput()")
+    assert f"the copy to bytes {SLOT_0} to 9216 is complete" in said()
+    assert row(0).startswith("TMA") and "complete" in row(0)
+    see("document.getElementById('next').click()")
+    assert "phase 0 of the mbarrier at byte 0 is complete" in said()
+    assert rows()[0].startswith("byte 0: phase 1 expects 1 arrival; warps 0 to 3 wait for phase 0")
+    key(browser, "ArrowRight")
+    assert "128 lanes leave mbar_wait: phase 0 of the mbarrier at byte 0 is complete" in said()
+
+    see(f"go({time('read', 'wgmma')})")
+    assert f"128 lanes start a product: wgmma reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()
+    assert cells("fly.read") == 72 and cells("fly.write") == 72  # the copy to the other slot
+    assert (
+        see("document.querySelectorAll('.engine')[1].children.length") == 2
+    )  # once for four warps
+    see("document.querySelectorAll('.mem .cell')[8].onmouseenter()")
+    about = see("document.getElementById('about').textContent")
+    assert "bytes 1024 to 1152: TMA writes in step" in about and "wgmma reads in step" in about
+    see(f"go({time('wgmma ends', 'wgmma')})")
+    assert (
+        f"the product is complete and no longer reads bytes {SLOT_0} to {SLOT_0 + SLOT}" in said()
+    )
+    assert see("document.querySelectorAll('#source .now').length") == 2  # product and wait
+    key(browser, "End")
+    assert cells("fly.write") == cells("fly.read") == 0 and row(0).strip() == "TMA"
+    assert len(rows()) == 4
+    assert not browser.complaints
+
+
+def test_a_slot_that_is_overwritten_while_it_is_read_is_shown(browser, tmp_path):
+    recording = ring(early=True)[0]
+    see = opened(browser, tmp_path, recording)
+    assert bad_lines(see) == sorted(site.line for site in recording.error.sites)
+    product = next(s.time for s in recording.steps() if s.event.engine == "wgmma")
+    told = f"the other access (wgmma reads) began in step {product + 1}"
+    assert told in see("document.querySelector('#said .bad').textContent")
+    assert see("document.querySelectorAll('.mem .cell.bad').length") == 64
+    assert see("document.querySelectorAll('.mem .cell.fly.read').length") == 8  # w, still intact
+    assert see("[...document.querySelectorAll('.engine')].map(e => e.children.length - 1)") == [
+        3,
+        1,
+    ]
+    assert see("threads[128].classList.contains('bad') && threads[0].classList.contains('held')")
+    source = "document.getElementById('source').getBoundingClientRect()"
+    lines = "[...document.querySelectorAll('#source .bad')].map(e => e.getBoundingClientRect())"
+    assert see(f"{lines}.every(e => e.top >= {source}.top && e.bottom <= {source}.bottom)")
+    key(browser, "ArrowLeft")
+    assert bad_lines(see) == [] and see("document.querySelectorAll('.mem .cell.bad').length") == 0
+    see("document.getElementById('to-error').click()")
+    assert see("document.querySelectorAll('.mem .cell.bad').length") == 64
+    assert not browser.complaints
+
+
+def test_a_read_before_the_copy_has_ended_is_shown(browser, tmp_path):
+    recording = early_row_read()
+    see = opened(browser, tmp_path, recording)
+    assert bad_lines(see) == sorted(site.line for site in recording.error.sites)
+    told = see("document.querySelector('#said .bad').textContent")
+    assert told.startswith("thread 1 causes the error here; the other access (TMA writes)")
+    assert see("document.querySelectorAll('.mem .cell.bad').length") == 1
+    assert not browser.complaints
+
+
+def test_a_wait_for_bytes_that_do_not_come_is_shown(browser, tmp_path):
+    see = opened(browser, tmp_path, ring(expected=SLOT + 16)[0])
+    said = see("document.getElementById('said').innerText")
+    assert "128 lanes wait here, and what they wait for does not come" in said
+    assert see("document.querySelectorAll('#mbarriers div')[0].textContent") == "byte 0: phase 0 expects 16 bytes"  # fmt: skip
+    assert see("document.querySelectorAll('#threads .bad').length") == 129
+    assert not browser.complaints
+
+
+def test_a_phone_shows_engines_in_its_width(browser, tmp_path):
+    see = opened(browser, tmp_path, ring(early=True)[0], width=390)
+    assert see("document.documentElement.scrollWidth <= innerWidth")
+    inside = "[...document.querySelectorAll('.engine i')].every(e => e.getBoundingClientRect().left >= 60 && e.getBoundingClientRect().right <= innerWidth)"
+    assert see(inside)
     assert not browser.complaints
 
 
@@ -188,7 +301,7 @@ def test_the_source_is_highlighted_and_complete(browser, tmp_path):
     assert [re.sub(r"^\d+", "", line) for line in text] == [
         line.rstrip("\n") for line in inspect.getsourcelines(quoted_kernel.py_func)[0]
     ]
-    assert not see("document.querySelector('#engines').offsetParent")  # not shown
+    assert see("['engines', 'mbarriers'].every(id => !document.getElementById(id).textContent)")
     assert not browser.complaints
 
 

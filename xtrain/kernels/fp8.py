@@ -23,6 +23,10 @@ Fusion. A matrix that only products read is never written in bf16: the kernel co
     swiglu      gate, up (N, 2F)     y = silu(gate) up  (N, F)                    4 + 2 per number of y
     swiglu_bwd  dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py          3 + 2 per number of d(gate, up)
 
+    fp8_norm.py: residual addition and RMSNorm.  A result that something else reads too stays bf16, and its codes are one more
+    pass: attention's output (its backward needs sum(dO O)), the gradient that RMSNorm's backward writes (it is that of the
+    residual stream, too). Codes written where it is computed would save the pass's read, 2 of the pass's 4 bytes per number.
+
     numbers, by hand   x = (3, -0.4, 7), the largest of the step before was 7: scale = 14 / 448 = 0.03125
                        x / scale = (96, -12.8, 224), codes of e4m3 (96, -13, 224), so x' = (3, -0.40625, 7)
                        the next step's x = (20, 1): 20 / 0.03125 = 640 > 448 is clamped to 14 and counted; the scale after it
@@ -35,6 +39,7 @@ each of 4 columns. 4 lanes cover 64 neighbouring bytes of a column.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,6 +126,10 @@ class Slot:
     counts_2: Array
     kind: str
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.scale_1, self.largest_1, self.counts_2
+
 
 def check_type(op: str, x: Any, kind: type) -> None:
     """Raises TypeError if x is not of this type."""
@@ -156,6 +165,64 @@ def decode(x: Operand) -> np.ndarray:
     return codes * np.asarray(x.scale_1)[0]
 
 
+# ----------------------------------------------------------------------------- what every kernel that writes codes does
+@functools.cache
+def make_encode4(kind: str):
+    """-> the device function that encodes 4 numbers, and notes what it meets"""
+    codes4, Q = (e4m3_codes4 if kind == "e4m3" else e5m2_codes4), LARGEST[kind]
+
+    @device
+    def encode4(v, inverse, largest, counts):
+        """-> the word of codes of v[0:4] inverse; v is overwritten. inverse: 1 / scale.
+
+        largest[0]: float32, the largest size so far, infinity for what is not finite. counts[0:2]: int32, clamped, not finite.
+        """
+        for j in range(4):
+            size, scaled = abs(v[j]), v[j] * inverse
+            if size < INF:
+                counts[0] += int32(abs(scaled) > float32(Q))
+            else:
+                size, scaled = INF, NAN
+                counts[1] += int32(1)
+            largest[0] = size if size > largest[0] else largest[0]
+            v[j] = scaled
+        return codes4(v[0], v[1], v[2], v[3])
+
+    return encode4
+
+
+@device
+def start_notes(largest, counts):
+    """Nothing has been encoded yet."""
+    largest[0], counts[0], counts[1] = float32(0.0), int32(0), int32(0)
+
+
+@device
+def add_notes(largest_1, counts_2, largest, counts, partial, count):
+    """Add a block's notes to the slot's. count: the counts too. partial: MAX_WARPS floats of shared memory."""
+    most = block_max(largest[0], partial)
+    if cuda.threadIdx.x == 0:
+        cuda.atomic.max(largest_1, 0, float_as_int(most))
+    if count and counts[0]:
+        cuda.atomic.add(counts_2, 0, int64(counts[0]))
+    if count and counts[1]:
+        cuda.atomic.add(counts_2, 1, int64(counts[1]))
+
+
+@device
+def store_transposed(columns, at, N, tile, word, words):
+    """4 columns of 16 rows: columns[at + j N : + 16] = byte j of tile[word], tile[word + words], ...  words: of a row"""
+    four, out = cuda.local.array(4, uint32), cuda.local.array((4, 4), uint32)
+    for i in range(4):
+        for j in range(4):
+            four[j] = tile[uint32(word + (4 * i + j) * words)]
+        transpose_codes(four)
+        for j in range(4):
+            out[j, i] = four[j]
+    for j in range(4):
+        store_codes16(columns, at + j * N, out[j])
+
+
 # ----------------------------------------------------------------------------- kernels
 @functools.cache
 def make_fp8_kernel(source: str, kind: str, write: bool):
@@ -163,8 +230,7 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
     INPUTS = {"array": 1, "swiglu": 2, "swiglu_bwd": 3}[source]
     PARTS = 2 if source == "swiglu_bwd" else 1  # tiles that a block writes
     AHEAD = 4 if INPUTS == 1 else 2  # rows that a thread loads before it uses the first
-    codes4 = e4m3_codes4 if kind == "e4m3" else e5m2_codes4
-    Q, SHARED = LARGEST[kind], PARTS * TILE * WORDS
+    encode4, SHARED = make_encode4(kind), PARTS * TILE * WORDS
 
     @kernel(BLOCK)
     def fp8_kernel(codes, columns, a, b, scale_1, largest_1, counts_2, N, K):
@@ -181,13 +247,12 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
         v = cuda.local.array((2, EACH), float32)
         d = cuda.local.array(EACH, float32)
         words = cuda.local.array(2, uint32)
-        four = cuda.local.array(4, uint32)
-        out = cuda.local.array((4, 4), uint32)
+        largest, counts = cuda.local.array(1, float32), cuda.local.array(2, int32)
+        start_notes(largest, counts)
         tid = cuda.threadIdx.x
         column, row = tid % (TILE // EACH) * EACH, tid // (TILE // EACH)
         n0, k0 = int64(cuda.blockIdx.y) * TILE, int64(cuda.blockIdx.x) * TILE
         inverse = float32(1.0) / scale_1[0]
-        largest, clamped, bad = float32(0.0), int32(0), int32(0)
         width = K if INPUTS == 1 else 2 * K
         for s in range(0, STEPS, AHEAD):
             for i in range(AHEAD):
@@ -215,43 +280,22 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                             v[0, j] = d[j] * up * (sig + silu * (float32(1.0) - sig))
                             v[1, j] = d[j] * silu
                 for p in range(PARTS):
-                    for j in range(EACH):
-                        size, scaled = abs(v[p, j]), v[p, j] * inverse
-                        if size < INF:
-                            clamped += int32(abs(scaled) > float32(Q))
-                        else:
-                            size, scaled = INF, NAN
-                            bad += int32(1)
-                        largest = size if size > largest else largest
-                        v[p, j] = scaled
+                    for j in range(2):
+                        words[j] = encode4(v[p, 4 * j : 4 * j + 4], inverse, largest, counts)
+                        if write:
+                            tile[uint32((p * TILE + r) * WORDS + column // 4 + j)] = words[j]
                     if write:
-                        for j in range(2):
-                            words[j] = codes4(
-                                v[p, 4 * j], v[p, 4 * j + 1], v[p, 4 * j + 2], v[p, 4 * j + 3]
-                            )
-                            tile[(p * TILE + r) * WORDS + column // 4 + j] = words[j]
                         store_codes8(codes, (n0 + r) * (PARTS * K) + p * K + k0 + column, words)
-        largest = block_max(largest, partial)
-        if tid == 0:
-            cuda.atomic.max(largest_1, 0, float_as_int(largest))
+        # a barrier: the tile is full
+        add_notes(largest_1, counts_2, largest, counts, partial, write)
         if write:
-            if clamped:
-                cuda.atomic.add(counts_2, 0, int64(clamped))
-            if bad:
-                cuda.atomic.add(counts_2, 1, int64(bad))
             lane, warp = tid % 32, tid // 32
             piece, word = lane % 4 + warp % 2 * 4, lane // 4 + warp // 2 * 8  # 16 rows, 4 columns
             for p in range(PARTS):
-                for i in range(4):
-                    for j in range(4):
-                        r = p * TILE + piece * 16 + i * 4 + j
-                        four[j] = tile[r * WORDS + word]
-                    transpose_codes(four)
-                    for j in range(4):
-                        out[j, i] = four[j]
-                for j in range(4):
-                    k = p * K + k0 + word * 4 + j
-                    store_codes16(columns, k * N + n0 + piece * 16, out[j])
+                at = (p * K + k0 + word * 4) * N + n0 + piece * 16
+                store_transposed(
+                    columns, at, N, tile, (p * TILE + piece * 16) * WORDS + word, WORDS
+                )
 
     def nbytes(codes, columns, a, b, *_):
         read = a.nbytes + (b.nbytes if INPUTS > 2 else 0)
@@ -300,14 +344,14 @@ def fp8(x_NK: Array, slot: Slot, current: bool = False) -> Fp8:
     Notes the largest |x| in the slot, and counts. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("fp8", "x", x_NK, (None, None), ("bfloat16",))
-    return _make("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK)
+    return _tiles("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK)
 
 
 def fp8_swiglu(gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
     """gu (N, 2F) bf16, gate before up -> the codes of silu(gate) up (N, F). As fp8."""
     check_array("fp8 swiglu", "gu", gu_N2F, (None, None), ("bfloat16",))
     N, F2 = gu_N2F.shape
-    return _make("swiglu", (N, F2 // 2), F2 // 2, slot, current, gu_N2F)
+    return _tiles("swiglu", (N, F2 // 2), F2 // 2, slot, current, gu_N2F)
 
 
 def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = False) -> Fp8:
@@ -315,44 +359,59 @@ def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = Fals
     check_array("fp8 swiglu backward", "dy", dy_NF, (None, None), ("bfloat16",))
     N, F = dy_NF.shape
     check_array("fp8 swiglu backward", "gu", gu_N2F, (N, 2 * F), ("bfloat16",))
-    return _make("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
+    return _tiles("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
 
 
-def _make(source, shape, width, slot, current, a, b=None):
+def _tiles(source, shape, width, slot, current, a, b=None):
     """width: columns of the grid's tiles"""
     check_type("fp8", slot, Slot)
-    (N, K), kind = shape, slot.kind
     check(
-        N % TILE == 0 and width % TILE == 0,
-        f"fp8: a matrix of {N} x {width}, expected multiples of {TILE} rows and columns",
+        shape[0] % TILE == 0 and width % TILE == 0,
+        f"fp8: a matrix of {shape[0]} x {width}, expected multiples of {TILE} rows and columns",
     )
     b = a if b is None else b
-    scale_1, state = slot.scale_1, (slot.largest_1, slot.counts_2)
-    codes_NK, codes_KN = empty(a, (N, K), np.uint8), empty(a, (K, N), np.uint8)
-    if on_host(a, b, scale_1, *state):
-        return _on_host(codes_NK, codes_KN, source, slot, current, a, b)
-    grid = width // TILE, N // TILE
-    flat = [x.reshape(-1) for x in (codes_NK, codes_KN, a, b)]
-    if current:
-        measure, scale_1 = make_fp8_kernel(source, kind, False), empty(a, 1, np.float32)
-        launch(measure, grid, BLOCK, *flat, slot.scale_1, *state, N, width)
-        launch(first_scale_kernel, 1, 1, scale_1, slot.scale_1, slot.largest_1, scale_factor(kind))
-    launch(make_fp8_kernel(source, kind, True), grid, BLOCK, *flat, scale_1, *state, N, width)
-    return Fp8(codes_NK, codes_KN, scale_1, kind)
+    if on_host(a, b, *slot.arrays):
+        x = wide(a)
+        if source != "array":
+            x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
+        return encode_on_host(x, slot, current)
+    grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
+
+    def start(write, codes, columns, scale_1):
+        state = scale_1, slot.largest_1, slot.counts_2
+        arguments = (codes, columns, *flat, *state, shape[0], width)
+        launch(make_fp8_kernel(source, slot.kind, write), grid, BLOCK, *arguments)
+
+    return encode_on_gpu(shape, slot, current, start)
 
 
-def _on_host(codes_NK, codes_KN, source, slot, current, a, b):
-    x, scale_1 = wide(a), slot.scale_1
-    if source != "array":
-        x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
-    _, bits, _ = encode_ref(x, scale_1[0], slot.kind)
-    slot.largest_1[0] = max(slot.largest_1[0], bits)
+def encode_on_host(x_NK: np.ndarray, slot: Slot, current: bool) -> Fp8:
+    """-> the codes of x float32, as the kernels give them"""
+    kind, scale_1 = slot.kind, slot.scale_1
+    slot.largest_1[0] = max(slot.largest_1[0], encode_ref(x_NK, scale_1[0], kind)[1])
     if current:
-        scale_1 = next_scale_ref(slot.largest_1, scale_1, scale_factor(slot.kind))
-    codes_NK[...], _, counts = encode_ref(x, scale_1[0], slot.kind)
-    codes_KN[...] = codes_NK.T
+        scale_1 = next_scale_ref(slot.largest_1, scale_1, scale_factor(kind))
+    codes_NK, _, counts = encode_ref(x_NK, scale_1[0], kind)
     slot.counts_2[...] += np.array(counts)
-    return Fp8(codes_NK, codes_KN, scale_1, slot.kind)
+    return Fp8(codes_NK, np.ascontiguousarray(codes_NK.T), scale_1, kind)
+
+
+def encode_on_gpu(
+    shape: tuple[int, int], slot: Slot, current: bool, start: Callable[..., None]
+) -> Fp8:
+    """-> the codes of a matrix of this shape, as its kernel writes them
+
+    start(write, codes, columns, scale_1) launches the kernel; codes and columns are flat. write False: to take the maximum only.
+    """
+    (N, K), kind, scale_1 = shape, slot.kind, slot.scale_1
+    codes_NK, codes_KN = empty(scale_1, (N, K), np.uint8), empty(scale_1, (K, N), np.uint8)
+    flat = codes_NK.reshape(-1), codes_KN.reshape(-1)
+    if current:
+        start(False, *flat, scale_1)
+        scale_1 = empty(scale_1, 1)
+        launch(first_scale_kernel, 1, 1, scale_1, slot.scale_1, slot.largest_1, scale_factor(kind))
+    start(True, *flat, scale_1)
+    return Fp8(codes_NK, codes_KN, scale_1, kind)
 
 
 def update_scales(

@@ -8,6 +8,7 @@ kernels/fp8.py, the products are in kernels/fp8_gemm.py.
 
     x saved for backward     as the codes of x^T, half the bytes of bf16. The output of a norm is saved so, not recomputed
     MLP                      one Function (Fp8MLP): the result of SwiGLU and the gradient of gate and up exist as codes only
+    norms                    their results, too (kernels/fp8_norm.py), in the Functions where a product follows
     scales                   those of the step before. The first step measures each matrix before it encodes it (`ready` False)
     no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
 
@@ -23,7 +24,6 @@ from ..errors import UserError
 from ..kernels import bias as _bias
 from ..kernels import cast as _cast
 from ..kernels import residual as _residual
-from ..kernels import rmsnorm as _rmsnorm
 from ..kernels.cast import BFLOAT16
 from ..kernels.fp8 import (
     TILE,
@@ -37,6 +37,7 @@ from ..kernels.fp8 import (
     update_scales,
 )
 from ..kernels.fp8_gemm import fp8_matmul
+from ..kernels.fp8_norm import fp8_norm
 from ..kernels.runtime.launch import empty
 from .autograd import Context, Function, is_training
 from .tensor import Tensor
@@ -139,13 +140,6 @@ def _bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array) -> Arr
     return db_O
 
 
-def _add_norm(x_NC, delta_NC, w_C, eps):
-    """-> h = x + delta, norm(h) in bf16, 1 / its root mean square"""
-    if delta_NC is None:
-        return x_NC, *_rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, BFLOAT16)
-    return _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
-
-
 # ----------------------------------------------------------------------------- Functions, as in functional.py
 class Fp8Linear(Function):
     """y = x w^T + b"""
@@ -171,9 +165,8 @@ class Fp8AddNormLinear(Function):
 
     @staticmethod
     def forward(ctx, x_NC, delta_NC, w_C, v_OC, b_O, layer, eps):
-        h_NC, n_NC, rstd_N = _add_norm(x_NC, delta_NC, w_C, eps)
-        n, v = fp8(n_NC, layer.x, layer.current), fp8(v_OC, layer.w, layer.current)
-        del n_NC
+        h_NC, n, rstd_N = fp8_norm(x_NC, delta_NC, w_C, eps, layer.x, layer.current)
+        v = fp8(v_OC, layer.w, layer.current)
         ctx.save(h_NC, w_C, rstd_N, n.columns, v.columns, v_OC, b_O, layer)
         return h_NC, _product(n, v, BFLOAT16, b_O)
 
@@ -195,9 +188,8 @@ class Fp8MLP(Function):
 
     @staticmethod
     def forward(ctx, x_NC, delta_NC, w_C, v_2FC, u_CF, first, second, eps):
-        h_NC, n_NC, rstd_N = _add_norm(x_NC, delta_NC, w_C, eps)
-        n, v = fp8(n_NC, first.x, first.current), fp8(v_2FC, first.w, first.current)
-        del n_NC
+        h_NC, n, rstd_N = fp8_norm(x_NC, delta_NC, w_C, eps, first.x, first.current)
+        v = fp8(v_2FC, first.w, first.current)
         gu_N2F = _product(n, v, BFLOAT16, None)
         n_CN, v_C2F = n.columns, v.columns
         del n, v

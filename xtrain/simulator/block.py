@@ -443,12 +443,16 @@ class Block:
 
     def _resumable_at_once(self):
         """The threads that resume from warp functions and polled requests."""
-        ready, self.eager = [], True
+        ready, last, self.eager = [], [], True
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
-            if waiting:
+            if waiting and getattr(waiting[0].request[0], "last", False):
+                last.append((warp, waiting))
+            elif waiting:
                 ready += run_collective(warp, waiting)
-        ready = ready or self._poll_waiting()
+        ready = ready or self._poll_waiting(copies=not last)
+        for warp, waiting in last if not ready else ():
+            ready += run_collective(warp, waiting)
         self.eager = False
         return ready
 
@@ -469,8 +473,8 @@ class Block:
         self.progress = self.progress or changed
         return changed
 
-    def _poll_waiting(self):
-        """The polled and warpgroup-wide requests that are satisfied. If there are none, a copy completes first."""
+    def _poll_waiting(self, copies):
+        """The polled and warpgroup-wide requests that are satisfied. copies: if there are none, a copy completes first."""
         polling = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
         while polling:
             ready = [t for t in polling if not t.request[0].collective and _guarded(t, _poll, t)]
@@ -479,7 +483,7 @@ class Block:
                 requests = [t.request for t in group]
                 if all(r and isinstance(r[0], Waiting) and r[0].collective for r in requests):
                     ready += _guarded(group[0], _warpgroup, group)
-            if ready or not self.engines.advance():
+            if ready or not copies or not self.engines.advance():
                 return ready
         return []
 
@@ -649,6 +653,8 @@ def _warpgroup(threads):
     replies = head.function(threads, [site] * len(threads), [t.request[2] for t in threads])
     for thread, reply in zip(threads, replies):
         thread.reply = reply
+    for observer in threads[0].block.launch.observers:
+        observer.meet(threads, site.called, site)
     return threads
 
 

@@ -14,6 +14,7 @@ A copy completes only when no thread can run. What it writes is unknown to a thr
 import numpy as np
 
 from .errors import AsyncError, OutOfBoundsError, RaceError, UninitializedError, where
+from .observers import READ, WRITE
 
 BASE = 1024  # the address of the first dynamic byte; a GPU reserves the bytes before it
 PAGE = 256  # words; reads are looked up by page
@@ -69,6 +70,11 @@ class Engines:
         self.named: dict = {}  # number of a bar.sync -> (threads that have arrived, threads that may pass)
         self.registers: dict = {}
 
+    def tell(self, hook, *facts):
+        """Call this method of the observers."""
+        for observer in self.block.launch.observers:
+            getattr(observer, hook)(*facts)
+
     # ------------------------------------------------------------------------- vector clocks
     known = property(lambda self: self.clocks[0])
     fenced = property(lambda self: self.clocks[1])
@@ -97,6 +103,7 @@ class Engines:
                 f"out of bounds {where(thread, site)}: {thread} uses bytes {first} to {first + nbytes} of shared memory at "
                 f"{site}, but the block has {len(self.bytes)}",
                 (site,),
+                thread=thread.index,
             )
         if first % align:
             raise self.error(thread, site, f"byte {first} is not a multiple of {align}")
@@ -104,9 +111,8 @@ class Engines:
 
     def error(self, thread, site, text, *others):
         """An AsyncError that names the function called at `site`; others: earlier sites."""
-        return AsyncError(
-            f"{site.what} {where(thread, site)}: {thread} at {site}: {text}", (*others, site)
-        )
+        text = f"{site.what} {where(thread, site)}: {thread} at {site}: {text}"
+        return AsyncError(text, (*others, site), thread=thread.index)
 
     def _number(self, site):
         if site not in self.site_numbers:
@@ -132,6 +138,7 @@ class Engines:
                 f"data race {where(thread, site)}: {thread} {does} byte {byte} of shared memory at {site}, thread "
                 f"{int(writer[k])} wrote it at {old}, and nothing orders the two accesses",
                 (old, site),
+                thread=thread.index,
             )
         if engine:
             hidden = (writer >= 0) & ~self.engine_wrote[words] & (clocks[1][writer] < when)
@@ -152,8 +159,10 @@ class Engines:
     def read(self, thread, first, end, clocks, site, engine, record=None):
         """Check and record a read. Returns its record, a list [time, site].
 
-        clocks: (known, fenced) of the reader. record: (column, time) of the read; default: the thread now.
+        clocks: (known, fenced) of the reader. engine: "", "TMA" or "wgmma". record: (column, time) of the read; default: the
+        thread now.
         """
+        self.tell("touched", thread, first, end, site, READ, engine)
         words = slice(first, end)
         if self.writer[words].min() < 0:
             unwritten = np.flatnonzero(self.writer[words] < 0)
@@ -161,6 +170,7 @@ class Engines:
                 f"uninitialized read {where(thread, site)}: {thread} reads byte {4 * (first + int(unwritten[0]))} of "
                 f"shared memory at {site}, which no thread has written",
                 (site,),
+                thread=thread.index,
             )
         self._check_writes(thread, first, end, clocks, site, "reads", engine)
         column, time = record or (thread.index, int(self.known[thread.index, thread.index]))
@@ -171,6 +181,7 @@ class Engines:
 
     def write(self, thread, first, end, clocks, site, engine=None):
         """Check and record a write. engine: (column, time) of the completion of an asynchronous copy; None: an ordinary store."""
+        self.tell("touched", thread, first, end, site, WRITE, "TMA" if engine else "")
         words = slice(first, end)
         self._check_writes(thread, first, end, clocks, site, "overwrites", engine is not None)
         for page in range(first // PAGE, (end - 1) // PAGE + 1):
@@ -203,9 +214,9 @@ class Engines:
         if len(self.barriers) == MAX_BARRIERS:
             raise self.error(thread, site, f"more than {MAX_BARRIERS} mbarriers are not simulated")
         maker = thread.index, int(self.known[thread.index, thread.index])
-        self.barriers[int(address)] = Barrier(
-            int(address), int(count), column, self.clocks[:, 0], site, maker
-        )
+        barrier = Barrier(int(address), int(count), column, self.clocks[:, 0], site, maker)
+        self.barriers[int(address)] = barrier
+        self.tell("signalled", thread, barrier, site, barrier.count, 0)
 
     def show_barriers(self, thread):
         """fence.mbarrier_init: make the thread's mbarriers visible to the copy engine."""
@@ -236,6 +247,7 @@ class Engines:
         barrier.gathered = np.maximum(barrier.gathered, self.clocks[:, thread.index])
         barrier.pending -= 1
         barrier.bytes += int(nbytes)
+        self.tell("signalled", thread, barrier, site, -1, int(nbytes))
         self.tick(thread)
         self._end_phase(barrier)
 
@@ -266,6 +278,7 @@ class Engines:
         barrier.seen[thread.index] = seen
         own = self.clocks[:, thread.index]
         np.maximum(own, barrier.released[seen], out=own)
+        self.tell("waited", thread, barrier, site, seen - 1)
         return True
 
     # ------------------------------------------------------------------------- copies
@@ -286,6 +299,7 @@ class Engines:
             return False
         barrier, _, nbytes, _ = self.copies.pop(0)
         barrier.bytes -= nbytes
+        self.tell("completed", self.block, "TMA", None, None, barrier)
         self._end_phase(barrier)
         return True
 
@@ -293,7 +307,7 @@ class Engines:
         """Start an asynchronous store. Returns the bytes at `address`, which it reads until wait_stores."""
         first, end = self.span(thread, address, nbytes, site, 16)
         clocks = self.clocks[:, thread.index]
-        mark = self.read(thread, first, end, clocks, site, True, (thread.index, NEVER))
+        mark = self.read(thread, first, end, clocks, site, "TMA", (thread.index, NEVER))
         thread.state.setdefault("stores", []).append(mark)
         return self.bytes[4 * first : 4 * end].copy()
 
@@ -301,11 +315,12 @@ class Engines:
         """cp.async.bulk.commit_group"""
         thread.state.setdefault("store groups", []).append(thread.state.pop("stores", []))
 
-    def wait_stores(self, thread):
+    def wait_stores(self, thread, site):
         """cp.async.bulk.wait_group.read 0: the stores have read their shared memory."""
         for group in thread.state.pop("store groups", ()):
             for mark in group:
                 mark[0] = int(self.known[thread.index, thread.index])
+                self.tell("completed", self.block, "TMA", thread, site)
 
     def plane(self, *key):
         """A number for a tensor and the plane that a copy reads of it."""
@@ -329,6 +344,7 @@ class Engines:
         if len(arrived) < count:
             return False
         self.meet(arrived)
+        self.tell("meet", arrived, "bar_sync", site)
         released.update(t for t in arrived if t is not thread)
         arrived.clear()
         return True

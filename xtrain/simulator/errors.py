@@ -24,6 +24,11 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         return f"{file_name(self.file)}:{self.line}"
 
+    @property
+    def called(self) -> str:
+        """The function called, without its module and its arguments."""
+        return self.what.partition("(")[0].rpartition(".")[2]
+
 
 class Kind(NamedTuple):
     """A kind of finding."""
@@ -73,11 +78,10 @@ class KernelError(Exception):
     """
 
     kind = "error"
-    thread: int | None = None
     severity = property(lambda self: KINDS[self.kind].severity)
 
-    def __init__(self, message: str, sites: tuple = (), kind: str = ""):
-        self.sites, self.count = tuple(sites), 1
+    def __init__(self, message: str, sites: tuple = (), kind: str = "", thread: int | None = None):
+        self.sites, self.count, self.thread = tuple(sites), 1, thread
         self.kind = kind or self.kind
         width = max((len(str(site)) for site in self.sites), default=0)
         for file, line, name in dict.fromkeys((s.file, s.line, str(s)) for s in self.sites):

@@ -14,7 +14,7 @@ class Waiting(NamedTuple):
     collective: int  # WARPGROUP, or 0: polled until it returns True
 
 
-def simulates(intrinsic, collective: bool | int = False, polled: bool = False):
+def simulates(intrinsic, collective: bool | int = False, polled: bool = False, last: bool = False):
     """Decorator: register what the simulator runs where a kernel calls `intrinsic`, a function that exists on GPUs only.
 
     default          f(thread, site, *args) -> value, for one thread. thread.load and thread.store
@@ -26,11 +26,12 @@ def simulates(intrinsic, collective: bool | int = False, polled: bool = False):
                      threads of four warps.
     polled=True      f(thread, site, *args) -> bool: may the thread resume? The scheduler calls it
                      until it returns True; other threads and copies (engines.py) change the answer.
+    last=True        with collective=True: run it when no other thread can run, as if what the warp waits for took long.
     """
 
     def register(f):
         # Python's TypeError for missing arguments shows this name
-        f.__qualname__ = intrinsic.__name__
+        f.__qualname__, f.last = intrinsic.__name__, last
         if polled or collective == WARPGROUP:
             INTRINSICS[intrinsic] = (Waiting(f, 0 if polled else WARPGROUP), True)
         else:

@@ -35,7 +35,31 @@ class Observer:
         """
 
     def meet(self, threads: Sequence[Thread], name: str, site: Any) -> None:
-        """These threads leave a barrier or a warp function together."""
+        """These threads leave a barrier or a function of their warp or warpgroup together."""
+
+    def touched(
+        self, thread: Thread, first: int, end: int, site: Any, how: str, engine: str
+    ) -> None:
+        """thread is about to access words first to end (of 4 bytes) of addressed shared memory, before the access is checked.
+
+        how: READ or WRITE.  engine: "" if the thread does it; "TMA" or "wgmma" for a part of the asynchronous copy or product
+        that begins here and ends in `completed`.
+        """
+
+    def completed(
+        self, block: Any, engine: str, thread: Thread | None, site: Any = None, barrier: Any = None
+    ) -> None:
+        """The oldest asynchronous access of a kind has ended: without a thread a copy to shared memory, whose bytes `barrier`
+        counts; with one a copy from shared memory, for which this thread waits at `site`, or a product of the thread's warp.
+        """
+
+    def signalled(
+        self, thread: Thread, barrier: Any, site: Any, arrivals: int, nbytes: int
+    ) -> None:
+        """A thread changes how many arrivals and bytes an mbarrier still expects: mbar_init, mbar_expect, mbar_arrive."""
+
+    def waited(self, thread: Thread, barrier: Any, site: Any, phase: int) -> None:
+        """thread leaves its wait for this phase of an mbarrier. -1: the phase before the first."""
 
 
 _observers: list[Observer] = []

@@ -2,28 +2,36 @@
 
 The simulator runs the threads of a block one after the other. On a GPU the lanes of a warp execute an instruction together; a
 lane that skips it is idle. `Recording.steps` restores that order: the events of the lanes of a warp are merged so that equal
-positions in the source, in the same iteration, meet. All warps begin an interval between two barriers at the same time. (How far
-warps run apart in an interval is the hardware's choice; the picture shows one of many orders.)
+positions in the source, in the same iteration, meet. The run is divided into parts, which all warps begin at the same time: at
+barriers, at waits for an mbarrier, and where an asynchronous copy or product ends, which is a step of no lane. (How far warps run
+apart in a part, and when a copy ends, is the hardware's choice; the picture shows one of many orders.)
 """
 
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .block import BLOCK_BARRIERS, Launch
+from .engines import BASE
 from .errors import KernelError, Site
+from .intrinsics import WARPGROUP
 from .memory import Array, is_bits
-from .observers import ATOMIC, Observer
+from .observers import ATOMIC, WRITE, Observer
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
+RUN, PRODUCT_ENDS = "run", "product ends"  # parts of a run
+# The copy engine reads the tensor map, not the thread.
+_COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")
+WARPS = WARPGROUP // 32
 MOST_EVENTS = 100_000  # of a block: about as much as a page can hold
 
 
@@ -31,19 +39,22 @@ class Place(NamedTuple):
     """An array of a recording. bf16: the kernel sees its values as uint16."""
 
     name: str
-    kind: str  # "global" | "shared"
+    kind: str  # "global" | "shared" | "bytes": shared memory by address, in words of 4 bytes
     shape: tuple[int, ...]
     itemsize: int
     bf16: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     """What one thread did at one position of the source: an access, or its part in a barrier or warp function.
 
     path: (file, line) of the calls that lead here, and of the position itself.
     how: READ, WRITE, ATOMIC, the name of the barrier or function, or WAITS.  array: number in Recording.arrays, -1 for none.
     elements: flat indices; several for a 16-byte access.
+    engine: "TMA" or "wgmma" if an asynchronous access begins here. The first lane of each warp has the elements of a product.
+    ended: the asynchronous accesses that end here.
+    mbarrier: its first byte, and by how much the arrivals and the bytes that it expects change. phase: the one waited for.
     """
 
     site: Site
@@ -52,10 +63,24 @@ class Event:
     array: int = -1
     elements: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    engine: str = ""
+    ended: list["Event"] = field(default_factory=list)
+    mbarrier: tuple[int, int, int] | None = None
+    phase: int | None = None
+    part: int = 0  # of the run
+
+    @property
+    def alone(self) -> bool:
+        """Is it a step of its own in each lane? A copy, a wait for one, or a change of an mbarrier."""
+        changes = self.mbarrier is not None and self.phase is None
+        return self.engine == "TMA" or bool(self.ended) or changes
 
 
 class Step(NamedTuple):
-    """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a barrier."""
+    """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a barrier.
+
+    warp -1, without lanes: an asynchronous copy or product ends.
+    """
 
     time: int
     warp: int
@@ -69,8 +94,29 @@ class _Block:
 
     arrays: list[Place]
     events: list[list[Event]]
+    endings: list[Event] = field(default_factory=list)  # of copies and products
     numbers: dict[Any, int] = field(default_factory=dict)
     count: int = 0
+    part: int = 0
+    what: Any = None  # happens in this part of the run
+    # warp -> the product that it begins now
+    products: dict[int, Event] = field(default_factory=dict)
+    # (engine, warp or thread that will wait) -> accesses in flight
+    in_flight: dict[tuple, list[Event]] = field(default_factory=dict)
+
+    def begin(self, what: Any = None) -> None:
+        """A new part of the run, unless the current one is of this kind."""
+        if what is None or what != self.what:
+            self.part, self.what = self.part + 1, what
+
+    def runs(self, first: int, end: int) -> bool:
+        """Has one of these threads an event in this part?"""
+        return any(some and some[-1].part == self.part for some in self.events[first:end])
+
+    def add(self, thread: Any, event: Event) -> None:
+        """The thread's next event."""
+        event.part = self.part
+        self.events[thread.index].append(event)
 
 
 class Recording(Observer):
@@ -83,9 +129,9 @@ class Recording(Observer):
         self.position = Dim3(*self.of)
         self.arrays: list[Place] = []
         self.events: list[list[Event]] = []  # of each thread
+        self.endings: list[Event] = []  # of asynchronous copies and products
         self.ended: list[str] = []  # after an error: where each thread waits or has returned
         self.cut = False  # there were more than MOST_EVENTS
-        self.engines = False  # the block used asynchronous engines (engines.py), whose accesses are not recorded
         self._blocks: dict[Any, _Block] = {}  # that have not ended, and the one that is kept
         self._kept: _Block | None = None
         self._found = False  # the block `of` has been recorded: only an error replaces it
@@ -101,18 +147,18 @@ class Recording(Observer):
                 self._keep(block)
 
     def end(self, block: Any) -> None:
-        if self._blocks.pop(block, None) is self._kept:
-            self.engines = block.engines_in_use
+        self._blocks.pop(block, None)
 
     def _keep(self, block):
         """Let the recording be that of this block."""
         self.position, self._kept = block.position, self._blocks[block]
         self.arrays, self.events, self.cut = self._kept.arrays, self._kept.events, False
+        self.endings = self._kept.endings
         self._found = tuple(map(int, self.position)) == self.of
 
     def access(self, thread: Any, array: Array, k: int, site: Any, how: str, value: Any) -> None:
         now = self._blocks.get(thread.block)
-        if now is None or array.memory.kind == "local" or self._full(now):
+        if now is None or array.memory.kind == "local" or _COPY.match(site.what) or self._full(now):
             return
         size = array.dtype.itemsize
         number, k = self._number(now, array, site, int(k), size)
@@ -120,6 +166,7 @@ class Recording(Observer):
             return
         if now.arrays[number].bf16 and how != ATOMIC:
             value = (np.uint32(int(value)) << np.uint32(16)).view(np.float32)
+        now.begin(RUN)
         mine = now.events[thread.index]
         last = mine[-1] if mine else None
         if (
@@ -129,13 +176,20 @@ class Recording(Observer):
             last.elements.append(k)
             last.values.append(value)
         else:
-            mine.append(Event(site, _path(site), how, number, [k], [value]))
+            now.add(thread, Event(site, _path(site), how, number, [k], [value]))
 
     def meet(self, threads: Any, name: str, site: Any) -> None:
         now = self._blocks.get(threads[0].block)
-        if now is not None and not self._full(now):
-            for thread in threads:
-                now.events[thread.index].append(_waiting(thread, name))
+        if now is None or self._full(now):
+            return
+        one_warp = threads[0].warp == threads[-1].warp
+        if name in BLOCK_BARRIERS or not (one_warp or now.products):
+            now.begin()
+        elif one_warp and now.what != PRODUCT_ENDS:
+            now.begin(RUN)
+        for thread in threads:
+            _add_meeting(now, thread, name)
+        now.products.clear()
 
     def _full(self, block):
         block.count += 1
@@ -148,11 +202,11 @@ class Recording(Observer):
         if block not in self._blocks:  # of another launch
             return
         self._keep(block)
-        self.engines = block.engines_in_use
+        now = self._blocks[block]
         for thread in block.threads:
             generator = thread.generator
             if thread.request and generator is not None and generator.gi_frame is not None:
-                self.events[thread.index].append(_waiting(thread, WAITS))
+                _add_meeting(now, thread, WAITS)
                 self.ended.append(f"waits in {thread.request[1].what} at {thread.request[1]}")
             else:
                 self.ended.append(f"has returned at {thread.left}" if thread.left else "")
@@ -177,39 +231,107 @@ class Recording(Observer):
             arrays.append(place)
         return numbers[key], k
 
+    # ------------------------------------------------------------------------- asynchronous engines
+    def touched(self, thread: Any, first: int, end: int, site: Any, how: str, engine: str) -> None:
+        now = self._blocks.get(thread.block)
+        if now is None:
+            return
+        words = range(first, end)
+        if thread.warp in now.products:
+            now.products[thread.warp].elements.extend(words)
+            return
+        if self._full(now):
+            return
+        number = now.numbers.setdefault("bytes", len(now.arrays))
+        if number == len(now.arrays):
+            size = len(thread.block.engines.bytes) // 4
+            now.arrays.append(Place("shared memory", "bytes", (size,), 4, False))
+        first = thread.index // WARPGROUP * WARPGROUP
+        if engine != "wgmma":
+            now.begin(RUN)
+        elif not now.products and (now.what != RUN or now.runs(first, first + WARPGROUP)):
+            now.begin()
+        path = _waiting(thread, how).path if engine == "wgmma" else _path(site)
+        values = [] if engine else [None] * len(words)
+        event = Event(site, path, how, number, [*words], values, engine)
+        now.add(thread, event)
+        if engine == "wgmma":
+            now.products[thread.warp] = event
+            now.in_flight.setdefault((engine, thread.warp), []).append(event)
+        elif engine:
+            who = None if how == WRITE else thread
+            now.in_flight.setdefault((engine, who), []).append(event)
+
+    def completed(
+        self, block: Any, engine: str, thread: Any, site: Any = None, barrier: Any = None
+    ) -> None:
+        now = self._blocks.get(block)
+        who = thread.warp if engine == "wgmma" else thread
+        begun = now and now.in_flight.get((engine, who))
+        if not now or not begun:  # not recorded
+            return
+        access = begun.pop(0)
+        if site:
+            now.begin(RUN)
+            now.add(thread, Event(site, _path(site), site.called, ended=[access]))
+            return
+        # The warps of a warpgroup wait one after the other for the parts of a product.
+        if barrier or now.what != PRODUCT_ENDS:
+            now.begin(None if barrier else PRODUCT_ENDS)
+            how = f"{engine} ends"
+            now.endings.append(Event(access.site, access.path, how, engine=engine, part=now.part))
+        now.endings[-1].ended.append(access)
+        if barrier:
+            now.endings[-1].mbarrier = barrier.address - BASE, 0, -4 * len(access.elements)
+
+    def signalled(self, thread: Any, barrier: Any, site: Any, arrivals: int, nbytes: int) -> None:
+        now = self._blocks.get(thread.block)
+        if now is None or self._full(now):
+            return
+        if arrivals > 0:  # mbar_init, which was recorded as a write
+            now.events[thread.index].pop()
+        now.begin(RUN)
+        mbarrier = barrier.address - BASE, arrivals, nbytes
+        now.add(thread, Event(site, _path(site), site.called, mbarrier=mbarrier))
+
+    def waited(self, thread: Any, barrier: Any, site: Any, phase: int) -> None:
+        now = self._blocks.get(thread.block)
+        if now is None or self._full(now):
+            return
+        now.begin(site)
+        event = _waiting(thread, site.called)
+        event.mbarrier, event.phase = (barrier.address - BASE, 0, 0), phase
+        now.add(thread, event)
+
     # ------------------------------------------------------------------------- in lockstep
     def steps(self) -> list[Step]:
         """The instructions of all warps, by time."""
-        warps = [self.events[i : i + 32] for i in range(0, len(self.events), 32)]
-        intervals = [[_intervals(events) for events in warp] for warp in warps]
-        count = max((len(lane) for warp in intervals for lane in warp), default=0)
+        parts = [_parts(events) for events in self.events]
+        warps = [parts[i : i + 32] for i in range(0, len(parts), 32)]
+        endings = _parts(self.endings)
         found, time = [], 0
-        for i in range(count):
+        for part in sorted({*endings}.union(*parts)):
             end = time
-            for w, warp in enumerate(intervals):
-                lanes = [lane[i] if i < len(lane) else [] for lane in warp]
-                merged = _merged(lanes)
+            for w, warp in enumerate(warps):
+                merged = _merged([lane.get(part, []) for lane in warp])
                 for n, (event, members) in enumerate(merged):
                     who = [(32 * w + lane, e.elements, e.values) for lane, e in members]
-                    found.append(Step(time + n, w, event, who))
+                    if event.alone:
+                        found += [Step(time + n, w, e, [one]) for (_, e), one in zip(members, who)]
+                    else:
+                        found.append(Step(time + n, w, event, who))
                 end = max(end, time + len(merged))
-            # all warps leave the barrier at the same time
-            for n, step in enumerate(found):
-                if step.event.how in BLOCK_BARRIERS and time <= step.time < end:
-                    found[n] = step._replace(time=end - 1)
+            for event in endings.get(part, ()):
+                found.append(Step(time, -1, event, []))
+                end = max(end, time + 1)
             time = end
         return sorted(found, key=lambda step: (step.time, step.warp))
 
 
 # ----------------------------------------------------------------------------- merging the lanes of a warp
-def _intervals(events):
-    """The events of one thread, divided after each barrier of the block."""
-    found: list[list[Event]] = [[]]
-    for event in events:
-        found[-1].append(event)
-        if event.how in BLOCK_BARRIERS:
-            found.append([])
-    return found
+def _parts(events) -> dict[int, list[Event]]:
+    """The events of each part of the run."""
+    return {part: list(some) for part, some in itertools.groupby(events, lambda event: event.part)}
 
 
 @functools.cache
@@ -325,6 +447,17 @@ def _name_in_kernel(array):
             found = names[0] if names else found
         frame = frame.f_back
     return found
+
+
+def _add_meeting(block, thread, how):
+    """The event of a thread that waits, or has waited until now. Of a product a first lane has it already, see `touched`."""
+    event, first = _waiting(thread, how), thread.warp // WARPS * WARPS
+    product = block.products.get(first)
+    if product is None:
+        block.add(thread, event)
+    elif thread.lane or thread.warp not in block.products:
+        words = [] if thread.lane else product.elements
+        block.add(thread, replace(product, path=event.path, elements=words))
 
 
 def _waiting(thread, how):

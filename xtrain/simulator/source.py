@@ -466,7 +466,7 @@ class _Rewriter(Names):
         """A call of a function that `simulates` registered."""
         simulated, collective = INTRINSICS[function]
         if collective:
-            request = self.request(node, getattr(function, "__name__", "intrinsic"), node.args)
+            request = self.request(node, ast.unparse(node.func), node.args)
             request.value.elts[0] = self.constant(simulated, node, "intrinsic")
             return request
         simulated = self.constant(simulated, node, "intrinsic")

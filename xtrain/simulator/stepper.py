@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 
 from .block import BLOCK_BARRIERS
-from .errors import Site, file_name
+from .errors import DeadlockError, RaceError, file_name
+from .observers import READ, WRITE
 from .recording import Event, Recording, Step
+from .unset import Unset
 
 FRAME = Path(__file__).with_name("stepper.html")
 HEIGHT = 720  # pixels in a notebook
+WORDS = 32  # in a cell of addressed shared memory: 128 bytes, a row of a tile
 
 
 class Stepper(Recording):
@@ -59,7 +62,8 @@ def contents(recording: Recording) -> dict[str, Any]:
     steps, launch = recording.steps(), recording.launch
     paths = [step.event.path for step in steps]
     error_sites = recording.error.sites if recording.error else ()
-    places = [place for path in paths for place in path] + [(s.file, s.line) for s in error_sites]
+    # the files of an error first: then both its lines are in sight
+    places = [(s.file, s.line) for s in error_sites] + [place for path in paths for place in path]
     files = _files(dict.fromkeys(places))
     numbers = {file: i for i, (file, _) in enumerate(files)}
     lines = lambda path: [[numbers[file], line] for file, line in path if file in numbers]
@@ -69,14 +73,16 @@ def contents(recording: Recording) -> dict[str, Any]:
         "position": ", ".join(map(str, recording.position)),
         "threads": len(recording.events),
         "cut": recording.cut,
-        "engines": recording.engines,
         "ended": recording.ended,
         "files": [{"title": file_name(file), "functions": parts} for file, parts in files],
         "arrays": [
             {"name": a.name, "kind": a.kind, "shape": a.shape, "size": a.itemsize, "count": math.prod(a.shape)}
             for a in recording.arrays
         ],
-        "steps": [_step(step, lines(path)) for step, path in zip(steps, paths)],
+        "steps": [
+            _step(step, lines(path)) | asynchronous
+            for step, path, asynchronous in zip(steps, paths, _asynchronous(steps))
+        ],
         "error": _error(recording, steps, lines),
     }  # fmt: skip
 
@@ -85,6 +91,7 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     """t: time.  w: warp.  p: path.  h: how.  a: array.  b: a barrier?  l, e, v: thread, element and value of each access"""
     lanes, elements, values = [], [], []
     for thread, some, found in step.lanes:
+        some = [] if step.event.engine else some
         lanes += [thread] * max(1, len(some))
         elements += some
         values += [_number(v) for v in found]
@@ -94,8 +101,52 @@ def _step(step: Step, path: list) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
+    """What the asynchronous engines (engines.py) do in each step.
+
+    n: engine.  r: the words of an access that begins here, [[first, end], ...].  u: time of the step in which it ends, or -1.
+    x: [time, words] of the accesses that end here, as they began.
+    m: an mbarrier after the step: its byte, its phase, and the arrivals and bytes that the phase still expects.  f: the phase
+    that was waited for.
+    """
+    ends = {access: step.time for step in steps for access in step.event.ended}
+    some = [step for step in steps if step.event.engine]
+    begun = {step.event: [step.time, _runs(step.event.elements)] for step in some}
+    # byte -> arrivals of a phase; phase, arrivals and bytes expected
+    barriers: dict[int, list[int]] = {}
+    found = []
+    for step in steps:
+        event = step.event
+        facts: dict[str, Any] = {}
+        if event.engine and event.elements:
+            facts |= {"n": event.engine, "r": begun[event][1], "u": ends.get(event, -1)}
+        if event.ended:
+            facts |= {"n": event.ended[0].engine, "x": [begun[access] for access in event.ended]}
+        if event.mbarrier:
+            byte, arrivals, nbytes = event.mbarrier
+            state = barriers.setdefault(byte, [arrivals, 0, 0, 0])
+            state[2] += arrivals
+            state[3] += nbytes
+            if event.phase is None and state[2] == state[3] == 0:
+                state[1:3] = [state[1] + 1, state[0]]
+            facts["m"] = [byte, *state[1:]]
+        if event.phase is not None:
+            facts["f"] = event.phase
+        found.append(facts)
+    return found
+
+
+def _runs(words: list[int]) -> list[list[int]]:
+    """[[first, end], ...] of consecutive words"""
+    in_order = np.unique(words)
+    cuts = np.flatnonzero(np.diff(in_order) != 1) + 1
+    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(in_order, cuts) if len(run)]
+
+
 def _number(value):
     """A value with four digits, as JSON has numbers; text for what JSON has not."""
+    if isinstance(value, Unset):
+        return "not written"
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if isinstance(value, (int, np.integer)):
@@ -120,35 +171,55 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
         "thread": -1,
         "cells": [],
         "told": "the error shows here",
+        "stuck": isinstance(error, DeadlockError),
     }
     thread = error.thread
     if thread is None or not recording.events[thread]:
         return found
     event = recording.events[thread][-1]
     times = [s.time for s in steps for lane in s.lanes if lane[0] == thread]
-    found |= {"time": times[-1], "thread": thread, "told": f"thread {thread} causes the error here"}
+    who = {"": f"thread {thread}", "TMA": f"the copy of thread {thread}", "wgmma": "the product"}
+    found |= {
+        "time": times[-1],
+        "thread": thread,
+        "told": f"{who[event.engine]} causes the error here",
+    }
     if event.array >= 0:
-        k = event.elements[-1]
-        found["cells"] = [[event.array, k]]
-        others = _others(recording, steps, thread, event, k, error.sites)
+        wrong = {*event.elements} if event.engine else {event.elements[-1]}
+        others = _others(steps, thread, event, wrong, error)
         if others:
-            found["told"] += f"; the other access is in step {others[-1] + 1}"
+            other, common = others[-1]
+            found["told"] += f"; the other access {_since(other)} step {other.time + 1}"
+            wrong = common
+        if recording.arrays[event.array].kind == "bytes":
+            wrong = {k // WORDS * WORDS for k in wrong}
+        found["cells"] = [[event.array, k] for k in sorted(wrong)]
     return found
 
 
-def _others(recording, steps, thread, event: Event, k: int, sites: tuple[Site, ...]) -> list[int]:
-    """The times at which other threads access the element of the error, at the other place that it names."""
-    places = {site for site in sites if site != event.site} or {event.site}
-    return [
-        step.time for step in steps
-        if step.event.array == event.array and step.event.site in places
-        and any(lane[0] != thread and k in lane[1] for lane in step.lanes)
-    ]  # fmt: skip
+def _since(step: Step) -> str:
+    engine, how = step.event.engine, {READ: "reads", WRITE: "writes"}.get(step.event.how)
+    return f"({engine} {how}) began in" if engine else "is in"
+
+
+def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[Step, set[int]]]:
+    """The steps in which others access elements of the error, at the other place that it names; and these elements."""
+    places = {site for site in error.sites if site != event.site}
+    if isinstance(error, RaceError):
+        places = places or {event.site}
+    found = []
+    for step in steps:
+        if step.event.array == event.array and step.event.site in places:
+            lanes = (some for n, some, _ in step.lanes if n != thread or step.event.engine)
+            common = wrong.intersection(set().union(*lanes))
+            if common:
+                found.append((step, common))
+    return found
 
 
 # ----------------------------------------------------------------------------- the source
 def _files(places: Iterable[tuple[str, int]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """[(file, functions that contain one of the places)], in the order of the places: the kernel's file first"""
+    """[(file, functions that contain one of the places)], in the order of the places"""
     lines: dict[str, list[int]] = {}
     for file, line in places:
         lines.setdefault(file, []).append(line)

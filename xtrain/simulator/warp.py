@@ -62,12 +62,9 @@ def run_collective(warp, waiting):
                 thread.reply = reply
             ready += lanes
             for observer in lanes[0].block.launch.observers:
-                observer.meet(lanes, _title(name), lanes[0].request[1])
+                site = lanes[0].request[1]
+                observer.meet(lanes, site.called if callable(name) else name, site)
     return ready
-
-
-def _title(name):
-    return name.__name__ if callable(name) else name
 
 
 def _call(name, lanes):

@@ -1,7 +1,7 @@
 """Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
 
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
-    store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes16: 4 words, of 16
+    store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes4: 1 word; store_codes16: 4 words
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
     codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word as two pairs of bf16. Compute capability 8.0
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
@@ -131,7 +131,9 @@ def _store_codes(name, count):
     return intrinsic(name=name)(store)
 
 
-store_codes8, store_codes16 = _store_codes("store_codes8", 8), _store_codes("store_codes16", 16)
+store_codes4, store_codes8, store_codes16 = (
+    _store_codes(f"store_codes{count}", count) for count in (4, 8, 16)
+)
 
 
 # ----------------------------------------------------------------------------- the same in the simulator
@@ -209,5 +211,6 @@ def _simulated_store(count):
     return simulated
 
 
+simulates(store_codes4)(_simulated_store(4))
 simulates(store_codes8)(_simulated_store(8))
 simulates(store_codes16)(_simulated_store(16))

@@ -267,7 +267,7 @@ def make_wait(n, pending):
     op = _accumulator_instruction(
         f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};"
     )
-    simulates(op, collective=True)(simulated.wait(pending))
+    simulates(op, collective=True, last=True)(simulated.wait(pending))
     return op
 
 
@@ -299,4 +299,4 @@ simulates(load_tile)(simulated.load_tile)
 simulates(store_tile)(simulated.store_tile)
 simulates(load_row)(simulated.load_row)
 simulates(commit_stores)(lambda thread, site: thread.block.engines.commit_stores(thread))
-simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread))
+simulates(wait_stores)(lambda thread, site: thread.block.engines.wait_stores(thread, site))

@@ -53,7 +53,7 @@ def read_post(thread, site, address):
         return Int32(0)
     engines = thread.block.engines
     first, end = engines.span(thread, address, 4, site)
-    engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
+    engines.read(thread, first, end, engines.clocks[:, thread.index], site, "")
     return Int32(int(engines.bytes[4 * first : 4 * end].view(np.int32)[0]))
 
 
@@ -61,7 +61,7 @@ def load_floats(thread, site, registers, address):
     """Load two float32 from a shared address."""
     engines = thread.block.engines
     first, end = engines.span(thread, address, 8, site, 8)
-    engines.read(thread, first, end, engines.clocks[:, thread.index], site, False)
+    engines.read(thread, first, end, engines.clocks[:, thread.index], site, "")
     for j, value in enumerate(engines.bytes[4 * first : 4 * end].view(np.float32)):
         thread.store(registers, j, value, site)
 
@@ -284,7 +284,7 @@ class _Operand:
         for first, end in _ranges(at):
             first, end = (first - BASE) // 4, (end - BASE) // 4
             for thread, mark in zip(self.threads[::32], self.marks):
-                self.engines.read(thread, first, end, self.clocks, self.site, True, mark)
+                self.engines.read(thread, first, end, self.clocks, self.site, "wgmma", mark)
         k = (at - BASE) // 16
         self._check_tags(self.engines.tags[:, k], mode, step)
         halves = self.engines.bytes.reshape(-1, 16)[k].reshape(at.shape[0], -1).view(np.uint16)
@@ -456,6 +456,7 @@ def wait(pending):
         )
         for group in [g for g in engines.groups[w] if g.number <= done]:
             engines.groups[w].remove(group)
+            engines.tell("completed", threads[0].block, "wgmma", threads[0])
             for array in group.inputs:
                 array.writeable, array.memory.busy = True, None
         for thread, (acc,) in zip(threads, args):
