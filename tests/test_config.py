@@ -161,6 +161,7 @@ WRONG = [
     (dict(weight_decay=math.nan), "--clip and --weight-decay must be numbers and not negative"),
     (dict(weight_decay=math.inf), "--clip and --weight-decay must be numbers"),
     (dict(eps=math.inf), "--eps must be a positive number, got inf"),
+    (dict(change=len), "--change must be the name of a function, MODULE:FUNCTION, not <built-in"),
     (dict(sample_prompt="a\udcff"), "--sample-prompt 'a\\udcff' is not valid UTF-8 text"),
     *((dict(name=bad), "is not a folder inside --out") for bad in ("", ".", "..", "a/../..", "/tmp/a")),
     *((dict([(n, bad)]), f"--{n} {bad!r} is not valid UTF-8 text") for n in ("name", "out") for bad in ("a\0b", "\ud800")),

@@ -466,6 +466,10 @@ class TrainConfig(ShapeOptions):
             value = getattr(self, name)
             empty = "" in value if isinstance(value, tuple) else value == ""
             _need(not empty, f"--{name} is empty: give a path, or omit the option")
+        _need(
+            self.change is None or isinstance(self.change, str),
+            f"--change must be the name of a function, MODULE:FUNCTION, not {self.change!r}",
+        )
         _need(self.text_key != "", "--text-key is empty: give the name of a field or column")
         _need(
             self.name is None or _is_inside(self.name),

@@ -15,6 +15,7 @@ from xtrain import (
     Transformer,
     UserError,
     chat,
+    compare,
     evaluate,
     export,
     finetune,
@@ -383,4 +384,6 @@ def test_other_programs_and_plans_refuse_it(runs, capsys, tmp_path):
         capsys, export.main, "--model", runs / "whole", "--gguf", tmp_path / "x.gguf"
     )
     assert code == 2 and "that other programs do not have" in err
+    code, _, err = run(capsys, compare.main, runs / "whole")
+    assert code == 2 and "that other programs do not have" in err  # it has no --change
     assert run(capsys, profile.main, "--run", runs / "whole", "--plan")[0] == 2
