@@ -31,6 +31,8 @@ def seconds_to_first_step(text, preset, folder, before="", more=()):
     environment = os.environ | {
         "XTRAIN_CACHE": str(folder / "cache"), "CUPY_CACHE_DIR": str(folder / "cupy"), "PYTHONUNBUFFERED": "1"
     }  # fmt: skip
+    # Installed packages have their bytecode; a clone gets it at its first start, unless this forbids it.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.perf_counter()
     child = subprocess.Popen(
         [sys.executable, "-c", code, *arguments, *more], env=environment, stdout=subprocess.PIPE,

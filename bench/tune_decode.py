@@ -1,6 +1,6 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--stages qkv o gate_up down head few many residual] [--jobs 16]
+    python bench/tune_decode.py [--weights int8] [--stages qkv o gate_up down head few many residual row_tiles] [--jobs 16]
 
 Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine does: a CUDA graph of the
 step without sampling, replayed back to back. It starts with the library's choice. One stage after another tries its
@@ -11,6 +11,9 @@ A candidate whose logits differ by more than ALLOWED from those of the library's
     qkv ... head    gemv_tensor_cores.Config of a product
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
     residual        residual.FEW and FEW_COLUMNS (batch 32)
+    row_tiles       gemv.ROW_TILES, of quantized weights (batch 32)
+
+--weights int8 or fp8: the matrices of the layers are quantized, and their products have alternatives of their own.
 
 Prints at the end what to write into the files.
 """
@@ -21,7 +24,9 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import cupy as cp
 import numpy as np
@@ -38,11 +43,13 @@ from xtrain.kernels.attention.decode_attention import Config as Attention
 from xtrain.kernels.cast import cast_fwd
 from xtrain.kernels.decoding import gemv
 from xtrain.kernels.decoding.gemv_tensor_cores import Config as Product
+from xtrain.kernels.quantize import quantize
 from xtrain.nn.autograd import inference
+from xtrain.nn.quantized import quantize_weights
 from xtrain.serving.paged_cache import PagedCache
 
 CONTEXTS = (128, 4096)
-BATCHES = {"many": 32, "residual": 32}  # of a stage; 1 otherwise
+BATCHES = {"many": 32, "residual": 32, "row_tiles": 32}  # of a stage; 1 otherwise
 ALLOWED = 0.2  # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and more
 ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched)
     "qkv": [Product(8, 8, 2), Product(4, 8, 3), Product(16, 4, 1), Product(4, 4, 4)],
@@ -57,6 +64,13 @@ ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, bloc
         Attention(8, 2, 1024, 32, 128),
     ],
     "residual": [(0, 4), (264, 8)],
+    "row_tiles": [2],
+}
+CODES = {  # the same for quantized weights: those that need no memory for registers
+    "qkv": [Product(8, 4, 2), Product(8, 2, 2), Product(4, 4, 4), Product(4, 8, 2)],
+    "o": [Product(8, 4, 2, True), Product(16, 2, 1, False), Product(4, 8, 2, False)],
+    "gate_up": [Product(4, 2, 4), Product(8, 2, 2), Product(8, 4, 1)],
+    "down": [Product(16, 6, 1), Product(8, 11, 1), Product(8, 6, 2), Product(8, 6, 1)],
 }
 
 
@@ -65,49 +79,76 @@ class Options:
     stages: list[str] = field(default_factory=lambda: list(ALTERNATIVES))
     jobs: int = os.cpu_count() or 1
     layers: int = 22
+    weights: Literal["full", "int8", "fp8"] = "full"
 
 
 # ----------------------------------------------------------------------------- a candidate: stage -> value
-def key_of(name):
+library_choice = gemv.choose
+
+
+def key_of(name, weights):
     """-> the arguments of gemv.choose for a product"""
     rows, K, form = MATRICES[name]
     swiglu = form.get("swiglu", False)
-    return K, rows // (1 + swiglu), swiglu, form.get("norm", False), False  # not quantized
+    return (
+        K,
+        rows // (1 + swiglu),
+        swiglu,
+        form.get("norm", False),
+        kind_of(name, weights) != "full",
+    )
 
 
-CHOSEN = {
-    **{name: gemv.choose(*key_of(name)) for name in MATRICES},
-    "few": decode_attention.choose(D, H // G, True, G),
-    "many": decode_attention.choose(D, H // G, True, 32 * G),
-    "residual": (residual.FEW, residual.FEW_COLUMNS),
-}
+def kind_of(name, weights):
+    """The head is not quantized."""
+    return "full" if name == "head" else weights
 
 
-def use(candidate):
+def chosen(weights):
+    """-> the library's choice"""
+    return {
+        **{name: library_choice(*key_of(name, weights)) for name in MATRICES},
+        "few": decode_attention.choose(D, H // G, True, G),
+        "many": decode_attention.choose(D, H // G, True, 32 * G),
+        "residual": (residual.FEW, residual.FEW_COLUMNS),
+        "row_tiles": gemv.ROW_TILES,
+    }
+
+
+def use(candidate, weights):
     """Make the launchers use this candidate from now on."""
-    products = {key_of(name): candidate[name] for name in MATRICES}
+    products = {key_of(name, weights): candidate[name] for name in MATRICES}
     few, many = candidate["few"], candidate["many"]
     limit = decode_attention.FEW_HEADS
-    gemv.choose = lambda *key: products[key]
+    # with 32 rows the norm is a kernel of its own: these products are no stages
+    gemv.choose = lambda *key: products.get(key) or library_choice(*key)
+    gemv.ROW_TILES = candidate["row_tiles"]
     decode_attention.choose = lambda D, group, half, key_heads: few if key_heads <= limit else many
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is not one of its arguments
 
 
-def compile_one(task):
+def compile_one(task, weights):
     """In a worker: fills the disk cache. -> (task, "" or what went wrong)"""
     stage, value = task
-    use({**CHOSEN, stage: value})
+    use({**chosen(weights), stage: value}, weights)
     try:
         if stage in MATRICES:
             rows, K, form = MATRICES[stage]
             norm, swiglu = form.get("norm", False), form.get("swiglu", False)
-            x, w = cp.empty((1, K), np.float32 if norm else BF16), cp.empty((rows, K), BF16)
+            x, w = cp.empty((1, K), np.float32 if norm else BF16), cp.zeros((rows, K), BF16)
+            if (kind := kind_of(stage, weights)) != "full":
+                w = quantize(w, kind)
             if norm:
                 norm_w, delta = cp.empty(K, np.float32), cp.empty((1, K), BF16)
                 gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, form.get("dtype"))
             else:
                 gemv.gemv(x, w, form.get("dtype"), True)
+        elif stage == "row_tiles" and weights != "full":
+            for name in CODES:
+                rows, K, _ = MATRICES[name]
+                w = quantize(cp.zeros((rows, K), BF16), weights)
+                gemv.gemv(cp.empty((32, K), BF16), w, None, True)
         elif stage in ("few", "many"):
             B = BATCHES.get(stage, 1)
             k, v = (cp.empty((1, G, S, D), BF16) for _ in "kv")
@@ -124,7 +165,9 @@ def compile_one(task):
 class Bench:
     def __init__(self, o: Options):
         self.bandwidth = copy_bandwidth(1 << 30)
-        self.model = bench_decode.random_model(o)
+        self.model, self.weights = bench_decode.random_model(o), o.weights
+        if o.weights != "full":
+            quantize_weights(self.model, o.weights)
         capacity = max(CONTEXTS) + 128
         self.cache, self.each = PagedCache(self.model, capacity, 64), -(-capacity // 64)
         self.cache.allocate(32 * self.each)
@@ -148,7 +191,7 @@ class Bench:
 
     def __call__(self, candidate, B):
         """-> milliseconds per step and shares of the memory bound, for each context; the largest error of its logits"""
-        use(candidate)
+        use(candidate, self.weights)
         times, shares, errors = [], [], []
         for T in CONTEXTS:
             step = self.step(B, T)
@@ -161,10 +204,10 @@ class Bench:
         return times, shares, max(errors)
 
 
-def decide(bench, wrong, stage, best):
+def decide(bench, wrong, stage, alternatives, best):
     """Measure a stage's alternatives and print them -> the fastest"""
     results, B = [], BATCHES.get(stage, 1)
-    for value in (best[stage], *ALTERNATIVES[stage]):
+    for value in (best[stage], *alternatives):
         if wrong.get((stage, value)):
             print(f"  {value}: {wrong[stage, value]}", flush=True)
             continue
@@ -181,23 +224,27 @@ def decide(bench, wrong, stage, best):
 
 def main(o: Options) -> None:
     begun, clock = time.perf_counter(), lambda: f"{time.perf_counter() - begun:.0f} s"
-    tasks = [(stage, CHOSEN[stage]) for stage in ALTERNATIVES]
-    tasks += [(stage, value) for stage in o.stages for value in ALTERNATIVES[stage]]
+    library = chosen(o.weights)
+    alternatives = ALTERNATIVES if o.weights == "full" else ALTERNATIVES | CODES
+    tasks = list(library.items())
+    tasks += [(stage, value) for stage in o.stages for value in alternatives[stage]]
     with multiprocessing.get_context("spawn").Pool(o.jobs) as pool:
-        compiling = pool.map_async(compile_one, tasks, chunksize=1)
-        bench, best = Bench(o), dict(CHOSEN)
+        compiling = pool.map_async(partial(compile_one, weights=o.weights), tasks, chunksize=1)
+        bench, best = Bench(o), dict(library)
         wrong = dict(compiling.get())
     for B in sorted({BATCHES.get(stage, 1) for stage in o.stages}):
-        bench(CHOSEN, B)  # the logits to compare with
+        bench(library, B)  # the logits to compare with
     print(f"ready after {clock()}; copy {bench.bandwidth / 1e9:,.0f} GB/s", flush=True)
     for stage in o.stages:
         print(f"{stage}, batch {BATCHES.get(stage, 1)}:", flush=True)
-        best = decide(bench, wrong, stage, best)
+        best = decide(bench, wrong, stage, alternatives[stage], best)
         print(f"  -> {best[stage]}   {clock()}", flush=True)
     for stage, value in best.items():
-        print(f"{stage}: {value}{'' if value == CHOSEN[stage] else '   not ' + str(CHOSEN[stage])}")
+        print(
+            f"{stage}: {value}{'' if value == library[stage] else '   not ' + str(library[stage])}"
+        )
     for B in (1, 32):
-        for name, candidate in (("chosen", CHOSEN), ("best", best)):
+        for name, candidate in (("chosen", library), ("best", best)):
             shares = ", ".join(f"{share:.1%}" for share in bench(candidate, B)[1])
             print(f"batch {B}, {name}: {shares} of the memory bound at {CONTEXTS}", flush=True)
 

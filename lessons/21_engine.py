@@ -476,7 +476,7 @@ lesson.source(Engine._decode)
 
 # %%
 lesson.source(Engine._step)
-lesson.source(Engine._append_token)
+lesson.source(Engine._collect)
 lesson.source(Engine._end_if_finished)
 
 # %% [markdown]

@@ -489,6 +489,19 @@ print("moved  ", bits.view(np.float32) * np.float32(2.0**120))
 print("decoded", decode(codes.astype(np.uint8)))
 
 # %% [markdown]
+# Tensor cores take bf16, two in a register. `0x00uu` is the bf16 $uu \cdot 2^{-133}$: a subnormal number up to 127, and from 128
+# on the smallest exponent, whose step is the same. So every byte is a bf16 already, in another unit, and one multiply-add
+# of two of them gives code / 64 ($2^{133}$ is too large for a bf16; the scale of the row makes up for the 64):
+
+# %%
+codes = np.array([-127, -1, 0, 5, 127], np.int8)
+shifted = (codes.view(np.uint8) ^ np.uint8(128)).astype(np.uint32)
+units = (shifted << 16).view(np.float32)  # the upper half of a float32 is a bf16
+print("units    ", units)
+print("code / 64", units * np.float32(2.0**127) - 2)
+print("codes    ", 64 * (units * np.float32(2.0**127) - 2))
+
+# %% [markdown]
 # And a lane loads 16 codes at a time, in one 16-byte access ([lesson 2](02_memory.ipynb)): the 32 bytes that your
 # kernel's warp loads with one instruction are a quarter of what it loads in float32.
 #

@@ -1,10 +1,15 @@
 """xtrain: train and serve language models with GPU kernels that are all readable Python."""
 
+import gc as _gc
 import os as _os
 import signal as _signal
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import version as _version
+
+if _TYPE_CHECKING:
+    from .serving.engine import Engine
 
 __version__ = _version.VERSION
 
@@ -16,6 +21,9 @@ _importing = any(name.split(".")[0] == "xtrain" for name in _names)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
+# What an import makes stays: to search it for garbage, again and again, would take a fifth of the time.
+_collects = _gc.isenabled()
+_gc.disable()
 try:
     from .config import ModelConfig, TrainConfig
     from .errors import UserError
@@ -24,7 +32,6 @@ try:
     from .nn.autograd import Tensor, no_grad
     from .nn.model import Transformer
     from .nn.optim import AdamW
-    from .serving.engine import Engine
 except Exception as error:  # a package is missing or incompatible; `xtrain.doctor` must still run
     _reason = f"{type(error).__name__}: {error}"
 
@@ -36,6 +43,24 @@ except Exception as error:  # a package is missing or incompatible; `xtrain.doct
         raise AttributeError(name)
 
     globals()["__getattr__"] = _missing  # type checkers do not see it: to them any name would exist
+else:
+
+    def _engine(name: str) -> object:
+        """The Engine is imported when it is first used: training does without it."""
+        if name != "Engine":
+            raise AttributeError(f"module 'xtrain' has no attribute {name!r}")
+        from .serving.engine import Engine
+
+        globals()["Engine"] = Engine
+        return Engine
+
+    globals()["__getattr__"] = _engine
+finally:
+    if not _gc.get_freeze_count():  # else the program has frozen objects of its own
+        _gc.freeze()  # moves all objects to the oldest generation, unseen,
+        _gc.unfreeze()  # where they are part of a full collection again
+    if _collects:
+        _gc.enable()
 
 
 __all__ = [

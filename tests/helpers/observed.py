@@ -6,7 +6,6 @@ from checks import to_host
 from xtrain import Engine, batch_invariant
 from xtrain.device import to_device
 from xtrain.kernels.decoding.logprobs import token_logprobs
-from xtrain.serving.engine import _step_of
 
 
 class Observed(Engine):
@@ -20,7 +19,7 @@ class Observed(Engine):
         logits = to_host(self.last)[:, : self.config.vocab_size]
         for request, row in zip(requests, rows):
             # A preempted request may have drawn this token already, in a step whose result was discarded: the same bits.
-            key = request.request_id, _step_of(request) - 1
+            key = request.request_id, len(request.completion) + request.in_flight - 1
             assert np.array_equal(self.logits.setdefault(key, logits[row].copy()), logits[row])
 
     def _sample(self, logits, *rest):

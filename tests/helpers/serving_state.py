@@ -7,7 +7,7 @@ def check_nothing_is_used(engine):
     """No request, slot or block is left over, and all that can be found of the cache is what its blocks hold."""
     assert not engine.unfinished_requests and not engine.pending_requests
     assert not engine.prefilling_requests and not engine.active_requests
-    assert not engine.steps_in_flight and not engine.keys_in_prefill
+    assert not engine.steps_in_flight
     assert sorted(engine.free_slots) == list(range(engine.max_batch))
     pool = engine.pool
     assert pool.references == [0] * pool.size

@@ -23,7 +23,7 @@ def model():
 @pytest.fixture(autouse=True, params=["as it is", "ahead"])
 def way(request, monkeypatch):
     """Run every test twice: also as on a GPU, where a step is launched before the ids of the previous one arrive, with idle
-    entries in the batch."""
+    entries in the batch, and where new requests wait for several steps."""
     make = Engine.__init__
 
     def ahead(self, *args, **options):
@@ -34,6 +34,7 @@ def way(request, monkeypatch):
 
     if request.param == "ahead":
         monkeypatch.setattr(Engine, "__init__", ahead)
+        monkeypatch.setitem(engine.PREFILL_INTERVAL, "cpu", engine.PREFILL_INTERVAL["gpu"])
     return request.param
 
 
@@ -308,9 +309,11 @@ def test_invalid_engines(model, options, words):
 
 
 def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
-    """It ends the stream that is being iterated; another stream of the same engine loses no token."""
+    """It ends the stream that is being iterated; another stream of the same engine loses no token.
+
+    Both streams begin together: after a prefill interval of a GPU, the first would have ended before it waits for ids."""
     alone = Engine(model, 2).generate([[4, 5, 6]], 12)
-    served = Engine(model, 2)
+    served = Engine(model, 2, prefill_interval=1)
     first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)
     next(first), next(second), next(first), next(second)
     real, left = Engine._read_ids_later, [1]
@@ -335,9 +338,9 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
 
 def interrupt_at(model, at, visit):
     """Ctrl-C before line `at` of engine.py runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
-    served, lines = Engine(model, 2), []
+    served, lines = Engine(model, 4), []
     second = served.stream([[4, 5, 6]], 4, presence_penalty=1.0, logprobs=1)
-    first = served.stream([[1, 2], [3]], 2)
+    first = served.stream([[1, 2], [3]], 2, n=2)
     next(second)
 
     def watch(frame, event, _):
@@ -368,7 +371,7 @@ def test_ctrl_c_between_any_two_statements(way):
     """It ends the stream that is being iterated. Another stream of the same engine loses no token, and no slot is lost."""
     model = random_model(small(head_dim=16, n_layers=1), device="cpu")
     alone = Engine(model, 2).generate([[4, 5, 6]], 4, presence_penalty=1.0)
-    expected = (alone[0], [], 0, [0, 1])
+    expected = (alone[0], [], 0, [0, 1, 2, 3])
     lines, result = interrupt_at(model, 0, 0)
     assert result == expected and len(set(lines)) > 100
     for line in sorted(set(lines)):

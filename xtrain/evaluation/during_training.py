@@ -10,9 +10,7 @@ from pathlib import Path
 from ..cli import say
 from ..errors import UserError
 from ..formats.huggingface import as_ids
-from ..serving.pretrained import Pretrained
 from ..training.run import Run
-from .run import Options, TaskExams, read_tasks
 
 
 def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
@@ -21,6 +19,10 @@ def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
 
     A generated answer has at most 256 tokens, and at most half of the model's context. Raises UserError.
     """
+    # here, because a run without --eval-tasks starts sooner without them
+    from ..serving.pretrained import Pretrained
+    from .run import Options, TaskExams, read_tasks
+
     c, tokenizer, config = run.config, run.corpus.tokenizer, run.model.config
     new = min(Options.max_new_tokens, max(1, config.context // 2))
     o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)

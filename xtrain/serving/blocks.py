@@ -47,7 +47,7 @@ class Prefix:
     whole: bool = False  # it holds no others
 
 
-@dataclass
+@dataclass(slots=True)
 class _Contents:
     previous: Key
     tokens: tuple[int, ...]
@@ -138,8 +138,9 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """What the blocks hold is of no use any more, for example because the weights have changed."""
-        for block in list(self._contents):
-            self.forget(block)
+        self._contents.clear()
+        self._by_key.clear()
+        self._after.clear()
         self.free += self.cached
         self.cached.clear()
 
@@ -154,10 +155,10 @@ class BlockPool:
             key = keys[i]
             blocks.append(self._by_key[key])
         rest, partial, most = tuple(tokens[len(blocks) * self.S : limit]), None, 0
-        for block in self._after.get((key, rest[0]), ()) if len(rest) else ():
-            n = _common_prefix(self._contents[block].tokens, rest)
-            if n > most or (n == most and partial is not None and block < partial):
-                partial, most = block, n
+        for block in sorted(self._after.get((key, rest[0]), ())) if rest else ():
+            held = self._contents[block].tokens
+            if held[: most + 1] == rest[: most + 1]:  # longer than what was found so far
+                partial, most = block, _common_prefix(held, rest)
         if partial is None:
             return Prefix(blocks)
         whole = most == len(self._contents[partial].tokens)

@@ -10,7 +10,8 @@ Any Transformer is served by the forward that trains it. Its KV cache is divided
 requests are batched continuously (Yu et al. 2022, Orca). Every step
 
     admits     pending requests, while there is a free slot in the decode batch and there are blocks for their tokens. Blocks that
-               other sequences have computed for the same first tokens are shared
+               other sequences have computed for the same first tokens are shared. Requests with equal prompts begin together:
+               one of them prefills, and the others join it in the pass that completes the prompt
     prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a long one: so many that other
                sequences do not wait for long. A prompt that is complete gets its first token
     decodes    one token for every other sequence
@@ -29,6 +30,8 @@ shapes add in a different order; batch_invariant=True prevents this, at some cos
 """
 
 import collections
+import heapq
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,6 +114,21 @@ class InFlightStep:
         np.ndarray
     ]  # what token_logprobs returns, after wait_for_ids; empty if no request asks for it
     rows: list[int]  # of the requests, in these arrays
+
+    def token_logprobs(self) -> Iterable[TokenLogprobs | None]:
+        """What the Completion of each request says about its token; None if it was not asked for."""
+        if not self.logprobs:
+            return itertools.repeat(None)
+        wanted = [r.logprobs for r in self.requests]
+        most = max([n for n in wanted if n is not None])
+        chosen, tops, values = self.logprobs
+        own = chosen[self.rows].tolist()
+        if most == 0:
+            return [None if n is None else (x, []) for n, x in zip(wanted, own)]
+        columns = (x[self.rows, :most].tolist() for x in (tops, values))
+        pairs = lambda ids, values: [(t, x) for t, x in zip(ids, values) if t >= 0]
+        rows = zip(wanted, own, *columns)
+        return [None if n is None else (x, pairs(t[:n], v[:n])) for n, x, t, v in rows]
 
 
 class Engine:
@@ -230,16 +248,17 @@ class Engine:
         # Those that have a slot and blocks: until all their tokens are computed, and from then on.
         self.prefilling_requests: list[Request] = []
         self.active_requests: list[Request] = []
-        self.free_slots = list(range(max_batch))
+        self.free_slots = list(range(max_batch))  # a heap
         self.pool = BlockPool(n_blocks, block_tokens)
-        # Keys of the blocks that prefilling requests compute: who needs the same tokens waits and shares them.
-        self.keys_in_prefill: collections.Counter[bytes] = collections.Counter()
         self.weights_version = model.arena.version.count
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
         self.penalties: Penalties | None = (
             None  # of each slot; allocated when the first request has some
         )
-        self.batch_requests: list[Request] = []  # those that the batch on the device contains
+        # Those that the batch on the device contains, their slots, and the arguments of _decode.
+        self.batch_requests: list[Request] = []
+        self.batch_slots: list[int] = []
+        self.batch_variant = (0, False, False)
         # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is read while the other is
         # computed. The second name is the same memory as kernels see it.
         self.device_to_host_ids: Any = None
@@ -287,7 +306,7 @@ class Engine:
             self._every_shape()
         compiled = compile_noted(found)
         free_cached(self.model.device)
-        self.cache.copy_block(0, 0)
+        self.cache.copy_blocks([0], [0], 1)
         self.batch.ids[:1] = self.batch.ids[[0]]
         graphed, self.graphed = (
             self.graphed,
@@ -394,8 +413,7 @@ class Engine:
     ) -> list[Completion]:
         """Run `stream` to its end. -> n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
         found = self.stream(prompts, *args, **options)
-        for _ in found:
-            pass
+        self._compute(found.requests)
         return found.completions
 
     def logprobs(
@@ -413,17 +431,30 @@ class Engine:
         anything is computed, for an empty prompt or continuation, for a sequence that is too long, or for an id that is no token.
         """
         requests = make_scoring_requests(prompts, continuations, self.config, self.max_seq_len, top)
+        self._compute(requests)
+        return [request.scores for request in requests if request.scores is not None]
+
+    def _compute(self, requests: list[Request]) -> None:
+        """Submit the requests and step until all have ended. If that is interrupted, they are cancelled."""
         try:
             self.submit(*requests)
-            while any(request.completion.reason is None for request in requests):
-                self.step()
+            for request in requests:
+                while request.completion.reason is None:
+                    self.step()
         finally:
             for request in requests:
-                self.cancel(request)
-        return [request.scores for request in requests if request.scores is not None]
+                if request.completion.reason is None:
+                    self.cancel(request)
 
     def submit(self, *requests: Request) -> None:
         """Append requests to the pending ones; `step` admits each when there is room."""
+        keys_of: dict[int, list[bytes]] = {}  # by prompt
+        for request in requests:
+            request.room = min(request.max_new_tokens, self.max_seq_len - len(request.prompt))
+            keys = keys_of.get(id(request.prompt))
+            if keys is None:
+                keys = keys_of[id(request.prompt)] = self._keys(request)
+            request.keys = keys
 
         def append() -> None:
             for request in requests:
@@ -517,12 +548,11 @@ class Engine:
         self.steps_in_flight.clear()
         self.batch_requests = []
         self.pool = BlockPool(self.pool.size, self.pool.S)
-        self.keys_in_prefill.clear()
         self.prefilling_requests, self.active_requests = [], []
         self.free_slots = list(range(self.max_batch))
         unfinished = sorted(self.unfinished_requests.values(), key=lambda r: r.request_id)
         for request in unfinished:
-            request.blocks, request.published, request.keys = [], 0, []
+            request.blocks, request.published = [], 0
             request.slot, request.cached_tokens, request.in_flight = -1, 0, 0
         self.pending_requests = collections.deque(unfinished)
         for request in unfinished:
@@ -538,45 +568,89 @@ class Engine:
         waited = step.number - self.last_prefill >= self.prefill_interval
         if self.active_requests and not (self.prefilling_requests or waited):
             return
-        for request in list(self.pending_requests):
-            if not self.free_slots:
+        # What the prefilling requests compute: a request that needs the same waits, and shares it.
+        computed = {key for request in self.prefilling_requests for key in request.keys}
+        leaders = {request.keys[-1] for request in self.prefilling_requests if _may_join(request)}
+        reserved = 0  # slots, for the requests that will join a leader (_join)
+        for request in list(self.pending_requests) if self.free_slots else ():
+            if len(self.free_slots) <= reserved:
                 break
-            if request.in_flight or self._shares_with_prefilling(request):
-                continue  # it waits for its own last token, or for one that computes the same
-            if not self._assign_blocks(request):
+            if request.in_flight:
+                continue  # it waits for its own last token
+            if request.completion:  # it was preempted
+                request.keys = self._keys(request)
+            joins = _may_join(request)
+            if joins and request.keys[-1] in leaders:
+                reserved += 1
+                continue
+            found = Prefix([])
+            if request.keys:
+                tokens = request.reusable
+                found = self.pool.find(tokens, request.keys)
+                known = len(found.blocks)
+                worthwhile = len(tokens) - 1 - known * self.pool.S >= MIN_COPIED
+                if worthwhile and request.keys[known] in computed:
+                    continue
+            if not self._assign_blocks(request, found):
                 break
             self.pending_requests.remove(request)
-            request.slot, request.weights_version = min(self.free_slots), version
-            self.free_slots.remove(request.slot)
+            self._occupy_slot(request, step)
             self.prefilling_requests.append(request)
-            self.keys_in_prefill.update(request.keys)
-            step.admitted.append((request.request_id, request.slot))
-            if not request.completion:  # else it was preempted
-                request.completion.reused = request.cached_tokens
-                self.reused_tokens += request.cached_tokens
+            computed.update(request.keys)
+            if joins:
+                leaders.add(request.keys[-1])
+
+    def _occupy_slot(self, request: Request, step: Step) -> None:
+        request.slot, request.weights_version = heapq.heappop(self.free_slots), self.weights_version
+        step.admitted.append((request.request_id, request.slot))
+        if not request.completion:  # else it was preempted
+            request.completion.reused = request.cached_tokens
+            self.reused_tokens += request.cached_tokens
+
+    def _join(self, leaders: list[Request], step: Step) -> list[list[Request]]:
+        """Admit pending requests whose prompt the next pass completes for a leader. -> for each leader, itself and those
+
+        They get first tokens from the same logits. They share the leader's full blocks; what its last block holds is copied."""
+        groups = [[r] for r in leaders]
+        alike = {
+            group[0].keys[-1]: group
+            for group in groups
+            if _may_join(group[0]) and group[0].weights_version == self.weights_version
+        }
+        for request in self.pending_requests if alike else ():
+            if not self.free_slots:
+                break
+            if request.in_flight or not _may_join(request) or request.keys[-1] not in alike:
+                continue
+            group = alike[request.keys[-1]]
+            full, rest = divmod(len(request.prompt), self.pool.S)
+            if not self._leaves_room(rest > 0):
+                break
+            for block in group[0].blocks[:full]:
+                self.pool.share(block)
+            own = [self.pool.allocate()] if rest else []
+            request.blocks, request.published = group[0].blocks[:full] + own, full
+            request.cached_tokens = len(request.prompt)
+            self._occupy_slot(request, step)
+            self.active_requests.append(request)
+            group.append(request)
+        if any(len(group) > 1 for group in groups):
+            pending = [r for r in self.pending_requests if r.slot < 0]
+            self.pending_requests = collections.deque(pending)
+        return groups
 
     def _can_share(self, request: Request) -> bool:
         # With dynamic RoPE scaling, a long prompt has other angles from its first token.
         return self.reuse_prefix and not self.cache.stretched(len(request.prompt))
 
-    def _shares_with_prefilling(self, request: Request) -> bool:
-        """True if a prefilling request computes a block that this request would compute next."""
-        if not self._can_share(request):
-            request.keys = []
-            return False
-        request.keys = block_keys(request.tokens, self.pool.S)
-        tokens = request.reusable
-        if not self.prefilling_requests:
-            return False
-        known = len(self.pool.find(tokens, request.keys).blocks)
-        worthwhile = len(tokens) - 1 - known * self.pool.S >= MIN_COPIED
-        return worthwhile and self.keys_in_prefill[request.keys[known]] > 0
+    def _keys(self, request: Request) -> list[bytes]:
+        """Of its blocks; none if it does not share them."""
+        return block_keys(request.tokens, self.pool.S) if self._can_share(request) else []
 
-    def _assign_blocks(self, request: Request) -> bool:
-        """Find or allocate blocks for all tokens of the request. -> False if there are not enough"""
-        tokens, pool = request.tokens, self.pool
-        nothing = Prefix([])
-        found = pool.find(request.reusable, request.keys) if request.keys else nothing
+    def _assign_blocks(self, request: Request, found: Prefix) -> bool:
+        """Share or allocate blocks for all tokens of the request. found: those that hold its first tokens. -> False if there are
+        not enough"""
+        tokens, pool, nothing = request.tokens, self.pool, Prefix([])
         # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is no
         # other way. If all this keeps too many blocks from being evicted, less is shared.
         ways = (found, found.whole), (found, True), (Prefix(found.blocks), False), (nothing, False)
@@ -599,7 +673,8 @@ class Engine:
         if taken:
             pool.forget(taken[0])
         elif prefix.partial is not None:
-            self.cache.copy_block(request.blocks[len(prefix.blocks)], prefix.partial)
+            copy = request.blocks[len(prefix.blocks)]
+            self.cache.copy_blocks([copy], [prefix.partial], prefix.n_partial)
             pool.release([prefix.partial])
         return True
 
@@ -627,11 +702,13 @@ class Engine:
         requests, counts = [c.request for c in chunks], [c.n_tokens for c in chunks]
         starts = [r.cached_tokens for r in requests]
         tokens = [r.tokens for r in requests]
-        ends = np.cumsum(counts)
+        ends = list(itertools.accumulate(counts))
         complete = [i for i, (t, a, n) in enumerate(zip(tokens, starts, counts)) if a + n == len(t)]
-        drawing = [i for i in complete if requests[i].scores is None]
-        parts, wanted = [], [int(ends[i]) - 1 for i in drawing]
-        for request, start, n, end in zip(requests, starts, counts, ends.tolist()):
+        leaders = [i for i in complete if requests[i].scores is None]
+        groups = self._join([requests[i] for i in leaders], step)
+        drawing = list(itertools.chain(*groups))
+        parts, wanted = [], [ends[i] - 1 for i, group in zip(leaders, groups) for _ in group]
+        for request, start, n, end in zip(requests, starts, counts, ends):
             if request.scores is not None and (rows := request.scores.wanted(start, n)):
                 parts.append((request, rows[0], slice(len(wanted), len(wanted) + len(rows))))
                 wanted += range(end - len(rows), end)
@@ -646,14 +723,27 @@ class Engine:
             self.prefilled_tokens += n
             step.prefilled += n
             self._publish(request)
+        self._copy_last_blocks(groups)
         if drawing:
             logits = self.model.logits(Tensor(x_WC.data[: len(drawing)])).data
-            self._draw_first_tokens([requests[i] for i in drawing], logits)
+            self._draw_first_tokens(drawing, logits)
         if parts:
             self._score(parts, x_WC.data, len(drawing))
         for i in complete:
-            self._leave_prefill(requests[i])
+            self.prefilling_requests.remove(requests[i])
             self.active_requests.append(requests[i])
+
+    def _copy_last_blocks(self, groups: list[list[Request]]) -> None:
+        """Of the leader of each group, for the others in it, if it is not full."""
+        to, source, most = [], [], 0
+        for leader, *others in groups:
+            tokens = len(leader.prompt) % self.pool.S
+            if others and tokens:
+                to += [r.blocks[-1] for r in others]
+                source += [leader.blocks[-1]] * len(others)
+                most = max(most, tokens)
+        if to:
+            self.cache.copy_blocks(to, source, most)
 
     def _score(self, parts: list[tuple[Request, int, slice]], x_WC: Array, first: int) -> None:
         """Launch the log-probabilities of the tokens after rows first, first + 1, ... of x."""
@@ -700,15 +790,14 @@ class Engine:
     def _draw_first_tokens(self, requests: list[Request], logits: Array) -> None:
         """Sample a token for each request, row by row of logits, and put it where the decoding step reads it."""
         batch, slots = self.batch, [r.slot for r in requests]
+        batch.write(requests)
         for request in requests:
-            batch.write(request.slot, request)
             self._write_penalties(request)
         ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
         logprobs = self._sample(logits, ids, batch.rows(slots), *_extras(requests))
         batch.ids[slots] = ids
         if self.device_to_host_ids_gpu is not None:
-            rows = [_step_of(r) % 2 for r in requests]
-            self.device_to_host_ids_gpu[rows, slots] = ids
+            self.device_to_host_ids_gpu[_host_rows(requests), slots] = ids
         self._put_in_flight(requests, logprobs, list(range(len(requests))))
 
     def _write_penalties(self, request: Request) -> None:
@@ -736,15 +825,10 @@ class Engine:
             count_tokens(logits, self.penalties, slots_B, ids_B)
         return token_logprobs(logits, ids_B, MAX_TOP, vocab) if scored else ()
 
-    def _leave_prefill(self, request: Request) -> None:
-        self.prefilling_requests.remove(request)
-        self.keys_in_prefill.subtract(request.keys)
-        self.keys_in_prefill += collections.Counter()  # drops what is zero
-
     def _publish(self, request: Request, last: bool = False) -> None:
         """Let other sequences find the blocks that are full, and the last one if the prompt is complete or at the `last` call."""
         if (
-            not self._can_share(request)
+            not request.keys
             or request.weights_version != self.model.arena.version.count
             or request.completion.reason == "nan"
         ):
@@ -759,8 +843,8 @@ class Engine:
             if len(piece) < S:
                 break
             key = block_key(previous, piece)
-            if request.keys[i : i + 1] != [key]:  # the sequence has grown since it was admitted
-                request.keys[i:] = [key]
+            if request.keys[i : i + 1] != [key]:  # the sequence has grown since it was pending
+                request.keys = [*request.keys[:i], key]
             request.published += 1
 
     # ------------------------------------------------------------------------- decoding
@@ -791,9 +875,8 @@ class Engine:
         """The active requests that get another token, each with a block for it; others are preempted if there are none left."""
         ready = []
         for request in list(self.active_requests):
-            drawn = _step_of(request)
-            full = len(request.prompt) + drawn >= self.max_seq_len
-            if request.slot < 0 or drawn >= request.max_new_tokens or full:
+            drawn = len(request.completion) + request.in_flight
+            if request.slot < 0 or drawn >= request.room:
                 continue  # preempted in this loop, or its last token is in flight
             if request.cached_tokens == len(request.blocks) * self.pool.S:
                 self._make_room(request, step)
@@ -821,40 +904,45 @@ class Engine:
         """Start a decoding step."""
         batch = self.batch
         if self.batch_requests != requests:
-            batch.clear()
-            for request in requests:
-                batch.write(request.slot, request)
+            slots = [r.slot for r in requests]
+            batch.mark_idle_except(slots)
+            batch.write_counters(requests, slots)
             batch.upload()
-            self.batch_requests = requests
+            size = max(slots) + 1
+            if self.graphed or self.model.device == "gpu":  # the same bits with a graph and without
+                size = graph_size(size, self.max_batch)
+            self.batch_variant = (size, *_extras(requests))
+            self.batch_slots, self.batch_requests = slots, requests
         elif batch.tables_changed:
             batch.upload_tables()
-        size = max(r.slot for r in requests) + 1
-        if self.graphed or self.model.device == "gpu":  # the same bits with a graph and without
-            size = graph_size(size, self.max_batch)
-        variant = (size, *_extras(requests))
+        variant = self.batch_variant
         logprobs = self.graphed(variant=variant) if self.graphed else self._decode(*variant)
-        self._put_in_flight(requests, logprobs, [r.slot for r in requests])
+        self._put_in_flight(requests, logprobs, self.batch_slots)
         for request in requests:
             request.cached_tokens += 1
-            step.decoded.append(request.request_id)
+        step.decoded = [r.request_id for r in requests]
 
     def _is_sparse(self) -> bool:
         """True if the sequences should move to lower slots: on a GPU if the batch is less than half full, elsewhere if the active
         ones are not in the first slots."""
         if not self.run_ahead:
-            return any(r.slot >= len(self.active_requests) for r in self.active_requests)
+            n = len(self.active_requests)
+            return max([r.slot for r in self.active_requests], default=-1) >= n
         requests = self.active_requests + self.prefilling_requests
-        size = max((r.slot for r in requests), default=-1) + 1
+        size = max([r.slot for r in requests], default=-1) + 1
         return size > 2 * graph_size(max(len(requests), 1), self.max_batch)
 
     def _compact_slots(self) -> None:
-        requests = sorted(self.active_requests, key=lambda r: r.slot) + self.prefilling_requests
+        active = sorted(self.active_requests, key=lambda r: r.slot)
+        requests = active + self.prefilling_requests
         old = [r.slot for r in requests]
         self.batch.ids[: len(old)] = self.batch.ids[old]
         for slot, request in enumerate(requests):
             if slot != request.slot:
                 request.slot = slot
                 self._write_penalties(request)  # no token is in flight
+        if active:
+            self.batch.write(active)
         self.free_slots = list(range(len(requests), self.max_batch))
         self.batch_requests = []
 
@@ -873,8 +961,7 @@ class Engine:
         if self.model.device != "gpu":
             ids = to_numpy(self.batch.ids)[slots].tolist()
             return lambda: ids
-        rows = [_step_of(r) % 2 for r in requests]  # as `advance` writes them
-        wait = self._arrival()
+        rows, wait = _host_rows(requests), self._arrival()
 
         def wait_for_ids() -> list[int]:
             wait()
@@ -902,12 +989,23 @@ class Engine:
                 continue
             tokens = oldest.wait_for_ids()
             self.steps_in_flight.popleft()
-            for request, token, row in zip(oldest.requests, tokens, oldest.rows):
+            for request, token, logprobs in zip(oldest.requests, tokens, oldest.token_logprobs()):
                 request.in_flight -= 1
-                if request.completion.reason is None:
-                    self.decoded_tokens += bool(request.completion)
-                    logprobs = _logprobs_of(request, oldest.logprobs, row)
-                    new_tokens += self._append_token(request, token, logprobs)
+                completion = request.completion
+                if completion.reason is not None:
+                    continue
+                if token < 0:
+                    self._end(request, "nan")
+                    continue
+                if completion:
+                    self.decoded_tokens += 1
+                if completion.logprobs is not None and logprobs is not None:
+                    # First, for readers in other threads. Ctrl-C may have come between these two statements before.
+                    completion.logprobs[len(completion) :] = [logprobs]
+                completion.append(token)
+                new_tokens.append((request, token))
+                if token in request.stop or len(completion) >= request.room:
+                    self._end_if_finished(request)
         return new_tokens
 
     def _take_scores(self, step: InFlightScores) -> None:
@@ -920,21 +1018,6 @@ class Engine:
                 self._end_if_finished(request)
 
     # ------------------------------------------------------------------------- the end of a sequence
-    def _append_token(
-        self, request: Request, token: int, logprobs: TokenLogprobs | None
-    ) -> list[tuple[Request, int]]:
-        """Append a token, and end the sequence if it was the last. -> the (request, token) pair, or none"""
-        if token < 0:
-            self._end(request, "nan")
-            return []
-        completion = request.completion
-        if completion.logprobs is not None and logprobs is not None:
-            # First, for readers in other threads. Ctrl-C may have come between these two statements before.
-            completion.logprobs[len(completion) :] = [logprobs]
-        completion.append(token)
-        self._end_if_finished(request)
-        return [(request, token)]
-
     def _end_if_finished(self, request: Request) -> None:
         completion = request.completion
         if completion.reason:  # cancelled, or `_end` was interrupted
@@ -962,19 +1045,27 @@ class Engine:
     def _give_up_place(self, request: Request) -> None:
         """The request loses its slot and its blocks. What they hold can still be found."""
         self._publish(request, last=True)
-        if request in self.prefilling_requests:
-            self._leave_prefill(request)
-        else:
-            self.active_requests.remove(request)
+        prefilling = request in self.prefilling_requests
+        (self.prefilling_requests if prefilling else self.active_requests).remove(request)
         self.pool.release(request.blocks)
-        self.free_slots.append(request.slot)
+        heapq.heappush(self.free_slots, request.slot)
         request.blocks, request.slot = [], -1
 
 
 def _extras(requests: list[Request]) -> tuple[bool, bool]:
     """-> does a request have penalties or a bias? does one ask for log-probabilities?"""
-    penalized = any(request.penalties.active for request in requests)
-    return penalized, any(request.logprobs is not None for request in requests)
+    penalized = any([request.penalties.active for request in requests])
+    return penalized, any([request.logprobs is not None for request in requests])
+
+
+def _may_join(request: Request) -> bool:
+    """May it share a prompt, computed once, with others that begin together with it?"""
+    return bool(request.keys) and not request.completion and request.scores is None
+
+
+def _host_rows(requests: list[Request]) -> list[int]:
+    """Of device_to_host_ids, where the next token of each request arrives: as `advance` writes them"""
+    return [(len(r.completion) + r.in_flight) % 2 for r in requests]
 
 
 def _to_host_later(x: Array) -> np.ndarray:
@@ -984,20 +1075,6 @@ def _to_host_later(x: Array) -> np.ndarray:
     host, host_gpu = mapped_array(x.shape, x.dtype)
     host_gpu[...] = x
     return host
-
-
-def _logprobs_of(request: Request, arrays: list[np.ndarray], row: int) -> TokenLogprobs | None:
-    """-> what a Completion says about its next token. arrays: of token_logprobs"""
-    if request.logprobs is None:
-        return None
-    chosen_B, top_BT, values_BT = arrays
-    tokens, values = (x[row, : request.logprobs].tolist() for x in (top_BT, values_BT))
-    return float(chosen_B[row]), [(t, x) for t, x in zip(tokens, values) if t >= 0]
-
-
-def _step_of(request: Request) -> int:
-    """The number of tokens that have been drawn, or will be when all launches end."""
-    return len(request.completion) + request.in_flight
 
 
 def graph_size(b: int, max_batch: int) -> int:

@@ -33,6 +33,8 @@ from ..nn.model import Transformer, has_code_of
 from ..nn.sequences import RotaryTables, Sequences
 from ..nn.tensor import Tensor
 
+COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -106,13 +108,19 @@ class PagedCache:
         """Of the arrays."""
         return self.n_blocks * self.block_bytes
 
-    def copy_block(self, to: int, source: int) -> None:
-        """Copy what a block holds, in all layers."""
-        if self.whole is not None:
-            self.whole[:, :, to] = self.whole[:, :, source]
-        else:
-            for kv in itertools.chain(*self.layers):
-                kv[to] = kv[source]
+    def copy_blocks(self, to: list[int], source: list[int], tokens: int) -> None:
+        """Copy the first tokens that blocks hold, in all layers: from source[i] to to[i], which are distinct blocks."""
+        step = max(1, COPIED_BYTES // self.block_bytes)
+        whole = (
+            [x[None, None] for x in itertools.chain(*self.layers)]
+            if self.whole is None
+            else [self.whole]
+        )
+        for low in range(0, len(to), step):
+            some, others = to[low : low + step], source[low : low + step]
+            for kv in whole:
+                bits = kv.view(f"u{kv.dtype.itemsize}")  # CuPy's indexing may not have bf16
+                bits[:, :, some, :, :tokens] = bits[:, :, others, :, :tokens]
 
     # ------------------------------------------------------------------------- positions
     def _position_tables(self) -> tuple[Array, Array]:

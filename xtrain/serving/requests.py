@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,10 +41,9 @@ class Completion(list[int]):
     """
 
     reason: str | None = None
+    prefilled = reused = 0
 
     def __init__(self, logprobs: bool = False) -> None:
-        super().__init__()
-        self.prefilled, self.reused = 0, 0
         self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
 
     def end(self, reason: str) -> str:
@@ -51,11 +51,11 @@ class Completion(list[int]):
         return vars(self).setdefault("reason", reason)  # one atomic operation
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One prompt, its sampling options, and the state of its sequence in the engine."""
 
-    prompt: list[int]
+    prompt: list[int]  # the n requests of one prompt share the list: it is never changed
     max_new_tokens: int
     temperature: float
     top_k: int  # 0: all tokens
@@ -69,13 +69,15 @@ class Request:
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
+    room: int = (
+        0  # the tokens that the completion has at most: max_new_tokens, or less in a short context
+    )
     slot: int = -1  # entry of the decode batch
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
     cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
     in_flight: int = 0  # tokens that are launched and that the host does not know yet
-    keys: list[bytes] = field(
-        default_factory=list
-    )  # of the blocks of `tokens`, when the request was admitted
+    # of the blocks of the first tokens; replaced, never changed, because requests share the list; empty: it shares no blocks
+    keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int = -1  # of the model, when the request was admitted
 
@@ -306,6 +308,11 @@ class DecodeBatch:
         "penalty_slot": np.int32,
     }  # fmt: skip
 
+    # those that a Request has too, and that stay as they are
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        "seed", "random_stream", "temperature", "top_k", "top_p", "min_p"
+    )  # fmt: skip
+
     def __init__(self, B: int, M: int, device: str):
         nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
         self.state, self.table = _Mirrored(nbytes, device), _Mirrored(4 * B * M, device)
@@ -328,18 +335,31 @@ class DecodeBatch:
 
     def clear(self) -> None:
         """Mark all entries as idle, on the host."""
-        self.host["lengths"][:] = self.host["penalty_slot"][:] = -1
-        self.host_tables[:] = -1
+        self.mark_idle_except([])
 
-    def write(self, b: int, r: Request) -> None:
-        """Write a request to entry b, on the host."""
-        host = self.host
-        host["seed"][b], host["random_stream"][b] = r.seed, r.random_stream
-        host["lengths"][b], host["step"][b] = r.cached_tokens, len(r.completion) + r.in_flight
-        host["temperature"][b], host["top_k"][b] = r.temperature, r.top_k
-        host["top_p"][b], host["min_p"][b] = r.top_p, r.min_p
-        host["penalty_slot"][b] = b if r.penalties.active else -1
-        self.host_tables[b, : len(r.blocks)] = r.blocks
+    def write(self, requests: list[Request]) -> None:
+        """Write requests to the entries of their slots, on the host."""
+        host, slots = self.host, [r.slot for r in requests]
+        for name, values in zip(self.OPTIONS, zip(*map(_options, requests))):
+            host[name][slots] = values
+        host["penalty_slot"][slots] = [r.slot if r.penalties.active else -1 for r in requests]
+        self.host_tables[slots] = -1
+        longest = max([len(r.blocks) for r in requests])
+        rows = [r.blocks + [-1] * (longest - len(r.blocks)) for r in requests]
+        self.host_tables[slots, :longest] = rows
+        self.write_counters(requests, slots)
+
+    def write_counters(self, requests: list[Request], slots: list[int]) -> None:
+        """Write what every token changes, on the host."""
+        self.host["lengths"][slots] = [r.cached_tokens for r in requests]
+        self.host["step"][slots] = [len(r.completion) + r.in_flight for r in requests]
+
+    def mark_idle_except(self, slots: list[int]) -> None:
+        """Mark all other entries as idle, on the host."""
+        idle = np.ones(len(self.host_tables), bool)
+        idle[slots] = False
+        self.host["lengths"][idle] = self.host["penalty_slot"][idle] = -1
+        self.host_tables[idle] = -1
 
     def upload(self) -> None:
         """Copy the columns and the tables to the device."""
@@ -358,6 +378,9 @@ class DecodeBatch:
     def first(self, b: int) -> dict[str, Array]:
         """The first b entries of every column, on the device."""
         return {name: column[:b] for name, column in self.device.items()}
+
+
+_options = attrgetter(*DecodeBatch.OPTIONS)
 
 
 class _Mirrored:

@@ -43,20 +43,21 @@ def _tokens(engine: Any, requests: list[Request]) -> Generator[tuple[int, int], 
         # Some may have been cancelled before the first token.
         engine.submit(*[r for r in requests if r.completion.reason is None])
         completions, sent = [request.completion for request in requests], [0] * len(requests)
+        unfinished = list(range(len(requests)))
         # Read the completions, not what `step` returns: another stream may have made the step.
-        while True:
+        while unfinished:
             # First the reasons: another thread may append the last tokens after this line.
-            ended = all(completion.reason for completion in completions)
-            fresh = [i for i, c in enumerate(completions) if sent[i] < len(c)]
+            remaining = [i for i in unfinished if completions[i].reason is None]
+            fresh = [i for i in unfinished if sent[i] < len(completions[i])]
             fresh = [i for i in fresh if completions[i].reason != "cancelled"]
             for i in fresh:
                 sent[i] += 1
                 yield i, completions[i][sent[i] - 1]
             if fresh:
                 continue
-            if ended:
-                return
-            engine.step()
+            unfinished = remaining
+            if unfinished:
+                engine.step()
     finally:
         for request in requests:
             engine.cancel(request)

@@ -240,9 +240,9 @@ def test_planted_bugs_are_found(stage, old, new):
 @pytest.mark.parametrize(
     "w, name, old, new",
     [
-        (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[tile * TILE + row + 1]"),
-        (BF16, "make_finish", "up += b[F + tile", "up += b[2 * F + tile"),
-        (BF16, "make_finish", "value += b[tile * TILE + row]", "value += b[row]"),
+        (BF16, "make_finish", "value += b[o]", "value += b[o + 1]"),
+        (BF16, "make_finish", "up += b[F + o]", "up += b[2 * F + o]"),
+        (BF16, "make_finish", "value += b[o]", "value += b[row]"),
         (np.float32, "make_multiply_row", "up += b[F + o]", "up += b[o]"),
         (np.float32, "make_multiply_row", "value += b[o]", "value += b[o] * r"),
     ],

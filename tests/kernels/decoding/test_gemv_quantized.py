@@ -133,6 +133,19 @@ def test_tiny_and_huge_scales(kind):
     assert (np.abs(y - exact) <= 1e-4 * np.abs(exact).max(0)).all()
 
 
+@pytest.mark.parametrize("rows", [5, 32, 53])
+def test_two_tiles_of_rows_have_the_bits_of_one(monkeypatch, rows):
+    """Also where the second tile is partly or wholly beyond the last row, and a warp has no chunk in a step."""
+    N, K = 11, 64 * 3
+    x, w, b = normal(1, N, K).astype(BF16), matrix("fp8", rows, K), normal(5, rows)
+    monkeypatch.setattr(file, "choose", lambda *_: Config(2, 1, 1))
+    y = product(x, w, b, dtype=np.float32)
+    monkeypatch.setattr(file, "ROW_TILES", 2)
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)  # several tiles per block
+    with sentinels(monkeypatch):
+        assert np.array_equal(product(x, w, b, dtype=np.float32), y)
+
+
 def test_against_pytorch():
     x, w = normal(1, 3, 64).astype(BF16), matrix("fp8", 10, 64)
     fp8 = torch.tensor(w.codes_OK).view(torch.float8_e4m3fn).double()
@@ -186,9 +199,12 @@ def test_the_products_of_a_decoder():
     "dtype, name, old, new",
     [
         # the scale of another row, or of no row
-        (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[row]"),
-        (BF16, "make_finish", "value *= scale[tile * TILE + row]", "value *= scale[n]"),
-        (BF16, "make_finish", "up *= scale[F + tile * TILE + row]", "up *= scale[tile * TILE + row]"),
+        (BF16, "make_finish", "o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)", "o = cuda.threadIdx.x & TILE - 1"),
+        (BF16, "make_finish", "o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)", "o = tile * TILES * TILE + cuda.threadIdx.x // TILE"),
+        (BF16, "make_finish", "row_of_w(o, m, F)", "o"),
+        (BF16, "make_finish", "up *= scales[1]", "up *= scales[0]"),
+        # the unit of bf16 codes
+        (BF16, "make_finish", " * float32(BF16_UNIT)", ""),
         (np.float32, "make_multiply_row", "value *= scale[o]", "value *= scale[o + 1]"),
         (np.float32, "make_multiply_row", "up *= scale[F + o]", "up *= scale[o]"),
         # the bias is scaled too
@@ -199,10 +215,10 @@ def test_the_products_of_a_decoder():
         (BF16, "make_multiply", "words[u, m, r, i], w)", "words[u, m, r, i ^ 1], w)"),
         (BF16, "make_multiply", "fa[r + 2 * j]", "fa[2 * r + j]"),
         # 16 columns of w with 8 of x
-        (BF16, "make_operands", "E = 16 if QUANTIZED else 8", "E = 8"),
+        (BF16, "make_operands", "TILES, 16 if QUANTIZED else 8", "TILES, 8"),
         # a group of rows reads the first one
         (BF16, "make_operands", "n, c = int64(8 * group + (lane >> 2))", "n, c = int64(lane >> 2)"),
-        (BF16, "make_reduce", "8 * group + 2 * (lane & 3)", "2 * (lane & 3)"),
+        (BF16, "make_reduce", "8 * group + (i & 1)", "(i & 1)"),
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(dtype, name, old, new):
@@ -223,6 +239,47 @@ def test_planted_bugs_are_found(dtype, name, old, new):
     run()
     module = file if name == "make_multiply_row" else gemv_tensor_cores
     planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
+    with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
+        run()
+
+
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("make_row_of_w", "o += m * TILE", "pass"),
+        ("make_row_of_w", "        o += m * TILE\n        return o if o < F else F - 1", "        return o + m * TILE"),
+        ("make_finish", "o = (tile * TILES + m) * TILE + row", "o = (tile + m) * TILE + row"),
+        ("make_finish", "if n < N and o < F", "if n < N"),
+        ("make_finish", "value *= scales[m]", "value *= scales[0]"),
+        ("make_finish", "total(sums, m, row, n)", "total(sums, 0, row, n)"),
+        # two sets of registers, and several tiles per block
+        ("make_product", "            if tile != first:\n                load_scales(scales, scale, tile, F)", ""),
+        ("make_product", "tile, step + 1, first", "tile, step, first"),
+        ("make_product", "tile, step + 2, first", "tile, step + 1, first"),
+        ("make_product", "multiply(s, next_words, next_fx, x, x_s, step + 1, N, w)", "multiply(s, words, fx, x, x_s, step + 1, N, w)"),
+        ("make_product", "                    copy_words(words, next_words)\n", ""),
+        ("make_product", "        tile += grid", "        tile += grid + grid"),
+        ("make_product", "(tile + grid) * SPAN < F", "(tile + 2 * grid) * SPAN < F"),
+        ("make_product", "words, fx, h, x, delta, w, norm_w, tile + grid, 0", "words, fx, h, x, delta, w, norm_w, tile, 0"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_of_several_tiles_are_found(monkeypatch, name, old, new):
+    """By the simulator, or by other bits."""
+    # one warp: 3 steps of one chunk, or 2
+    monkeypatch.setattr(file, "choose", lambda *_: Config(1, 1, 1))
+    w = {K: matrix("int8", 53, K) for K in (128, 192)}
+    many, few = normal(6, 9, 192).astype(BF16), normal(7, 1, 128).astype(BF16)
+
+    def run():
+        y = product(many, w[192], dtype=np.float32), product(few, w[128], dtype=np.float32)
+        assert all(map(np.array_equal, y, expected))
+
+    expected = product(many, w[192], dtype=np.float32), product(few, w[128], dtype=np.float32)
+    monkeypatch.setattr(file, "ROW_TILES", 2)
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
+    run()
+    planted = with_planted_bug([gemv_tensor_cores, file], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
         run()
 

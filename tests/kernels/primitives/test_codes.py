@@ -9,6 +9,7 @@ from checks import to_host, to_kernel
 from offline import CARDS_BF16, nvvm, ptx_for, signatures
 
 from xtrain.kernels.primitives.codes import (
+    BF16_UNIT,
     code_values,
     codes_to_bf16,
     codes_to_floats,
@@ -43,7 +44,7 @@ def unpack(codes):
     values = to_kernel(np.zeros(codes.size, np.float32))
     pairs = to_kernel(np.zeros(codes.size // 2, np.uint32))
     launch(unpack_kernel, 1, 32, values, pairs, to_kernel(codes))
-    return to_host(values), to_host(pairs).view(ml_dtypes.bfloat16).astype(np.float32)
+    return to_host(values), to_host(pairs).view(ml_dtypes.bfloat16).astype(np.float32) * BF16_UNIT
 
 
 def numbers(dtype):
@@ -61,9 +62,10 @@ def test_every_code(dtype):
 
 
 def permute(a, b, selector):
-    """PTX's prmt, without sign replication."""
+    """PTX's prmt; a digit from 8 on stands for copies of a byte's sign bit."""
     source = [int(x) >> 8 * j & 0xFF for x in (a, b) for j in range(4)]
-    return sum(source[selector >> 4 * j & 7] << 8 * j for j in range(4))
+    source += [0xFF * (byte >> 7) for byte in source]
+    return sum(source[selector >> 4 * j & 15] << 8 * j for j in range(4))
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -72,6 +74,7 @@ def test_the_bits_by_hand(dtype):
     codes = numbers(dtype)
     as_float = lambda bits: np.array([bits], np.uint32).view(np.float32)[0]
     halves = lambda bits: np.array([bits << 16, bits & 0xFFFF0000], np.uint64).astype(np.uint32)
+    exactly = lambda bits: halves(bits).view(np.float32).astype(np.float64)  # subnormal ones too
     for word, values in zip(codes.view(np.uint32), code_values(codes).reshape(-1, 4)):
         word, found, pairs = int(word), [], []
         for j in range(4):
@@ -80,15 +83,14 @@ def test_the_bits_by_hand(dtype):
                 found.append(as_float(permute(shifted, 0x4B000000, 0x7540 | j)) - (2.0**23 + 128))
             else:
                 top = word << 24 - 8 * j & 0xFF000000
-                found.append(as_float(top & 0x80008000 | top >> 4 & 0x07F007F0) * 2.0**120)
-        for selector in (0x4140, 0x4342) if dtype == np.int8 else (0x1404, 0x3424):
+                found.append(as_float(top & 0x80000000 | top >> 4 & 0x07F00000) * 2.0**120)
+        for selector in (0x4140, 0x4342) if dtype == np.int8 else (0x9180, 0xB3A2):
             if dtype == np.int8:
-                low, sign = (permute(word & m, 0x43, selector) for m in (0x7F7F7F7F, 0x80808080))
-                pairs += list(halves(low).view(np.float32) - halves(sign).view(np.float32))
+                a, b, c = permute(word ^ 0x80808080, 0, selector), 0x7F007F00, 0xC000C000
             else:
-                bits = permute(word, 0, selector)
-                placed = halves(bits & 0x80008000 | bits >> 4 & 0x07F007F0)
-                pairs += list(placed.view(np.float32) * np.float32(2.0**120))
+                a = permute(word, 0, selector) << 4 & 0x87F087F0
+                b, c = 0x78807880, 0x80008000
+            pairs += list((exactly(a) * exactly(b) + exactly(c)) * BF16_UNIT)
         assert found == values.tolist() and pairs == values.tolist()
 
 
@@ -102,4 +104,4 @@ def test_instructions(monkeypatch, nvvm, dtype):
         assert ".rn.f32.s" not in ptx and ".local " not in ptx
         assert ptx.count("fma.rn.bf16x2") == 8  # two numbers each
         assert "ld.global.v4.u32" in ptx or "ld.global.v4.b32" in ptx
-        assert ptx.count("prmt.b32") >= (16 + 16 if dtype == np.int8 else 8)
+        assert ptx.count("prmt.b32") == (16 + 8 if dtype == np.int8 else 8)

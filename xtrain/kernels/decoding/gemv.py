@@ -58,6 +58,9 @@ from .gemv_tensor_cores import (
 )
 
 BLOCK = 256
+# Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x. Every block reads all of x, so 2
+# would halve that traffic. Not measured yet: bench/tune_decode.py --weights int8 --stages row_tiles
+ROW_TILES = 1
 
 
 # ----------------------------------------------------------------------------- reference
@@ -281,7 +284,9 @@ def _launch(
         plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, quantized, overlap)
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     config = config or choose(K, F, swiglu, norm, quantized)
-    tiles, chunk = -(-F // TILE), CHUNK_QUANTIZED if quantized else CHUNK
+    # with 16 warps there is no room for more sums
+    row_tiles = ROW_TILES if groups > 1 and config.warps <= 8 else 1
+    tiles, chunk = -(-F // (row_tiles * TILE)), CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
         norm=norm,
@@ -295,6 +300,7 @@ def _launch(
         staged=groups == 1 and staged(K, config, quantized),
         quantized=quantized,
         groups=groups,
+        tiles=row_tiles,
     )
     tensor_kernel = make_tensor_kernel(K, variant, config)
     shared = shared_bytes(N, K, quantized) if variant.staged else 0

@@ -9,11 +9,14 @@ columns of row g of x: the inner index of a product may have any order if both o
 
 Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are 16 of them, a chunk is 64
 columns and four steps. Just before a step its codes become bf16, exactly (primitives/codes.py), and the scale of a row of w
-multiplies its sum at the end. A GEMM would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to
-four groups of 8 rows, by the same order of additions, and a lane reads its columns of x where it needs them.
+multiplies its sum at the end; it is loaded with the first weights, because a load at the end would only be waited for. A GEMM
+would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to four groups of 8 rows, by the same order
+of additions, and a lane reads its columns of x where it needs them. Every block then reads all of x, so it may multiply several
+tiles of w by what it has read (Variant.tiles).
 
 The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
-next chunks, or of the next tile, are loaded while the current ones are multiplied. The first weights are loaded before the
+next chunks, or of the next tile, are loaded while the current ones are multiplied, into the other one of two sets of registers,
+which change their roles with every step. The first weights are loaded before the
 kernel waits for its input (wait_for_previous in primitives/ptx.py) if they are known to be ready. A block that has one tile of
 at most 2048 columns loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if it
 fits: loaded chunk by chunk, x would cost an access to the L2 cache per chunk.
@@ -23,7 +26,7 @@ x is rounded to bf16 after the norm weight, before r; sums, r and everything aft
 import functools
 from dataclasses import dataclass
 
-from ..primitives.codes import codes_to_bf16, load_codes16
+from ..primitives.codes import BF16_UNIT, codes_to_bf16, load_codes16
 from ..primitives.ptx import (
     device,
     kernel,
@@ -36,9 +39,9 @@ from ..primitives.ptx import (
     wait_for_previous,
 )
 from ..primitives.reduce import FULL, warp_sum
-from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, pack_bf16
+from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, opaque, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
-from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint16, uint32
+from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint16, uint32, uint64
 from ..swiglu import sigmoid
 
 MAX_ROWS = 8  # columns of one tensor-core tile
@@ -78,10 +81,25 @@ def staged(K: int, config: Config, quantized: bool = False) -> bool:
 
 
 @functools.cache
-def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
+def make_row_of_w(SWIGLU):
+    """-> row_of_w(o, m, F): the row of w of row o of a tile's first 16, in its m-th 16 rows; beyond the last row: that one"""
+
+    @device
+    def row_of_w(o, m, F):
+        if SWIGLU:
+            return (o if o < F else F - 1) + m * F
+        o += m * TILE
+        return o if o < F else F - 1
+
+    return row_of_w
+
+
+@functools.cache
+def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED):
     """-> load_w, load_x, load_staged_x, load_group: operands of mma_bf16
 
-    load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows
+    load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows: M = TILES, or 2 with
+                                                    SWIGLU
     load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, share, shares, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
@@ -91,10 +109,11 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
     """
-    E = 16 if QUANTIZED else 8  # columns of a lane in a chunk
+    M, E = 2 if SWIGLU else TILES, 16 if QUANTIZED else 8  # E: columns of a lane in a chunk
     WIDTH, X_PAD = 4 * E, PAD_QUANTIZED if QUANTIZED else PAD
     CHUNKS, load_words = K // WIDTH, load_codes16 if QUANTIZED else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
+    row_of_w = make_row_of_w(SWIGLU)
 
     @device
     def chunk_of(step, u, warp):
@@ -102,18 +121,21 @@ def make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED):
 
     @device
     def load_w(words, w, tile, step, F):
-        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        tid = opaque(
+            cuda.threadIdx.x
+        )  # else the addresses of all tiles occupy registers all the time
+        warp, lane = tid >> 5, tid & 31
         for u in range(U):
             c = chunk_of(step, u, warp)
             for m in range(M):
                 for r in range(2):
-                    o = tile * TILE + 8 * r + (lane >> 2)
-                    o = (o if o < F else F - 1) + m * F
+                    o = row_of_w(tile * TILES * TILE + 8 * r + (lane >> 2), m, F)
                     if EVEN or c < CHUNKS:
                         load_words(words[u, m, r], w, o * K + c * WIDTH + E * (lane & 3))
                     else:
                         for j in range(4):
                             words[u, m, r, j] = uint32(0)
+            cuda.syncwarp()  # no instruction: the compiler keeps the loads in the order of their use, before the products
 
     @device
     def load_x(fx, h, x, delta, norm_w, step, share, shares, N):
@@ -248,17 +270,19 @@ def make_reduce(M, WARPS, GROUPS):
     @device
     def store_sums(s, sums):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        # unsigned: no test for a negative index.  64 bits: the other indices are constants away from it
+        first = uint64(warp * SIZE + (lane >> 2) * COLUMNS + 2 * (lane & 3))
         for group in range(GROUPS):
             for m in range(M):
                 for i in range(4):
-                    row, n = (lane >> 2) + 8 * (i >> 1), 8 * group + 2 * (lane & 3) + (i & 1)
-                    sums[warp * SIZE + (m * TILE + row) * COLUMNS + n] = s[group * M + m, i]
+                    at = (m * TILE + 8 * (i >> 1)) * COLUMNS + 8 * group + (i & 1)
+                    sums[first + uint64(at)] = s[group * M + m, i]
 
     @device
     def total(sums, m, row, n):
-        acc = float32(0.0)
+        acc, first = float32(0.0), uint64(row * COLUMNS + n)
         for warp in range(WARPS):
-            acc += sums[warp * SIZE + (m * TILE + row) * COLUMNS + n]
+            acc += sums[first + uint64(warp * SIZE + m * TILE * COLUMNS)]
         return acc
 
     return store_sums, total
@@ -324,39 +348,51 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
 
 
 @functools.cache
-def make_finish(K, NORM, SWIGLU, BIAS, WARPS, QUANTIZED, GROUPS):
-    """-> finish(y, sums, squares_s, scale, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 x 8 GROUPS elements,
-    and write y"""
-    total, THREADS = make_reduce(2 if SWIGLU else 1, WARPS, GROUPS)[1], 32 * WARPS
+def make_finish(K, NORM, SWIGLU, TILES, BIAS, WARPS, QUANTIZED, GROUPS):
+    """-> load_scales(scales (M,), scale, tile, F): those of the rows of w that this thread finishes; unquantized: nothing
+    finish(y, sums, squares_s, scales, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 TILES x 8 GROUPS
+    elements, and write y
+    """
+    M, THREADS = 2 if SWIGLU else TILES, 32 * WARPS
+    total, row_of_w = make_reduce(M, WARPS, GROUPS)[1], make_row_of_w(SWIGLU)
     EACH = -(-TILE * MAX_ROWS * GROUPS // THREADS)
 
     @device
-    def finish(y, sums, squares_s, scale, b, tile, N, F, eps):
-        for j in range(EACH):
-            i = cuda.threadIdx.x + j * THREADS
-            n, row = i // TILE, i % TILE
-            if n < N and tile * TILE + row < F:
-                r = float32(1.0)
-                if NORM:
-                    acc = float32(0.0)
-                    for warp in range(WARPS):
-                        acc += squares_s[warp * MAX_ROWS + n]
-                    r = rsqrtf(acc * float32(1 / K) + eps)
-                value = total(sums, 0, row, n) * r
-                if QUANTIZED:
-                    value *= scale[tile * TILE + row]
-                if BIAS:
-                    value += b[tile * TILE + row]
-                if SWIGLU:
-                    up = total(sums, 1, row, n) * r
-                    if QUANTIZED:
-                        up *= scale[F + tile * TILE + row]
-                    if BIAS:
-                        up += b[F + tile * TILE + row]
-                    value *= sigmoid(value) * up
-                store1(y, n * F + tile * TILE + row, value)
+    def load_scales(scales, scale, tile, F):
+        if QUANTIZED:
+            o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)
+            for m in range(M):
+                scales[m] = scale[row_of_w(o, m, F)] * float32(BF16_UNIT)
 
-    return finish
+    @device
+    def finish(y, sums, squares_s, scales, b, tile, N, F, eps):
+        row = cuda.threadIdx.x & TILE - 1
+        for j in range(EACH):
+            n = cuda.threadIdx.x // TILE + j * (THREADS // TILE)
+            r = float32(1.0)
+            if NORM and n < N:
+                acc = float32(0.0)
+                for warp in range(WARPS):
+                    acc += squares_s[uint64(n) + uint64(warp * MAX_ROWS)]
+                r = rsqrtf(acc * float32(1 / K) + eps)
+            for m in range(TILES):
+                o = (tile * TILES + m) * TILE + row
+                if n < N and o < F:
+                    value = total(sums, m, row, n) * r
+                    if QUANTIZED:
+                        value *= scales[m]
+                    if BIAS:
+                        value += b[o]
+                    if SWIGLU:
+                        up = total(sums, 1, row, n) * r
+                        if QUANTIZED:
+                            up *= scales[1]
+                        if BIAS:
+                            up += b[F + o]
+                        value *= sigmoid(value) * up
+                    store1(y, n * F + o, value)
+
+    return load_scales, finish
 
 
 @device
@@ -382,71 +418,136 @@ class Variant:
     staged: bool  # x passes through shared memory
     quantized: bool = False  # the weights are codes, with a scale per row
     groups: int = 1  # of 8 rows of x; above 1, x is bf16 in memory, and there is no norm
+    tiles: int = 1  # of 16 rows of w, which a block multiplies with the same x; with swiglu 1
 
 
 def make_product(K: int, variant: Variant, config: Config):
     """-> load_first, product: what a block does before and after it waits for its input
 
-    load_first(words (U, M, 2, 4), w, first, F)       the first weights of tile `first`; U = config.chunks, M = 2 with swiglu
-    product(y, h, x, ..., words, sums, squares_s, x_s, first, grid, N, F, eps)
+    load_first(words (U, M, 2, 4), scales (M,), w, scale, first, F)
+                                                      the first weights of tile `first`, and the scales of its rows;
+                                                      U = config.chunks, M = variant.tiles, or 2 with swiglu
+    product(y, h, x, ..., words, scales, sums, squares_s, x_s, first, grid, N, F, eps)
                                                       tiles first, first + grid, ... of y; the block also writes this share of h
     sums: sums_size(...) floats of shared memory.  squares_s: WARPS MAX_ROWS.  x_s: shared_bytes(...), if variant.staged.
     """
     NORM, ADD, HALF, SWIGLU = variant.norm, variant.add, variant.half, variant.swiglu
     once, STAGED, WARPS, U = variant.once, variant.staged, config.warps, config.chunks
-    QUANTIZED, GROUPS = variant.quantized, variant.groups
-    M, X_STEPS = 2 if SWIGLU else 1, 4 if QUANTIZED else 2
-    TILES = GROUPS * M  # of sums
+    QUANTIZED, GROUPS, TILES = variant.quantized, variant.groups, variant.tiles
+    M, X_STEPS = 2 if SWIGLU else TILES, 4 if QUANTIZED else 2
+    SUMS, SPAN = GROUPS * M, TILES * TILE
     CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
     STEPS = -(-CHUNKS // (WARPS * U))
-    operands = make_operands(K, NORM, ADD, HALF, M, WARPS, U, QUANTIZED)
+    PAIRS, ODD = STEPS // 2, STEPS % 2 == 1
+    operands = make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED)
     load_w, load_x, load_staged_x, load_group = operands
     products = make_multiply(M, U, QUANTIZED, GROUPS, load_group)
-    multiply, multiply_groups, copy_words, copy_fx = products
+    multiply_staged, multiply_groups, copy_words, copy_fx = products
     store_sums = make_reduce(M, WARPS, GROUPS)[0]
-    finish = make_finish(K, NORM, SWIGLU, variant.bias, WARPS, QUANTIZED, GROUPS)
+    load_scales, finish = make_finish(
+        K, NORM, SWIGLU, TILES, variant.bias, WARPS, QUANTIZED, GROUPS
+    )
     stage = make_stage(K, NORM, ADD, HALF, 32 * WARPS, QUANTIZED)
+    DIRECT = not STAGED and GROUPS == 1  # x is loaded together with w
 
     @device
-    def load_first(words, w, first, F):
+    def load_first(words, scales, w, scale, first, F):
         load_w(words, w, first, 0, F)
+        load_scales(scales, scale, first, F)
+
+    @device
+    def load(words, fx, h, x, delta, w, norm_w, tile, step, first, grid, N, F):
+        """-> this lane's squares of the x that it loads, 0 if they have been counted"""
+        load_w(words, w, tile, step, F)
+        squares = float32(0.0)
+        if DIRECT:
+            squares = load_x(fx, h, x, delta, norm_w, step, first, grid, N)
+        return squares if tile == first else float32(0.0)
+
+    @device
+    def multiply(s, words, fx, x, x_s, step, N, w):
+        if STAGED:
+            load_staged_x(fx, x_s, step, N)
+        if GROUPS == 1:
+            multiply_staged(s, words, fx, w)
+        else:
+            multiply_groups(s, words, x, step, N, w)
 
     @device
     def product(
-        y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+        y,
+        h,
+        x,
+        delta,
+        w,
+        norm_w,
+        scale,
+        b,
+        words,
+        scales,
+        sums,
+        squares_s,
+        x_s,
+        first,
+        grid,
+        N,
+        F,
+        eps,
     ):
+        """After an even number of steps both sets of registers have their first roles again, so nothing is copied."""
         lane = cuda.threadIdx.x & 31
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
         next_fx = cuda.local.array((U, X_STEPS, 2), uint32)
-        s = cuda.local.array((TILES, 4), float32)
+        s = cuda.local.array((SUMS, 4), float32)
         squares = float32(0.0)
         if STAGED:
             stage(x_s, squares_s, h, x, delta, norm_w, first, grid, N)
             cuda.syncthreads()  # x is in shared memory
-        elif GROUPS == 1:
+        elif DIRECT:
             squares = load_x(fx, h, x, delta, norm_w, 0, first, grid, N)
-        for tile in range(first, (F + TILE - 1) // TILE, grid):
-            for m in range(TILES):
+        tile = first
+        while tile * SPAN < F:  # a range would divide by grid
+            more = not once and (tile + grid) * SPAN < F
+            if tile != first:
+                load_scales(scales, scale, tile, F)
+            for m in range(SUMS):
                 for j in range(4):
                     s[m, j] = float32(0.0)
-            for step in range(STEPS):
-                following = tile if step + 1 < STEPS else tile + grid
-                more = not once and following * TILE < F
+            for pair in range(PAIRS):
+                step = 2 * pair
+                squares += load(
+                    next_words, next_fx, h, x, delta, w, norm_w, tile, step + 1, first, grid, N, F
+                )
+                multiply(s, words, fx, x, x_s, step, N, w)
+                if ODD or step + 2 < STEPS:
+                    squares += load(
+                        words, fx, h, x, delta, w, norm_w, tile, step + 2, first, grid, N, F
+                    )
+                elif more:
+                    load(words, fx, h, x, delta, w, norm_w, tile + grid, 0, first, grid, N, F)
+                multiply(s, next_words, next_fx, x, x_s, step + 1, N, w)
+            if ODD:
                 if more:
-                    load_w(next_words, w, following, (step + 1) % STEPS, F)
-                if STAGED:
-                    load_staged_x(fx, x_s, step, N)
-                elif GROUPS == 1 and more:
-                    new = load_x(next_fx, h, x, delta, norm_w, (step + 1) % STEPS, first, grid, N)
-                    squares += new if following == first else float32(0.0)
-                if GROUPS == 1:
-                    multiply(s, words, fx, w)
-                else:
-                    multiply_groups(s, words, x, step, N, w)
+                    load(
+                        next_words,
+                        next_fx,
+                        h,
+                        x,
+                        delta,
+                        w,
+                        norm_w,
+                        tile + grid,
+                        0,
+                        first,
+                        grid,
+                        N,
+                        F,
+                    )
+                multiply(s, words, fx, x, x_s, STEPS - 1, N, w)
                 if more:
                     copy_words(words, next_words)
-                    if not STAGED and GROUPS == 1:
+                    if DIRECT:
                         copy_fx(fx, next_fx)
             store_sums(s, sums)
             if NORM and not STAGED and tile == first:
@@ -455,15 +556,20 @@ def make_product(K: int, variant: Variant, config: Config):
                 if lane & 3 == 0:
                     squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
             cuda.syncthreads()
-            finish(y, sums, squares_s, scale, b, tile, N, F, eps)
+            finish(y, sums, squares_s, scales, b, tile, N, F, eps)
+            if once:
+                break
             cuda.syncthreads()  # the sums have been read
+            tile += grid
 
     return load_first, product
 
 
 def sums_size(variant: Variant, config: Config) -> int:
     """-> floats of shared memory for the sums of a block"""
-    return config.warps * (2 if variant.swiglu else 1) * TILE * MAX_ROWS * variant.groups
+    return (
+        config.warps * (2 if variant.swiglu else variant.tiles) * TILE * MAX_ROWS * variant.groups
+    )
 
 
 @functools.cache
@@ -474,7 +580,11 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     """
     NORM, overlap, ready = variant.norm, variant.overlap, variant.ready
     WARPS, U, BLOCKS, GROUPS = config.warps, config.chunks, config.blocks, variant.groups
-    M, SUMS, SQUARES = 2 if variant.swiglu else 1, sums_size(variant, config), WARPS * MAX_ROWS
+    M, SUMS, SQUARES = (
+        2 if variant.swiglu else variant.tiles,
+        sums_size(variant, config),
+        WARPS * MAX_ROWS,
+    )
     load_first, product = make_product(K, variant, config)
 
     @kernel(
@@ -487,20 +597,37 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
         """
         sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
-        words = cuda.local.array((U, M, 2, 4), uint32)
+        words, scales = cuda.local.array((U, M, 2, 4), uint32), cuda.local.array(M, float32)
         first, grid = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
         if overlap:
             let_next_start()
         if ready:
-            load_first(words, w, first, F)
+            load_first(words, scales, w, scale, first, F)
             if NORM and overlap:
                 prefetch_start(norm_w)
         if overlap:
             wait_for_previous()
         if not ready:
-            load_first(words, w, first, F)
+            load_first(words, scales, w, scale, first, F)
         product(
-            y, h, x, delta, w, norm_w, scale, b, words, sums, squares_s, x_s, first, grid, N, F, eps
+            y,
+            h,
+            x,
+            delta,
+            w,
+            norm_w,
+            scale,
+            b,
+            words,
+            scales,
+            sums,
+            squares_s,
+            x_s,
+            first,
+            grid,
+            N,
+            F,
+            eps,
         )
 
     return gemv_tensor_kernel

@@ -52,7 +52,7 @@ class PenaltyRules:
         for name, x in (("frequency", self.frequency), ("presence", self.presence)):
             check(abs(x) <= MAX_BIAS, f"{name}_penalty {x}: expected -100 to 100, 0 is off")
 
-    @property
+    @functools.cached_property
     def active(self) -> bool:
         """False if they change nothing."""
         return bool(self.bias) or (self.repetition, self.frequency, self.presence) != (1, 0, 0)

@@ -3,7 +3,7 @@
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
     store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes4: 1 word; store_codes16: 4 words
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
-    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word as two pairs of bf16. Compute capability 8.0
+    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs of bf16. Compute capability 8.0
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
                                        Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
@@ -15,12 +15,16 @@ A conversion instruction is slow: at the speed of an H200's memory a multiproces
 integers to float32 in one. So bits are moved to where a float has them, by instructions of which 64 to 128 run in a cycle:
 
     int8 -> float32   0x4B0000uu is the float 2^23 + uu. With uu = code + 128: one byte permutation, one subtraction
-    int8 -> bf16      0x43mm is 128 + mm for the low seven bits of a code, and 0x4300 or 0x4380 is 128 or 256 for its sign bit.
-                      The difference of the two is the code. Both halves of a register at once: for 4 codes 2 masks, 4
-                      permutations and 2 subtractions
+    int8 -> bf16      0x00uu is the bf16 uu 2^-133: for bytes below 128 a subnormal number, and the next exponent, which is for
+                      bytes from 128 on, has the same step. With uu = code + 128, times 2^127 and less 2 is code / 64. Both halves
+                      of a register at once: for 4 codes one mask, 2 permutations and 2 multiply-adds
     e4m3              sign, exponent and fraction move to their places in the wider float. The exponent is then too small by
-                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal numbers): times 2^120. For 4
-                      codes as bf16 2 permutations, 2 shifts, 4 masks and 2 products
+                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal numbers): times 2^120. As bf16
+                      times 2^114, so that both kinds have one unit. A byte permutation can fill a byte with copies of a sign bit:
+                      shifted by 4, sign and number are where they belong. For 4 codes 2 permutations, 2 shifts, 2 masks and 2
+                      products
+
+BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes up for it, exactly.
 """
 
 import ml_dtypes
@@ -32,24 +36,19 @@ from .intrinsics import GLOBAL, instruction, intrinsic
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 NAN_CODE = 0x7F  # that a conversion gives, of both kinds
+BF16_UNIT = 64.0
 
 
 # ----------------------------------------------------------------------------- code generation
 def _permute(code, a, b, selector):
-    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last. "prmt" """
+    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last; 8 more:
+    copies of the sign bit of that byte. "prmt" """
     return code.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", uint32, [a, b], effect=False)
 
 
 def _fma_pairs(code, a, b, c):
     """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are not flushed."""
     return code.asm("fma.rn.bf16x2 $0, $1, $2, $3;", uint32, [a, b, c], effect=False)
-
-
-def _e4m3_in_place(code, bits):
-    """Each e4m3 at the top of a 32-bit float, or of both halves of a word -> its bits where the wider float has them"""
-    sign = code.and_(bits, 0x80008000)
-    rest = code.and_(code.lshr(bits, 4), 0x07F007F0)
-    return code.or_(sign, rest)
 
 
 def _int8_floats(code, word):
@@ -62,21 +61,22 @@ def _int8_floats(code, word):
 def _e4m3_floats(code, word):
     for j in range(4):
         top = code.and_(code.shl(word, 24 - 8 * j), 0xFF000000)
-        # the lower half of the masks of _e4m3_in_place finds zeros
-        yield code.fmul(code.bitcast(_e4m3_in_place(code, top), float32), 2.0**120)
+        rest = code.and_(code.lshr(top, 4), 0x07F00000)
+        bits = code.or_(code.and_(top, 0x80000000), rest)
+        yield code.fmul(code.bitcast(bits, float32), 2.0**120)
 
 
 def _int8_pairs(code, word):
-    low, sign = (code.and_(word, mask) for mask in (0x7F7F7F7F, 0x80808080))
+    shifted = code.xor(word, 0x80808080)  # code + 128
     for selector in (0x4140, 0x4342):
-        a, b = (_permute(code, x, 0x43, selector) for x in (low, sign))
-        yield _fma_pairs(code, b, 0xBF80BF80, a)  # a - b
+        bits = _permute(code, shifted, 0, selector)
+        yield _fma_pairs(code, bits, 0x7F007F00, 0xC000C000)  # 2^127, -2
 
 
 def _e4m3_pairs(code, word):
-    for selector in (0x1404, 0x3424):
-        bits = _e4m3_in_place(code, _permute(code, word, 0, selector))
-        yield _fma_pairs(code, bits, 0x7B807B80, 0x80008000)  # 2^120, -0
+    for selector in (0x9180, 0xB3A2):  # from 8 on: copies of a sign bit
+        bits = code.and_(code.shl(_permute(code, word, 0, selector), 4), 0x87F087F0)
+        yield _fma_pairs(code, bits, 0x78807880, 0x80008000)  # 2^114, -0
 
 
 @intrinsic()
@@ -95,7 +95,7 @@ def codes_to_floats(code, values, words, x):
 
 @intrinsic(word=uint32)
 def codes_to_bf16(code, pairs, word, x):
-    """pairs[0:2] = the codes of a word, in their order"""
+    """pairs[0:2] = the codes of a word / BF16_UNIT, in their order"""
     unpack = _int8_pairs if x.type.dtype == int8 else _e4m3_pairs
     code.set_registers(pairs, unpack(code, word))
 
@@ -173,7 +173,7 @@ def _simulated_floats(thread, site, values, words, x):
 
 @simulates(codes_to_bf16)
 def _simulated_pairs(thread, site, pairs, word, x):
-    values = code_values(_codes([word], x)).astype(ml_dtypes.bfloat16)
+    values = (code_values(_codes([word], x)) / np.float32(BF16_UNIT)).astype(ml_dtypes.bfloat16)
     for j, pair in enumerate(values.view(np.uint32)):
         thread.store(pairs, j, pair, site)
 

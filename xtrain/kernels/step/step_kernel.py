@@ -221,11 +221,11 @@ def make_tensor_task(N, K, F, variant, config):
     def multiply(
         y, h, x, delta, w, norm_w, b, sums, squares_s, x_s, share, shares, eps, counters, i, target
     ):
-        words = cuda.local.array((U, M, 2, 4), uint32)
-        load_first(words, w, share, F)
+        words, scales = cuda.local.array((U, M, 2, 4), uint32), cuda.local.array(M, float32)
+        load_first(words, scales, w, norm_w, share, F)  # there are no scales
         wait_for_count(counters, i, target)
         product(
-            y, h, x, delta, w, norm_w, norm_w, b, words, sums, squares_s, x_s, share, shares, N, F, eps
+            y, h, x, delta, w, norm_w, norm_w, b, words, scales, sums, squares_s, x_s, share, shares, N, F, eps
         )  # fmt: skip
 
     return multiply
