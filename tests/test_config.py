@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
@@ -50,6 +51,11 @@ POSITIVE = [
 def test_whole_numbers(name, bad):
     with pytest.raises(UserError, match=f"^{name} must be a positive whole number, got {bad!r}$"):
         model(**{name: bad})
+
+
+def test_whole_numbers_of_numpy():
+    c = model(vocab_size=np.int64(10), n_layers=np.int32(2))
+    assert c == model(vocab_size=10, n_layers=2) and type(c.vocab_size) is type(c.n_layers) is int
 
 
 @pytest.mark.parametrize("name", POSITIVE)
@@ -155,6 +161,7 @@ WRONG = [
     (dict(weight_decay=math.nan), "--clip and --weight-decay must be numbers and not negative"),
     (dict(weight_decay=math.inf), "--clip and --weight-decay must be numbers"),
     (dict(eps=math.inf), "--eps must be a positive number, got inf"),
+    (dict(change=len), "--change must be the name of a function, MODULE:FUNCTION, not <built-in"),
     (dict(sample_prompt="a\udcff"), "--sample-prompt 'a\\udcff' is not valid UTF-8 text"),
     *((dict(name=bad), "is not a folder inside --out") for bad in ("", ".", "..", "a/../..", "/tmp/a")),
     *((dict([(n, bad)]), f"--{n} {bad!r} is not valid UTF-8 text") for n in ("name", "out") for bad in ("a\0b", "\ud800")),

@@ -3,6 +3,7 @@
 The command line (`python -m xtrain.train --help`) is generated from TrainConfig; checkpoints store both as JSON.
 """
 
+import numbers
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -97,7 +98,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
-            self._positive_int(name, getattr(self, name))
+            self._positive_int(name)
         if self.n_kv_heads is None:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
         if self.head_dim is None:
@@ -109,7 +110,7 @@ class ModelConfig:
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", -(-8 * self.dim // (3 * 64)) * 64)
         for name in ("n_kv_heads", "head_dim", "hidden_dim"):
-            self._positive_int(name, getattr(self, name))
+            self._positive_int(name)
         _need(
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: "
@@ -146,17 +147,18 @@ class ModelConfig:
             )
             object.__setattr__(self, name, tuple(sorted(set(layers))))
         if self.sliding_window != 0:
-            self._positive_int("sliding_window", self.sliding_window)
+            self._positive_int("sliding_window")
         _need(
             self.sliding_window > 0 or not self.full_attention_layers,
             "full_attention_layers are given, but no sliding_window that the other layers have",
         )
         self._check_rope_scaling()
 
-    @staticmethod
-    def _positive_int(name, value):
-        ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    def _positive_int(self, name):
+        value = getattr(self, name)
+        ok = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0
         _need(ok, f"{name} must be a positive whole number, got {value!r}")
+        object.__setattr__(self, name, int(value))  # also of NumPy
         _need(value < 2**31, f"{name} must be less than 2^31, got {value}")
 
     def _check_rope_scaling(self):
@@ -470,6 +472,10 @@ class TrainConfig(ShapeOptions):
             value = getattr(self, name)
             empty = "" in value if isinstance(value, tuple) else value == ""
             _need(not empty, f"--{name} is empty: give a path, or omit the option")
+        _need(
+            self.change is None or isinstance(self.change, str),
+            f"--change must be the name of a function, MODULE:FUNCTION, not {self.change!r}",
+        )
         _need(self.text_key != "", "--text-key is empty: give the name of a field or column")
         _need(
             self.name is None or _is_inside(self.name),

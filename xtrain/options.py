@@ -12,8 +12,10 @@ import difflib
 import importlib
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import UserError
@@ -205,12 +207,12 @@ def _whole(value: str) -> int | None:
 def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
     """The function MODULE:FUNCTION that an option names; modules in the current folder are found, too. Raises UserError."""
     module, _, function = name.partition(":")
-    if not module or not function:
+    if not module or not function or module.endswith(".py") or "/" in module:
         raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
     sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
         raise UserError(
@@ -221,6 +223,22 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{option} {name}: {module} has no function {function!r}: name another")
     return found
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """MODULE:FUNCTION, with which find_function finds the function in another process; "" if it does not."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
+    return f"{module}:{name}" if found else ""
+
+
+def described(error: Exception) -> str:
+    """An error in a user's function on one line: its type, its message, and the innermost line that is not xtrain's."""
+    own = str(Path(__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(own)]
+    where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
+    return f"{type(error).__name__} ({one_line(str(error))}){where}"
 
 
 def one_line(text: str) -> str:

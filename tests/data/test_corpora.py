@@ -91,9 +91,9 @@ BAD = {
     "a few tokens": (a_file("a.txt", b"some words "), "tokens, a window needs 17"),
     "held-out text too short": (a_file("a.txt", WORDS.encode() * 2), "the validation text has"),
     "only ends of text": (a_file("a.txt", b"<|endoftext|>" * 9), "has no text"),
-    "binary": (a_file("a.txt", b"text\0text"), "is binary (a NUL at byte 4): give UTF-8 text"),
+    "binary": (a_file("a.txt", b"text\0text"), "is binary or UTF-16 (a NUL at byte 4): give UTF-8 text"),
     "a picture": (a_file("a.png", b"\x89PNG\r\n\x1a\n\0\0"), "is binary"),
-    "UTF-16": (a_file("a.txt", WORDS.encode("utf-16")), "is binary"),
+    "UTF-16": (a_file("a.txt", WORDS.encode("utf-16")), "is binary or UTF-16"),
     "Latin-1": (a_file("a.txt", "größe".encode("latin-1")), "is not UTF-8 (byte 2): convert it to UTF-8"),
     "half a character": (a_file("a.txt", "größe".encode()[:3]), "is not UTF-8 (byte 2)"),
     "not JSON": (a_file("a.jsonl", b"{]"), "a.jsonl line 1 is not JSON"),
@@ -154,7 +154,7 @@ def test_good_files_among_others(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "in 1 files" in said and "files left out: 4\n" in said
     for name, reason in {
-        "b.png": "is binary (a NUL at byte 4)",
+        "b.png": "is binary or UTF-16 (a NUL at byte 4)",
         "c.md": "is not UTF-8 (byte 0)",
         "d.md": "does not exist",
         "pipe": "is not a regular file",

@@ -63,7 +63,7 @@ def test_folder_is_read_in_sorted_order(tmp_path):
     assert whole(texts) == whole(texts) == ["1", "2", "3", "4", "5"]
     assert (texts.files, reasons(texts)) == (
         4,
-        ["image.png is binary (a NUL at byte 4)", "latin.py is not UTF-8 (byte 0)"],
+        ["image.png is binary or UTF-16 (a NUL at byte 4)", "latin.py is not UTF-8 (byte 0)"],
     )
 
 
@@ -110,14 +110,14 @@ def test_standard_library_is_there():
 @pytest.mark.parametrize(
     "name, content, sentence",
     [
-        ("a.txt", b"a\0b", "a.txt is binary (a NUL at byte 1): give UTF-8 text"),
+        ("a.txt", b"a\0b", "a.txt is binary or UTF-16 (a NUL at byte 1): give UTF-8 text"),
         ("a.bin", b"\x7fELF\0", "a.bin is binary"),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 (byte 2): convert it to UTF-8"),
         ("a.txt", "né".encode("utf-16"), "a.txt is binary"),
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": 1}',
-            'a.jsonl line 2 has a "text" that is not a string: choose with --text-key from text',
+            'a.jsonl line 2 has a "text" that is not a string: fix the line',
         ),
         (
             "a.jsonl",
@@ -246,7 +246,7 @@ def test_long_lines_with_errors(tmp_path):
     """The line and the byte are named."""
     good, half = "x" * 3_000_000, "\\ud83d"
     for text, sentence in {
-        good + "\0": "line 2 is binary (a NUL at byte 3000010)",
+        good + "\0": "line 2 is binary or UTF-16 (a NUL at byte 3000010)",
         good + "\xff": "line 2 is not UTF-8 (byte 3000010)",
         good + "\xc3": "line 2 is not UTF-8 (byte 3000010)",
         good + "\\x": "line 2 is not JSON",
@@ -498,7 +498,7 @@ def test_parquet_strings_are_kept_unchanged(tmp_path):
     texts = ["a\0b", "\ufeffc"]
     assert whole(Documents(parquet(tmp_path, lambda a: a.array(texts)))) == texts
     path = parquet(tmp_path, lambda a: a.array([b"a", b"a\0b"]))
-    assert reasons(Documents(path)) == ["a.parquet row 2 is binary (a NUL at byte 1)"]
+    assert reasons(Documents(path)) == ["a.parquet row 2 is binary or UTF-16 (a NUL at byte 1)"]
 
 
 def test_large_rows_of_a_parquet_are_decoded_one_by_one(tmp_path):

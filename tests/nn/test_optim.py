@@ -91,6 +91,11 @@ def test_frozen_parameters_stay():
         assert np.array_equal(p.data, want), name
 
 
+def test_an_optimizer_gets_the_model_not_its_parameters():
+    with pytest.raises(UserError, match="an optimizer needs the model itself, got generator"):
+        AdamW(Transformer(TINY).named_parameters(), lr=0.1)
+
+
 def test_a_model_that_was_changed_needs_a_new_arena():
     model, other = Transformer(TINY), Transformer(TINY)
     optimizer = AdamW(model, lr=0.1)

@@ -190,6 +190,12 @@ def test_a_turn_computes_only_new_tokens(folder, template):
         assert rendered.startswith(talk.text)
 
 
+def test_a_template_that_renders_nothing_is_named(folder):
+    set_template(folder, "")
+    with pytest.raises(UserError, match="chat template renders nothing of this conversation"):
+        "".join(conversation(folder).reply("hello"))
+
+
 @pytest.mark.parametrize("template", [TEMPLATES["llama 2"], None], ids=["llama 2", "none"])
 def test_a_tokenizer_that_starts_every_text_with_a_space(tmp_path, template):
     """As Llama 2's tokenizer: later turns continue a text, so no space is added in front of them."""

@@ -1,5 +1,6 @@
 """--change MODULE:FUNCTION: a model changed by the user's code, in every command; and what is refused."""
 
+import functools
 import importlib
 import json
 
@@ -9,10 +10,12 @@ from runs import SILENT, metrics
 from twins import small
 
 from xtrain import (
+    Engine,
     TrainConfig,
     Transformer,
     UserError,
     chat,
+    compare,
     evaluate,
     export,
     finetune,
@@ -20,15 +23,21 @@ from xtrain import (
     profile,
 )
 from xtrain import reinforce as reinforce_command
+from xtrain.nn import functional as F
+from xtrain.nn.lora import AdaptedTransformer, Lora
 from xtrain.options import find_function
 from xtrain.report.page import look_at_text
 from xtrain.serving import pretrained
 from xtrain.train import train
 
 CODE = """
+from dataclasses import replace
+
+from xtrain import Transformer
 from xtrain.nn import functional as F
-from xtrain.nn.model import STD
-from xtrain.nn.modules import Linear, Module
+from xtrain.nn.model import MLP, STD, Attention
+from xtrain.nn.modules import Linear, Module, Parameter
+from xtrain.nn.sequences import RotaryTables
 
 
 class PlainMLP(Module):
@@ -54,8 +63,77 @@ def in_layers(model, layers):
     return model
 
 
+def wide(model):
+    for layer in model.model.layers:
+        layer.mlp = MLP(replace(model.config, hidden_dim=2 * model.config.hidden_dim))
+    model.renew_arena()
+    return model
+
+
+def other_eps(model):
+    model.model.layers[1].input_layernorm.eps = 0.5
+    return model
+
+
+def without_rope(model):
+    attention = model.model.layers[0].self_attn
+    attention.attend = lambda s, qkv: Attention.attend(attention, s.unrotated(), qkv)
+    return model
+
+
+def identity_mlp(model):
+    model.model.layers[0].mlp.after_gate_up = lambda gu_N2F: 0.0 * F.linear(
+        F.swiglu(gu_N2F), model.model.layers[0].mlp.down_proj.weight
+    )
+    return model
+
+
+def other_angles(model):
+    model.rotary = RotaryTables(replace(model.config, rope_theta=100.0), model.device)
+    return model
+
+
+class Doubled(Transformer):
+    def logits(self, x_NC):
+        return super().logits(x_NC) * 2.0
+
+
+def doubled(model):
+    model.__class__ = Doubled
+    return model
+
+
+def instance_logits(model):
+    model.logits = lambda x_NC: Transformer.logits(model, x_NC) * 2.0
+    return model
+
+
+class WithGain(Transformer):
+    def loss(self, ids, targets, inv_count=None, starts=None):
+        return super().loss(ids, targets, inv_count, starts)
+
+
+def extra_parameter(model):
+    model.__class__, model.gain = WithGain, Parameter((3,), None, {"gain": 3})
+    model.renew_arena()
+    return model
+
+
 def forgotten(model):
     all_layers(model)
+
+
+def another(model):
+    return Transformer(model.config)
+
+
+def other_config(model):
+    model.config = replace(model.config, norm_eps=0.5)
+    return model
+
+
+def fails(model):
+    return model.nothing
 
 
 number = 3
@@ -176,6 +254,77 @@ def test_a_plain_model_may_be_changed_where_it_is_trained(runs, capsys):
     assert code == 2 and "the weights do not fit config.json" in err
 
 
+DIFFERENT = {
+    "wide": "model.layers.0.mlp.down_proj.weight",
+    "other_eps": "model.layers.1.input_layernorm.eps",
+    "without_rope": "model.layers.0.self_attn.attend",
+    "identity_mlp": "model.layers.0.mlp.after_gate_up",
+    "other_angles": "rotary",
+    "doubled": "logits of Doubled",
+    "instance_logits": "logits of Transformer",
+    "extra_parameter": "gain",
+}
+
+
+@pytest.mark.parametrize("name, says", DIFFERENT.items(), ids=DIFFERENT)
+def test_whatever_makes_the_model_compute_something_else_is_found(runs, tmp_path, name, says):
+    """A plain folder would be read without the change: another model. Loss, logits and engine all run the change."""
+    model = Transformer(small(), 3)
+    plain = Transformer(small(), 3)
+    assert not model.variation
+    ids = np.arange(12)[None] % 7
+    model.changed(f"changed_code:{name}")
+    assert model.variation.startswith(says)
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(UserError, match=f"add --change changed_code:{name}"):
+        Transformer.from_pretrained(tmp_path / "m")
+    again = Transformer.from_pretrained(tmp_path / "m", change=f"changed_code:{name}")
+    logits = model(ids)
+    assert np.array_equal(again(ids).data, logits.data)
+    expected = F.cross_entropy(
+        logits.reshape(12, -1), ids.reshape(-1), model.config.vocab_size, np.float32([1 / 12])
+    )
+    assert abs(model.loss(ids, ids).item() - expected.item()) < 1e-5
+    greedy = Engine(again).generate([[1, 2, 3]], 5)[0]
+    assert list(greedy) == model.generate(np.array([1, 2, 3]), 5)[3:].tolist()
+    if name not in ("wide", "extra_parameter"):  # wide: new weights
+        assert abs(logits.data - plain(ids).data).max() > 1e-5
+
+
+def test_an_engine_refuses_angles_that_it_would_not_use():
+    class Shifted(Transformer):
+        def sequences(self, B, T):
+            return super().sequences(B, T).unrotated()
+
+    with pytest.raises(UserError, match="change `attend` of the attentions instead"):
+        Engine(Shifted(small()))
+
+
+def test_adapters_of_a_derived_class(runs, tmp_path):
+    """--change that sets __class__ leaves the model one with adapters."""
+    model = AdaptedTransformer(small(), 1, trainable=False).changed("changed_code:doubled")
+    before = model(np.arange(6)[None]).data
+    model.adapt(Lora(2, 4.0))
+    assert np.array_equal(model(np.arange(6)[None]).data, before)
+    plain = Transformer(small(), 1)(np.arange(6)[None]).data
+    assert np.array_equal(before, 2 * plain)
+    assert all("lora" in name for name, _ in model.named_parameters())
+
+
+def test_the_name_of_a_function_that_cannot_be_imported_is_not_saved(tmp_path):
+    def local(model):
+        model.model.norm.eps = 0.5
+        return model
+
+    for function in (local, functools.partial(local), lambda model: local(model)):
+        model = Transformer(small()).changed(function)
+        assert model.change == "" and model.variation
+        model.save_pretrained(tmp_path / "m")
+        with pytest.raises(UserError, match="give the function that changes a plain model into it"):
+            Transformer.from_pretrained(tmp_path / "m")
+        Transformer.from_pretrained(tmp_path / "m", change=function)
+
+
 def test_new_parameters_follow_the_seed_of_the_run(runs):
     def made(seed):
         model = Transformer(small(), seed).changed(find_function("--change", CHANGE, ""))
@@ -189,11 +338,24 @@ REFUSED = {
     "no option": ([], f"was changed by {CHANGE}: add --change {CHANGE}"),
     "another change": (["--change", "changed_code:one_layer"], "than this change makes"),
     "no colon": (["--change", "changed_code"], "must be MODULE:FUNCTION, such as my_model:change"),
+    "a file": (
+        ["--change", "changed_code.py:all_layers"],
+        "must be MODULE:FUNCTION, such as my_model:change",
+    ),
     "no module": (["--change", "no_code:f"], "there is no such module here"),
     "no function": (["--change", "changed_code:number"], "has no function 'number'"),
     "returns nothing": (
         ["--change", "changed_code:forgotten"],
-        "returned NoneType: return the model",
+        "returned NoneType: change the model that it gets",
+    ),
+    "another model": (
+        ["--change", "changed_code:another"],
+        "returned another model: change the model that it gets",
+    ),
+    "another config": (["--change", "changed_code:other_config"], "replaced model.config"),
+    "fails": (
+        ["--change", "changed_code:fails"],
+        "raised AttributeError ('Transformer' object has no attribute 'nothing') at changed_code.py:",
     ),
 }
 
@@ -222,4 +384,6 @@ def test_other_programs_and_plans_refuse_it(runs, capsys, tmp_path):
         capsys, export.main, "--model", runs / "whole", "--gguf", tmp_path / "x.gguf"
     )
     assert code == 2 and "that other programs do not have" in err
+    code, _, err = run(capsys, compare.main, runs / "whole")
+    assert code == 2 and "that other programs do not have" in err  # it has no --change
     assert run(capsys, profile.main, "--run", runs / "whole", "--plan")[0] == 2

@@ -88,6 +88,17 @@ def test_completions_and_text(tmp_path, tokenizer):
     assert tokenizer.decode(text.ids) == "def f(x)<|endoftext|>"
 
 
+def test_null_fields_are_none(tmp_path, tokenizer):
+    """As tables with a column for every kind of record write them."""
+    pair = {"messages": None, "prompt": "def f", "completion": "(x)", "text": None}
+    found = examples(tmp_path, tokenizer, None, pair, {"prompt": None, "text": "def f"})
+    want = examples(
+        tmp_path, tokenizer, None, {"prompt": "def f", "completion": "(x)"}, {"text": "def f"}
+    )
+    for a, b in zip(found, want, strict=True):
+        assert np.array_equal(a.ids, b.ids) and np.array_equal(a.trained, b.trained)
+
+
 def test_bad_data_is_named(tmp_path, tokenizer):
     user = TALK[0]
     says = lambda role, content: {"messages": [user, {"role": role, "content": content}]}

@@ -25,6 +25,11 @@ class Record:
     def where(self) -> str:
         return f"{self.path} line {self.line}"
 
+    @property
+    def given(self) -> set[str]:
+        """The names of the fields that are not null."""
+        return {name for name, value in self.fields.items() if value is not None}
+
     def text(self, name: str, default: str | None = None) -> str:
         """A string with something in it; with a default it may be missing, or empty."""
         value = self.fields.get(name, default)

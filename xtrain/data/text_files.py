@@ -78,7 +78,7 @@ def decoded(blocks: Iterable[bytes], where: Path | str, is_string: bool = False)
 
 
 def _raise_binary(where: Path | str, at: int) -> NoReturn:
-    raise NotText(f"{where} is binary (a NUL at byte {at}): give UTF-8 text") from None
+    raise NotText(f"{where} is binary or UTF-16 (a NUL at byte {at}): give UTF-8 text") from None
 
 
 def _raise_not_utf8(where: Path | str, at: int) -> NoReturn:
@@ -146,9 +146,9 @@ def _field(line: str, where: str, key: str) -> str:
     if not isinstance(text, str):
         name = json.dumps(key, ensure_ascii=False)
         what = f"has a {name} that is not a string" if key in record else f"has no {name}"
-        raise BadFile(
-            f"{where} {what}: choose with --text-key from {listed(list(record)) or 'the fields of other lines'}"
-        )
+        others = [field for field in record if field != key]
+        choose = f"choose with --text-key from {listed(others)}" if others else "fix the line"
+        raise BadFile(f"{where} {what}: {choose}")
     return text
 
 

@@ -15,6 +15,7 @@ from ..cli import say
 from ..device import Array, to_numpy
 from ..errors import UserError
 from ..formats.architectures import architecture_of
+from ..formats.huggingface import open_weights
 from ..formats.saved_runs import model_folder
 from ..nn.autograd import no_grad
 from ..nn.model import Transformer
@@ -158,6 +159,7 @@ def load_transformers(folder: Path) -> Any:
 def run(config: CompareConfig, console: Console) -> bool:
     """Compare and print the table -> True if the two agree. Raises UserError."""
     folder = model_folder(config.folder, say)
+    open_weights(folder)  # refuses a changed model, which transformers does not have
     model = Transformer.from_pretrained(folder, config.device)
     ids = _ids(config, model)
     differences = compare(model, load_transformers(folder), ids)

@@ -22,11 +22,12 @@ from ..config import ModelConfig
 from ..device import Array, has_bf16, has_fp8, is_gpu, resolve_device, to_device, to_numpy
 from ..errors import UserError
 from ..formats import huggingface
+from ..formats.architectures import tensor_shapes
 from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
-from ..options import find_function
+from ..options import described, find_function, name_of
 from . import functional as F
 from .autograd import is_inference, is_training, no_grad
 from .fp8 import HEAD, Fp8Scales, check_tokens
@@ -199,10 +200,23 @@ def norm_mlp(
     return h_NC, mlp(x_NC)
 
 
+def has_code_of(module: Module, kind: type, name: str) -> bool:
+    """True if the method `name` of the module is that of `kind`: neither a derived class nor an attribute replaces it."""
+    return getattr(getattr(module, name, None), "__func__", None) is getattr(kind, name)
+
+
 def _has_call_of(module: Module, kind: type) -> bool:
     """True if calling the module runs the code of `kind`, of which a part may be fused with what precedes it."""
     parts = [name for name in vars(kind) if name.startswith(("__call__", "after_"))]
-    return all(getattr(type(module), name, None) is getattr(kind, name) for name in parts)
+    return all(has_code_of(module, kind, name) for name in parts)
+
+
+def _different(module: Module, plain: Module) -> list[str]:
+    """The attributes, apart from modules and parameters, by which a module computes something else than `plain`, of its class."""
+    own = vars(module)
+    names = [n for n, x in vars(plain).items() if not isinstance(x, Module | Parameter | list)]
+    names += [n for n in own.keys() - vars(plain) if callable(getattr(type(module), n, None))]
+    return [n for n in names if own.get(n) != vars(plain).get(n)]
 
 
 class Decoder(Module):
@@ -376,7 +390,7 @@ class Transformer(Module):
         vocab_size = self.config.vocab_size
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        if type(self).logits is not Transformer.logits:  # overridden
+        if not has_code_of(self, Transformer, "logits"):
             return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
         return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
 
@@ -387,7 +401,7 @@ class Transformer(Module):
         (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
         Raises UserError like calling the model, and if a derived class overrides `logits`.
         """
-        if type(self).logits is not Transformer.logits:
+        if not has_code_of(self, Transformer, "logits"):
             raise UserError(
                 f"{type(self).__name__} overrides `logits`, of which logprobs knows nothing: override it too"
             )
@@ -541,37 +555,35 @@ class Transformer(Module):
     @property
     def variation(self) -> str:
         """How the model differs from the families that other programs can load (config.FAMILIES); "" if it does not."""
-        found = [] if self.config.family else [self.config.features]
-        if len(self.model.layers) != self.config.n_layers:
+        c = self.config
+        found = [] if c.family else [c.features]
+        if len(self.model.layers) != c.n_layers:
             found.append(f"{len(self.model.layers)} layers")
         if len(list(self._storage(""))) > len(list(self.storage())):
             found.append("parameters in two places")
-        for name in ("__call__", "hidden", "logits"):
-            if getattr(type(self), name) is not getattr(Transformer, name):
+        for name in ("__call__", "hidden", "logits", "sequences", "packed_sequences"):
+            if not has_code_of(self, Transformer, name):
                 found.append(f"{name} of {type(self).__name__}")
+        plain = dict(Decoder(c).modules("model."))
         for path, module in list(self.modules())[1:]:
             if type(module) not in STANDARD:
                 found.append(f"{path}{type(module).__name__}")
-            elif isinstance(module, Attention) and module.config != self.config:
-                found.append(f"{path}config")
-            elif isinstance(module, Attention) and module.rotary == (
-                path in [f"model.layers.{i}.self_attn." for i in self.config.no_rope_layers]
-            ):
-                found.append(f"{path}rotary")
-            elif isinstance(module, Attention) and module.window != self._window_at(path):
-                found.append(f"{path}window")
+            elif path in plain:
+                found += [path + name for name in _different(module, plain[path])]
+        if getattr(self.rotary, "config", None) != c:
+            found.append("rotary")
+        shapes = {
+            prefix + suffix: (rows, *p.declared_shape[1:])
+            for prefix, p in self.storage()
+            for suffix, rows in p.parts.items()
+        }
+        found = found or sorted({name for name, _ in shapes.items() ^ tensor_shapes(c).items()})
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
 
     @property
     def adapter(self) -> dict[str, Any] | None:
         """None: all weights are the model's own. nn/lora.py has models that are written as adapters."""
         return None
-
-    def _window_at(self, path: str) -> int:
-        """The window that the config gives the attention at `path`."""
-        c = self.config
-        paths = {f"model.layers.{i}.self_attn.": c.window(i) for i in range(c.n_layers)}
-        return paths.get(path, 0)
 
     def load_weights(self, folder: str | Path) -> None:
         """Read the weights of a folder that `save_pretrained` or a run has written. The model may have a `variation`.
@@ -608,21 +620,36 @@ class Transformer(Module):
         )
 
     def changed(self, change: str | Callable[["Transformer"], "Transformer"]) -> "Transformer":
-        """The model that a function makes of this one, which it may change in place: the option --change of the commands.
+        """This model, changed in place by a function, which returns it: the option --change of the commands.
 
-        change: the function, or its name MODULE:FUNCTION, which is saved with the model. Raises UserError if there is no such
-        function, or if it does not return a Transformer.
+        change: the function, or its name MODULE:FUNCTION, which is saved with the model. The name of a function that no other
+        program can import is not saved. Raises UserError if there is no such function, or if it fails or returns something else.
         """
         if isinstance(change, str):
             name, function = change, find_function("--change", change, "my_model:change")
         else:
-            name, function = f"{change.__module__}:{change.__qualname__}", change
-        model = function(self)
-        if not isinstance(model, Transformer):
-            kind = type(model).__name__
-            raise UserError(f"--change {name} returned {kind}: return the model, changed")
-        model.change = name
-        return model
+            name, function = name_of(change), change
+        kind, config = type(self), self.config
+        say = f"--change {name or repr(function)}"
+        try:
+            model = function(self)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{say} raised {described(error)}: fix the function") from error
+        if model is not self:
+            what = "another model" if isinstance(model, Transformer) else type(model).__name__
+            raise UserError(f"{say} returned {what}: change the model that it gets, and return it")
+        if self.config != config:
+            raise UserError(
+                f"{say} replaced model.config, by which the plain model is built again: give the modules another config instead"
+            )
+        if not isinstance(
+            self, kind
+        ):  # the function has set __class__: adapters stay what they are
+            self.__class__ = type(type(self).__name__, (kind, type(self)), {})
+        self.change = name
+        return self
 
 
 def pick(

@@ -20,7 +20,7 @@ from ..kernels.moving_average import averaging_rest, moving_average
 from ..kernels.muon import momentum, muon_update, orthogonalize
 from ..kernels.runtime.launch import empty, zeros
 from .model import Transformer
-from .modules import ALIGN, Parameter
+from .modules import ALIGN, Module, Parameter
 
 
 class AdamW:
@@ -47,6 +47,8 @@ class AdamW:
         owned: list[tuple[int, int]] | None = None,
         ema_decay: float = 0.0,
     ):
+        if not isinstance(model, Module):
+            raise UserError(f"an optimizer needs the model itself, got {type(model).__name__}")
         for name, ok in (
             ("lr", 0 <= lr < math.inf),
             ("betas", all(0 <= b < 1 for b in betas)),

@@ -18,7 +18,7 @@ from ..data.chat_template import ChatTemplate
 from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
-from ..options import find_function, one_line
+from ..options import described, find_function, one_line
 from ..tuning.examples import Example, beginning
 from ..tuning.rows import rows_of
 
@@ -41,7 +41,7 @@ def read_prompts(
         before = len(found)
         for record in json_records(file):
             ids = tokenizer.encode(_text(record, template))
-            if "messages" not in record.fields:
+            if "messages" not in record.given:
                 ids = beginning(tokenizer) + ids
             found.append(Prompt(record.where, ids, record.fields))
         if len(found) == before:
@@ -125,9 +125,7 @@ class Task:
         try:
             found = self.function(dict(prompt.fields), list(completions))
         except Exception as error:
-            raise UserError(
-                say.format(f"raised {type(error).__name__} ({one_line(str(error))})")
-            ) from error
+            raise UserError(say.format(f"raised {described(error)}")) from error
         try:
             rewards = [float(x) for x in found]
         except (TypeError, ValueError):

@@ -122,6 +122,10 @@ class Conversation:
         text = f"{self.text}\n{user_text}" if template is None else template.render(messages)
         if self.turns and text.startswith(self.text):
             return text, self.tokens + tokenizer.encode_more(text[len(self.text) :])
+        if not text:
+            raise UserError(
+                "the model's chat template renders nothing of this conversation: use another one"
+            )
         return text, tokenizer.encode(text)
 
 

@@ -29,8 +29,8 @@ from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty
 from ..nn.autograd import inference
-from ..nn.model import Transformer
-from ..nn.sequences import Sequences
+from ..nn.model import Transformer, has_code_of
+from ..nn.sequences import RotaryTables, Sequences
 from ..nn.tensor import Tensor
 
 COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
@@ -49,7 +49,7 @@ class PagedCache:
 
     capacity: tokens of the longest sequence.  heads: per attention, in the order in which a forward pass calls them.
     block_bytes: of one block, all attentions together.  `allocate` makes the arrays.
-    Raises UserError if there is no kernel for the model's head width.
+    Raises UserError if there is no kernel for the model's head width, or if its RoPE is not that of a config.
     """
 
     def __init__(self, model: Transformer, capacity: int, S: int):
@@ -64,6 +64,13 @@ class PagedCache:
             raise UserError(
                 f"on a GPU the engine supports heads of {', '.join(map(str, WIDTHS))} channels, this model has "
                 f"{widths[0]}: use the CPU"
+            )
+        if type(model.rotary) is not RotaryTables or not has_code_of(
+            model, Transformer, "sequences"
+        ):
+            raise UserError(
+                "the engine computes the angles of RoPE itself, from model.rotary.config, so it cannot serve a model with "
+                "`sequences` or `rotary` of another class: change `attend` of the attentions instead"
             )
         self.block_bytes = sum(kv_cache_bytes(1, 1, h.G, S, h.D, self.dtype) for h in self.heads)
         self.tables = self._position_tables()
@@ -122,7 +129,7 @@ class PagedCache:
         With dynamic scaling, a position p beyond the trained length has the angles of a sequence that ends at p, and keeps
         them when the sequence grows. transformers does the same: its cache holds keys that are rotated already.
         """
-        c, P = self.model.config, -(-self.capacity // self.S) * self.S
+        c, P = self.model.rotary.config, -(-self.capacity // self.S) * self.S
         if c.rope_type != "dynamic":
             return self._tables_for(P, P)
         tables = self._tables_for(min(P, c.max_seq_len), min(P, c.max_seq_len))
@@ -140,7 +147,7 @@ class PagedCache:
         return cos, sin
 
     def _tables_for(self, positions: int, seq_len: int) -> tuple[Array, Array]:
-        c = self.model.config
+        c = self.model.rotary.config
         tables = rope_tables(
             c.head_dim, positions, c.rope_theta, c.rope_scaling, seq_len, c.max_seq_len
         )
@@ -149,7 +156,7 @@ class PagedCache:
 
     def stretched(self, length: int) -> bool:
         """True if a prompt of `length` tokens has its own RoPE angles: dynamic scaling, beyond the trained length."""
-        c = self.model.config
+        c = self.model.rotary.config
         return c.rope_type == "dynamic" and length > c.max_seq_len
 
     # ------------------------------------------------------------------------- forward passes

@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
+from ..options import one_line
 from .scoring import Scores
 
 REASONS = {  # why a sequence ended
@@ -277,7 +278,7 @@ def _checked_tokens(name: str, tokens: Any, config: ModelConfig) -> list[int]:
     except (TypeError, ValueError):
         whole = False
     if not whole:
-        raise UserError(f"{name} must be a list of token ids, got {type(tokens).__name__}")
+        raise UserError(f"{name} must be a list of token ids, got {one_line(repr(tokens))}")
     if not ids:
         raise UserError(f"{name} is empty: give at least one token")
     outside = [token for token in ids if not 0 <= token < config.vocab_size]

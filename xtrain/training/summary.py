@@ -42,7 +42,7 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
         return [
             f"use it from Python        build the model again, then model.load_weights({str(last)!r})"
         ]
-    prompt = quote(run.config.sample_prompt)
+    prompt = quote(run.config.sample_prompt or "Once upon")
     option = f" --change {quote(change)}" if change else ""
     argument = f", change={change!r}" if change else ""
     return [

@@ -75,7 +75,7 @@ def read_examples(
 def _tokens(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str
 ) -> tuple[list[int], list[bool]]:
-    fields = record.fields
+    fields = record.given
     if "messages" in fields:
         if template is None:
             raise UserError(
