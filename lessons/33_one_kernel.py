@@ -349,11 +349,11 @@ except ValueError as error:
 # ## Counters that outlive a launch
 #
 # A CUDA graph replays the step for every token, and nothing resets the counters in between. (A kernel that did so
-# would be one more boundary.) So the rounds of 33.1 continue from launch to launch: in launch e (from 0), a task that
-# waits for a arrivals waits until its counter has reached a (e + 1).
+# would be one more boundary.) So the rounds of 33.1 continue from launch to launch: in launch e (from 0), a task
+# waits until its counter has reached `arrivals * (e + 1)`.
 #
 # How does a block know e? Every block, when it has finished its last row, arrives at **counter 0**, where no block
-# else arrives. A block that is about to start has not finished, so in launch e counter 0 is at least e P
+# else arrives, even if the table has no row for it. A block that is about to start has not finished, so in launch e counter 0 is at least e P
 # and less than (e + 1) P: with an integer division, e = counter 0 // P. (The first stage waits at counter 0 too,
 # but for 0 arrivals.)
 #
@@ -367,7 +367,7 @@ except ValueError as error:
 @cuda.jit
 def tasks_kernel(x_Sn, tasks_RF, count_S):
     """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1], indices modulo n, for thread t's
-    elements i = 32 share + t, and on in steps of 32 shares.
+    elements i = 32 * share + t, and on in steps of 32 * shares.
 
     Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are KIND, STAGE, ..., SIGNAL.
     x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to launch. In launch e a task
@@ -399,7 +399,7 @@ lesson.check("33.3", tasks_kernel)
 @cuda.jit
 def tasks_kernel(x_Sn, tasks_RF, count_S):
     """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1], indices modulo n, for thread t's
-    elements i = 32 share + t, and on in steps of 32 shares.
+    elements i = 32 * share + t, and on in steps of 32 * shares.
 
     Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are KIND, STAGE, ..., SIGNAL.
     x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to launch. In launch e a task
@@ -446,7 +446,7 @@ for e in range(3):
 
 # %% tags=["exercise"]
 def task_times(tasks, blocks, durations, hand_over):
-    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: as make_tasks returns them.
+    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: rows as in 33.2, also of other tables.
 
     Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is free and, if it waits for any
     arrivals, `hand_over` after the last task has ended that signals its counter. Everything starts at 0.
@@ -469,7 +469,7 @@ lesson.check("33.4", task_times)
 # %% tags=["solution"]
 # Solution 33.4
 def task_times(tasks, blocks, durations, hand_over):
-    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: as make_tasks returns them.
+    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: rows as in 33.2, also of other tables.
 
     Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is free and, if it waits for any
     arrivals, `hand_over` after the last task has ended that signals its counter. Everything starts at 0.

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 
@@ -87,6 +88,9 @@ def barrier_between(names, a, b):
     return "barrier" in twice[last:end]
 
 
+SET_BACK = "A counter is set back, while another block may still be waiting at it: it is never reset, the target grows instead."
+
+
 def order_of(e, target):
     """Hints for the ways in which blocks can fail to wait for each other. target: what to wait for, for the author."""
     found = events(e.work)
@@ -103,13 +107,19 @@ def order_of(e, target):
             if "while" in e.source
             else "Blocks arrive, but none of them waits: while load_acquire(counter, i) < target: pass, in thread 0."
         )
-    elif "add" not in names and "fence" not in names:
+    elif sets_back(e.work):
+        race = SET_BACK
+    elif "fence" not in names and (
+        "add" not in names or (arrival == "atomic" and looks == "acquire")
+    ):
         race = (
             "cuda.atomic.add counts, but it releases nothing: another block may see the count before the elements. Use "
             "atomic_add_release(counter, i, int64(1))."
         )
     elif not all(adds):
         race = "Every thread arrives, so the count is reached before all blocks have arrived: thread 0 adds 1 for its block."
+    elif "write" in names and names.index(arrival) < names.index("write"):
+        race = "A block arrives before it has computed: first the elements, then a barrier, then the arrival."
     elif not barrier_between(names, "write", arrival):
         race = "Thread 0 arrives before the other threads of its block have written: cuda.syncthreads() before it adds."
     elif looks == "acquire" and not barrier_between(names, "acquire", "write"):
@@ -117,8 +127,12 @@ def order_of(e, target):
     dead = f"A wait never ends: its target is not reached. {target}"
     if divergent_barrier(e.source):
         dead = f"There is a barrier that not all threads reach:\n    {divergent_barrier(e.source)}\nMove it out of there."
+    elif re.search(r"^\s+return\s*$", e.source, re.M):
+        dead = "Threads that have returned reach no barrier. Threads past the end take part: put only the computation into an `if`."
     elif not adds:
         dead = "A block waits, but none arrives: thread 0 adds 1 to the counter with atomic_add_release, and then waits."
+    elif sets_back(e.work):
+        dead = SET_BACK
     elif compares_equal(e.work):
         dead = "A fast block may already have arrived for the next round, so the count may be larger than the target: wait while it is less, `<`."
     return {
@@ -127,6 +141,23 @@ def order_of(e, target):
         "DeadlockError": dead,
         "UninitializedError": race,
     }
+
+
+def late(hints, default):
+    """What to say when values are wrong because a block did not wait. hints: of order_of."""
+    race = hints["RaceError between blocks"]
+    return race if race.startswith(("Every thread arrives", SET_BACK)) else default
+
+
+def sets_back(kernel):
+    """Does the kernel assign a constant to an element of a parameter whose name begins with count?"""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.py_func)))
+    return any(
+        isinstance(n, ast.Assign)
+        and isinstance(n.value, ast.Constant)
+        and any(ast.unparse(t).startswith("count_") and "[" in ast.unparse(t) for t in n.targets)
+        for n in ast.walk(tree)
+    )
 
 
 def compares_equal(kernel):
@@ -150,7 +181,10 @@ def spread(x):
     return np.roll(x, 1) + x + np.roll(x, -1)
 
 
-EDGE = "The neighbours of the first and of the last element wrap around: index (i + 1) % n. And threads past the end own no element."
+EDGE = (
+    "The neighbours of the first and of the last element wrap around: indices (i - 1) % n and (i + 1) % n. Threads past the end own no element. "
+    "x has two rows, r % 2 and (r + 1) % 2, and there is one counter, count[0]."
+)
 
 
 @exercise(
@@ -192,7 +226,7 @@ def rounds_kernel(e):
             "The right neighbour is missing in the sum.": rows(rounds, lambda y: np.roll(y, 1) + y),
             "The left neighbour is missing in the sum.": rows(rounds, lambda y: np.roll(y, -1) + y),
             "Round r reads row r % 2 and writes row (r + 1) % 2.": lambda got, first=first: rounds == 1 and (got[0] != first).any(),
-            f"A block did not wait until all had written. {target}": lambda got, rounds=rounds: grid > 1 and rounds > 1,
+            late(hints, f"A block did not wait until all had written. {target}"): lambda got, rounds=rounds: grid > 1 and rounds > 1,
         }, rtol=0, atol=0)  # fmt: skip
 
 
@@ -234,7 +268,9 @@ def make_tasks(e):
 
     for case in e.cases(fixed, draw, times=3):
         stages, blocks = [tuple(s) for s in case[0]], case[1]
-        got = e.call(list(stages), blocks, case=f"stages {stages}, {blocks} blocks")
+        given = list(stages)
+        got = e.call(given, blocks, case=f"stages {stages}, {blocks} blocks")
+        e.need(given == stages, "`stages` was changed: only read it, the caller may need it again.")
         e.need(got is not None, "Nothing is returned: end with `return` and the list of rows.")
         try:
             rows = np.array([tuple(row) for row in got], np.float64).reshape(len(got), 7)
@@ -253,7 +289,8 @@ def _judge_table(e, rows, stages, blocks):
     stray = [r for r in range(len(rows)) if not 0 <= rows[r, STAGE] < len(stages)]
     e.need(
         not stray,
-        stray and f"{shown(stray[0])} There are {len(stages)} stages, 0 to {len(stages) - 1}.",
+        stray
+        and f"{shown(stray[0])} Stages are numbered from 0, and the last is {len(stages) - 1}.",
     )
     shares = [min(units, blocks) for _, units in stages]
     for s, (kind, units) in enumerate(stages):
@@ -301,7 +338,7 @@ def _judge_table(e, rows, stages, blocks):
                 elif row[ARRIVALS] == sum(shares[:s]):
                     why += ". Only those that signal counter `wait` count, not those of all stages before"
                 raise e.wrong(f"{shown(r)} {why}.")
-        order = sorted(rows[r, SHARE] for r in mine)
+        order = sorted(int(rows[r, SHARE]) for r in mine)
         e.need(
             order == list(range(want)),
             f"The shares of stage {s} are {order}, expected 0 to {want - 1}, each once.",
@@ -324,7 +361,7 @@ def _judge_table(e, rows, stages, blocks):
 @exercise(
     "33.3", "tasks_kernel",
     first_step="e = load_acquire(count_S, 0) // cuda.gridDim.x. Then a loop over the block's rows: wait, barrier, compute, barrier, arrive.",
-    hints={"OutOfBoundsError": "Indices of elements wrap around, (i + 1) % n. A task of stage s reads row s of x and writes row s + 1; the columns of the "
+    hints={"OutOfBoundsError": "Indices of elements wrap around, (i - 1) % n and (i + 1) % n. A task of stage s reads row s of x and writes row s + 1; the columns of the "
            "table are KIND, STAGE, ..., SIGNAL."},
     allow=ALLOW,
 )  # fmt: skip
@@ -336,6 +373,7 @@ def tasks_kernel(e):
         (100, 2, (4, 1, 4, 2)),
         (33, 1, (2, 1)),
         (20, 3, (1, 3)),
+        (20, 3, (1, 1)),  # block 2 has no rows
         (90, 4, (2, 3, 4)),
     )
     draw = lambda rng: (rng.integers(40, 120), rng.integers(2, 5), rng.integers(1, 5, 4))
@@ -374,7 +412,7 @@ def tasks_kernel(e):
                 "Some elements were not written: thread t owns i = 32 share + t, and on in steps of 32 shares, while i < n.":
                     lambda got, wrote=wrote: not all(wrote),
                 "The element itself is missing in the sum.": lambda got, want=want: np.array_equal(got[1], want[1] - want[0]),
-                f"A task did not wait until all before it had arrived. {target}": lambda got, wrote=wrote: all(wrote) and ((got == 0x7F7F7F7F) | (got > 1 << 24) | (got < -(1 << 24))).any(),
+                late(hints, f"A task did not wait until all before it had arrived. {target}"): lambda got, wrote=wrote: all(wrote) and ((got == 0x7F7F7F7F) | (got > 1 << 24) | (got < -(1 << 24))).any(),
                 "A neighbour is missing in the sum.": lambda got, want=want: np.array_equal(got[1], np.roll(want[0], 1) + want[0]) or np.array_equal(got[1], np.roll(want[0], -1) + want[0]),
             }, rtol=0, atol=0)  # fmt: skip
             for row, task in enumerate(rows):
@@ -394,7 +432,7 @@ def tasks_kernel(e):
                 )
             now, due = np.asarray(count), arrived * (launch + 1)
             e.same("count", now, due, {
-                "Every block arrives at counter 0 once, when it has done all of its rows.": lambda got, due=due: got[0] != due[0] and np.array_equal(got[1:], due[1:]),
+                "Every block arrives at counter 0 once, when it has done all of its rows, also if it has none.": lambda got, due=due: got[0] != due[0] and np.array_equal(got[1:], due[1:]),
                 "The counters were set back. They continue from launch to launch: another block may still be waiting at one.": lambda got, due=due: (got < due).any() and launch,
                 "A task arrives once, at counter tasks_RF[row, SIGNAL].": lambda got: True,
             }, rtol=0, atol=0)  # fmt: skip
@@ -407,15 +445,15 @@ def _writer(e, x, s, i):
 
 
 # ----------------------------------------------------------------------------- times
-def plan(tasks, blocks, durations, hand_over, free_block=True, waits=True, every=False, which=max, owner=None):  # fmt: skip
+def plan(tasks, blocks, durations, hand_over, free_block=True, waits=True, every=False, which=max, owner=None, after=False):  # fmt: skip
     """The pairs of 33.4, or those of a mistake."""
     free, done, out = [0] * blocks, {}, []
     for r, task in enumerate(tasks):
-        b = owner(r, task) if owner else r % blocks
+        b = owner(r, task, free) if owner else r % blocks
         begin = free[b] if free_block else 0
         before = done.get(task[WAIT], [0])
         if waits and task[ARRIVALS]:
-            begin = max(begin, which(before) + hand_over)
+            begin = max(begin, which(before) + hand_over * (not after)) + hand_over * after
         elif every:
             begin += hand_over
         end = begin + durations[r]
@@ -436,8 +474,10 @@ def task_times(e):
     stages = lambda *units: [(0, u) for u in units]
     # two stages wait for the first one, and the last waits for the second of them only
     branches = [(0, 0, 0, 2, 0, 0, 1), (0, 0, 1, 2, 0, 0, 1), (1, 1, 0, 1, 1, 2, 2), (2, 2, 0, 1, 1, 2, 3), (3, 3, 0, 1, 3, 1, 4)]  # fmt: skip
+    three = [(0, 0, share, 3, 0, 0, 1) for share in range(3)]  # more tasks than blocks
     fixed = (
         (table(stages(1), 1), 1, [3], 2),
+        (three, 2, [5, 1, 2], 0),
         (table(stages(2, 2), 2), 2, [3, 1, 2, 2], 1),
         (table(stages(3, 1, 3), 3), 3, [5, 1, 2, 4, 1, 6, 1], 2),
         (table(stages(2, 2, 2), 1), 1, [2, 3, 4], 0),
@@ -472,11 +512,13 @@ def task_times(e):
         e.need(
             len(got) == len(rows), f"There are {len(got)} pairs, expected one per row: {len(rows)}."
         )
+        need = plan(*case)
+        e.need((times == need).all() or sorted(times.tolist()) != sorted(need.tolist()),
+               "The pairs are right, but in another order: one for each row of the table, in the order of the rows.")  # fmt: skip
         length = times[:, 1] - times[:, 0]
         e.need(np.allclose(length, np.array(durations, float)),
                "A task has another duration than was given: pairs are (begin, end), end = begin + durations[row].")  # fmt: skip
         other = lambda case=case, **change: plan(*case, **change)
-        need = other()
         e.same("times", times, need, {
             "A task begins although its block still does another: it begins at the later of two times.": other(free_block=False),
             "No task waits: a task with arrivals begins `hand_over` after the last task that signals its counter.": other(waits=False),
@@ -484,9 +526,14 @@ def task_times(e):
             "A task that waits for 0 arrivals has no hand-over either.": other(every=True),
             "The first arrival does not end the wait, the last one does: keep the latest end for each counter.": other(which=min),
             "The task that ends last is not always the one in the last row: keep the latest end for each counter.": other(which=lambda ends: ends[-1]),
-            "Row r belongs to block r % blocks; this is as if the share said which block.": other(owner=lambda r, task: task[SHARE] % blocks),
-            "One block does everything here: each block has a time at which it is free.": other(owner=lambda r, task: 0) if blocks > 1 else np.empty(0),
+            "Row r belongs to block r % blocks; this is as if the share said which block.": other(owner=lambda r, task, free: task[SHARE] % blocks),
+            "Row r belongs to block r % blocks, not r // blocks.": other(owner=lambda r, task, free: r // blocks % blocks),
+            "A task waits for its own block, row r for block r % blocks, although another one is free.": other(owner=lambda r, task, free: free.index(min(free))),
+            "One block does everything here: each block has a time at which it is free.": other(owner=lambda r, task, free: 0) if blocks > 1 else np.empty(0),
+            "The hand-over is added to the end of the last arrival alone: begin at the later of that and of the time at which the block is free.": other(after=True),
             "A stage waits for the stage before it here. It waits for the tasks that signal counter `wait`, whichever they are.":
                 lambda got, rows=rows: rows == branches,
+            "A task begins too early: the hand-over counts for every task that waits, also if its own block was the last to arrive.":
+                lambda got, need=need: (got <= need + 1e-9).all(),
             "Everything begins later than necessary.": lambda got, need=need: (got >= need - 1e-9).all(),
         })  # fmt: skip

@@ -89,7 +89,7 @@ def rounds_kernel(x_2n, count_1, rounds):
         cuda.syncthreads()
 
 
-# %% 33.1 WRONG: every block arrives once
+# %% 33.1 WRONG: A counter is set back
 @cuda.jit
 def rounds_kernel(x_2n, count_1, rounds):
     i, n = cuda.grid(1), x_2n.shape[1]
@@ -221,6 +221,25 @@ def tasks_kernel(x_Sn, tasks_RF, count_S):
                     count_S[c] = 0
 
 
+# %% 33.3 WRONG: A block arrives before it has computed
+@cuda.jit
+def tasks_kernel(x_Sn, tasks_RF, count_S):
+    n, t = x_Sn.shape[1], cuda.threadIdx.x
+    e = load_acquire(count_S, 0) // cuda.gridDim.x
+    for row in range(cuda.blockIdx.x, tasks_RF.shape[0], cuda.gridDim.x):
+        s, share, shares = tasks_RF[row, STAGE], tasks_RF[row, SHARE], tasks_RF[row, SHARES]
+        if t == 0:
+            while load_acquire(count_S, tasks_RF[row, WAIT]) < tasks_RF[row, ARRIVALS] * (e + 1):
+                pass
+            atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))
+        cuda.syncthreads()
+        for i in range(32 * share + t, n, 32 * shares):
+            x_Sn[s + 1, i] = x_Sn[s, (i - 1) % n] + x_Sn[s, i] + x_Sn[s, (i + 1) % n]
+        cuda.syncthreads()
+    if t == 0:
+        atomic_add_release(count_S, 0, int64(1))
+
+
 # %% 33.4 RIGHT: a queue of arrivals, searched backwards
 def task_times(tasks, blocks, durations, hand_over):
     times = []
@@ -230,6 +249,19 @@ def task_times(tasks, blocks, durations, hand_over):
             end + hand_over for q, (_, end) in enumerate(times) if tasks[q][SIGNAL] == task[WAIT]
         ]
         begin = max([0, *own[-1:], *(waits if task[ARRIVALS] else [])])
+        times.append((begin, begin + durations[r]))
+    return times
+
+
+# %% 33.4 WRONG: A task begins too early
+def task_times(tasks, blocks, durations, hand_over):
+    times = []
+    for r, task in enumerate(tasks):
+        begin = times[r - blocks][1] if r >= blocks else 0
+        for q in range(r):
+            if task[ARRIVALS] and tasks[q][SIGNAL] == task[WAIT]:
+                own = q % blocks == r % blocks
+                begin = max(begin, times[q][1] + (0 if own else hand_over))
         times.append((begin, begin + durations[r]))
     return times
 
