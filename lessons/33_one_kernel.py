@@ -352,10 +352,10 @@ except ValueError as error:
 # would be one more boundary.) So the rounds of 33.1 continue from launch to launch: in launch e (from 0), a task
 # waits until its counter has reached `arrivals * (e + 1)`.
 #
-# How does a block know e? Every block, when it has finished its last row, arrives at **counter 0**, where no block
-# else arrives, even if the table has no row for it. A block that is about to start has not finished, so in launch e counter 0 is at least e P
-# and less than (e + 1) P: with an integer division, e = counter 0 // P. (The first stage waits at counter 0 too,
-# but for 0 arrivals.)
+# How does a block know e? Every block, when it has finished its last row, arrives at **counter 0**, also if the table
+# has no row for it; nothing else arrives there. A block that is about to start has not finished, so in launch e
+# counter 0 is at least e P and less than (e + 1) P: with an integer division, e = counter 0 // P. (The first stage
+# waits at counter 0 too, but for 0 arrivals.)
 #
 # ## Exercise 33.3: the kernel that works through the table
 #

@@ -168,13 +168,14 @@ def _valid(text: str, where: str) -> str:
 
 # Parts of a line of JSON. A string is only cut between its characters, and not inside a surrogate pair.
 OUTSIDE = re.compile(rb'[^"]*+')
+# Not possessive, *+, which in Python 3.11.2 may end in the middle of an alternative that fails; the limit bounds its memory.
 INSIDE = re.compile(
-    rb"""(?: [^"\\\x00-\x1f]++
+    rb"""(?: [^"\\\x00-\x1f]+
            | \\["\\/bfnrt]
            | \\u(?![dD][89abAB])[0-9a-fA-F]{4}
            | \\u[dD][89abAB][0-9a-fA-F]{2}  # the first half of a pair, its second half, or something else
              (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?= [^\\] | \\[^u] | \\u[^dD] | \\u[dD][^c-fC-F] ))
-         )*+""",
+         ){0,4096}""",
     re.VERBOSE,
 )
 PAIR = 12  # bytes of a surrogate pair: the longest escape sequence
@@ -227,10 +228,9 @@ class _LongLine:
     def _match(self, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
         """What matches from here on, in pieces."""
         while True:
-            if found := pattern.match(self.buffer, self.at):  # always, perhaps nothing
+            while (found := pattern.match(self.buffer, self.at)) and found[0]:
                 self.at = found.end()
-                if found[0]:
-                    yield found[0]
+                yield found[0]
             # an escape sequence may be longer than what has been read of it
             if len(self.buffer) - self.at >= PAIR or not self._read():
                 return
