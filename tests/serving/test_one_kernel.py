@@ -190,6 +190,32 @@ def test_the_cpu_is_refused():
         Engine(here, 2, 16, one_kernel=True)
 
 
+def test_heads_whose_sums_need_too_much_shared_memory():
+    """ptxas refuses more than 48 KB, and the engine would find out at the first token."""
+    there, _ = pair("bf16", n_heads=16, head_dim=128)
+    text = "16 heads of 128 share a key head: 81232 bytes of shared memory, at most 49152 are possible"
+    with pytest.raises(UserError, match=text):
+        Engine(there, 2, 16, one_kernel=True)
+
+
+def test_tokens_that_need_too_much_shared_memory():
+    """16 heads of 64 to a key head, matrices of 4000 columns: 8 tokens need more than 99 KB, the limit of many GPUs."""
+    shape = lambda N: step_kernel.StepShape(
+        N=N, C=4000, H=16, G=1, D=64, F=3072, V=32000, L=1, S=16, half=True, qk_norm=False, bias=False
+    )
+    assert step_kernel.no_room(shape(4), 99 << 10) == ""
+    text = f"110976 bytes of shared memory for 8 tokens, this GPU has {99 << 10}"
+    assert step_kernel.no_room(shape(8), 99 << 10) == text
+    assert step_kernel.no_room(shape(8), 227 << 10) == ""
+
+
+def test_shared_memory_as_ptxas_counts_it():
+    """Of the kernels for a Llama of 135 M parameters and one token, of 1.1 B and eight: CUDA 13, sm_80, sm_90, sm_120."""
+    shape = functools.partial(step_kernel.StepShape, D=64, V=128, L=1, S=64, half=True, qk_norm=False, bias=False)  # fmt: skip
+    assert shape(N=1, C=576, H=9, G=3, F=1536).fixed_shared == 16256
+    assert shape(N=8, C=2048, H=32, G=4, F=5632).fixed_shared == 27520
+
+
 def test_more_rows_than_one_kernel_supports():
     assert one_kernel.fits(8) and not one_kernel.fits(9)
     assert step_kernel.obstacle(9, 32, 32, 32, False) == "9 tokens, at most 8 are supported"
