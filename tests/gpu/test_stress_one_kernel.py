@@ -14,7 +14,9 @@ import stress_one_kernel
 def test_the_training_run_ends_with_its_parent():
     """Left alone it would occupy the GPU, and keep open the output of a script that waits for its end."""
     here = stress_one_kernel.TRAIN.replace('"gpu", "bf16"', '"cpu"').replace("dim=768", "dim=24")
-    starts = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {here!r}]).pid)"
+    starts = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {here!r}]).pid)"
+    )
     hangs = "; sys.stdout.flush(); import time; time.sleep(600)"
     parent = subprocess.Popen(
         [sys.executable, "-c", starts + hangs], stdout=subprocess.PIPE, text=True

@@ -191,7 +191,11 @@ def no_room(shape: StepShape, most: int) -> str:
     if fixed > MOST_FIXED:
         return f"{c.H // c.G} heads of {c.D} share a key head: {fixed} bytes of shared memory, at most {MOST_FIXED} are possible"
     need = fixed + c.shared
-    return f"{need} bytes of shared memory for {c.N} tokens, this GPU has {most}" if need > most else ""
+    return (
+        f"{need} bytes of shared memory for {c.N} tokens, this GPU has {most}"
+        if need > most
+        else ""
+    )
 
 
 # ----------------------------------------------------------------------------- waiting
@@ -292,7 +296,12 @@ def make_step_kernel(shape: StepShape):
     )
     sizes = shared_sizes(D, GROUP, half, shape.attention)
     QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
-    SUMS, SQUARES, element, STARTS = shape.sums, WARPS * MAX_ROWS, types.uint16 if half else float32, N + 1
+    SUMS, SQUARES, element, STARTS = (
+        shape.sums,
+        WARPS * MAX_ROWS,
+        types.uint16 if half else float32,
+        N + 1,
+    )
     NC = N * C
 
     @kernel(BLOCK, 1)
