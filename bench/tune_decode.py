@@ -20,13 +20,13 @@ A candidate whose logits differ by more than ALLOWED from those of the library's
 Prints at the end what to write into the files.
 """
 
+import functools
 import math
 import multiprocessing
 import os
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -107,8 +107,9 @@ def kind_of(name, weights):
     return "full" if name == "head" else weights
 
 
+@functools.cache
 def chosen(weights):
-    """-> the library's choice"""
+    """-> the library's choice, also after `use`: the first call in a process precedes it"""
     return {
         **{name: library_choice(*key_of(name, weights)) for name in MATRICES},
         "few": decode_attention.choose(D, H // G, True, G),
@@ -233,7 +234,9 @@ def main(o: Options) -> None:
     tasks = list(library.items())
     tasks += [(stage, value) for stage in o.stages for value in alternatives[stage]]
     with multiprocessing.get_context("spawn").Pool(o.jobs) as pool:
-        compiling = pool.map_async(partial(compile_one, weights=o.weights), tasks, chunksize=1)
+        compiling = pool.map_async(
+            functools.partial(compile_one, weights=o.weights), tasks, chunksize=1
+        )
         bench, best = Bench(o), dict(library)
         wrong = dict(compiling.get())
     for B in sorted({BATCHES.get(stage, 1) for stage in o.stages}):
