@@ -293,6 +293,9 @@ def test_bad_input():
         fp8_swiglu_bwd(x, x, at)
     with pytest.raises(TypeError, match="on one device"):
         fp8(to_kernel(x), at)
+    odd = to_kernel(np.ones(TILE * TILE + 1, BF16))[1:].reshape(TILE, TILE)
+    with pytest.raises(ValueError, match="not a multiple of 16 bytes: copy the matrix first"):
+        fp8(odd, slot("e4m3"))
     a = fp8(x, at).rows
     out = np.zeros((TILE, TILE), np.float32)
     with pytest.raises(ValueError, match=r"out has shape \(128, 128\), expected \(64, 128\)"):

@@ -56,6 +56,7 @@ from .primitives.codes import (
     store_codes16,
     transpose_codes,
 )
+from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel
 from .primitives.reduce import MAX_WARPS, block_max
 from .primitives.words import load_words8, unpack8
@@ -379,6 +380,9 @@ def _tiles(source, shape, width, slot, current, a, b=None):
         if source != "array":
             x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
         return encode_on_host(x, slot, current)
+    check(
+        on_16_bytes(a, b), "fp8: an address is not a multiple of 16 bytes: copy the matrix first"
+    )
     grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
 
     def start(write, codes, columns, scale_1):
