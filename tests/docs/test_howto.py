@@ -116,11 +116,15 @@ def test_names_on_the_page_exist(page):
         "ddp",
         "generate",
         "chat",
+        "serve",
+        "finetune",
+        "reinforce",
         "evaluate",
         "report",
         "compare",
         "profile",
         "convert_meta",
+        "export",
     ],
 )
 def test_every_option_says_what_it_is(module):

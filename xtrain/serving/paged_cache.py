@@ -80,9 +80,8 @@ class PagedCache:
         """Make the arrays. Raises UserError if there is not enough memory."""
         like, self.layers = self.tables[0], []
         try:
-            if (
-                len(set(self.heads)) == 1
-            ):  # one array, in which one operation copies a block of all layers
+            # one array, in which one operation copies a block of all layers
+            if len(set(self.heads)) == 1:
                 h, L = self.heads[0], len(self.heads)
                 self.whole = empty_kv_cache(like, L, n_blocks, h.G, self.S, h.D, self.dtype)
                 self.layers = [(kv[0], kv[1]) for kv in self.whole]
@@ -229,9 +228,8 @@ class CachedSequences(Sequences):
     wanted_W: Array | None
     one: bool
     cache: Any  # a PagedCache
-    calls: Iterator[
-        int
-    ]  # counts the attentions of the forward pass; shared by all copies of this object
+    # counts the attentions of the forward pass; shared by all copies of this object
+    calls: Iterator[int]
 
     def _placed(self):
         if self.places is not None:
