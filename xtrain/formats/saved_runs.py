@@ -29,7 +29,7 @@ STATE_VALUES: dict[str, Callable[[Any], bool]] = {
     "loader": _object,  # the position in the data: Shuffled.state_dict
     "options": _object,  # Run.resume_options
     "made_on": _object,  # Run.made_on
-    # the length of each log in bytes, to which a resumed run cuts it back
+    # the length of samples.txt in bytes, to which a resumed run cuts it back; the .jsonl files are cut by their steps
     "logs": lambda x: _object(x) and all(map(_natural, x.values())),
     "row": _natural,  # skipped steps in a row up to this step
     "skipped": _natural,  # skipped steps in all
