@@ -1,13 +1,13 @@
 """The KV cache on the device, and how a forward pass reads and writes it.
 
 A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which block belongs to which sequence).
-Position p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is given out
-block by block, and a block may belong to several sequences.
+Position p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is
+given out block by block, and a block may belong to several sequences.
 
-The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but attention is the same as in training.
-In attention, prefill appends the new keys and values and reads the whole sequence from the cache (kernels/attention/
-context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
-batch-invariant mode as in prefill, whose bits are those of training.
+The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but attention is the same as in
+training. In attention, prefill appends the new keys and values and reads the whole sequence from the cache
+(kernels/attention/context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel
+(decode_attention.py), in batch-invariant mode as in prefill, whose bits are those of training.
 """
 
 import itertools
