@@ -161,6 +161,12 @@ def run_counter(to_array, C, blocks, rounds):
 
 def run_sealed(to_array, C, blocks, rounds):
     """-> start(), vector()"""
+    if (
+        blocks > C
+    ):  # a block that writes nothing is not waited for: its words may be overwritten, and it polls forever
+        raise ValueError(
+            f"{C} columns for {blocks} blocks: give at least one column for each block"
+        )
     first = np.concatenate([np.ones(C, np.int64), np.full(C, -1, np.int64)])  # seals 0 and -1
     words, fresh = to_array(first), to_array(first)
 

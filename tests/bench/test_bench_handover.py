@@ -38,6 +38,12 @@ def test_the_vector_after_two_rounds(name, columns, blocks):
     assert np.array_equal(np.array(vector()), bench.expected(columns, 2))
 
 
+def test_a_block_without_words_is_refused():
+    """Nothing waits for it, so it can find the words of a later round, and polls forever."""
+    with pytest.raises(ValueError, match="1 columns for 2 blocks: give at least one column"):
+        bench.VARIANTS["sealed"](sim, 1, 2, 2)
+
+
 BUGS = [
     ("counter", "make_counter_kernel", "            cuda.syncthreads()  # all threads have written\n", "", RaceError),
     ("counter", "make_counter_kernel", "atomic_add_release(counter_1", "cuda.atomic.add(counter_1", RaceError),

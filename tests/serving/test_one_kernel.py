@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from cached import Cached
-from checks import rng, with_planted_bug
+from checks import rng, to_host, with_planted_bug
 from twins import random_model, small
 
 from xtrain import Engine, Transformer, UserError
@@ -24,26 +24,26 @@ SHAPE = dict(dim=32, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32, vocab_
 WARPS = 2  # the simulator takes as long as there are threads
 
 
-def pair(precision="fp32", layers=1, **changes):
-    """-> (a model in the simulator, the same model on the CPU)"""
+def pair(precision="fp32", layers=1, device="sim", **changes):
+    """-> (a model in the simulator or on the GPU, the same model on the CPU)"""
     config = small(**(SHAPE | dict(n_layers=layers) | changes))
     here = random_model(config, device="cpu")
-    there = Transformer(config, None, "sim", precision, trainable=precision == "fp32")
+    there = Transformer(config, None, device, precision, trainable=precision == "fp32")
     for (_, a), (_, b) in zip(there.named_parameters(), here.named_parameters()):
-        a.data = to_device(b.data.astype(a.dtype), "sim")
+        a.data = to_device(b.data.astype(a.dtype), device)
     return there, here
 
 
-def make(precision="fp32", lengths=(1,), **changes):
+def make(precision="fp32", lengths=(1,), capacity=48, warps=WARPS, **changes):
     """-> a model in the simulator, its twin on the CPU, their caches with the same random contents, the step, its inputs"""
     there, here = pair(precision, **changes)
-    caches = [Cached(model, len(lengths), 48).cache for model in (there, here)]
-    tables = Cached(here, len(lengths), 48).blocks
+    caches = [Cached(model, len(lengths), capacity).cache for model in (there, here)]
+    tables = Cached(here, len(lengths), capacity).blocks
     values = rng(1).standard_normal(caches[0].whole.shape).astype(caches[0].whole.dtype)
     for cache in caches:
-        cache.whole[...] = values
+        cache.whole[...] = to_device(values, cache.model.device)
     inputs = np.arange(3, 3 + len(lengths), dtype=np.int32), np.array(lengths, np.int32), tables
-    step = one_kernel.make_step(there, caches[0], len(lengths), warps=WARPS)
+    step = one_kernel.make_step(there, caches[0], len(lengths), warps=warps)
     return there, here, caches, step, inputs
 
 
@@ -90,22 +90,47 @@ CASES = [
 ]  # fmt: skip
 
 
+def check_bits(monkeypatch, config, precision, lengths, steps=1, **changes):
+    """`steps` tokens for each sequence: the step and the separate kernels with the same configurations, both against the CPU.
+    config: of attention"""
+    monkeypatch.setattr(attention, "choose", lambda *_: config)
+    monkeypatch.setattr(step_kernel, "choose_attention", lambda *_: config)
+    made = make(precision, lengths, warps=config.warps, **changes)
+    there, here, (cache, other), step, (ids, lengths, tables) = made
+    live = lengths >= 0
+    for i in range(steps):
+        inputs = ids + i, np.where(live, lengths + i, -1).astype(np.int32), tables
+        arrays = [to_device(x, there.device) for x in inputs]
+        before = to_host(cache.whole).copy()
+        got, written = to_host(step(*arrays)).copy(), to_host(cache.whole).copy()
+        cache.whole[...] = to_device(before, there.device)
+        expected = to_host(separate(there, cache, step, *arrays))
+        assert (written != before).any()
+        assert written.tobytes() == to_host(cache.whole).tobytes()
+        assert got[live].tobytes() == expected[live].tobytes()
+        oracle = on_cpu(here, other, *inputs)[live]
+        most = 1e-5 if precision == "fp32" else 0.05
+        most *= 1 if there.device == "sim" else 4  # wider models; a wrong kernel is about 1 off
+        assert np.abs(got[live] - oracle).max() / np.abs(oracle).max() <= most
+
+
 @pytest.mark.parametrize("precision, lengths, changes", CASES)
 def test_the_bits_of_the_separate_kernels(monkeypatch, precision, lengths, changes):
-    few_keys = lambda *_: attention.Config(WARPS, 1, 16, 32, prefetched=16)
-    monkeypatch.setattr(attention, "choose", few_keys)
-    monkeypatch.setattr(step_kernel, "choose_attention", few_keys)
-    there, here, (cache, other), step, inputs = make(precision, lengths, **changes)
-    before, arrays = np.array(cache.whole), [to_device(x, "sim") for x in inputs]
-    got, written = np.array(step(*arrays)), np.array(cache.whole)
-    cache.whole[...] = before
-    expected = np.asarray(separate(there, cache, step, *arrays))
-    live = np.array(lengths) >= 0
-    assert (written != before).any() and written.tobytes() == cache.whole.tobytes()
-    assert got[live].tobytes() == expected[live].tobytes()
-    oracle = on_cpu(here, other, *inputs)[live]
-    most = 1e-5 if precision == "fp32" else 0.05
-    assert np.abs(got[live] - oracle).max() / np.abs(oracle).max() <= most
+    few_keys = attention.Config(WARPS, 1, 16, 32, prefetched=16)
+    check_bits(monkeypatch, few_keys, precision, lengths, **changes)
+
+
+WIDE = dict(dim=576, n_heads=9, n_kv_heads=3, head_dim=64, hidden_dim=1536, vocab_size=3001)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [(400,), (900, 5, -1), (0, 17, 100, 200, 300, 400, 500, 600)])
+def test_the_bits_on_a_gpu(monkeypatch, precision, lengths):
+    """With as many blocks as the GPU runs. A block that does not wait long enough would change some bits in 20 steps."""
+    config = attention.Config(8, 1, 192, 32, prefetched=512)
+    rest = dict(steps=20, capacity=1024, layers=3, device="gpu", qk_norm=False, max_seq_len=1024)
+    check_bits(monkeypatch, config, precision, lengths, **WIDE | rest)
 
 
 def test_the_tokens_of_the_engine(monkeypatch):
@@ -188,6 +213,45 @@ def test_the_cpu_is_refused():
     assert isinstance(here, Transformer) and not isinstance(here.arena.weights, SimArray)
     with pytest.raises(UserError, match="it is on the CPU"):
         Engine(here, 2, 16, one_kernel=True)
+
+
+def test_heads_whose_sums_need_too_much_shared_memory():
+    """ptxas refuses more than 48 KB, and the engine would find out at the first token."""
+    there, _ = pair("bf16", n_heads=16, head_dim=128)
+    text = (
+        "16 heads of 128 share a key head: 81232 bytes of shared memory, at most 49152 are possible"
+    )
+    with pytest.raises(UserError, match=text):
+        Engine(there, 2, 16, one_kernel=True)
+
+
+def test_tokens_that_need_too_much_shared_memory():
+    """16 heads of 64 to a key head, matrices of 4000 columns: 8 tokens need more than 99 KB, the limit of many GPUs."""
+    shape = lambda N: step_kernel.StepShape(
+        N=N,
+        C=4000,
+        H=16,
+        G=1,
+        D=64,
+        F=3072,
+        V=32000,
+        L=1,
+        S=16,
+        half=True,
+        qk_norm=False,
+        bias=False,
+    )
+    assert step_kernel.no_room(shape(4), 99 << 10) == ""
+    text = f"110976 bytes of shared memory for 8 tokens, this GPU has {99 << 10}"
+    assert step_kernel.no_room(shape(8), 99 << 10) == text
+    assert step_kernel.no_room(shape(8), 227 << 10) == ""
+
+
+def test_shared_memory_as_ptxas_counts_it():
+    """Of the kernels for a Llama of 135 M parameters and one token, of 1.1 B and eight: CUDA 13, sm_80, sm_90, sm_120."""
+    shape = functools.partial(step_kernel.StepShape, D=64, V=128, L=1, S=64, half=True, qk_norm=False, bias=False)  # fmt: skip
+    assert shape(N=1, C=576, H=9, G=3, F=1536).fixed_shared == 16256
+    assert shape(N=8, C=2048, H=32, G=4, F=5632).fixed_shared == 27520
 
 
 def test_more_rows_than_one_kernel_supports():

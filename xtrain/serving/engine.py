@@ -145,8 +145,9 @@ class Engine:
     (nn/quantized.py): half of bf16's memory, and decoding reads half the bytes. The model must have been made with
     trainable=False, and can only be served from then on. "full": the model stays as it is.
     one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/step/step_kernel.py), for
-    unquantized models without windows. Off by default: its speed has not been measured on a GPU yet (known_issues.md). The last
-    bits of the logits differ from the usual step's.
+    unquantized models without windows. Off by default: a model of 135 M parameters decodes about a tenth faster, others have not
+    been measured, and each size of the batch compiles a kernel of its own (known_issues.md). The last bits of the logits differ
+    from the usual step's.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
@@ -220,7 +221,7 @@ class Engine:
             other = "batch_invariant" if batch_invariant else f"weights {weights!r}"
             raise UserError(f"one_kernel and {other} cannot be combined: leave one of them out")
         if one_kernel:
-            one_kernels.check_model(model)
+            one_kernels.check_model(model, max_batch)
         quantize_weights(model, weights)
         model.arena.refresh()
         # that a forward pass multiplies by, about

@@ -6,6 +6,7 @@ The kernel reads the model's matrices, norm weights and biases where the arena h
 import numpy as np
 
 from ..errors import UserError
+from ..kernels.attention.flash_attention import shared_limit
 from ..kernels.decoding.gemv_tensor_cores import MAX_ROWS
 from ..kernels.step import step_kernel as kernels
 from ..kernels.step.step_kernel import DecodingStep, StepShape, StepWeights
@@ -13,14 +14,14 @@ from ..nn.model import Transformer
 from .paged_cache import PagedCache
 
 
-def check_model(model: Transformer) -> None:
-    """Raise UserError if the kernel cannot compute this model's step."""
-    why = _obstacle(model)
+def check_model(model: Transformer, max_batch: int) -> None:
+    """Raise UserError if the kernel cannot compute this model's steps, of up to max_batch sequences."""
+    why = _obstacle(model, max_batch)
     if why:
         raise UserError(f"one_kernel is not supported for this model ({why}): leave it out")
 
 
-def _obstacle(model: Transformer) -> str:
+def _obstacle(model: Transformer, max_batch: int) -> str:
     c = model.config
     if model.device == "cpu":
         return "it is on the CPU"
@@ -33,7 +34,9 @@ def _obstacle(model: Transformer) -> str:
     if any(p.quantized is not None for _, p in model.storage()):
         return "its weights are quantized"
     half = model.branch_dtype is not None
-    return kernels.obstacle(1, c.dim, c.hidden_dim, c.n_heads * c.head_dim, half)
+    why = kernels.obstacle(1, c.dim, c.hidden_dim, c.n_heads * c.head_dim, half)
+    largest = _shape(model, min(max_batch, MAX_ROWS), S=0)
+    return why or kernels.no_room(largest, shared_limit(model.arena.weights))
 
 
 def fits(b: int) -> bool:
@@ -46,14 +49,17 @@ def make_step(model: Transformer, cache: PagedCache, b: int, **changes: int) -> 
 
     changes: of StepShape.
     """
-    c, head = model.config, model._head()
-    shape = StepShape(
-        N=b, C=c.dim, H=c.n_heads, G=c.n_kv_heads, D=c.head_dim, F=c.hidden_dim, V=head.declared_shape[0],
-        L=c.n_layers, S=cache.S, half=model.branch_dtype is not None, qk_norm=c.qk_norm, bias=c.qkv_bias,
-        **changes,
+    shape, M = _shape(model, b, S=cache.S, **changes), -(-cache.capacity // cache.S)
+    weights, eps = _weights(model, model._head()), model.config.norm_eps
+    return DecodingStep(shape, weights, cache.whole, M, *cache.tables, eps)
+
+
+def _shape(model, b, **more):
+    c, V = model.config, model._head().declared_shape[0]
+    return StepShape(
+        N=b, C=c.dim, H=c.n_heads, G=c.n_kv_heads, D=c.head_dim, F=c.hidden_dim, V=V, L=c.n_layers,
+        half=model.branch_dtype is not None, qk_norm=c.qk_norm, bias=c.qkv_bias, **more,
     )  # fmt: skip
-    M = -(-cache.capacity // cache.S)
-    return DecodingStep(shape, _weights(model, head), cache.whole, M, *cache.tables, c.norm_eps)
 
 
 def _weights(model, head) -> StepWeights:

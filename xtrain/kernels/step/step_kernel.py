@@ -86,6 +86,7 @@ PREFETCHED = (
     4  # tiles of a task's weights that are prefetched while the block computes its previous task
 )
 MOST_STAGED = 64 << 10  # bytes of x in shared memory; the rest of 99 KB is for sums and attention
+MOST_FIXED = 48 << 10  # bytes of shared memory that a kernel may declare, on every GPU
 NAN = np.float32(np.nan)
 # Columns of the table of offsets: where a layer's matrices and small weights begin. Its last row is the head's.
 W_QKV, W_OUT, W_GATE_UP, W_DOWN, NORM_1, NORM_2, Q_NORM, K_NORM, BIAS = range(9)
@@ -160,6 +161,20 @@ class StepShape:
         ]
         return max((shared_bytes(self.N, K) for K in staged), default=0) if self.half else 0
 
+    @property
+    def sums(self) -> int:
+        """Floats of shared memory for the sums of a product."""
+        return max(sums_size(*self.product(k)[2:]) for k in (QKV, GATE_UP)) if self.half else 1
+
+    @property
+    def fixed_shared(self) -> int:
+        """Bytes of the shared memory that the kernel declares."""
+        a = shared_sizes(self.D, self.H // self.G, self.half, self.attention)
+        rows = 2 * (a.rows + self.N + 1) + self.warps + 1
+        numbers = a.acc + a.weights + rows + self.sums + self.warps * MAX_ROWS
+        nbytes = (2 if self.half else 4) * a.queries + 4 * numbers + 8
+        return -(-nbytes // 16) * 16
+
 
 def obstacle(N: int, C: int, F: int, Q: int, half: bool) -> str:
     """Why there is no kernel for N tokens and these widths; "" if there is. Q: H D"""
@@ -168,6 +183,19 @@ def obstacle(N: int, C: int, F: int, Q: int, half: bool) -> str:
         return f"{N} tokens, at most {MAX_ROWS} are supported"
     wrong = [n for n in (C, F, Q) if n % unit]
     return f"a product of {wrong[0]} columns, expected a multiple of {unit}" if wrong else ""
+
+
+def no_room(shape: StepShape, most: int) -> str:
+    """Why a block has too little shared memory; "" if it has enough. most: bytes that a block may use on this GPU"""
+    c, fixed = shape, shape.fixed_shared
+    if fixed > MOST_FIXED:
+        return f"{c.H // c.G} heads of {c.D} share a key head: {fixed} bytes of shared memory, at most {MOST_FIXED} are possible"
+    need = fixed + c.shared
+    return (
+        f"{need} bytes of shared memory for {c.N} tokens, this GPU has {most}"
+        if need > most
+        else ""
+    )
 
 
 # ----------------------------------------------------------------------------- waiting
@@ -268,8 +296,12 @@ def make_step_kernel(shape: StepShape):
     )
     sizes = shared_sizes(D, GROUP, half, shape.attention)
     QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
-    SUMS = max(sums_size(*shape.product(k)[2:]) for k in (QKV, GATE_UP)) if half else 1
-    SQUARES, element, STARTS = WARPS * MAX_ROWS, types.uint16 if half else float32, N + 1
+    SUMS, SQUARES, element, STARTS = (
+        shape.sums,
+        WARPS * MAX_ROWS,
+        types.uint16 if half else float32,
+        N + 1,
+    )
     NC = N * C
 
     @kernel(BLOCK, 1)
