@@ -476,6 +476,7 @@ def e5m2_code(v):
 # order of the floats, so `cuda.atomic.max` on the *bits*, an int32, does it: a GPU has no atomic maximum of floats. The result is the same in any order. And it **counts** what went wrong: numbers that saturated, and numbers that were infinite or NaN.
 #
 # An infinite number must not saturate: 448 looks healthy, and would hide that the training has broken down. It becomes NaN, which the loss shows.
+# (`e5m2_code` alone does saturate it: a kernel has to ask for infinity before it rounds.)
 #
 # ## Exercise 34.3: codes of e4m3
 
@@ -486,9 +487,9 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
-    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E. Infinity and NaN: 0x7F.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN and both infinities: 0x7F.
     largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
-    counts: (2,) int64, add to them: how many x[i] are finite with x[i] / scale beyond 448; how many are not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many are not finite.
     """
     # YOUR CODE
 
@@ -517,9 +518,9 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
-    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E. Infinity and NaN: 0x7F.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN and both infinities: 0x7F.
     largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
-    counts: (2,) int64, add to them: how many x[i] are finite with x[i] / scale beyond 448; how many are not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many are not finite.
     """
     i = cuda.grid(1)
     if i < x_n.size:

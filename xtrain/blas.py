@@ -48,7 +48,7 @@ def in_environment() -> bool:
 def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: int) -> int | None:
     """`asked` if it is given, else what the environment says, else fastest_threads. None: the number cannot be set.
 
-    Raises UserError if `asked` cannot be had.
+    Raises UserError if `asked` is more than the cores, or if this BLAS cannot set the number.
     """
     in_use = threads()
     if asked is not None and in_use is None:
@@ -78,7 +78,7 @@ def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
 
     def products() -> None:
         h = x @ up.T
-        np.maximum(h, 0, out=h)  # one thread: meanwhile the others wait, as in a step
+        np.maximum(h, 0, out=h)  # on one thread, while the others wait, as in a step
         h @ down.T
 
     return _fastest(products, most)
@@ -93,7 +93,7 @@ def _fastest(work: Callable[[], object], most: int) -> int:
         with use_threads(number):
             work()
     end = time.perf_counter() + SECONDS
-    while True:  # in turns: a load that comes or goes concerns all numbers
+    while True:  # each number in turn, so that other load on the machine slows all of them alike
         for number in numbers:
             with use_threads(number):
                 start = time.perf_counter()

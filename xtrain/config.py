@@ -91,9 +91,8 @@ class ModelConfig:
     qkv_bias: bool = False  # a bias on the projections to queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # the output head is the embedding table
     no_rope_layers: tuple[int, ...] = ()  # whose queries and keys are not rotated (SmolLM3)
-    sliding_window: int = (
-        0  # keys that a query sees, itself among them; 0: all (Mistral v0.1, Qwen2)
-    )
+    # keys that a query sees, itself among them; 0: all (Mistral v0.1, Qwen2)
+    sliding_window: int = 0
     full_attention_layers: tuple[int, ...] = ()  # that have no sliding window
 
     def __post_init__(self) -> None:

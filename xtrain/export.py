@@ -30,8 +30,8 @@ class Options:
     gguf: str = ""  # the file to write; an existing one is replaced when the new one is complete
     # the folder to write: the adapters in --model, added to the weights of the model that they belong to
     merge: str = ""
-    # of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale for every 32 values
     change: str | None = None  # with --merge: MODULE:FUNCTION, with which the model was changed
+    # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
 
 

@@ -69,10 +69,8 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
             sizes += found("srun", "SLURM_STEP_NUM_TASKS") or found("srun", "SLURM_NTASKS")
         if "LOCAL_RANK" in environment:  # WORLD_SIZE alone is also set where no launcher is
             sizes += found("torchrun", "WORLD_SIZE")
-        sizes += [
-            *found(pmi, "PMI_RANK", 1),
-            *found(pmix, "PMIX_RANK", 1),
-        ]  # there are at least so many
+        # a rank R means that there are at least R + 1 processes
+        sizes += [*found(pmi, "PMI_RANK", 1), *found(pmix, "PMIX_RANK", 1)]
     return max(sizes, key=lambda launcher: launcher.world, default=None)
 
 

@@ -119,6 +119,7 @@ def _judge_rounding(e, v, got, want, form):
         np.round(np.log2(np.maximum(np.minimum(a, most), 2.0**least))) - fraction
     )
     step = step_of(np.minimum(a, most), fraction, least)
+    widest = step.max(where=~np.isnan(step), initial=0.0) or 1.0
     is_half = np.abs(a / step % 1 - 0.5) < 1e-6
     on_steps = lambda got: (np.abs(got - want) <= step).all() and (got / step % 1 == 0).all()
     nearest = lambda got: is_half.any() and np.array_equal(got[~is_half], want[~is_half]) and on_steps(got)  # fmt: skip
@@ -128,13 +129,14 @@ def _judge_rounding(e, v, got, want, form):
         "Numbers that are not NaN have become NaN.": lambda got: (np.isnan(got) & ~np.isnan(v)).any() and not (~np.isfinite(v)).any(),
         "The sign is missing: np.copysign(result, v).": lambda got: (v < 0).any() and np.array_equal(got, np.abs(want), equal_nan=True),
         "Numbers beyond the largest one saturate: limit |v| to `most`, also for infinity.": some(outside),
+        "Numbers below the smallest one have become 0: those above half of it are nearer to it.": changed(np.where(a < 2.0 ** (least - fraction), np.copysign(0.0, v), want)),
+        "Rounded twice: these numbers were first rounded to halfway between two numbers of the format, and then to the even one. Round v itself.":
+            lambda got: e.where.startswith("numbers next to halfway") and ((got != want) & (got != 0)).any() and (np.abs(got - want) <= step).all() and (got / step % 2 == 0)[got != want].all(),
+        "Halfway between two numbers it is the even multiple that is taken: np.rint does so. floor(x + 0.5) does not.": nearest,
         "Cut off: take the NEAREST number of the format, np.rint(a / step).": changed(rounded(v, *form, how=np.floor)),
         "Rounded down: for negative numbers that is away from 0. Round |v| with np.rint.":
             changed(np.where(v < 0, -rounded(-v, *form, how=np.ceil), rounded(v, *form, how=np.floor))),
         "Rounded up: take the nearest number, np.rint(a / step).": changed(rounded(v, *form, how=np.ceil)),
-        "Rounded twice: these numbers were first rounded to halfway between two numbers of the format, and then to the even one. Round v itself.":
-            lambda got: e.where.startswith("numbers next to halfway") and (np.abs(got - want) <= step).all() and (got / step % 2 == 0)[got != want].all(),
-        "Halfway between two numbers it is the even multiple that is taken: np.rint does so. floor(x + 0.5) does not.": nearest,
         "Numbers below the smallest normal one have become 0: they are subnormal, multiples of 2^(least - fraction).":
             changed(np.where(small, np.copysign(0.0, v), want)),
         "Below the smallest normal number the steps stay as they are: take the exponent of max(a, 2^least).": changed(fine),
@@ -146,6 +148,9 @@ def _judge_rounding(e, v, got, want, form):
         "The steps are half as wide as they should be. From 2^e to 2^(e+1) there are 2^fraction of them.": changed(other(fraction=fraction + 1)),
         "The steps are the same for all numbers: a float's steps grow with the number, 2^(e - fraction) from 2^e on.":
             changed(np.copysign(np.rint(a * 2.0**fraction) / 2.0**fraction, v)),
+        "Limited to 448, the largest number of e4m3: `most` is a parameter.": lambda got: most > 448 and np.array_equal(got, np.clip(want, -448, 448), equal_nan=True),
+        "float16 does not hold all these numbers: return float32 or float64.": lambda _: got.dtype == np.float16,
+        "All numbers have the steps of the largest one: each has an exponent of its own.": changed(np.copysign(np.rint(np.minimum(a, most) / widest) * widest, v)),
         "Saturated too early: `most` itself is a number of the format.": lambda got: (np.abs(want) > 0.9 * most).any() and np.abs(got).max() < np.abs(want).max() and np.array_equal(got[np.abs(want) < 0.5 * most], want[np.abs(want) < 0.5 * most]),
         "Rounding went past `most`: limit |v| before it is rounded, or the result after it.": lambda got: (np.abs(got[inside]) > most).any(),
         "Nothing is rounded here.": lambda got: np.array_equal(got, v),
@@ -166,7 +171,7 @@ def next_scale(e):
     nan, inf = np.nan, np.inf
     fixed = (
         ([7.0], 1.0, 448.0, 2.0),
-        ([6.0, 26.0, 3.0, 7.0], 0.25, 448.0, 2.0),
+        ([6.0, 26.0, 3.0, 8.0], 0.25, 448.0, 2.0),
         ([1.5, 0.25], 8.0, 57344.0, 1.0),
         ([], 0.03125, 448.0, 2.0),
         ([0.0], 0.5, 448.0, 2.0),
@@ -208,11 +213,16 @@ def next_scale(e):
         e.need(not np.isinf(got), "The scale is infinite: " + ("an infinite maximum does not count." if odd else
                "room x maximum is too large for float32. Multiply by room / most instead, or compute in float."))  # fmt: skip
         e.same("scale", got, np.asarray(want), {
-            "The scale is at least 2.0**-126: 1 / scale must stay finite.": lambda got: floor,
+            "The scale is at least 2.0**-126: 1 / scale must stay finite.": lambda got, want=want: floor and got < want,
+            "The scale is too large here: the lower limit is 2.0**-126 and no more, and nothing is added to the scale.": lambda got: floor,
             "No maximum counts here, neither 0 nor infinity nor NaN, so the scale stays what it was.": lambda got: not good,
             "The room is missing: numbers may grow from one step to the next.": way(max(good) / most) if good and room != 1 else np.empty(0),
             "The room makes the scale larger, so that more fits: multiply by it.": way(max(good) / room / most) if good and room != 1 else np.empty(0),
             "This is the inverse of the scale: a number is code x scale.": lambda got: good and np.isclose(got * room * max(good), most, 1e-4),
+            "This is the inverse of the scale, except for the room: a number is code x scale.": lambda got: good and np.isclose(got * max(good), room * most, 1e-4),
+            "The room is taken as 2: it is a parameter.": way(2 * max(good) / most) if good else np.empty(0),
+            "Divided by 448, the largest number of e4m3: divide by `most`.": way(room * max(good) / 448) if good else np.empty(0),
+            "The sum of the maxima is taken: the largest of them counts.": way(room * sum(good) / most) if len(good) > 1 else np.empty(0),
             "Not divided by `most`: a scale of 1 stands for numbers up to `most`.": way(room * max(good)) if good else np.empty(0),
             "The LAST maximum is taken: the largest of them counts.": way(room * good[-1] / most) if good else np.empty(0),
             "The FIRST maximum is taken: the largest of them counts.": way(room * good[0] / most) if good else np.empty(0),
@@ -248,6 +258,12 @@ def alternatives(x, scale, kind):
     return [codes_of(np.where(np.isfinite(x), np.clip(q, -most, most), np.nan).astype(np.float32), kind) for q in quotients]  # fmt: skip
 
 
+def unchanged(e, given, values):
+    for name, now, value in zip(("x", "scale"), given, values):
+        e.need(np.array_equal(np.asarray(now).ravel(), np.ravel(value), equal_nan=True),
+               f"{name} was changed: the kernel only reads it. The model goes on with these numbers.")  # fmt: skip
+
+
 @exercise(
     "34.3", "encode_kernel",
     first_step="i = cuda.grid(1), if i < x_n.size: a = abs(x_n[i] / scale_1[0]). Round it as e5m2_code does, with 20 bits dropped.",
@@ -274,7 +290,7 @@ def encode_kernel(e):
         ("a scale of 2", sign(every[40:100]), 2.0),
         ("numbers halfway between two", sign(half), 1.0),
         ("numbers next to halfway", sign(near), 1.0),
-        ("some beyond 448", np.array([448, 449, -460, 464, 465, 480, -500, 1e6, -3e38, 1, -2], np.float32), 1.0),
+        ("some beyond 448", np.array([448, 449, -460, -470, 464, 465, 480, -500, 1e6, -3e38, 1, -2], np.float32), 1.0),
         ("large numbers, the scale is tiny", np.array([1e30, -3e38, 2.0**-117, -(2.0**-120)], np.float32), 2.0**-126),
         ("infinity and NaN", np.array([1, inf, -inf, nan, -2, 500, nan], np.float32), 1.0),
         ("NaN alone in the second block", np.append(normal(64), np.float32(nan)), 1.0),
@@ -291,13 +307,15 @@ def encode_kernel(e):
     for case, x, scale in e.cases(cases, draw):
         x, scale = np.array(x, np.float32), np.float32(scale)
         codes, largest = e.blank(x.size, dtype=np.uint8), sim(np.zeros(1, np.int32))
+        given = sim(x.copy()), sim(np.array([scale]))
         before = np.array([3, 10], np.int64)  # of other matrices
         counts = sim(before.copy())
-        e.run(-(-x.size // 64), 64, codes, largest, counts, sim(x.copy()), sim(np.array([scale])), case=f"{case}, n = {x.size}, scale {scale:g}")  # fmt: skip
+        e.run(-(-x.size // 64), 64, codes, largest, counts, *given, case=f"{case}, n = {x.size}, scale {scale:g}")  # fmt: skip
         with np.errstate(all="ignore"):
             _judge_codes(e, codes, x, scale)
             _judge_largest(e, int(largest[0]), x, scale)
             _judge_counts(e, np.asarray(counts) - before, x, scale)
+        unchanged(e, given, (x, scale))
 
 
 def _judge_codes(e, codes, x, scale):
@@ -314,6 +332,7 @@ def _judge_codes(e, codes, x, scale):
     limited = np.minimum(np.where(finite, a, 0), 448)
     signed = lambda c: np.where(finite, c + 0x80 * ((v < 0) & (c > 0)), 0x7F).astype(int)
     below = signed(np.searchsorted(table, limited, "right") - 1)
+    above = signed(np.searchsorted(table, limited, "left"))
     up = signed(np.minimum(np.searchsorted(halves, limited, "right"), 126))
     down = signed(np.searchsorted(halves, limited, "left"))
     small, outside = limited < 2.0**-6, finite & (a > 448)
@@ -328,12 +347,16 @@ def _judge_codes(e, codes, x, scale):
         "Infinity and NaN get the code 0x7F: `abs(x_n[i]) < float32(np.inf)` is false for both.": lambda got: only(~finite),
         "x is finite, but x / scale is not: it is beyond 448 and saturates. Ask whether x itself is finite.": lambda got: only(finite & ~np.isfinite(v)),
         "Numbers beyond 448 must saturate at code 0x7E: 0x7F is NaN, and more would run into the sign.": lambda got: only(outside) or only(outside | (limited >= 448)),
+        "Numbers that are not negative have the sign: only a negative number has the highest bit set.": lambda got: (got % 128 == want % 128).all() and (got[wrong] > 0x80).all(),
+        "The negative of a code is not the code of the negative number: set the highest bit, code | 0x80.": lambda got: (got[v > 0] == want[v > 0]).all() and (got == np.where(v < 0, -(want.astype(int) % 128) % 256, want)).all(),
         "The sign is missing: a negative number has the highest bit set, code | 0x80.": lambda got: (got % 128 == want % 128).all(),
         "The scale is missing: the code is that of x / scale.": lambda got: scale != 1 and (got == plain(other(1.0))).all(),
         "Multiplied by the scale: the code is that of x / scale.": lambda got: scale != 1 and (got == other(1 / scale)).all(),
         "Cut off: add half of what is dropped before the shift, so that it rounds to the NEAREST.": lambda got: (got == below).all() or (got == np.where(small, want, below)).all(),
         "Halfway between two numbers the even code is taken: add 0x7FFFF and the lowest bit that is kept, (bits >> 20) & 1.":
             lambda got: ((got == up) | (got == down) | (got == want)).all(),
+        "Rounded up: half of the 20 bits that are dropped is 0x80000, so add one less, 0x7FFFF, and the lowest bit that is kept.":
+            lambda got: (got == above).all() or (got == np.where(small, want, above)).all(),
         "Numbers below 2^-6 have become 0: they are subnormal, multiples of 2^-9.": lambda got: (got % 128 == no_rint % 128)[small].all() and only(small),
         "Below 2^-6 the steps stay 2^-9: there the bits of a are no code. Adding 16384.0 rounds to such a step, and the lowest bits of the sum count them.": lambda got: only(small),
         "Each code is too large or too small by whole exponents: float32 counts from -127, e4m3 from -7, so subtract 120 << 3.":
@@ -394,6 +417,10 @@ def _judge_counts(e, got, x, scale):
         why = "NaN is not finite either, but it is not counted."
     elif got[0] == clamped and got[1] == int(np.isnan(x).sum()):
         why = "Infinity is not finite either, but it is not counted."
+    elif got[1] == bad and got[0] in ((x[finite] / scale > 448).sum(), (x[finite] / scale < -448).sum()):  # fmt: skip
+        why = "Those of one sign are missing: take |x / scale|."
+    elif tuple(got) == (int((v > 464).sum()), bad) or tuple(got) == (int((v >= 464).sum()), bad):
+        why = "Numbers from 448 to 464 are counted, too: they are beyond 448, though 448 is the nearest number."
     elif got[1] == bad and got[0] == int((np.isfinite(x / scale) & finite & (np.abs(x / scale) > 448)).sum()):  # fmt: skip
         why = "x is finite where only x / scale overflows: that saturates, and is counted in counts[0]."
     raise e.wrong(f"counts grew by {got.tolist()}; expected {[clamped, bad]}. {why}")
@@ -414,7 +441,7 @@ SEVERAL = "One thread writes an element of codes_NK and of codes_KN. Block (i, j
         "RaceError between blocks": f"Two blocks write the same element. {SEVERAL}",
         "RaceError": f"Two threads write the same element. {SEVERAL}",
         "DeadlockError": "All threads must reach the barrier: take cuda.syncthreads() out of the `if` and out of the loop, and do not `return` before it.",
-        "UninitializedError": "The tile is read before it is complete: cuda.syncthreads() after all threads have written. Or it was never written at this place: tile[row, column], all 32 rows, in steps of 8.",
+        "UninitializedError": "The tile is read before it is complete: cuda.syncthreads() after all threads have written. Or it was never written at this place: tile[row, column], all 32 rows, in steps of 8, where n0 + r < N and k0 + x < K.",
     },
 )  # fmt: skip
 def both_kernel(e):
@@ -431,15 +458,16 @@ def both_kernel(e):
     draw = lambda rng: ("random numbers", *map(int, rng.integers(20, 80, 2)), float(rng.uniform(0.1, 9)), float(rng.uniform(0.1, 2)))  # fmt: skip
     for case, N, K, size, scale in e.cases(fixed, draw):
         x, scale = e.normal(N, K, mean=0.0, scale=size), np.float32(scale)
-        plain_x = np.asarray(x)
+        plain_x, scale_1 = np.array(x), sim(np.array([scale]))
         codes, columns = e.blank(N, K, dtype=np.uint8), e.blank(K, N, dtype=np.uint8)
         grid = -(-K // 32), -(-N // 32)
-        trace = e.run(grid, (32, 8), codes, columns, x, sim(np.array([scale])), case=f"{case}, N = {N}, K = {K}, scale {scale:g}", trace=True)  # fmt: skip
+        trace = e.run(grid, (32, 8), codes, columns, x, scale_1, case=f"{case}, N = {N}, K = {K}, scale {scale:g}", trace=True)  # fmt: skip
         first, second = alternatives(plain_x, scale, E5M2)
         for name, array, turned in (("codes_NK", codes, False), ("codes_KN", columns, True)):
             got, want = plain(array), np.where(plain(codes) == second, second, first)
             want = want.T if turned else want
             _judge_orientation(e, name, array, got, want, plain_x, scale, turned)
+        unchanged(e, (x, scale_1), (plain_x, scale))
         _judge_accesses(e, trace, (x, codes, columns), N, K)
 
 
@@ -456,6 +484,8 @@ def _judge_orientation(e, name, array, got, want, x, scale, turned):
             why += f" Only rows {int(np.flatnonzero(rows)[0])} to {int(np.flatnonzero(rows)[-1])} were written."
         elif written.shape[1 - axis] > 32 and not written.any(axis)[32:].any():
             why = "Only the first 32 columns were written: block (i, j) begins at column 32 i."
+        elif rows.all() and not written.any(axis).all():
+            why = "Whole columns are missing: blockIdx.x counts tiles of columns (K), blockIdx.y tiles of rows (N)."
         elif rows.size > 32 and not rows[32:].any():
             why = "Only the first 32 rows were written: block (i, j) begins at row 32 j."
         raise e.wrong(f"{name}[{at[0]}, {at[1]}] was never written ({int((~written).sum())} of {written.size} elements). {why}")  # fmt: skip

@@ -98,6 +98,25 @@ def test_files_on_the_page_exist(page):
     assert [s for s in sorted(wanted) if not there(s)] == []
 
 
+# of another program; a name to fill in
+ELSEWHERE = {"lm_eval/api/model.py", "my_lessons/NN_name.py"}
+
+
+def test_files_that_the_source_names_exist():
+    """In comments, docstrings and messages of xtrain/. A path may begin at any folder of the repository."""
+    files = [f"/{p.relative_to(ROOT).as_posix()}" for p in ROOT.glob("[!.]*/**/*.*")]
+    said = {
+        (source.name, path)
+        for source in (ROOT / "xtrain").rglob("*.py")
+        for path in re.findall(
+            r"(?<![\w/.*{}-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md)\b", source.read_text(encoding="utf-8")
+        )
+    }
+    assert len(said) > 50
+    there = lambda path: path in ELSEWHERE or any(f.endswith(f"/{path}") for f in files)
+    assert sorted((name, path) for name, path in said if not there(path)) == []
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "CHANGELOG"], ids=lambda p: p.stem)
 def test_names_on_the_page_exist(page):
     """Names such as `xtrain.train.train` can be imported. The changelog also has names of the past."""
@@ -116,11 +135,15 @@ def test_names_on_the_page_exist(page):
         "ddp",
         "generate",
         "chat",
+        "serve",
+        "finetune",
+        "reinforce",
         "evaluate",
         "report",
         "compare",
         "profile",
         "convert_meta",
+        "export",
     ],
 )
 def test_every_option_says_what_it_is(module):

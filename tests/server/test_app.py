@@ -301,6 +301,17 @@ def test_limits_and_key(folder):
         served.close()
 
 
+def test_a_key_may_have_any_characters(folder):
+    served = Served(folder, "clé-ключ")
+    try:
+        send = lambda key: httpx.get(
+            served.url + "/v1/models", headers={b"Authorization": f"Bearer {key}".encode()}
+        )
+        assert [send(key).status_code for key in ("clé-ключ", "clé")] == [200, 401]
+    finally:
+        served.close()
+
+
 def test_many_streams_with_disconnects_equal_solitary_answers(served):
     alone = {seed: ask(served, seed=seed).choices[0].message.content for seed in range(4)}
     wrong = []

@@ -44,9 +44,8 @@ PATIENCE = 60  # seconds until the process is killed, on a machine that gives it
 MEMORY = 1 << 30  # bytes of address space, Python's and Jinja's included
 MAX_TEXT = 16 << 20  # characters of a rendered conversation
 MAX_SOURCE = 1 << 20  # characters of a template file
-OUT_OF_TIME = -getattr(
-    signal, "SIGXCPU", 24
-)  # exit code of a process that the kernel ended at its limit
+# Exit code of a process that the operating system ended at its limit.
+OUT_OF_TIME = -getattr(signal, "SIGXCPU", 24)
 LIMITS = {
     "time": f"{SECONDS} s",
     "memory": f"{MEMORY >> 30} GB of memory",

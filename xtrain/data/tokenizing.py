@@ -37,9 +37,8 @@ from .shards import ShardWriter
 from .text_files import PART
 from .tokenizer import Tokenizer
 
-ENCODE_BATCH = (
-    2 << 20
-)  # bytes encoded at once, on all cores: a token takes up to 250 bytes of memory meanwhile
+# Bytes encoded at once, on all cores: a token takes up to 250 bytes of memory meanwhile.
+ENCODE_BATCH = 2 << 20
 SHARD_TOKENS = 100_000_000
 COMMIT = 16 << 20  # bytes of text between two commits: what a kill may cost
 STATE = "corpus.json"  # in the work folder: the progress; in the cache entry: its facts

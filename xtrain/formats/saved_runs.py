@@ -22,17 +22,18 @@ CONFIG, STATE = "config.json", "state.json"
 EMA = "ema"  # folder in a checkpoint: the same model with the moving average of the weights
 _natural = lambda x: type(x) is int and 0 <= x < 2**53
 _object = lambda x: isinstance(x, dict)
-STATE_VALUES: dict[
-    str, Callable[[Any], bool]
-] = {  # what state.json may hold: programs of any kind edit JSON
-    "step": _natural,
-    "optimizer_step": _natural,
-    "loader": _object,
-    "options": _object,
-    "made_on": _object,
+# What state.json holds, and a test of each value: other programs may have edited the file.
+STATE_VALUES: dict[str, Callable[[Any], bool]] = {
+    "step": _natural,  # steps of the run
+    "optimizer_step": _natural,  # t of AdamW: steps since its moments were zero
+    "loader": _object,  # the position in the data: Shuffled.state_dict
+    "options": _object,  # Run.resume_options
+    "made_on": _object,  # Run.made_on
+    # the length of samples.txt in bytes, to which a resumed run cuts it back; the .jsonl files are cut by their steps
     "logs": lambda x: _object(x) and all(map(_natural, x.values())),
-    "row": _natural,
-    "skipped": _natural,
+    "row": _natural,  # skipped steps in a row up to this step
+    "skipped": _natural,  # skipped steps in all
+    # measured at this very step; decides which checkpoint is the best
     "val_loss": lambda x: x is None or (type(x) in (int, float) and math.isfinite(x)),
 }
 

@@ -526,7 +526,7 @@ def profile(o: Options) -> None:
     o = o if o.run is None else with_options_of(o.run, o)
     if o.plan and o.change:
         raise UserError(
-            f"--plan knows nothing of --change {o.change}: plan a preset of about the same size"
+            f"--plan does not support --change {o.change}: plan a preset of about the same size"
         )
     config, batch, T = model_config(o)
     device = resolve_device(o.device) if not o.plan else "gpu" if gpu_available() else "sim"

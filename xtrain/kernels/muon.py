@@ -43,9 +43,8 @@ from .runtime.cost import declare_cost
 from .runtime.launch import check_array, empty, launch, on_host
 
 TILE = STRIDE  # elements of a block: one chunk per thread, as in adamw.py
-PARTIALS = (
-    256  # sums of squares per matrix at most: the next kernel adds them with one load per thread
-)
+# Sums of squares per matrix, at most: the next kernel adds them with one load per thread.
+PARTIALS = 256
 QUINTIC = (3.4445, -4.7750, 2.0315)  # a, b, c: Jordan's
 ITERATIONS = 5
 EPS = 1e-7  # smallest norm that is divided by: a zero gradient stays zero

@@ -403,7 +403,7 @@ class Transformer(Module):
         """
         if not has_code_of(self, Transformer, "logits"):
             raise UserError(
-                f"{type(self).__name__} overrides `logits`, of which logprobs knows nothing: override it too"
+                f"{type(self).__name__} overrides `logits`, which logprobs does not call: override logprobs too"
             )
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         logprobs_N = F.linear_logprobs(x_NC, self._head(), targets_N, self.config.vocab_size)
@@ -644,9 +644,8 @@ class Transformer(Module):
             raise UserError(
                 f"{say} replaced model.config, by which the plain model is built again: give the modules another config instead"
             )
-        if not isinstance(
-            self, kind
-        ):  # the function has set __class__: adapters stay what they are
+        # the function has set __class__: a model with adapters stays one
+        if not isinstance(self, kind):
             self.__class__ = type(type(self).__name__, (kind, type(self)), {})
         self.change = name
         return self

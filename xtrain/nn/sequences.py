@@ -2,7 +2,7 @@
 
     training   B sequences of T tokens: row n is position n % T of sequence n // T, and attends to the rows of its sequence
     packed     the same, but a sequence holds several documents: attention stays in the document, positions count from its start
-    serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/kv_cache.py)
+    serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/paged_cache.py)
 
 The model passes one such object to every block, and only attention uses it. So one forward serves both.
 """

@@ -67,9 +67,8 @@ class ShardedAdamW(AdamW):
         arrays = len(self._state())
         self.sums, self.expected = (zeros(self.m, arrays, np.int64) for _ in range(2))
         self.changed = zeros(self.m, 1, np.int32)
-        self.summed_version = (
-            -1
-        )  # of the arena, when `expected` was computed; -1: not for this state
+        # of the arena, when `expected` was computed; -1: not for this state
+        self.summed_version = -1
 
     def release(self) -> None:
         """In bf16: drop all float32 weights except the norms and this rank's shards."""

@@ -71,9 +71,8 @@ class ReinforceConfig(AdapterConfig):
     lr: float | None = 1e-6  # peak learning rate
     warmup: int | None = 0  # steps of linear warm-up
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
-    clip_ratio: float = (
-        0.2  # a token's ratio may leave 1 by this, in the direction of its advantage
-    )
+    # a token's probability ratio may differ from 1 by this in the direction of its advantage; beyond, it has no gradient
+    clip_ratio: float = 0.2
     kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
     reference: str | None = None  # folder of the reference; none: --init
     scale_rewards: bool = True  # divide advantages by the standard deviation of their group

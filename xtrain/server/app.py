@@ -136,7 +136,8 @@ class Server:
     # ------------------------------------------------------------------------- requests
     def _check_key(self, http: HttpRequest) -> None:
         if self.api_key is not None:
-            given = http.headers.get("authorization", "").encode()
+            # latin-1: the bytes that were sent, as Starlette has decoded them
+            given = http.headers.get("authorization", "").encode("latin-1")
             if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
                 raise ApiError(
                     401, "the API key is missing or wrong: send Authorization: Bearer KEY",

@@ -19,9 +19,8 @@ from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 
 ADMISSION_SECONDS = 0.01
-PAUSE_AFTER_ERROR = (
-    0.1  # seconds, unless a message comes: a step that always fails must not fill the log
-)
+# Seconds, unless a message comes: a step that always fails must not fill the log.
+PAUSE_AFTER_ERROR = 0.1
 
 # job, index of the sequence in it, new tokens, their log-probabilities if requested, why the sequence ended: of Completion, or
 # "error" if the step failed; None: it is not complete
@@ -99,7 +98,7 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------- the loop
     def _listen(self) -> bool:
-        """Obey the messages that are there; wait for one if there is nothing to compute. -> False: stop"""
+        """Handle the messages that have arrived; wait for one if there is nothing to compute. -> False: stop"""
         until = 0.0
         while not self.stopped:
             seconds: float | None = None

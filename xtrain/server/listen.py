@@ -30,7 +30,7 @@ class Options:
 
     model: str  # a Hugging Face folder, or the folder of an xtrain run
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
-    port: int = 8000
+    port: int = 8000  # of the HTTP server, 1 to 65535
     # what clients must send; none: the variable XTRAIN_API_KEY of the environment, if it is set
     api_key: str | None = None
     name: str | None = None  # of the model for clients; none: the folder's

@@ -110,9 +110,8 @@ class InFlightStep:
 
     requests: list[Request]
     wait_for_ids: Callable[[], list[int]]
-    logprobs: list[
-        np.ndarray
-    ]  # what token_logprobs returns, after wait_for_ids; empty if no request asks for it
+    # what token_logprobs returns, after wait_for_ids; empty if no request asks for it
+    logprobs: list[np.ndarray]
     rows: list[int]  # of the requests, in these arrays
 
     def token_logprobs(self) -> Iterable[TokenLogprobs | None]:
@@ -253,9 +252,8 @@ class Engine:
         self.pool = BlockPool(n_blocks, block_tokens)
         self.weights_version = model.arena.version.count
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
-        self.penalties: Penalties | None = (
-            None  # of each slot; allocated when the first request has some
-        )
+        # of each slot; allocated when the first request has some
+        self.penalties: Penalties | None = None
         # Those that the batch on the device contains, their slots, and the arguments of _decode.
         self.batch_requests: list[Request] = []
         self.batch_slots: list[int] = []
@@ -309,20 +307,16 @@ class Engine:
         free_cached(self.model.device)
         self.cache.copy_blocks([0], [0], 1)
         self.batch.ids[:1] = self.batch.ids[[0]]
-        graphed, self.graphed = (
-            self.graphed,
-            None,
-        )  # a graph would keep the addresses of the short lists
+        # a graph would keep the addresses of the short lists
+        graphed, self.graphed = self.graphed, None
         prompt = [0] * min(2, self.max_seq_len - 1)
         self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 8)  # short lists
         for n in (1, 2):
             self.generate([prompt], 2, repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1, n=n)
         self.logprobs([[0]], [[0]], 1)
         self._exclusively(self._recover)  # the cache is empty again
-        self.penalties, self.graphed = (
-            None,
-            graphed,
-        )  # lists are allocated when a request needs them
+        # lists are allocated when a request needs them
+        self.penalties, self.graphed = None, graphed
         self.trace.clear()
         self.steps, self.submitted, self.last_prefill = 0, 0, -1
         self.prefilled_tokens = self.reused_tokens = self.decoded_tokens = 0
@@ -910,7 +904,7 @@ class Engine:
             batch.write_counters(requests, slots)
             batch.upload()
             size = max(slots) + 1
-            if self.graphed or self.model.device == "gpu":  # the same bits with a graph and without
+            if self.model.device == "gpu":  # the same bits with a graph and without
                 size = graph_size(size, self.max_batch)
             self.batch_variant = (size, *_extras(requests))
             self.batch_slots, self.batch_requests = slots, requests

@@ -1,13 +1,13 @@
 """The KV cache on the device, and how a forward pass reads and writes it.
 
-A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which block belongs to whom). Position
-p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is given out
-block by block, and a block may belong to several sequences.
+A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which block belongs to which sequence).
+Position p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is
+given out block by block, and a block may belong to several sequences.
 
-CachedSequences is what the model gets in place of nn.Sequences. Everything but attention is the same as in training. In
-attention, prefill appends the new keys and values and reads the whole sequence from the cache (kernels/attention/
-context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
-batch-invariant mode as in prefill, whose bits are those of training.
+The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but attention is the same as in
+training. In attention, prefill appends the new keys and values and reads the whole sequence from the cache
+(kernels/attention/context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel
+(decode_attention.py), in batch-invariant mode as in prefill, whose bits are those of training.
 """
 
 import itertools
@@ -80,9 +80,8 @@ class PagedCache:
         """Make the arrays. Raises UserError if there is not enough memory."""
         like, self.layers = self.tables[0], []
         try:
-            if (
-                len(set(self.heads)) == 1
-            ):  # one array, in which one operation copies a block of all layers
+            # one array, in which one operation copies a block of all layers
+            if len(set(self.heads)) == 1:
                 h, L = self.heads[0], len(self.heads)
                 self.whole = empty_kv_cache(like, L, n_blocks, h.G, self.S, h.D, self.dtype)
                 self.layers = [(kv[0], kv[1]) for kv in self.whole]
@@ -229,9 +228,8 @@ class CachedSequences(Sequences):
     wanted_W: Array | None
     one: bool
     cache: Any  # a PagedCache
-    calls: Iterator[
-        int
-    ]  # counts the attentions of the forward pass; shared by all copies of this object
+    # counts the attentions of the forward pass; shared by all copies of this object
+    calls: Iterator[int]
 
     def _placed(self):
         if self.places is not None:

@@ -69,9 +69,8 @@ class Request:
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
-    room: int = (
-        0  # the tokens that the completion has at most: max_new_tokens, or less in a short context
-    )
+    # the tokens that the completion has at most: max_new_tokens, or less in a short context
+    room: int = 0
     slot: int = -1  # entry of the decode batch
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
     cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end

@@ -111,8 +111,7 @@ def __getattr__(name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         home = importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__)
-    except (
-        AttributeError
-    ) as error:  # in Numba; Python would take it for a name that is missing here
+    # in Numba; Python would take it for a name that is missing here
+    except AttributeError as error:
         raise ImportError(str(error)) from error
     return getattr(home, name)

@@ -66,9 +66,8 @@ class Memory:
 
     def __init__(self, kind: str, granule: int):
         self.kind = kind  # "global" | "shared" | "local"
-        self.local = (
-            kind == "local"
-        )  # one key per element and one thread: Thread.load and store take a short way
+        # one key per element and one thread: Thread.load and store take a short way
+        self.local = kind == "local"
         self.granule = granule  # bytes per key
         self.base = 0  # global memory: the address of key 0
         # By threads of the running block, and by finished blocks.

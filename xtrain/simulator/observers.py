@@ -1,4 +1,4 @@
-"""Hooks for what looks on while kernels run: traces of memory traffic, recordings for the stepper. Nothing is patched.
+"""Hooks that observe running kernels: traces of memory traffic, recordings for the stepper. Nothing is patched.
 
 with observe(MyObserver()):
     run(kernel, grid, block, *args)

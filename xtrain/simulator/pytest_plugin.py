@@ -69,9 +69,8 @@ def pytest_sessionfinish(session):
             Path(config.option.cuda_report),
             config.pluginmanager.get_plugin("terminalreporter"),
         )
-        worker = getattr(config, "workerinput", {}).get(
-            "workerid", ""
-        )  # of xdist: writes its own pages
+        # a worker of xdist writes its own pages
+        worker = getattr(config, "workerinput", {}).get("workerid", "")
         for number, stepper in enumerate(host.dispatch.failed or (), 1):
             name = "-".join(filter(None, [first.stem, worker, str(number) if number > 1 else ""]))
             page = stepper.save(first.with_name(f"{name}{first.suffix or '.html'}"))

@@ -504,9 +504,8 @@ TWINS: dict = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
-TWINS[math.trunc] = _float_function(
-    "trunc", lambda x: np.trunc(np.float64(x))
-)  # Numba returns a float
+# Numba returns a float.
+TWINS[math.trunc] = _float_function("trunc", lambda x: np.trunc(np.float64(x)))
 
 
 def _with_bf16(f, of_bf16):

@@ -2,11 +2,15 @@
 
     runs/NAME/checkpoints/step-000200/
         config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
-        optimizer.safetensors                                 both AdamW moments of each tensor: m.NAME, v.NAME
-                                                          in fp8 training also fp8.scale (nn/fp8.py)
+        optimizer.safetensors                                 both moments of each tensor, float32: m.NAME, v.NAME (AdamW; with
+                                                              Muon m is the momentum, v zero); in fp8 training also
+                                                              fp8.scale (nn/fp8.py)
         ema/                                                  with --ema: the model again, with the average of its weights
-        state.json                                            step, position in the data, options of the run
+        state.json                                            step, position in the data, options: formats/saved_runs.py
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
+
+No state of a random generator is stored: initialisation, the order of the text and samples follow from the seed, and the order
+of an epoch from (seed, epoch). model.safetensors holds the float32 weights, also of a run in bf16 or fp8.
 
 `snapshot` copies the state to host memory; training waits only for that. `write` writes it to a temporary folder next to its
 final one, reads it back, syncs it to disk and renames it. So a checkpoint is either complete or absent, and later damage

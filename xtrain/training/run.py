@@ -423,7 +423,7 @@ def _group(name):
 
 def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
-    # an older xtrain had fewer fields, and its models what their defaults mean
+    # older checkpoints lack the newer options; their runs used what are the defaults now
     known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
     new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
     known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}

@@ -147,9 +147,8 @@ def _conversation(
     trained = [False] * len(ids)
     for start, end in spans:
         inside = [i for i, (a, b) in enumerate(places) if a < end and start < b]
-        if (
-            not template.marks_generation
-        ):  # a line break after the token that ends the turn is not the model's
+        # a line break after the token that ends the turn is not the model's
+        if not template.marks_generation:
             last = [n for n, i in enumerate(inside) if ids[i] in tokenizer.special_ids]
             blank = bool(last) and not text[places[inside[last[-1]]][1] : end].strip()
             inside = inside[: last[-1] + 1] if blank else inside

@@ -79,9 +79,8 @@ from .flash_attention_table import Tiles
 from .key_bounds import KeyBounds, make_first_key
 
 NAN = np.float32(np.nan)
-HOPPER_BLOCK = (
-    64  # the kernel for compute capability 9.0 needs blocks of a multiple of this many tokens
-)
+# The kernel for compute capability 9.0 needs blocks of a multiple of this many tokens.
+HOPPER_BLOCK = 64
 
 
 # ----------------------------------------------------------------------------- reference

@@ -73,10 +73,8 @@ HOPPER = True
 # In batch-invariant mode the forward uses the kernels and tiles of context_attention.py, which serves: mma.sync with the tiles
 # for so many queries, whatever T is. The number of keys of a tile decides the bits.
 INVARIANT_T = 2048
-TILE_T, TILE_S = (
-    16,
-    64,
-)  # queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T
+# Queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T.
+TILE_T, TILE_S = 16, 64
 MAX_GRID = 2**16 - 1  # blocks in y or z
 LOWEST = -1e30  # initial maximum on the CPU; with -inf, -inf - -inf would be NaN
 SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0

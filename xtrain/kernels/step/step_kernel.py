@@ -82,9 +82,6 @@ from .step_tasks import (
 )
 
 CHUNKS = 8  # of weights in flight per warp, on tensor cores; with SwiGLU half, of two matrices
-PREFETCHED = (
-    4  # tiles of a task's weights that are prefetched while the block computes its previous task
-)
 MOST_STAGED = 64 << 10  # bytes of x in shared memory; the rest of 99 KB is for sums and attention
 MOST_FIXED = 48 << 10  # bytes of shared memory that a kernel may declare, on every GPU
 NAN = np.float32(np.nan)
