@@ -380,9 +380,7 @@ def _tiles(source, shape, width, slot, current, a, b=None):
         if source != "array":
             x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
         return encode_on_host(x, slot, current)
-    check(
-        on_16_bytes(a, b), "fp8: an address is not a multiple of 16 bytes: copy the matrix first"
-    )
+    check(on_16_bytes(a, b), "fp8: an address is not a multiple of 16 bytes: copy the matrix first")
     grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
 
     def start(write, codes, columns, scale_1):
