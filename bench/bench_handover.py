@@ -161,9 +161,8 @@ def run_counter(to_array, C, blocks, rounds):
 
 def run_sealed(to_array, C, blocks, rounds):
     """-> start(), vector()"""
-    if (
-        blocks > C
-    ):  # a block that writes nothing is not waited for: its words may be overwritten, and it polls forever
+    # a block that writes nothing is not waited for: its words may be overwritten, and it polls forever
+    if blocks > C:
         raise ValueError(
             f"{C} columns for {blocks} blocks: give at least one column for each block"
         )

@@ -1,7 +1,6 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--weights int8] [--stages qkv o gate_up down head few many residual row_tiles ahead]
-        [--jobs 16]
+    python bench/tune_decode.py [--weights int8] [--stages qkv o gate_up down head few many residual row_tiles] [--jobs 16]
 
 Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine does: a CUDA graph of the
 step without sampling, replayed back to back. It starts with the library's choice. One stage after another tries its
@@ -13,7 +12,6 @@ A candidate whose logits differ by more than ALLOWED from those of the library's
     few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
     residual        residual.FEW and FEW_COLUMNS (batch 32)
     row_tiles       gemv.ROW_TILES, of quantized weights (batch 32)
-    ahead           gemv.AHEAD, of all products
 
 --weights int8 or fp8: the matrices of the layers are quantized, and their products have alternatives of their own.
 
@@ -67,7 +65,6 @@ ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, bloc
     ],
     "residual": [(0, 4), (264, 8)],
     "row_tiles": [2],
-    "ahead": [1, 2, 4],
 }
 CODES = {  # the same for quantized weights: those that need no memory for registers
     "qkv": [Product(8, 4, 2), Product(8, 2, 2), Product(4, 4, 4), Product(4, 8, 2)],
@@ -116,7 +113,6 @@ def chosen(weights):
         "many": decode_attention.choose(D, H // G, True, 32 * G),
         "residual": (residual.FEW, residual.FEW_COLUMNS),
         "row_tiles": gemv.ROW_TILES,
-        "ahead": gemv.AHEAD,
     }
 
 
@@ -127,7 +123,7 @@ def use(candidate, weights):
     limit = decode_attention.FEW_HEADS
     # with 32 rows the norm is a kernel of its own: these products are no stages
     gemv.choose = lambda *key: products.get(key) or library_choice(*key)
-    gemv.ROW_TILES, gemv.AHEAD = candidate["row_tiles"], candidate["ahead"]
+    gemv.ROW_TILES = candidate["row_tiles"]
     decode_attention.choose = lambda D, group, half, key_heads: few if key_heads <= limit else many
     residual.FEW, residual.FEW_COLUMNS = candidate["residual"]
     residual.make_fwd_kernel.cache_clear()  # FEW_COLUMNS is not one of its arguments
@@ -138,18 +134,18 @@ def compile_one(task, weights):
     stage, value = task
     use({**chosen(weights), stage: value}, weights)
     try:
-        for name in MATRICES if stage == "ahead" else [stage] if stage in MATRICES else []:
-            rows, K, form = MATRICES[name]
+        if stage in MATRICES:
+            rows, K, form = MATRICES[stage]
             norm, swiglu = form.get("norm", False), form.get("swiglu", False)
             x, w = cp.empty((1, K), np.float32 if norm else BF16), cp.zeros((rows, K), BF16)
-            if (kind := kind_of(name, weights)) != "full":
+            if (kind := kind_of(stage, weights)) != "full":
                 w = quantize(w, kind)
             if norm:
                 norm_w, delta = cp.empty(K, np.float32), cp.empty((1, K), BF16)
                 gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, form.get("dtype"))
             else:
                 gemv.gemv(x, w, form.get("dtype"), True)
-        if stage == "row_tiles" and weights != "full":
+        elif stage == "row_tiles" and weights != "full":
             for name in CODES:
                 rows, K, _ = MATRICES[name]
                 w = quantize(cp.zeros((rows, K), BF16), weights)

@@ -29,7 +29,7 @@ def tune(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "bench")
     before = set(sys.modules)
     for module, names in (
-        (gemv, ("choose", "ROW_TILES", "AHEAD")), (decode_attention, ("choose",)), (residual, ("FEW", "FEW_COLUMNS"))
+        (gemv, ("choose", "ROW_TILES")), (decode_attention, ("choose",)), (residual, ("FEW", "FEW_COLUMNS"))
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards

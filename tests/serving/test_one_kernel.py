@@ -227,20 +227,8 @@ def test_heads_whose_sums_need_too_much_shared_memory():
 
 def test_tokens_that_need_too_much_shared_memory():
     """16 heads of 64 to a key head, matrices of 4000 columns: 8 tokens need more than 99 KB, the limit of many GPUs."""
-    shape = lambda N: step_kernel.StepShape(
-        N=N,
-        C=4000,
-        H=16,
-        G=1,
-        D=64,
-        F=3072,
-        V=32000,
-        L=1,
-        S=16,
-        half=True,
-        qk_norm=False,
-        bias=False,
-    )
+    widths = dict(C=4000, H=16, G=1, D=64, F=3072, V=32000, L=1, S=16)
+    shape = lambda N: step_kernel.StepShape(N=N, half=True, qk_norm=False, bias=False, **widths)
     assert step_kernel.no_room(shape(4), 99 << 10) == ""
     text = f"110976 bytes of shared memory for 8 tokens, this GPU has {99 << 10}"
     assert step_kernel.no_room(shape(8), 99 << 10) == text

@@ -122,26 +122,6 @@ def test_every_division_of_the_work(monkeypatch, config):
     assert np.array_equal(to_host(h), args[0] + args[1].astype(np.float32))
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-def test_tiles_that_are_prefetched(monkeypatch, swiglu):
-    """The same bits. A block has all 40 rows, two and a half tiles; the simulator refuses a prefetch beyond the matrix."""
-    args = case(2, 64, 40, norm=True, swiglu=swiglu)
-    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(file, "choose", lambda *_: Config(1, 1, 1))
-    go = lambda: run(args, to_kernel, weights_ready=True)[1]
-    expected = go()
-    monkeypatch.setattr(file, "AHEAD", 4)
-    assert np.array_equal(go(), expected)
-    if GPU:
-        return
-    row = "(F + o)" if swiglu else "w, o"
-    bugs = (row, row.replace("o", "(o + 8)")), (" and o < F", "")
-    for bug in bugs:
-        planted = with_planted_bug([gemv_tensor_cores, file], "make_prefetch_tiles", *bug)
-        with planted, pytest.raises((KernelError, ValueError), match="outside an array"):
-            go()
-
-
 def test_the_products_of_a_decoder():
     kinds = [(2048, 2560, False, True), (2048, 2048, False, False), (2048, 5632, True, True)]
     kinds += [(5632, 2048, False, False), (2048, 32000, False, True)]

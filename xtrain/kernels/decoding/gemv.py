@@ -61,9 +61,6 @@ BLOCK = 256
 # Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x. Every block reads all of x, so 2
 # would halve that traffic. Not measured yet: bench/tune_decode.py --weights int8 --stages row_tiles
 ROW_TILES = 1
-# Tiles that a block prefetches into the L2 cache before it waits for the previous kernel, if it does not load all of its weights
-# then anyway. Not measured yet: bench/tune_decode.py --stages ahead
-AHEAD = 0
 
 
 # ----------------------------------------------------------------------------- reference
@@ -291,7 +288,6 @@ def _launch(
     row_tiles = ROW_TILES if groups > 1 and config.warps <= 8 else 1
     tiles, chunk = -(-F // (row_tiles * TILE)), CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
-    once = tiles == grid and config.warps * config.chunks * chunk >= K
     variant = Variant(
         norm=norm,
         add=add,
@@ -300,12 +296,11 @@ def _launch(
         bias=bias,
         overlap=overlap,
         ready=weights_ready,
-        once=once,
+        once=tiles == grid and config.warps * config.chunks * chunk >= K,
         staged=groups == 1 and staged(K, config, quantized),
         quantized=quantized,
         groups=groups,
         tiles=row_tiles,
-        ahead=AHEAD if overlap and weights_ready and not once else 0,
     )
     tensor_kernel = make_tensor_kernel(K, variant, config)
     shared = shared_bytes(N, K, quantized) if variant.staged else 0

@@ -403,22 +403,6 @@ def prefetch_start(w):
         prefetch_run(w, i, w.size - i if w.size - i < PREFETCH else int64(PREFETCH))
 
 
-def make_prefetch_tiles(K, SWIGLU, TILES, AHEAD):
-    """-> prefetch_tiles(w, first, grid, F): the block's first AHEAD tiles go to the L2 cache, one thread each"""
-    ROWS = TILE * TILES
-
-    @device
-    def prefetch_tiles(w, first, grid, F):
-        o = (first + int64(cuda.threadIdx.x) * grid) * ROWS
-        if cuda.threadIdx.x < AHEAD and o < F:
-            n = (F - o if F - o < ROWS else int64(ROWS)) * K
-            prefetch_run(w, o * K, n)
-            if SWIGLU:
-                prefetch_run(w, (F + o) * K, n)
-
-    return prefetch_tiles
-
-
 @dataclass(frozen=True)
 class Variant:
     """What a kernel computes and what it may assume."""
@@ -435,7 +419,6 @@ class Variant:
     quantized: bool = False  # the weights are codes, with a scale per row
     groups: int = 1  # of 8 rows of x; above 1, x is bf16 in memory, and there is no norm
     tiles: int = 1  # of 16 rows of w, which a block multiplies with the same x; with swiglu 1
-    ahead: int = 0  # tiles that a block prefetches before it waits, if `overlap` and `ready`
 
 
 def make_product(K: int, variant: Variant, config: Config):
@@ -603,8 +586,6 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
         WARPS * MAX_ROWS,
     )
     load_first, product = make_product(K, variant, config)
-    AHEAD = variant.ahead
-    prefetch_tiles = make_prefetch_tiles(K, variant.swiglu, variant.tiles, AHEAD)
 
     @kernel(
         32 * WARPS, BLOCKS if GROUPS == 1 else 1
@@ -624,8 +605,6 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
             load_first(words, scales, w, scale, first, F)
             if NORM and overlap:
                 prefetch_start(norm_w)
-            if AHEAD:
-                prefetch_tiles(w, first, grid, F)
         if overlap:
             wait_for_previous()
         if not ready:

@@ -187,12 +187,9 @@ def no_room(shape: StepShape, most: int) -> str:
     c, fixed = shape, shape.fixed_shared
     if fixed > MOST_FIXED:
         return f"{c.H // c.G} heads of {c.D} share a key head: {fixed} bytes of shared memory, at most {MOST_FIXED} are possible"
-    need = fixed + c.shared
-    return (
-        f"{need} bytes of shared memory for {c.N} tokens, this GPU has {most}"
-        if need > most
-        else ""
-    )
+    if fixed + c.shared > most:
+        return f"{fixed + c.shared} bytes of shared memory for {c.N} tokens, this GPU has {most}"
+    return ""
 
 
 # ----------------------------------------------------------------------------- waiting
@@ -293,12 +290,8 @@ def make_step_kernel(shape: StepShape):
     )
     sizes = shared_sizes(D, GROUP, half, shape.attention)
     QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
-    SUMS, SQUARES, element, STARTS = (
-        shape.sums,
-        WARPS * MAX_ROWS,
-        types.uint16 if half else float32,
-        N + 1,
-    )
+    SUMS, SQUARES, STARTS = shape.sums, WARPS * MAX_ROWS, N + 1
+    element = types.uint16 if half else float32
     NC = N * C
 
     @kernel(BLOCK, 1)
