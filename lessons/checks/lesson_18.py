@@ -12,7 +12,7 @@ def ints(like, values):
 
 
 @exercise(
-    "18.1", "append_kernel",
+    "18.1", "append_kernel", each=3,  # of 32 threads and up to 69 channels; blocks of tokens without a place are idle
     first_step="block (n, g) copies head g of token n; thread d copies one channel, to row rows[n], head g, position positions[n].",
     hints={
         "OutOfBoundsError": "Skip a token without a valid row and position: write only if rows[n] >= 0 and 0 <= positions[n] < S. "
