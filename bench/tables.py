@@ -266,7 +266,8 @@ def decode() -> str:
         raced = [r for peer, r in peers.items() if peer]
         mine = max(raced or peers.values(), key=lambda r: r["line"])
         shown.append(mine)
-        cells = [f"{name}, {shape}", f"{mine['value']:,.0f}", f"{mine['share_of_bound']:.0%}"]
+        cells = [f"{name}, {shape}, {mine['gpu'].removeprefix('NVIDIA ')}", f"{mine['value']:,.0f}"]
+        cells.append(f"{mine['share_of_bound']:.0%}")
         theirs = [peers.get(f"transformers {kind}") for kind in ("plain", "compile")]
         cells += [f"{r['peer_value']:,.0f} ({r['ratio']:.2f} x)" if r else "-" for r in theirs]
         waits = [f"{mine['first_token_ms']:,.0f}"]
@@ -287,6 +288,32 @@ def quantized() -> str:
         rows.append([what, speed, f"{r['ratio']:.2f}", f"{r['share_of_bound']:.0%}", memory])
     header = ["decoding", "tokens/s (bf16 weights, same run)", "ratio", "of the memory bound"]
     return table([*header, "peak GB"], rows, records)
+
+
+def one_kernel() -> str:
+    """bench_decode --one-kernel: a step as one kernel, next to the separate kernels in the same run."""
+    records = [r for r in latest("bench_one_kernel") if r["peer"] == "separate kernels"]
+    rows = [
+        [f"{r['name']}, {r['shape']}", f"{r['value']:,.0f}", f"{r['peer_value']:,.0f}"]
+        + [f"{r['ratio']:.2f}", f"{r['share_of_bound']:.0%}"]
+        for r in records
+    ]
+    header = ["decoding, bf16", "one kernel, tokens/s", "separate kernels, same run", "ratio"]
+    return table([*header, "of the memory bound"], rows, records)
+
+
+def handover() -> str:
+    """bench_handover: a vector that the blocks of a kernel hand over to each other, by a counter and in sealed words."""
+    runs: dict[str, dict] = {}
+    records = latest("bench_handover")
+    for r in records:
+        runs.setdefault(r["shape"], {})[r["name"]] = r
+    rows = [
+        [shape, *(f"{r[key]:.2f}" for key in ("value", "alone_us") for r in pair.values())]
+        for shape, pair in runs.items()
+    ]
+    header = ["one round, us", "counter", "sealed words", "counter, one block alone"]
+    return table([*header, "sealed words, alone"], rows, records)
 
 
 def muon() -> str:
@@ -487,6 +514,8 @@ TABLES = {
     "finetune": finetune,
     "reinforce": reinforce,
     "quantized": quantized,
+    "one-kernel": one_kernel,
+    "handover": handover,
     "muon": muon,
     "start": start,
     "simulator": simulator,

@@ -64,7 +64,7 @@ ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, bloc
         Attention(8, 2, 1024, 32, 128),
     ],
     "residual": [(0, 4), (264, 8)],
-    "row_tiles": [2],
+    "row_tiles": [1],
 }
 CODES = {  # the same for quantized weights: those that need no memory for registers
     "qkv": [Product(8, 4, 2), Product(8, 2, 2), Product(4, 4, 4), Product(4, 8, 2)],

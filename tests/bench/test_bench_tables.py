@@ -40,6 +40,17 @@ for B in (1, 32):
 decode.bench(model, None, 1, 4096, decode.Options(), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(layers=2), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(peers=["plain"]), 2e12, "int8", 400.0)
+decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", None, "135M")
+decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", 400.0, "135M", True)
+
+import bench_handover as handover
+cupy.cuda.Device.return_value.attributes = {"MultiProcessorCount": 132}
+cupy.cuda.get_elapsed_time.return_value = 4.0
+cupy.asnumpy = lambda x: x
+handover.VARIANTS = {
+    name: lambda to_array, C, blocks, rounds: (lambda: None, lambda: handover.expected(C, rounds)) for name in handover.VARIANTS
+}
+handover.main(handover.Options(columns=(576,), rounds=1000))
 
 import bench_engine as engine
 engine.graph_ms = lambda *a, **k: (0.5, 0.4, 0.6)
@@ -229,14 +240,21 @@ def test_decode(written):
     text = written.decode()
     first, large, long, few = rows(text)
     assert first == [
-        "llama 1.1B, B=1 context=128", "500", "52%", "50 (10.00 x)", "250 (2.00 x)", "25 / 100 / 50", "3.2",
+        "llama 1.1B, B=1 context=128, Test GPU", "500", "52%", "50 (10.00 x)", "250 (2.00 x)", "25 / 100 / 50", "3.2",
     ]  # fmt: skip
     assert large[1] == "16,000" and large[3:6] == ["1,600 (10.00 x)", "-", "25 / 100 / -"]
     assert long[3:6] == ["-", "-", "25 / - / -"]
-    assert few[0] == "llama 1.1B, 2 of 22 layers, B=1 context=128"
+    assert few[0] == "llama 1.1B, 2 of 22 layers, B=1 context=128, Test GPU"
     (int8,) = rows(written.quantized())
     assert int8 == ["llama 1.1B, B=1 context=128, int8", "500 (400)", "1.25", "52%", "3.2"]
     assert "One Test GPU, 20" in text
+
+
+def test_one_kernel(written):
+    """Only the records that have the separate kernels of the same run."""
+    assert rows(written.one_kernel()) == [["SmolLM2-135M, B=1 context=128", "500", "400", "1.25", "52%"]]
+    # 4 ms for 1000 rounds
+    assert rows(written.handover()) == [["C=576 blocks=132", "4.00", "4.00", "4.00", "4.00"]]
 
 
 def test_a_newer_run_counts(written, tmp_path):
