@@ -461,10 +461,12 @@ print(f"measured: {r['ratio']:.2f}")
 # to start and to wait for its first bytes. That takes about 2 µs per kernel in bf16, and codes do not shorten it:
 # 1.5 is left of 1.9.
 #
-# And in int8 the rest is *longer*. A kernel now reads 10 MB, for which a copy needs 3.4 µs. In so short a time the
-# memory may not reach its full speed; and every weight has to be converted. Which of the two it is has not been
-# profiled. A prediction from bytes alone holds where kernels are long; here, what helps is to have fewer of
-# them.
+# And in int8 the rest is a little *longer*: every weight has to be converted. How much that can cost shows an earlier
+# version of the library's kernel, which needed twice the instructions to convert a code, and whose products each waited at their
+# end for the scales of their rows. Its rest was 0.42 ms, and the step 0.79. Counting instructions and waits
+# predicted 0.64 to 0.67 ms without them.
+#
+# A prediction from bytes alone holds where kernels are long; here, what helps is to have fewer of them.
 #
 # ## The improvement
 #
@@ -553,6 +555,9 @@ for kind in ("int8", "fp8"):
     )
 
 # %% [markdown]
+# This was measured when each block multiplied 16 rows of codes. It reads all of x for them, from the L2 cache: 176 MB a layer for
+# 44 MB of codes. With 32 rows per block, 111 MB, a step in int8 takes 1.345 instead of 1.390 ms (the same H100), which is now the default.
+#
 # *An offset.* Codes 0 to 255 for weights from min to max use every code, also if a row is not symmetric. But the
 # product then has a term offset $\times \sum_k x_k$ for every row, and rows of trained matrices are nearly symmetric.
 #
@@ -573,8 +578,8 @@ for kind in ("int8", "fp8"):
 #
 # 1: $1.75 \cdot 2^{15}$ = 57,344. Weights of one row have similar sizes: e4m3, the finer one. Gradients vary over many
 # powers of two: e5m2. 2: 4 + 16 / 32 = 4.5 bits. s = 2.3 / 7 = 0.33, and the error is 0.33 / $\sqrt{12}$ = 0.095: 10 % of a
-# typical weight. 3: `x[k]` to `x[k + 3]`: four loads, or one of 16 bytes. 4: bf16 takes 0.93 ms, so int8 may take
-# 0.58: 0.37 for the bytes and 0.21 for the rest, which is 0.42 with 110 kernels. So about 55, two or three per layer.
+# typical weight. 3: `x[k]` to `x[k + 3]`: four loads, or one of 16 bytes. 4: bf16 takes 0.92 ms, so int8 may take
+# 0.575: 0.37 for the bytes and 0.20 for the rest, which is 0.27 with 110 kernels. So about 83, fewer than four per layer.
 #
 # </details>
 #

@@ -252,7 +252,9 @@ def test_decode(written):
 
 def test_one_kernel(written):
     """Only the records that have the separate kernels of the same run."""
-    assert rows(written.one_kernel()) == [["SmolLM2-135M, B=1 context=128", "500", "400", "1.25", "52%"]]
+    assert rows(written.one_kernel()) == [
+        ["SmolLM2-135M, B=1 context=128", "500", "400", "1.25", "52%"]
+    ]
     # 4 ms for 1000 rounds
     assert rows(written.handover()) == [["C=576 blocks=132", "4.00", "4.00", "4.00", "4.00"]]
 
