@@ -112,7 +112,8 @@ def multiply_codes(full, codes, x, norm_w):
     if full(1).dtype == BF16 and codes(1, 64).kind == "int8":  # e4m3 needs fewer registers
         gemv.gemv(full(9, 5632), codes(64, 5632), weights_ready=True)
         gemv.gemv(full(32, 4096), codes(4096, 4096), weights_ready=True)
-        gemv.gemv(full(32, 2048), codes(64, 2048), weights_ready=True)
+        rows = 16 * (gemv.MULTIPROCESSORS + 1)  # two tiles per block
+        gemv.gemv(full(32, 2048), codes(rows, 2048), weights_ready=True)
         gemv.gemv(full(9, 2048), codes(32 * 300, 2048), weights_ready=True)  # several per block
     for K in (37, 48):
         dequantize(codes(3, K))

@@ -133,7 +133,21 @@ def test_tiny_and_huge_scales(kind):
     assert (np.abs(y - exact) <= 1e-4 * np.abs(exact).max(0)).all()
 
 
-@pytest.mark.parametrize("rows", [5, 32, 53])
+@pytest.mark.parametrize("rows, tiles", [(32, 1), (33, 2)])
+def test_two_tiles_only_where_each_multiprocessor_has_one(monkeypatch, rows, tiles):
+    chosen, make = [], file.make_tensor_kernel
+    monkeypatch.setattr(file, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(file, "choose", lambda *_: Config(2, 1, 1))
+    monkeypatch.setattr(
+        file,
+        "make_tensor_kernel",
+        lambda K, variant, c: chosen.append(variant) or make(K, variant, c),
+    )
+    product(normal(1, 11, 64).astype(BF16), matrix("int8", rows, 64))
+    assert [v.tiles for v in chosen] == [tiles]
+
+
+@pytest.mark.parametrize("rows", [17, 32, 33, 53])
 def test_two_tiles_of_rows_have_the_bits_of_one(monkeypatch, rows):
     """Also where the second tile is partly or wholly beyond the last row, and a warp has no chunk in a step."""
     N, K = 11, 64 * 3

@@ -59,7 +59,8 @@ from .gemv_tensor_cores import (
 
 BLOCK = 256
 # Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x. Every block reads all of x, so 2
-# halve that traffic: 3.3 % of an int8 step of 32 sequences on an H100, same bits (1.1 B parameters, bench/tune_decode.py)
+# halve that traffic: 4 to 17 % of gate/up on an H100, same bits. With at most one tile per multiprocessor, 2 would leave half of
+# the multiprocessors idle (the output projection of 2048 rows: 8 to 19 % slower), so such products keep 1.
 ROW_TILES = 2
 
 
@@ -285,7 +286,8 @@ def _launch(
         return launch(plain_kernel, -(-F // 8), BLOCK, *arrays, F, eps, overlap=overlap)
     config = config or choose(K, F, swiglu, norm, quantized)
     # with 16 warps there is no room for more sums
-    row_tiles = ROW_TILES if groups > 1 and config.warps <= 8 else 1
+    several = groups > 1 and config.warps <= 8 and F > TILE * MULTIPROCESSORS
+    row_tiles = ROW_TILES if several else 1
     tiles, chunk = -(-F // (row_tiles * TILE)), CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
