@@ -125,6 +125,19 @@ def _round(low: float, high: float, steps: tuple[int, ...] = (1, 2, 5)) -> list[
     return [n * 10.0**p for p in powers for n in steps if low <= n * 10.0**p <= high]
 
 
+def gpu_name(record: dict) -> str:
+    """The model of a record's GPU, short: "H200"."""
+    return (record["gpu"] or "CPU").removeprefix("NVIDIA ")
+
+
+def raced(latest: Latest) -> list[dict]:
+    """The newest record of every training step, precision and GPU in which PyTorch ran, too."""
+    records = [r for r in latest("bench_train", per_gpu=True) if r["peer"]]
+    records.sort(key=lambda r: r["line"])
+    newest = {(r["name"], r["shape"], r["dtype"], r["gpu"]): r for r in records}
+    return sorted(newest.values(), key=lambda r: r["name"])
+
+
 def _machine(records: list[dict]) -> str:
     return ", ".join(sorted({r["gpu"] for r in records}))
 
@@ -163,11 +176,12 @@ def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], records: 
 
 # ----------------------------------------------------------------------------- the charts
 def training(latest: Latest) -> str:
-    """The newest comparison of every training step with PyTorch."""
-    raced = sorted((r for r in latest("bench_train") if r["peer"]), key=lambda r: r["line"])
-    newest = {(r["name"], r["shape"], r["dtype"]): r for r in raced}
-    records = sorted(newest.values(), key=lambda r: r["name"])
-    rows = [(f"{r['name']}, {r['dtype']}: {r['peer']}", [("", r["ratio"])]) for r in records]
+    """The newest comparison of every training step with PyTorch, of each GPU."""
+    records = raced(latest)
+    rows = [
+        (f"{r['name']}, {r['dtype']}, {gpu_name(r)}: {r['peer']}", [("", r["ratio"])])
+        for r in records
+    ]
     return _bars("Training: tokens/s of xtrain over PyTorch's", rows, records)
 
 

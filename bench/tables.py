@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from _charts import CHARTS, NOTHING
+from _charts import CHARTS, NOTHING, gpu_name, raced
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -22,16 +22,18 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "lessons").rglob("*.md"))]
 CHART_FILES = ROOT / "lessons" / "charts"
 
 
-def latest(bench: str, per_peer: bool = True) -> list[dict]:
+def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dict]:
     """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance.
 
     per_peer False: the newest line of every (name, shape, dtype), with any peer or none.
+    per_gpu: the newest line of each GPU model, for tables that compare two lines with each other.
     """
     path = RESULTS / f"{bench}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     newest = {}
     for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
         key = record["name"], record["shape"], record["dtype"], record["peer"] if per_peer else None
+        key += (record["gpu"] if per_gpu else None,)
         newest[key] = {**record, "line": i}
     return list(newest.values())
 
@@ -59,18 +61,14 @@ def number(x: float | None, form: str = ",.0f") -> str:
 
 # ----------------------------------------------------------------------------- training
 def train() -> str:
-    """For every step the newest comparison with PyTorch, with PyTorch's fastest mode in that run."""
-    raced = [r for r in latest("bench_train") if r["peer"]]
-    newest = {
-        (r["name"], r["shape"], r["dtype"]): r for r in sorted(raced, key=lambda r: r["line"])
-    }
-    rows, records = [], sorted(newest.values(), key=lambda r: r["name"])
+    """For every step and GPU the newest comparison with PyTorch, with PyTorch's fastest mode in that run."""
+    rows, records = [], raced(latest)
     for r in records:
         peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"
         memory = " / ".join(
             number(gb or None, ".1f") for gb in (r["peak_gb"], r.get("peer_peak_gb"))
         )
-        shape = f"{r['name']}, {r['shape']}"
+        shape = f"{r['name']}, {r['shape']}, {gpu_name(r)}"
         rows.append([shape, r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory])
     header = ["train step", "precision", "xtrain, tokens/s", "PyTorch, same run", "ratio"]
     return table([*header, "peak GB, ours / theirs"], rows, records)
@@ -79,11 +77,11 @@ def train() -> str:
 def precisions() -> str:
     """bf16 and fp32 side by side, where both were measured with the same shape and without a peer."""
     found = {}
-    for r in latest("bench_train"):
+    for r in latest("bench_train", per_gpu=True):
         if not r["peer"]:
-            found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
+            found.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
     rows, records = [], []
-    for (name, shape), pair in found.items():
+    for (name, shape, _), pair in found.items():
         if pair.keys() >= {"fp32", "bf16"}:
             fp32, bf16 = pair["fp32"], pair["bf16"]
             records += [fp32, bf16]
@@ -99,11 +97,11 @@ def precisions() -> str:
 def fp8() -> str:
     """bench_train --precision bf16 fp8: whole steps of which both were measured, each compared with its newest run."""
     found: dict[tuple, dict[str, dict]] = {}
-    for r in sorted(latest("bench_train"), key=lambda r: r["line"]):
-        found.setdefault((r["name"], r["shape"]), {})[r["dtype"]] = r
+    for r in sorted(latest("bench_train", per_gpu=True), key=lambda r: r["line"]):
+        found.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
     rows, records = [], []
-    for (name, shape), steps in found.items():
-        bf16 = found.get((name.removesuffix(", head in fp8"), shape), {}).get("bf16")
+    for (name, shape, gpu), steps in found.items():
+        bf16 = found.get((name.removesuffix(", head in fp8"), shape, gpu), {}).get("bf16")
         if "fp8" not in steps or bf16 is None:
             continue
         r = steps["fp8"]
@@ -266,7 +264,7 @@ def decode() -> str:
         raced = [r for peer, r in peers.items() if peer]
         mine = max(raced or peers.values(), key=lambda r: r["line"])
         shown.append(mine)
-        cells = [f"{name}, {shape}, {mine['gpu'].removeprefix('NVIDIA ')}", f"{mine['value']:,.0f}"]
+        cells = [f"{name}, {shape}, {gpu_name(mine)}", f"{mine['value']:,.0f}"]
         cells.append(f"{mine['share_of_bound']:.0%}")
         theirs = [peers.get(f"transformers {kind}") for kind in ("plain", "compile")]
         cells += [f"{r['peer_value']:,.0f} ({r['ratio']:.2f} x)" if r else "-" for r in theirs]

@@ -555,8 +555,8 @@ for kind in ("int8", "fp8"):
     )
 
 # %% [markdown]
-# This was measured when each block multiplied 16 rows of codes. It reads all of x for them, from the L2 cache: 176 MB a layer for
-# 44 MB of codes. With 32 rows per block, 111 MB, a step in int8 takes 1.345 instead of 1.390 ms (the same H100), which is now the default.
+# With 32 sequences, each block reads all of x from the L2 cache: for 16 rows of codes per block that is 176 MB a layer for 44 MB of codes. With 32
+# rows per block, where there are enough for all multiprocessors, a step in int8 takes 1.306 instead of 1.390 ms (the same H100).
 #
 # *An offset.* Codes 0 to 255 for weights from min to max use every code, also if a row is not symmetric. But the
 # product then has a term offset $\times \sum_k x_k$ for every row, and rows of trained matrices are nearly symmetric.

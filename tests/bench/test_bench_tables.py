@@ -316,6 +316,7 @@ def test_steps_in_fp8(tmp_path):
         base | {"name": "b", "dtype": "fp8", "value": 120.0},
         base | {"name": "a", "dtype": "fp8", "value": 150.0, "peer": "torch", "peer_value": 90.0, "torchao": 80.0},
         base | {"name": "a, head in fp8", "dtype": "fp8", "value": 160.0},
+        base | {"name": "a", "dtype": "bf16", "value": 400.0, "gpu": "Another GPU"},  # not compared with the first one's
     ]  # fmt: skip
     text = "".join(json.dumps(r) + "\n" for r in records)
     (tmp_path / "bench_train.jsonl").write_text(text)
