@@ -175,14 +175,12 @@ def ddp(only: tuple[str, ...] = ()) -> str:
 
     only: keep the records whose names end with one of these; empty: all.
     """
-    records = [r for r in latest("bench_ddp") if not only or r["name"].endswith(only)]
+    records = [r for r in latest("bench_ddp", per_peer=False) if not r["name"].endswith(TORCH)]
+    records = [r for r in records if not only or r["name"].endswith(only)]
     records.sort(key=_job)
-    torch = {_job(r): r for r in records if r["name"].endswith(TORCH)}
     rows = []
-    for r in (r for r in records if not r["name"].endswith(TORCH)):
+    for r in records:
         value, share = r["peer_value"], r.get("peer_of_linear")
-        if not value and _job(r) in torch and not r["name"].endswith("none"):
-            value, share = (torch[_job(r)][key] for key in ("value", "of_linear"))
         peer = f"{value:,.0f}" + (f" ({share:.0%})" if share else "") if value else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
@@ -501,7 +499,7 @@ TABLES = {
     "history": history,
     "head": head,
     "ddp": ddp,
-    "ddp-best": functools.partial(ddp, ("one GPU", "copy fp32 ZeRO-1", "torch DDP + compile")),
+    "ddp-best": functools.partial(ddp, ("one GPU", "copy fp32 ZeRO-1")),
     "attention": functools.partial(attention, "named", "random"),
     "attention-sweep": functools.partial(attention, "sweep"),
     "kernels": kernels,

@@ -400,8 +400,8 @@ lesson.figures.bars(
 # but also multiplies it.
 #
 # **The improvement of this lesson:** overlap hides communication behind backward, and buckets keep
-# its cost low: nine messages take about a sixth longer than a single one, 99 messages more than
-# twice as long.
+# its cost low: nine messages take about a fifth longer than a single one, 99 messages more than
+# three times as long.
 #
 # Here are whole steps of that model on four GPUs, in the order of the stages. `none` omits
 # communication; any time above it is *exposed*. (The next section explains `copy`, and [lesson
