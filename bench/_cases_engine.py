@@ -3,10 +3,12 @@
 import cupy as cp
 import numpy as np
 from _cases import C, Case, D, H, N, Peer, case, double, draw, size
+from _cases_fp8 import only_bf16
 
 from xtrain import lesson
-from xtrain.kernels.decoding import gemv, kv_cache
+from xtrain.kernels.decoding import gemv, kv_cache, kv_codes
 from xtrain.kernels.decoding.padding import token_positions
+from xtrain.kernels.primitives.codes import code_values
 from xtrain.kernels.runtime.launch import launch
 
 A, G, S = 64, 4, 64  # packed sequences of a prefill, key heads, tokens of a block of the cache
@@ -46,6 +48,58 @@ def append_kv(dtype):
         want=want,
         naive=naive if dtype == np.float32 else None,
         shape=SHAPE,
+    )
+
+
+@case
+def append_codes(dtype):
+    only_bf16(dtype)
+    _, blocks, offsets, _ = packed_tokens()
+    k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
+    (codes,), (scales,) = kv_codes.empty_kv_codes(k, 1, A * -(-(T + 8) // S), G, S, D)
+
+    def read():
+        kv_codes.append_codes(*codes, scales, k, v, blocks, offsets)
+        outs = [cp.zeros(codes[0].shape, np.float32) for _ in range(2)]
+        kv_codes.dequantize_blocks(*codes, scales, cp.arange(len(outs[0]), dtype=np.int32), *outs)
+        return tuple(outs)
+
+    def want():
+        new = [cp.zeros(codes[0].shape) for _ in range(2)]
+        for cache, x in zip(new, (k, v)):
+            s = cp.maximum(abs(double(x)).max(-1, keepdims=True) / 448, 2.0**-126)
+            step = 2.0 ** cp.maximum(
+                cp.floor(cp.log2(cp.maximum(abs(double(x)) / s, 2.0**-9))) - 3, -9
+            )
+            cache.swapaxes(1, 2)[blocks, offsets] = cp.rint(double(x) / s / step) * step * s
+        return tuple(new)
+
+    return Case(
+        size(k, v) + TOKENS * G * 2 * (D + 4),
+        lambda: kv_codes.append_codes(*codes, scales, k, v, blocks, offsets),
+        got=read,
+        want=want,
+        shape=SHAPE,
+    )
+
+
+@case
+def dequantize_blocks(dtype):
+    only_bf16(dtype)
+    R = 1024
+    (codes,), (scales,) = kv_codes.empty_kv_codes(cp.empty(0), 1, R, G, S, D)
+    codes[...] = cp.random.randint(0, 127, codes.shape, np.uint8)
+    scales[...] = cp.random.random(scales.shape, np.float32)
+    outs = [cp.zeros(codes[0].shape, dtype) for _ in range(2)]
+    blocks = cp.asarray(np.random.default_rng(1).permutation(R).astype(np.int32))
+    run = lambda: kv_codes.dequantize_blocks(*codes, scales, blocks, *outs)
+    want = lambda: tuple(
+        cp.asarray(code_values(cp.asnumpy(c)).astype(np.float64)) * scales[..., i, None]
+        for i, c in enumerate(codes)
+    )
+    nbytes = codes.nbytes + scales.nbytes + 2 * outs[0].nbytes
+    return Case(
+        nbytes, run, got=lambda: (run(), *outs)[1:], want=want, shape=f"R={R} G={G} S={S} D={D}"
     )
 
 

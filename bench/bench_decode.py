@@ -1,7 +1,7 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
-        [--profile] [--model 1.1B 0.6B 135M] [--one-kernel]
+        [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M] [--one-kernel]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
 weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
@@ -13,7 +13,10 @@ greedy tokens.
                    every weight once (except the embedding's rows) and all keys and values so far, on average those of
                    context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
---model 0.6B and 135M: the shapes of Qwen3-0.6B and SmolLM2-135M.
+--model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
+
+--kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same weights, is the one to compare with.
+These records are in bench/results/bench_kv_codes.jsonl.
 
 --one-kernel: also Engine(one_kernel=True), in the same run; batches of more than 8 are left out. The peer is then the graph of
 separate kernels. These records are in bench/results/bench_one_kernel.jsonl.
@@ -26,6 +29,7 @@ The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain
 """
 
 import gc
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,6 +54,10 @@ SHAPE = dict(
 NAME = "llama 1.1B"
 SHAPES = {
     "1.1B": (NAME, SHAPE),
+    "8B": ("Qwen3-8B", dict(
+        vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=12288,
+        max_seq_len=20480, norm_eps=1e-6, qk_norm=True,
+    )),
     "0.6B": ("Qwen3-0.6B", dict(
         vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
         max_seq_len=8192, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
@@ -69,9 +77,11 @@ class Options:
     peers: list[Literal["plain", "compile"]] = field(default_factory=list)
     # of the matrices; peers are measured with "full" alone
     weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
+    # of keys and values; peers and one kernel are measured with "full" alone
+    kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
     layers: int | None = None  # fewer than the model has: for a quick look
-    model: list[Literal["1.1B", "0.6B", "135M"]] = field(default_factory=lambda: ["1.1B"])
+    model: list[Literal["1.1B", "8B", "0.6B", "135M"]] = field(default_factory=lambda: ["1.1B"])
     one_kernel: bool = False  # also with one kernel per step
 
 
@@ -89,13 +99,14 @@ def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
     return model
 
 
-def ours(model, prompts, new, one_kernel=False):
+def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
     """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens
 
     Prompts of more tokens than one pass may have are prefilled while the first sequences decode: only the steps that decode all
     sequences count."""
     B, T = len(prompts), len(prompts[0])
-    engine = xtrain.Engine(model, B, T + new, reuse_prefix=False, one_kernel=one_kernel)
+    options = dict(reuse_prefix=False, one_kernel=one_kernel, kv_cache=kv_cache)
+    engine = xtrain.Engine(model, B, T + new, **options)
     first = None
     engine.generate(prompts, new)  # compiles the kernels, captures the graph, wakes the clocks
     engine.trace.clear()
@@ -142,14 +153,15 @@ def profile(step):
     )
 
 
-def step_bytes(model, B, T, new):
+def step_bytes(model, B, T, new, kv_cache="full"):
     """-> bytes of weights, of keys and values"""
-    c = model.config
+    c, head = model.config, model.config.head_dim
+    head = 2 * head if kv_cache == "full" else head + 4  # bytes
     table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
     return (
         model.arena.half.nbytes + codes - table,
-        4 * c.n_layers * c.n_kv_heads * c.head_dim * B * (T + new / 2),
+        2 * c.n_layers * c.n_kv_heads * head * B * (T + new / 2),
     )
 
 
@@ -201,15 +213,18 @@ def their_times(theirs, prompts, new, static):
 
 
 # ----------------------------------------------------------------------------- all of it
-def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", one_kernel=False):
-    """Measure and record. -> tokens per second. full: those of the weights in bf16, or with separate kernels, in the same run."""
+def bench(
+    model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", one_kernel=False, kv_cache="full"
+):  # fmt: skip
+    """Measure and record. -> tokens per second. full: those of the same run with weights, or keys and values, in bf16, or with
+    separate kernels."""
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
-    engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel)
+    engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel, kv_cache)
     gpu, step = step_ms(engine, B, T + o.new // 2)
-    weights, kv = step_bytes(model, B, T, o.new)
+    weights, kv = step_bytes(model, B, T, o.new, kv_cache)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
         f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
@@ -227,14 +242,19 @@ def bench(model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B"
     name, layers = SHAPES[size][0], SHAPES[size][1]["n_layers"]
     name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    dtype, peers = ("bf16", [] if one_kernel else o.peers) if kind == "full" else (kind, [])
+    plain = kind == kv_cache == "full" and not one_kernel
+    dtype, peers = "bf16" if kind == "full" else kind, o.peers if plain else []
     found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
         found = [dict(peer="bf16 weights", peer_value=full)]
     if one_kernel:
         found = [dict(peer="separate kernels", peer_value=full)]
+    if kv_cache != "full":
+        dtype = f"{dtype}, cache {kv_cache}"
+        found = [dict(peer="keys and values in bf16", peer_value=full)] if full else []
     # bench_decode.jsonl has the tables' records: the model of 1.1 B
     file = "bench_one_kernel" if o.one_kernel or size != "1.1B" else "bench_decode"
+    file = "bench_kv_codes" if "fp8" in o.kv_cache else file
     for peer in [p for p in found if p] or [{}]:
         record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
     return speeds["value"]
@@ -269,13 +289,17 @@ def bench_model(o, size, kind, bandwidth, full) -> None:
     model = random_model(o, size)
     theirs = their_model(model) if o.peers and kind == "full" and size == "1.1B" else None
     quantize_weights(model, kind)
-    for T in o.context:
-        for B in o.batch:
-            value = bench(model, theirs, B, T, o, bandwidth, kind, full.get((size, B, T)), size)
-            if kind == "full":
-                full[size, B, T] = value
-            if kind == "full" and o.one_kernel and B <= 8:
-                bench(model, theirs, B, T, o, bandwidth, kind, value, size, True)
+    for T, B in itertools.product(o.context, o.batch):
+        values: dict[str, float] = {}
+        for cache in o.kv_cache:
+            first = full.get((size, B, T)) if cache == "full" else values.get("full")
+            values[cache] = bench(
+                model, theirs, B, T, o, bandwidth, kind, first, size, kv_cache=cache
+            )
+        if kind == "full" and "full" in values:
+            full[size, B, T] = values["full"]
+        if kind == "full" and o.one_kernel and B <= 8:
+            bench(model, theirs, B, T, o, bandwidth, kind, values["full"], size, True)
     del model, theirs
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()

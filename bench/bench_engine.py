@@ -3,7 +3,7 @@
     python bench/bench_engine.py [--only gemv] [--configs]
 
 gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the
-                            same bytes
+                            same bytes; decode_attention also over a cache of codes
 context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; compared with our
                             attention of training on as many tokens in equal sequences, if there is no history
 sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's; also penalties and
@@ -31,6 +31,7 @@ from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_fwd
 from xtrain.kernels.decoding import gemv, gemv_tensor_cores, sampling
+from xtrain.kernels.decoding.kv_codes import empty_kv_codes
 from xtrain.kernels.decoding.logprobs import token_logprobs
 from xtrain.kernels.decoding.penalties import (
     Penalties,
@@ -108,6 +109,29 @@ def bench_attention(o):
             "bench_engine", "decode_attention", shape=f"B={B} context={context} H={H} G={G} D={D}", dtype="bf16",
             ms=ms[0], value=nbytes / ms[0] / 1e6, unit="GB/s", share=round(copy / float(ms[0]), 3),
         )  # fmt: skip
+        bench_codes(o, args, B, context, nbytes / ms[0] / 1e6)
+
+
+def bench_codes(o, args, B, context, full):
+    """The same attention over a cache of codes. full: GB/s in bf16; value counts the bytes that bf16 would have read."""
+    nbytes, bf16 = 2 * B * G * context * (D + 4), 4 * B * G * context * D
+    args, scales = with_codes(args)
+    call = lambda: decode_attention(*args, scales_RGS2=scales)
+    ms, copy = graph_ms(call, o.runs), copy_ms(nbytes)
+    record(
+        "bench_engine", "decode_attention_fp8", shape=f"B={B} context={context} H={H} G={G} D={D}", dtype="fp8",
+        ms=ms[0], value=bf16 / ms[0] / 1e6, unit="GB/s", share=round(copy / float(ms[0]), 3),
+        peer="bf16", peer_value=full,
+    )  # fmt: skip
+
+
+def with_codes(args):
+    """-> the arguments of decode_attention with random codes in place of keys and values, their scales"""
+    qkv, k, _, *rest = args
+    (codes,), (scales,) = empty_kv_codes(qkv, 1, *k.shape)
+    codes[...] = cp.random.randint(0, 127, codes.shape, np.uint8)
+    scales[...] = cp.random.random(scales.shape, np.float32) / 448
+    return (qkv, *codes, *rest), scales
 
 
 def attention_inputs(B, context, kv=None, tables=None, angles=None):

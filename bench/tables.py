@@ -276,13 +276,23 @@ def decode() -> str:
 
 def quantized() -> str:
     """bench_decode --weights: one byte per weight, next to bf16 in the same run."""
-    rows, records = [], [r for r in latest("bench_decode") if r["peer"] == "bf16 weights"]
+    return in_codes("bench_decode", "bf16 weights")
+
+
+def kv_codes() -> str:
+    """bench_decode --kv-cache: one byte per number of the KV cache, next to bf16 in the same run."""
+    return in_codes("bench_kv_codes", "keys and values in bf16")
+
+
+def in_codes(bench: str, peer: str) -> str:
+    """The table of records that are compared with bf16."""
+    rows, records = [], [r for r in latest(bench) if r["peer"] == peer]
     for r in records:
         speed = f"{r['value']:,.0f} ({r['peer_value']:,.0f})"
         memory = number(r["peak_gb"], ".1f")
         what = f"{r['name']}, {r['shape']}, {r['dtype']}"
         rows.append([what, speed, f"{r['ratio']:.2f}", f"{r['share_of_bound']:.0%}", memory])
-    header = ["decoding", "tokens/s (bf16 weights, same run)", "ratio", "of the memory bound"]
+    header = ["decoding", f"tokens/s ({peer}, same run)", "ratio", "of the memory bound"]
     return table([*header, "peak GB"], rows, records)
 
 
@@ -510,6 +520,7 @@ TABLES = {
     "finetune": finetune,
     "reinforce": reinforce,
     "quantized": quantized,
+    "kv-codes": kv_codes,
     "one-kernel": one_kernel,
     "handover": handover,
     "muon": muon,

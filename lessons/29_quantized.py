@@ -542,6 +542,63 @@ y = np.asarray(gemv.gemv(sim(x), theirs["int8"]))
 print("product:   ", np.allclose(y, x @ (mine * scales[:, None]).T, atol=1e-4))
 
 # %% [markdown]
+# ## Keys and values, too
+#
+# A step with many sequences reads more keys and values ([lesson 18](18_kv_cache.ipynb)) than weights. For the shape of Qwen3-0.6B, with 1024 tokens in each
+# sequence:
+
+# %%
+layers, key_heads, channels, weights = 28, 8, 128, 1.19e9  # weights: bytes in bf16
+for sequences in (1, 8, 32):
+    keys = 2 * layers * key_heads * channels * 2 * 1024 * sequences
+    fp8 = keys / 2 * (channels + 4) / channels  # a scale of 4 bytes for each key and each value
+    print(
+        f"{sequences:2} sequences: {keys / (weights + keys):4.0%} of a step's bytes are keys and values; "
+        f"fp8: {(weights + keys) / (weights + fp8):.2f} times fewer bytes"
+    )
+
+# %% [markdown]
+# Which codes, and which scale? A weight is known before the model is served, a key when its token has been computed. A scale for one token and one head is known then, and never changes. It is
+# a factor of a whole dot product, or of a whole term of the sum over the values, so attention does not multiply by it once per number:
+#
+# $$q \cdot k'_n = s_n \, (q \cdot c_n) \qquad\qquad \sum_n p_n v'_n = \sum_n (p_n s_n) \, c_n$$
+#
+# For weights int8 was three times as accurate. But the keys of most models have a few channels that are much larger than the others (KIVI, below). What happens to a score then? Predict it
+# before you run the cell: the large channels make int8's steps large, in all channels of the row.
+
+# %%
+queries = rng.normal(size=(200, 128)).astype(np.float32)
+keys = rng.normal(size=(200, 128)).astype(np.float32)
+
+
+def score_errors(keys, queries):
+    """-> the error of q k^T with the keys in int8 and in e4m3, relative to its standard deviation"""
+    codes, scales = quantize_rows(keys)
+    largest = np.abs(keys).max(1, keepdims=True) / np.float32(448)
+    rounded = dict(int8=codes * scales[:, None], e4m3=decode(encode(keys / largest)) * largest)
+    exact = queries @ keys.T
+    return {k: (queries @ x.T - exact).std() / exact.std() for k, x in rounded.items()}
+
+
+large = keys.copy()
+large[:, 5] *= 30
+small_query = queries.copy()
+small_query[:, 5] /= 30  # as a model has it: otherwise this channel alone would decide
+for name, k, q in (("all alike", keys, queries), ("one large", large, small_query)):
+    print(name, {kind: f"{error:.3f}" for kind, error in score_errors(k, q).items()})
+
+# %% [markdown]
+# The error of a float is relative to its own number, so the large channel does not touch the others. That is why the library's cache has e4m3 (`Engine(kv_cache="fp8")`,
+# `--kv-cache fp8`). The codes of a new token are made where its key is computed, and unpacked where a warp has loaded them: 16 bytes are 16 channels of a key now, not 8.
+
+# %%
+from xtrain.kernels.attention import decode_attention_loops
+from xtrain.kernels.decoding import kv_codes
+
+lesson.source(kv_codes.make_store_codes)
+lesson.source(decode_attention_loops.make_load_codes)
+
+# %% [markdown]
 # ## What did not help
 #
 # *int8 with 32 sequences.* The matrices are read once for all of them, so their bytes weigh less, and bf16 runs on
@@ -587,5 +644,6 @@ for kind in ("int8", "fp8"):
 #
 # - T. Dettmers et al., *LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale*, 2022: large channels.
 # - P. Micikevicius et al., *FP8 Formats for Deep Learning*, 2022: e4m3 and e5m2.
+# - Z. Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache*, 2024: large channels of keys.
 # - B. Jacob et al., *Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference*, 2018.
 # - G. Xiao et al., *SmoothQuant*, 2023: moving the size of channels between a matrix and the one before it.

@@ -42,6 +42,7 @@ decode.bench(model, None, 1, 128, decode.Options(layers=2), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(peers=["plain"]), 2e12, "int8", 400.0)
 decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", None, "135M")
 decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", 400.0, "135M", True)
+decode.bench(model, None, 1, 128, decode.Options(kv_cache=["full", "fp8"]), 2e12, "full", 400.0, kv_cache="fp8")
 
 import bench_handover as handover
 cupy.cuda.Device.return_value.attributes = {"MultiProcessorCount": 132}
@@ -57,6 +58,7 @@ engine.graph_ms = lambda *a, **k: (0.5, 0.4, 0.6)
 engine.copy_ms = lambda nbytes: 0.4
 engine.copy_bandwidth = lambda nbytes: 4e12
 engine.replay_ms = lambda step: 1.0 if step.on else 1.25
+engine.with_codes = lambda args: (args, None)
 engine.product = lambda name, N: (None, 4_000_000, (np.zeros(3), np.zeros((6, 5))))
 engine.converted = engine.linear_fwd = lambda *a: None
 engine.attention_inputs = lambda B, context: ((), 2_000_000)
@@ -248,6 +250,14 @@ def test_decode(written):
     (int8,) = rows(written.quantized())
     assert int8 == ["llama 1.1B, B=1 context=128, int8", "500 (400)", "1.25", "52%", "3.2"]
     assert "One Test GPU, 20" in text
+    (codes,) = rows(written.kv_codes())
+    assert codes == [
+        "llama 1.1B, B=1 context=128, bf16, cache fp8",
+        "500 (400)",
+        "1.25",
+        "52%",
+        "3.2",
+    ]
 
 
 def test_one_kernel(written):

@@ -30,6 +30,7 @@ HELPERS = re.compile(
 INT32 = {
     "ids", "lengths", "edges", "history", "tables", "blocks", "offsets", "positions", "rows", "top_k", "step", "plan", "row",
 }  # fmt: skip
+UINT8 = {"k_codes", "v_codes"}
 INT64 = {"targets", "seed", "sequence"}
 FLOATS = (1e-5, 0.5, 1.0, 0.0, -1.0, float("nan"), float("inf"))
 INTS = (1, 2, 4, 0, -1, 7, 128, 2**31, 2**40)
@@ -132,6 +133,8 @@ def _array(op, name, d, rng):
     if stem in INT64 or stem in INT32:
         high = max(1, min(d["V"], d["S"], d["R"]))
         return rng.integers(0, high, shape, np.int64 if stem in INT64 else np.int32)
+    if stem in UINT8:
+        return rng.integers(0, 127, shape, np.uint8)
     return rng.standard_normal(shape).astype(BFLOAT16 if stem == "half" else np.float32)
 
 
@@ -207,9 +210,9 @@ def target(device: str) -> Target:
         except (NotImplementedError, MemoryError) as error:  # 2^40 rows do not fit in memory
             raise Refused(name) from error
         except RaceError as error:
-            if name not in ("append_kv", "decode_attention"):
+            if name not in ("append_kv", "append_codes", "dequantize_blocks", "decode_attention"):
                 raise
-            raise Refused(f"{name}: two tokens at one position, which is not allowed") from error
+            raise Refused(f"{name}: a place that is named twice, which is not allowed") from error
         except (ValueError, TypeError) as error:
             if not own_refusal(error):
                 shapes = {

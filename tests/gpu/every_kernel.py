@@ -34,6 +34,7 @@ from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
+from xtrain.kernels.decoding.kv_codes import append_codes, dequantize_blocks, empty_kv_codes
 from xtrain.kernels.decoding.logprobs import token_logprobs
 from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.decoding.penalties import (
@@ -225,6 +226,12 @@ def serving(dtype):
             qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
             more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
+            if D >= 32 and dtype == BFLOAT16:
+                (codes,), (scales,) = empty_kv_codes(x, 1, A * M, G, S, D)
+                new = (draw(N, G, D, dtype=dtype) for _ in range(2))
+                append_codes(*codes, scales, *new, blocks, offsets)
+                decode_attention(qkv, *codes, *more, scales_RGS2=scales)
+                dequantize_blocks(*codes, scales, tables.reshape(-1), k, v)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)

@@ -12,9 +12,9 @@ from xtrain.serving.paged_cache import PagedCache
 class Cached:
     """`sequences` sequences of up to `capacity` tokens, in blocks of S."""
 
-    def __init__(self, model, sequences, capacity, invariant=False, S=16):
+    def __init__(self, model, sequences, capacity, invariant=False, S=16, kind="full"):
         self.model, self.invariant = model, invariant
-        self.cache = PagedCache(model, capacity, S)
+        self.cache = PagedCache(model, capacity, S, kind)
         M = -(-capacity // S)
         self.cache.allocate(sequences * M + 1)
         order = rng(5).permutation(sequences * M + 1)[1:]

@@ -90,7 +90,7 @@ def test_an_idle_entry_of_the_batch_changes_nothing():
     model = random_model(SHAPES["qwen3"])
     cached = Cached(model, 3, 16)
     cached.prefill(PROMPTS[:2], [0, 0], [0, 2])
-    whole = cached.cache.whole
+    whole = cached.cache.arrays[0]
     before = to_host(whole).copy()
     alone = cached.decode([7, 8], [3, 1], [0, 2])
     after = to_host(whole).copy()
@@ -253,7 +253,7 @@ def test_chunked_prefill(size):
 def test_the_memory_of_the_cache_is_exact():
     model = random_model(SHAPES["qwen3"])
     engine = Engine(model, 3, 20, block_tokens=16)  # two blocks per sequence
-    assert engine.cache_bytes == engine.cache.whole.nbytes == 2 * 2 * 3 * 2 * 32 * 16 * 4
+    assert engine.cache_bytes == engine.cache.arrays[0].nbytes == 2 * 2 * 3 * 2 * 32 * 16 * 4
     assert engine.cache_bytes == kv_cache_bytes(2, 6, 2, 16, 16, np.float32)
     assert f"{engine.cache_bytes:,} bytes" in engine.describe()
 
@@ -313,6 +313,6 @@ def test_all_memory_is_allocated_at_the_start():
     model = half(EVEN["qwen3"])
     engine = Engine(model, 4)
     engine.generate(MANY, 8)
-    before = engine.cache.whole.data.ptr, engine.graphed.pool.total_bytes()
+    before = engine.cache.arrays[0].data.ptr, engine.graphed.pool.total_bytes()
     engine.generate(MANY, 8)
-    assert before == (engine.cache.whole.data.ptr, engine.graphed.pool.total_bytes())
+    assert before == (engine.cache.arrays[0].data.ptr, engine.graphed.pool.total_bytes())

@@ -11,7 +11,7 @@ import pytest
 from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures, with_cards
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
-from xtrain.kernels.decoding import gemv, kv_cache, logprobs, padding, penalties, sampling
+from xtrain.kernels.decoding import gemv, kv_cache, kv_codes, logprobs, padding, penalties, sampling
 from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
 from xtrain.kernels.step import step_kernel
 from xtrain.simulator import sim
@@ -32,6 +32,10 @@ def launch_engine(dtypes=(np.float32, BF16)):
             kv_cache.append_kv(caches, caches.copy(), tokens, tokens.copy(), i32(0, 0), i32(1, 2))
         for B, H, D in ((1, 8, 64), (17, 8, 64), (1, 9, 16), (1, 1, 128)):  # few and many key heads
             decode(full, dtype, B, H, D)
+        if dtype == BF16:
+            for B, H, D in ((1, 8, 64), (65, 16, 128), (1, 1, 32)):
+                decode(full, dtype, B, H, D, codes=True)
+                read_codes(full, D)
         for D, S in (
             (64, 64),
             (128, 64),
@@ -59,12 +63,21 @@ def tables(B):
     return sim(np.zeros((B, 4), np.int32))
 
 
-def decode(full, dtype, B, H, D):
+def decode(full, dtype, B, H, D, codes=False):
     table, w = sim(np.ones((256, D // 2), np.float32)), sim(np.ones(D, np.float32))
     weights = (w, w) if D == 64 else (None, None)
-    caches = full(1, 1, 64, D), full(1, 1, 64, D)
+    if codes:
+        (caches,), (scales,) = kv_codes.empty_kv_codes(table, 1, 1, 1, 64, D)
+    else:
+        caches, scales = full(2, 1, 1, 64, D), None
     arrays = (full(B, (H + 2) * D), *caches, i32(*[3] * B), tables(B), table, table, *weights)
-    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True)
+    decode_attention.decode_attention(*arrays, 1e-6, 0.1, cache_ready=True, scales_RGS2=scales)
+
+
+def read_codes(full, D):
+    (caches,), (scales,) = kv_codes.empty_kv_codes(full(1), 1, 1, 1, 64, D)
+    kv_codes.append_codes(*caches, scales, full(2, 1, D), full(2, 1, D), i32(0, 0), i32(1, 2))
+    kv_codes.dequantize_blocks(*caches, scales, i32(0), full(1, 1, 64, D), full(1, 1, 64, D))
 
 
 def step(full, dtype):

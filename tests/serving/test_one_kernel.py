@@ -39,9 +39,9 @@ def make(precision="fp32", lengths=(1,), capacity=48, warps=WARPS, **changes):
     there, here = pair(precision, **changes)
     caches = [Cached(model, len(lengths), capacity).cache for model in (there, here)]
     tables = Cached(here, len(lengths), capacity).blocks
-    values = rng(1).standard_normal(caches[0].whole.shape).astype(caches[0].whole.dtype)
+    values = rng(1).standard_normal(caches[0].arrays[0].shape).astype(caches[0].arrays[0].dtype)
     for cache in caches:
-        cache.whole[...] = to_device(values, cache.model.device)
+        cache.arrays[0][...] = to_device(values, cache.model.device)
     inputs = np.arange(3, 3 + len(lengths), dtype=np.int32), np.array(lengths, np.int32), tables
     step = one_kernel.make_step(there, caches[0], len(lengths), warps=warps)
     return there, here, caches, step, inputs
@@ -62,7 +62,7 @@ def separate(model, cache, step, ids, lengths, tables):
 
     h = embedding_fwd(ids, decoder.embed_tokens.weight.data, np.float32)
     delta = zeros(h, h.shape, dtype)
-    for layer, (k, v) in zip(decoder.layers, cache.layers):
+    for layer, (k, v, _) in zip(decoder.layers, cache.layers):
         a, mlp = layer.self_attn, layer.mlp
         norms = (a.q_norm.weight.value, a.k_norm.weight.value) if c.qk_norm else (None, None)
         h, qkv = product(QKV, h, a.qkv.weight, layer.input_layernorm.weight, delta, a.qkv.bias)
@@ -101,12 +101,12 @@ def check_bits(monkeypatch, config, precision, lengths, steps=1, **changes):
     for i in range(steps):
         inputs = ids + i, np.where(live, lengths + i, -1).astype(np.int32), tables
         arrays = [to_device(x, there.device) for x in inputs]
-        before = to_host(cache.whole).copy()
-        got, written = to_host(step(*arrays)).copy(), to_host(cache.whole).copy()
-        cache.whole[...] = to_device(before, there.device)
+        before = to_host(cache.arrays[0]).copy()
+        got, written = to_host(step(*arrays)).copy(), to_host(cache.arrays[0]).copy()
+        cache.arrays[0][...] = to_device(before, there.device)
         expected = to_host(separate(there, cache, step, *arrays))
         assert (written != before).any()
-        assert written.tobytes() == to_host(cache.whole).tobytes()
+        assert written.tobytes() == to_host(cache.arrays[0]).tobytes()
         assert got[live].tobytes() == expected[live].tobytes()
         oracle = on_cpu(here, other, *inputs)[live]
         most = 1e-5 if precision == "fp32" else 0.05

@@ -53,6 +53,8 @@ class Options:
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
     weights: Literal["full", "int8", "fp8"] = "full"
+    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
+    kv_cache: Literal["full", "fp8"] = "full"
 
 
 def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:
@@ -101,7 +103,7 @@ class TaskExams:
         stride = max(1, context // 2) if o.stride is None else o.stride
         if not 1 <= stride <= context:
             raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
-        self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant)
+        self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache)
         self.exams = [_exam(task, self.scorer, stride, o.max_new_tokens) for task in tasks]
         self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))
 

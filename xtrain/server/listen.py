@@ -51,6 +51,8 @@ class Options:
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
     weights: Literal["full", "int8", "fp8"] = "full"
+    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
+    kv_cache: Literal["full", "fp8"] = "full"
 
 
 def serve(options: Options) -> None:
@@ -79,7 +81,7 @@ def serve(options: Options) -> None:
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
     engine = Engine(
         p.model, o.max_batch, size, o.batch_invariant, warm_up=True,
-        prefill_interval=o.prefill_interval, weights=o.weights,
+        prefill_interval=o.prefill_interval, weights=o.weights, kv_cache=o.kv_cache,
     )  # fmt: skip
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")

@@ -38,6 +38,8 @@ class Options(SamplingOptions):
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
     weights: Literal["full", "int8", "fp8"] = "full"
+    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
+    kv_cache: Literal["full", "fp8"] = "full"
 
 
 class ContextFull(UserError):
@@ -141,7 +143,9 @@ def chat(options: Options) -> None:
     pretrained = load(o.model, o.device, o.precision, o.change)
     template, context = pretrained.template, pretrained.model.config.context
     size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(pretrained.model, 1, size, reuse_prefix=True, weights=o.weights)
+    engine = Engine(
+        pretrained.model, 1, size, reuse_prefix=True, weights=o.weights, kv_cache=o.kv_cache
+    )
     conversation = Conversation(pretrained, engine, o.system)
     notes = [] if template else ["no chat template: the model continues what you type"]
     notes += [] if template or not o.system else ["--system is ignored: it needs a chat template"]

@@ -144,6 +144,8 @@ class Engine:
     weights: "int8" or "fp8" stores the matrices of the model's Linear modules in one byte per weight, in place
     (nn/quantized.py): half of bf16's memory, and decoding reads half the bytes. The model must have been made with
     trainable=False, and can only be served from then on. "full": the model stays as it is.
+    kv_cache: "fp8" stores keys and values in one byte per number, with a scale per token and head (kernels/decoding/kv_codes.py):
+    the same memory holds nearly twice the tokens of bf16, and decoding reads half the bytes. "full": in the dtype of the model.
     one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/step/step_kernel.py), for
     unquantized models without windows. Off by default: on an H100 it reaches 0.94 of the tokens per second with one sequence and
     1.04 with 8 (135 M parameters; 0.6 B: 0.88 and 0.99), and each size of the batch compiles a kernel of its own
@@ -186,6 +188,7 @@ class Engine:
         weights: str = "full",
         prefill_interval: int | None = None,
         one_kernel: bool = False,
+        kv_cache: str = "full",
     ):
         if not isinstance(model, Transformer):
             raise UserError(
@@ -217,16 +220,22 @@ class Engine:
         self.model, self.config, self.max_batch = model, model.config, max_batch
         self.batch_invariant, self.reuse_prefix = batch_invariant, reuse_prefix
         self.max_prefill_tokens, self.prefill_interval = prefill_tokens, prefill_interval
-        if one_kernel and (batch_invariant or weights != "full"):
-            other = "batch_invariant" if batch_invariant else f"weights {weights!r}"
-            raise UserError(f"one_kernel and {other} cannot be combined: leave one of them out")
+        stored = (("weights", weights), ("kv_cache", kv_cache))
+        others = ["batch_invariant"] if batch_invariant else []
+        others += [f"{name} {kind!r}" for name, kind in stored if kind != "full"]
+        if one_kernel and others:
+            raise UserError(f"one_kernel and {others[0]} cannot be combined: leave one of them out")
+        if batch_invariant and kv_cache != "full":
+            raise UserError(
+                f"batch_invariant and kv_cache {kv_cache!r} cannot be combined: leave one of them out"
+            )
         if one_kernel:
             one_kernels.check_model(model, max_batch)
-        quantize_weights(model, weights)
+        self.cache = PagedCache(model, self.max_seq_len, block_tokens, kv_cache)
+        quantize_weights(model, weights)  # the last check: it changes the model
         model.arena.refresh()
         # that a forward pass multiplies by, about
         self.n_weights = sum(p.size for _, p in model.storage() if p.decay)
-        self.cache = PagedCache(model, self.max_seq_len, block_tokens)
         table_blocks = -(-self.max_seq_len // block_tokens)
         n_blocks = self._affordable_blocks(max_batch * table_blocks, gpu_memory, cache_bytes)
         if n_blocks < table_blocks:
@@ -290,11 +299,15 @@ class Engine:
 
     def describe(self) -> str:
         """One line on the size of the KV cache, in bytes, and its factors."""
-        heads = sorted({(h.G, h.D) for h in self.cache.heads})
+        c = self.cache
+        heads = sorted({(h.G, h.D) for h in c.heads})
         shapes = " or ".join(f"{G} heads x {D} channels" for G, D in heads)
+        kind = c.dtype.name
+        if c.kind != "full":
+            kind = f"{c.kind}, with scales and a copy of one layer in {kind}"
         return (
-            f"KV cache {self.cache_bytes:,} bytes: {len(self.cache.heads)} layers x 2 x {self.cache.n_blocks} blocks x "
-            f"{self.cache.S} tokens x {shapes} in {self.cache.dtype.name}"
+            f"KV cache {self.cache_bytes:,} bytes: {len(c.heads)} layers x 2 x {c.n_blocks} blocks x {c.S} tokens x {shapes} in "
+            f"{kind}"
         )
 
     # ------------------------------------------------------------------------- compiling before the first request

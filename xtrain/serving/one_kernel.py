@@ -51,7 +51,7 @@ def make_step(model: Transformer, cache: PagedCache, b: int, **changes: int) -> 
     """
     shape, M = _shape(model, b, S=cache.S, **changes), -(-cache.capacity // cache.S)
     weights, eps = _weights(model, model._head()), model.config.norm_eps
-    return DecodingStep(shape, weights, cache.whole, M, *cache.tables, eps)
+    return DecodingStep(shape, weights, cache.arrays[0], M, *cache.tables, eps)
 
 
 def _shape(model, b, **more):

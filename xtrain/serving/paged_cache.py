@@ -8,31 +8,41 @@ The model gets a CachedSequences in place of the Sequences of nn/sequences.py. E
 training. In attention, prefill appends the new keys and values and reads the whole sequence from the cache
 (kernels/attention/context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel
 (decode_attention.py), in batch-invariant mode as in prefill, whose bits are those of training.
+
+With kv_cache "fp8" the arrays are codes with scales (kernels/decoding/kv_codes.py). Decoding reads them, prefill reads a copy of
+the blocks of its sequences, in the dtype of the model, which is made anew for each layer.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device import Array, to_device
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
-from ..kernels.attention.decode_attention import decode_attention
+from ..kernels.attention.decode_attention import CODE_WIDTHS, decode_attention
 from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_bytes
+from ..kernels.decoding.kv_codes import (
+    append_codes,
+    dequantize_blocks,
+    empty_kv_codes,
+    kv_codes_bytes,
+)
 from ..kernels.decoding.padding import token_positions
 from ..kernels.embedding import embedding_fwd
 from ..kernels.primitives.tiles import WIDTHS
 from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
-from ..kernels.runtime.launch import empty
+from ..kernels.runtime.launch import empty, zeros
 from ..nn.autograd import inference
 from ..nn.model import Transformer, has_code_of
 from ..nn.sequences import RotaryTables, Sequences
 from ..nn.tensor import Tensor
 
+KINDS = ("full", "fp8")  # of the cache
 COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
 
 
@@ -44,27 +54,33 @@ class Heads:
     D: int
 
 
+class Layer(NamedTuple):
+    """What one attention reads and writes: k, v (R, G, S, D), and if they are codes, their scales (R, G, S, 2)."""
+
+    k: Array
+    v: Array
+    scales: Array | None
+
+
 class PagedCache:
     """Keys and values of every attention of a model, in blocks of S tokens.
 
-    capacity: tokens of the longest sequence.  heads: per attention, in the order in which a forward pass calls them.
+    capacity: tokens of the longest sequence.  kind: "full", in the dtype of the model's products, or "fp8".
+    heads: per attention, in the order in which a forward pass calls them.
     block_bytes: of one block, all attentions together.  `allocate` makes the arrays.
-    Raises UserError if there is no kernel for the model's head width, or if its RoPE is not that of a config.
+    Raises UserError if there is no kernel for the model's head width or dtype, or if its RoPE is not that of a config.
     """
 
-    def __init__(self, model: Transformer, capacity: int, S: int):
-        self.model, self.capacity, self.S = model, capacity, S
+    def __init__(self, model: Transformer, capacity: int, S: int, kind: str = "full"):
+        self.model, self.capacity, self.S, self.kind = model, capacity, S, kind
         self.dtype = model.branch_dtype or np.dtype(np.float32)
         c = model.config
         self.heads = [Heads(c.n_kv_heads, c.head_dim)] * c.n_layers
         if model.variation:
             self.heads = _observed_heads(model)
-        widths = sorted({h.D for h in self.heads} - set(WIDTHS))
-        if model.device != "cpu" and widths:
-            raise UserError(
-                f"on a GPU the engine supports heads of {', '.join(map(str, WIDTHS))} channels, this model has "
-                f"{widths[0]}: use the CPU"
-            )
+        if kind not in KINDS:
+            raise UserError(f"kv_cache {kind!r} is not known: choose {', '.join(KINDS)}")
+        self._check_kernels()
         if type(model.rotary) is not RotaryTables or not has_code_of(
             model, Transformer, "sequences"
         ):
@@ -72,32 +88,60 @@ class PagedCache:
                 "the engine computes the angles of RoPE itself, from model.rotary.config, so it cannot serve a model with "
                 "`sequences` or `rotary` of another class: change `attend` of the attentions instead"
             )
-        self.block_bytes = sum(kv_cache_bytes(1, 1, h.G, S, h.D, self.dtype) for h in self.heads)
+        in_full = [kv_cache_bytes(1, 1, h.G, S, h.D, self.dtype) for h in self.heads]
+        if kind == "full":
+            self.block_bytes = sum(in_full)
+        else:  # the codes, and the copy that prefill reads
+            codes = [kv_codes_bytes(1, 1, h.G, S, h.D) for h in self.heads]
+            self.block_bytes = sum(codes) + max(in_full)
         self.tables = self._position_tables()
         self.n_blocks = 0
 
+    def _check_kernels(self) -> None:
+        """Raise UserError if a GPU has no kernel for the model's heads."""
+        if self.model.device == "cpu":
+            return
+        codes = self.kind == "fp8"
+        if codes and self.model.branch_dtype is None:
+            raise UserError(
+                "on a GPU kv_cache 'fp8' needs a model in bf16: load it with precision bf16"
+            )
+        supported = CODE_WIDTHS if codes else WIDTHS
+        what = "kv_cache 'fp8'" if codes else "the engine"
+        widths = sorted({h.D for h in self.heads} - set(supported))
+        if widths:
+            raise UserError(
+                f"on a GPU {what} supports heads of {', '.join(map(str, supported))} channels, this model has "
+                f"{widths[0]}: use the CPU"
+            )
+
     def allocate(self, n_blocks: int) -> None:
         """Make the arrays. Raises UserError if there is not enough memory."""
-        like, self.layers = self.tables[0], []
+        # One array (L, ..., R, G, S, ...) for attentions with the same heads: one operation copies a block of all layers.
+        same = len(set(self.heads)) == 1
+        groups = [(self.heads[0], len(self.heads))] if same else [(h, 1) for h in self.heads]
+        like, self.layers, self.arrays, self.copies = self.tables[0], [], [], []
         try:
-            # one array, in which one operation copies a block of all layers
-            if len(set(self.heads)) == 1:
-                h, L = self.heads[0], len(self.heads)
-                self.whole = empty_kv_cache(like, L, n_blocks, h.G, self.S, h.D, self.dtype)
-                self.layers = [(kv[0], kv[1]) for kv in self.whole]
-            else:
-                self.whole = None
-                for h in self.heads:
-                    (kv,) = empty_kv_cache(like, 1, n_blocks, h.G, self.S, h.D, self.dtype)
-                    self.layers.append((kv[0], kv[1]))
+            for h, L in groups:
+                sizes = like, L, n_blocks, h.G, self.S, h.D
+                if self.kind == "full":
+                    kv, scales = empty_kv_cache(*sizes, self.dtype), [None] * L
+                    self.arrays.append(kv)
+                else:
+                    kv, scales = empty_kv_codes(*sizes)
+                    self.arrays += [kv, scales[:, None]]
+                self.layers += [Layer(k, v, scale) for (k, v), scale in zip(kv, scales)]
+            if self.kind != "full":
+                size = n_blocks * self.S * max(h.G * h.D for h in self.heads)
+                self.copies = [zeros(like, size, self.dtype) for _ in range(2)]
         except Exception as error:
             text = f"{type(error).__name__} {error}".lower()
             # NumPy says "too big" for more than 2^63 bytes.
             if "memory" not in text and "too big" not in text:
                 raise
-            size = n_blocks * self.block_bytes / 1e9
+            gb = n_blocks * self.block_bytes / 1e9
             raise UserError(
-                f"there is not enough memory for a KV cache of {size:.2f} GB ({n_blocks} blocks of {self.S} tokens): give it "
+                f"there is not enough memory for a KV cache of {gb:.2f} GB ({n_blocks} blocks of {self.S} tokens): give it "
                 "less (gpu_memory, cache_bytes), or choose a smaller max_batch or max_seq_len"
             ) from None
         self.n_blocks = n_blocks
@@ -110,16 +154,27 @@ class PagedCache:
     def copy_blocks(self, to: list[int], source: list[int], tokens: int) -> None:
         """Copy the first tokens that blocks hold, in all layers: from source[i] to to[i], which are distinct blocks."""
         step = max(1, COPIED_BYTES // self.block_bytes)
-        whole = (
-            [x[None, None] for x in itertools.chain(*self.layers)]
-            if self.whole is None
-            else [self.whole]
-        )
         for low in range(0, len(to), step):
             some, others = to[low : low + step], source[low : low + step]
-            for kv in whole:
-                bits = kv.view(f"u{kv.dtype.itemsize}")  # CuPy's indexing may not have bf16
+            for array in self.arrays:
+                bits = array.view(f"u{array.dtype.itemsize}")  # CuPy's indexing may not have bf16
                 bits[:, :, some, :, :tokens] = bits[:, :, others, :, :tokens]
+
+    # ------------------------------------------------------------------------- what attention reads and writes
+    def append(self, layer: Layer, k_NGD: Array, v_NGD: Array, blocks_N: Array, offsets_N: Array):
+        """Write keys and values of N tokens."""
+        if layer.scales is None:
+            append_kv(layer.k, layer.v, k_NGD, v_NGD, blocks_N, offsets_N)
+        else:
+            append_codes(*layer, k_NGD, v_NGD, blocks_N, offsets_N)
+
+    def read(self, layer: Layer, blocks_U: Array) -> tuple[Array, Array]:
+        """-> k, v (R, G, S, D) in the model's dtype, with at least these blocks, until it reads another layer."""
+        if layer.scales is None:
+            return layer.k, layer.v
+        k, v = (x[: layer.k.size].reshape(layer.k.shape) for x in self.copies)
+        dequantize_blocks(*layer, blocks_U, k, v)
+        return k, v
 
     # ------------------------------------------------------------------------- positions
     def _position_tables(self) -> tuple[Array, Array]:
@@ -177,11 +232,12 @@ class PagedCache:
         for a, row in enumerate(blocks):
             tables_AM[a, : min(len(row), M)] = row[:M]
         edges = [0, *itertools.accumulate(lengths)]
+        used: Any = np.unique(tables_AM[tables_AM >= 0]) if self.kind != "full" else []
         # One copy to the device for all of them.
-        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), wanted]
+        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), wanted, used]
         ends = list(itertools.accumulate(map(len, parts)))
         packed = to_device(np.concatenate(parts).astype(np.int32), self.model.device)
-        ids_N, edges_E, history_A, tables, wanted_W = (
+        ids_N, edges_E, history_A, tables, wanted_W, blocks_U = (
             packed[end - len(part) : end] for part, end in zip(parts, ends)
         )
         tables_AM = tables.reshape(A, M)
@@ -192,7 +248,16 @@ class PagedCache:
             cos_sin = cos, sin
         places = token_positions(edges_E, N, history_A, tables_AM, self.S)
         return ids_N, self._sequences(
-            A, max(lengths), cos_sin, places, edges_E, history_A, tables_AM, wanted_W, False
+            A,
+            max(lengths),
+            cos_sin,
+            places,
+            edges_E,
+            history_A,
+            tables_AM,
+            wanted_W,
+            False,
+            blocks_U,
         )
 
     def decode(self, lengths_B: Array, tables_BM: Array, edges_E: Array) -> "CachedSequences":
@@ -204,11 +269,13 @@ class PagedCache:
         B, places = len(lengths_B), None
         if is_batch_invariant():  # once for all layers
             places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
-        rest = edges_E, lengths_B, tables_BM, None, True
+        rest = edges_E, lengths_B, tables_BM, None, True, None
         return self._sequences(B, 1, self.tables, places, *rest)
 
-    def _sequences(self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one):
-        rest = places, edges_E, history_A, tables_AM, wanted, one, self, itertools.count()
+    def _sequences(
+        self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one, used
+    ):
+        rest = places, edges_E, history_A, tables_AM, wanted, one, used, self, itertools.count()
         return CachedSequences(A, longest, *tables, self.model.branch_dtype, "none", *rest)
 
 
@@ -218,7 +285,7 @@ class CachedSequences(Sequences):
 
     places: of each row, the block, the offset in it, and the position, int32 (N,) each; None: computed when needed.
     edges, history, tables: see kernels/decoding/padding.py; one: every sequence has exactly one new token.
-    wanted: rows whose logits are wanted; None: all.
+    wanted: rows whose logits are wanted; None: all.  blocks: all that the tables name, each once, if the cache has codes.
     """
 
     places: tuple[Array, Array, Array] | None
@@ -227,6 +294,7 @@ class CachedSequences(Sequences):
     tables_AM: Array
     wanted_W: Array | None
     one: bool
+    blocks_U: Array | None
     cache: Any  # a PagedCache
     # counts the attentions of the forward pass; shared by all copies of this object
     calls: Iterator[int]
@@ -243,20 +311,21 @@ class CachedSequences(Sequences):
     def attend(self, qkv_NP, q_w_D, k_w_D, H, G, eps, scale):
         if not self.one or is_batch_invariant():
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
-        k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
+        layer = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
         # The launch before is the QKV product: it writes neither cache nor lengths, so both may be read before it has ended.
         return Tensor(
             decode_attention(
-                qkv_NP.data, k_RGSD, v_RGSD, self.history_A, self.tables_AM, self.cos_PR,
-                self.sin_PR, *norms, eps, scale, True, self.window,
+                qkv_NP.data, layer.k, layer.v, self.history_A, self.tables_AM, self.cos_PR,
+                self.sin_PR, *norms, eps, scale, True, self.window, layer.scales,
             )
         )  # fmt: skip
 
     def attention(self, q_NHD, k_NGD, v_NGD, scale):
-        k_RGSD, v_RGSD = self.cache.layers[next(self.calls)]
+        layer = self.cache.layers[next(self.calls)]
         blocks_N, offsets_N, _ = self._placed()
-        append_kv(k_RGSD, v_RGSD, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
+        self.cache.append(layer, k_NGD.data, v_NGD.data, blocks_N, offsets_N)
+        k_RGSD, v_RGSD = self.cache.read(layer, self.blocks_U)
         tables = self.edges_E, self.history_A, self.tables_AM
         o_NHD = context_attention(q_NHD.data, k_RGSD, v_RGSD, *tables, self.T, scale, self.window)
         return Tensor(o_NHD.reshape(len(o_NHD), -1))

@@ -63,6 +63,8 @@ class Options(SamplingOptions):
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
     # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
     weights: Literal["full", "int8", "fp8"] = "full"
+    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
+    kv_cache: Literal["full", "fp8"] = "full"
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
     max_batch = min(len(tokens) * o.samples, MAX_BATCH if o.max_batch is None else o.max_batch)
-    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant, weights=o.weights)
+    stored: dict[str, Any] = dict(weights=o.weights, kv_cache=o.kv_cache)
+    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant, **stored)
 
 
 def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:

@@ -443,9 +443,9 @@ def test_keys_that_are_used_before_they_are_written():
         q_s, acc_s = cuda.shared.array(128, float32), cuda.shared.array(512, float32)
         m_s, l_s = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
         weight_s = cuda.shared.array(256, float32)
-        new_heads(q_s, k, v, qkv, 0, 32, 48, 0, True, 0, cos, cos, cos, sin, 0, float32(0.0))
+        new_heads(q_s, k, v, cos, qkv, 0, 32, 48, 0, True, 0, cos, cos, cos, sin, 0, float32(0.0))
         pages = 0, 1, 256, 0
-        attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, 0, 1, 0, float32(1.0))
+        attend(acc_s, m_s, l_s, weight_s, q_s, k, v, cos, tables, pages, 0, 1, 0, float32(1.0))
         out[cuda.threadIdx.x] = acc_s[cuda.threadIdx.x]
 
     cos, sin = rope_tables(16, 1, 1e4)

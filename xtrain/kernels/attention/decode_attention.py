@@ -31,9 +31,9 @@ the new key and value, then reads them back from the cache like all others. Keys
 long before: while the GEMM that produces qkv still runs, a block prefetches the first ones. Finding them takes two
 dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they know the lengths.
 
-    bf16        tensor cores, compute capability 8.0 and up
+    bf16        tensor cores, compute capability 8.0 and up; also for a cache of codes (kv_codes.py)
     float32     without them                                  both in decode_attention_loops.py
-Bytes moved: read 2 (t + 1) G D elements of the cache per token; everything else is small.
+Bytes moved: read 2 (t + 1) G D elements of the cache per token, 2 (t + 1) G (D + 4) bytes of codes; everything else is small.
 """
 
 import functools
@@ -49,9 +49,9 @@ from ..decoding.kv_cache import (
     check_blocks,
     check_cache,
     check_int32,
-    gather_sequence_ref,
     make_block_table,
 )
+from ..decoding.kv_codes import check_codes, read_sequence_ref, write_token_ref
 from ..primitives.flat import on_16_bytes
 from ..primitives.last_block import arrive_last, zero_counters
 from ..primitives.ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
@@ -60,13 +60,23 @@ from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
 from ..runtime.compiler import cuda, float32, int32, int64, types, uint32
-from ..runtime.launch import can_overlap, check, check_array, dtype_name, empty, launch, on_host
+from ..runtime.launch import (
+    FLOATS,
+    can_overlap,
+    check,
+    check_array,
+    dtype_name,
+    empty,
+    launch,
+    on_host,
+)
 from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
 from .decode_attention_parts import LOG2E, MAX_SPLITS, quotient
 
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
 MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
+CODE_WIDTHS = tuple(D for D in WIDTHS if D >= 32)  # of heads, if the cache has codes
 MOST_ROWS = 1024  # of a launch: a block keeps two numbers of each in shared memory
 
 
@@ -100,8 +110,9 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
 
 # ----------------------------------------------------------------------------- reference
 def decode_attention_ref(
-    qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale, window=0
-):
+    qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale, window=0,
+    scales_RGS2=None,
+):  # fmt: skip
     """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's dtype, at least in float32."""
     R, G, S, D = k_RGSD.shape
     H = qkv_BP.shape[1] // D - 2 * G
@@ -118,15 +129,14 @@ def decode_attention_ref(
         t = lengths_B[b]
         blocks = tables_BM[b, : t // S + 1]
         if 0 <= blocks[-1] < R:
-            k_RGSD[blocks[-1], :, t % S], v_RGSD[blocks[-1], :, t % S] = k_NGD[i], v_NGD[i]
+            new = (x[i].astype(qkv_BP.dtype) for x in (k_NGD, v_NGD))
+            write_token_ref(k_RGSD, v_RGSD, scales_RGS2, blocks[-1], t % S, *new)
         if not ((blocks >= 0) & (blocks < R)).all():
             o_BHD[b] = np.nan
             continue
         q_GXD = q_NHD[i].reshape(G, H // G, D)
-        k_GSD, v_GSD = (
-            gather_sequence_ref(x, blocks, t + 1).astype(wide)[:, -window:]
-            for x in (k_RGSD, v_RGSD)
-        )
+        read = read_sequence_ref(k_RGSD, v_RGSD, scales_RGS2, blocks, t + 1, wide)
+        k_GSD, v_GSD = (x[:, -window:] for x in read)
         s_GXS = q_GXD @ k_GSD.swapaxes(1, 2) * wide.type(scale)
         p_GXS = np.exp(s_GXS - s_GXS.max(-1, keepdims=True))
         o_BHD[b] = (p_GXS @ v_GSD / p_GXS.sum(-1, keepdims=True)).reshape(H, D)
@@ -209,17 +219,17 @@ def make_schedule(config, WINDOW):
     return key_range, count_items, row_of
 
 
-def make_items(D, S, half, config, WINDOW):
+def make_items(D, S, half, config, WINDOW, CODES=False):
     """-> count_items, place_of, prefetch_tables, prefetch_keys
 
     place_of(item, first_s, t_s, B, G, M, R) -> (b, g, t, split, lo, hi, used, pages): a row and a key head, the position of the
     row's token, and a split of its keys; pages: where they are (decode_attention_loops.py)
-    prefetch_tables(tables, count): the blocks share the work.  prefetch_keys(k, v, tables, pages, lo, hi): the first ones
+    prefetch_tables(tables, count): the blocks share the work.  prefetch_keys(k, v, scales, tables, pages, lo, hi): the first ones
     """
     key_range, count_items, row_of = make_schedule(config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
     THREADS, MOST = 32 * config.warps, config.prefetched
-    LINE, ENTRIES = 64 if half else 32, 32  # numbers in 128 bytes
+    LINE, ENTRIES = 128 if CODES else 64 if half else 32, 32  # numbers in 128 bytes
 
     @device
     def place_of(item, first_s, t_s, B, G, M, R):
@@ -238,7 +248,7 @@ def make_items(D, S, half, config, WINDOW):
             prefetch(tables, j)
 
     @device
-    def prefetch_keys(k, v, tables, pages, lo, hi):
+    def prefetch_keys(k, v, scales, tables, pages, lo, hi):
         first, R, stride, head = pages
         count = (hi - lo if hi - lo < MOST else int64(MOST)) * D
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
@@ -246,6 +256,8 @@ def make_items(D, S, half, config, WINDOW):
             at = start_of(entry_of(tables, first, n), n, R, stride, head) + i % D
             prefetch(k, at)
             prefetch(v, at)
+            if CODES and n % 16 == 0:  # the scales of 16 keys are 128 bytes
+                prefetch(scales, 2 * (at // D))
 
     return count_items, place_of, prefetch_tables, prefetch_keys
 
@@ -305,29 +317,32 @@ def shared_sizes(D: int, group: int, half: bool, config: Config) -> SharedSizes:
     return SharedSizes(heads * D, warps * live * D, warps * live, weights)
 
 
-def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None):
+def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None, CODES=False):
     """-> count_items, prefetch_tables, attend_items: the whole kernel, as device functions
 
     attend_items(o, ..., eps, scale, shared arrays, begin, step, items, waits, i, target): items begin, begin + step, ...
     wait: a device function; wait(waits, i, target) is called before the first item reads qkv, and after it has prefetched keys.
-    None: qkv is there.
+    None: qkv is there.  CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
     """
     HEADS, WARPS = heads_of(half, GROUP), config.warps
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
     CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
     EARLY = wait is not None
     wait = wait or wait_for_qkv
-    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise)
-    attend = (make_attend_tensor if half else make_attend_plain)(
-        D, S, HEADS, LIVE, WARPS, WINDOW > 0
+    new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise, CODES)
+    if half:
+        attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)
+    else:
+        attend = make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOW > 0)
+    count_items, place_of, prefetch_tables, prefetch_keys = make_items(
+        D, S, half, config, WINDOW, CODES
     )
-    count_items, place_of, prefetch_tables, prefetch_keys = make_items(D, S, half, config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
     combine = make_combine(D, LIVE, WARPS)
 
     @device
     def attend_items(
-        o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
+        o, partial, m_partial, l_partial, counters, k, v, scales, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
         splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, step, items, waits, i, target,
     ):  # fmt: skip
         for item in range(begin, items, step):
@@ -335,7 +350,7 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
             own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
             if EARLY:
                 if t >= 0:
-                    prefetch_keys(k, v, tables, pages, lo, hi)
+                    prefetch_keys(k, v, scales, tables, pages, lo, hi)
                 if item == begin:
                     wait(waits, i, target)
             out = (b * G + g) * GROUP * D
@@ -350,11 +365,13 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
             for chunk in range(CHUNKS):
                 owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
                 new_heads(
-                    q_s, k, v, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t, eps,
+                    q_s, k, v, scales, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t,
+                    eps,
                 )  # fmt: skip
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
                 attend(
-                    acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, t + 1 - WINDOW, scale * LOG2E,
+                    acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, t + 1 - WINDOW,
+                    scale * LOG2E,
                 )  # fmt: skip
                 cuda.syncthreads()  # the results of all warps
                 combine(
@@ -366,12 +383,12 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None)
 
 
 @functools.cache
-def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0):
+def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False):
     """-> (kernel, heads of a partial result, passes over the keys of a group). Launch with 32 * config.warps threads.
 
     S: tokens of a block of the cache. GROUP: H / G. half: bf16. normalise: QK-norm. overlap: the kernel may start before the
     previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
-    that.
+    that. CODES: see make_attend_items.
     """
     HEADS, WARPS = heads_of(half, GROUP), config.warps
     LIVE, CHUNKS = min(HEADS, GROUP), -(-GROUP // HEADS)
@@ -380,12 +397,12 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
     wait = wait_for_qkv if overlap and ready else None
     count_items, prefetch_tables, attend_items = make_attend_items(
-        D, S, GROUP, half, normalise, config, WINDOW, wait
+        D, S, GROUP, half, normalise, config, WINDOW, wait, CODES
     )
 
     @kernel(32 * WARPS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
-        o, partial, m_partial, l_partial, counters, k, v, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin,
+        o, partial, m_partial, l_partial, counters, k, v, scales, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin,
         B, G, M, R, splits, eps, scale,
     ):  # fmt: skip
         """Grid: any number of blocks of 32 WARPS threads. All arrays flat. B: rows, at most MOST_ROWS.
@@ -410,9 +427,9 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         if overlap and ready and begin >= items:
             wait_for_previous()
         attend_items(
-            o, partial, m_partial, l_partial, counters, k, v, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
-            splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, int64(cuda.gridDim.x),
-            items, counters, 0, 0,
+            o, partial, m_partial, l_partial, counters, k, v, scales, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M,
+            R, splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin,
+            int64(cuda.gridDim.x), items, counters, 0, 0,
         )  # fmt: skip
 
     return decode_attention_kernel, LIVE, CHUNKS
@@ -433,6 +450,7 @@ def decode_attention(
     scale: float,
     cache_ready: bool = False,
     window: int = 0,
+    scales_RGS2: Array | None = None,
 ) -> Array:
     """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and values to the cache.
 
@@ -440,6 +458,8 @@ def decode_attention(
     device memory; the host does not read their values. Sequences may share blocks, but not the one that they append to. cos,
     sin (P, D/2) with P >= M S and the norm weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
     window: keys that a token sees, 0 for all.
+    scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on a GPU qkv is bf16 then, and D
+    is at least 32.
     cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be read before it ends.
 
     An entry with a length outside 0 .. M S - 1 is idle: o[b] = 0. If a block that it needs is not in 0 .. R - 1, this raises
@@ -448,17 +468,20 @@ def decode_attention(
     """
     op = "decode_attention"
     given = (qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D)
-    weights = _check(op, *given)
+    codes = scales_RGS2 is not None
+    weights = _check(op, *given, scales_RGS2)
     check(window >= 0, f"{op}: a window of {window} keys")
     (R, G, S, D), (B, P), M = k_RGSD.shape, qkv_BP.shape, tables_BM.shape[1]
     H = P // D - 2 * G
-    if on_host(*given[:7], *weights):
+    if on_host(*given[:7], *weights, *([scales_RGS2] if codes else [])):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
-        return decode_attention_ref(*given, eps, scale, window)
-    check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels support {WIDTHS}")
+        return decode_attention_ref(*given, eps, scale, window, scales_RGS2)
+    widths = CODE_WIDTHS if codes else WIDTHS
+    check(D in widths, f"{op}: head dim {D}, the GPU kernels support {widths}")
     check_block_size(op, R, G, S, D)
     o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
+    check(half or not codes, f"{op}: float32, the GPU kernel for codes is for bf16")
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
     check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
     config = choose(D, group, half, B * G)
@@ -466,10 +489,11 @@ def decode_attention(
         can_overlap(qkv_BP),
         parts.splits_of(min(M * S, window + 15) if window else M * S, config.keys, config.splits),
     )
-    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window
+    variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
+    flat.append(cos if scales_RGS2 is None else scales_RGS2.reshape(-1))
     for low in range(0, B, MOST_ROWS):
         rows = slice(low, min(low + MOST_ROWS, B))
         n = rows.stop - low
@@ -488,11 +512,16 @@ def decode_attention(
     return o_BC
 
 
-def _check(op, qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D):
+def _check(
+    op, qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, scales_RGS2
+):
     """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm weights, () if None."""
-    _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
+    if scales_RGS2 is None:
+        (_, G, S, D), dtypes = check_cache(op, k_RGSD, v_RGSD), (dtype_name(k_RGSD.dtype),)
+    else:
+        (_, G, S, D), dtypes = check_codes(op, k_RGSD, v_RGSD, scales_RGS2), FLOATS
     check_tables(op, cos_PR, sin_PR, D)
-    check_array(op, "qkv", qkv_BP, (None, None), (dtype_name(k_RGSD.dtype),))
+    check_array(op, "qkv", qkv_BP, (None, None), dtypes)
     B, P = qkv_BP.shape
     n, known = check_block_tables(op, tables_BM, B, S), cos_PR.shape[0]
     check(n <= known, f"{op}: cos and sin of {known} positions, the block tables hold {n} tokens")

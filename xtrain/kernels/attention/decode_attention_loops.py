@@ -21,6 +21,11 @@ head g: each 8 x 8 tile of P is transposed.
 Of the values, lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 expects two keys of one
 channel in a register: these are combined from the halves of two words. Rows g and g + 8 of tile j of the result are channels
 8 g + 2 j and 8 g + 2 j + 1, its columns 2 t and 2 t + 1 are heads.
+
+A cache of codes (kv_codes.py) is read in the same way, and each code becomes a bf16 in a register. 16 bytes are 16 channels then:
+lane t of key g has channels 16 t .. 16 t + 15 of 64, and q is read in that order; of the values, a lane has twice as many
+channels if D = 128. The lane that has the scores of keys g and g + 8 multiplies them by the scales of these keys, and their
+weights by the scales of the values.
 """
 
 import functools
@@ -28,6 +33,14 @@ import functools
 import numpy as np
 
 from ..decoding.kv_cache import make_block_table
+from ..primitives.codes import (
+    BF16_UNIT,
+    codes_to_bf16,
+    interleave_codes,
+    load_codes4,
+    load_codes8,
+    load_codes16,
+)
 from ..primitives.ptx import device, load1, load4
 from ..primitives.reduce import FULL, NEG_INF, warp_max, warp_sum
 from ..primitives.tensor_cores import exp2, fmax, mma_bf16, pack_bf16, transpose_pairs
@@ -43,12 +56,15 @@ from .flash_attention_bf16 import LOWEST, SLACK
 
 NAN = np.float32(np.nan)
 TILE = 16  # keys, on tensor cores
+LOAD_CODES = {4: load_codes4, 8: load_codes8, 16: load_codes16}
 
 
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
 def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
-    """-> attend: as in make_attend_tensor, without tensor cores. q_s: float32. weight_s (WARPS, HEADS, 32), flat: weights of keys
+    """-> attend: as in make_attend_tensor, without tensor cores and codes. scales: not used.
+
+    q_s: float32. weight_s (WARPS, HEADS, 32), flat: weights of keys.
 
     A lane owns a key while scores are computed, then channels while values are summed. LIVE is HEADS.
     """
@@ -57,7 +73,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
     SIZE = HEADS * D
 
     @device
-    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
+    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         first, R, stride, head = pages
         s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
@@ -193,6 +209,62 @@ def make_load_operands(D, HEADS):
 
 
 @functools.cache
+def make_load_codes(D, HEADS):
+    """-> load_q, load_k, load_v: as in make_load_operands, of a cache of codes; load_k and load_v give codes / BF16_UNIT"""
+    EACH, VALUES = min(D // 4, 16), D // 8  # codes of a lane's read of a key, of a value
+    SPAN = 4 * EACH  # of the four lanes that read a key
+    BLOCKS, K_WORDS, V_WORDS = HEADS // 8, EACH // 4, VALUES // 4
+    load_of_k, load_of_v = LOAD_CODES[EACH], LOAD_CODES[VALUES]
+
+    @device
+    def load_q(fq, q_s):
+        lane = cuda.threadIdx.x & 31
+        words = cuda.local.array(2, uint32)
+        for c in range(D // SPAN):
+            for b in range(BLOCKS):
+                at = ((lane >> 2) + 8 * b) * D + SPAN * c + EACH * (lane & 3)
+                for j in range(K_WORDS):
+                    load_words4_shared(words, q_s, at + 4 * j)
+                    for i in range(2):
+                        fq[b, K_WORDS * c + j, i] = words[i]
+
+    @device
+    def load_k(fk, k, start, last):
+        lane = uint32(cuda.threadIdx.x & 31)
+        words, pairs = cuda.local.array(K_WORDS, uint32), cuda.local.array(2, uint32)
+        for m in range(2):
+            n = uint32(uint32(8 * m) + (lane >> uint32(2)))
+            n = n if n < last else last
+            mine = start + int64(uint32(n * uint32(D) + uint32(EACH) * (lane & uint32(3))))
+            for c in range(D // SPAN):
+                load_of_k(words, k, mine + SPAN * c)
+                for j in range(K_WORDS):
+                    codes_to_bf16(pairs, words[j], k)
+                    for i in range(2):
+                        fk[K_WORDS * c + j, 2 * i + m] = pairs[i]
+
+    @device
+    def load_v(fv, v, start, last):
+        lane = uint32(cuda.threadIdx.x & 31)
+        even, odd = cuda.local.array(V_WORDS, uint32), cuda.local.array(V_WORDS, uint32)
+        both, pairs = cuda.local.array(2, uint32), cuda.local.array(2, uint32)
+        d = uint32(VALUES) * (lane >> uint32(2))
+        for m in range(2):
+            n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
+            n, more = n if n < last else last, n + uint32(1) if n < last else last
+            load_of_v(even, v, start + int64(uint32(uint32(n) * uint32(D) + d)))
+            load_of_v(odd, v, start + int64(uint32(uint32(more) * uint32(D) + d)))
+            for j in range(V_WORDS):
+                both[0], both[1] = even[j], odd[j]
+                interleave_codes(both)
+                for i in range(2):
+                    codes_to_bf16(pairs, both[i], v)
+                    fv[2 * j + i, 2 * m], fv[2 * j + i, 2 * m + 1] = pairs[0], pairs[1]
+
+    return load_q, load_k, load_v
+
+
+@functools.cache
 def make_online_softmax(BLOCKS, TILES, WINDOWED):
     """-> hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
 
@@ -247,19 +319,29 @@ def make_online_softmax(BLOCKS, TILES, WINDOWED):
 
 
 @functools.cache
-def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
-    """-> attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale): the loop over keys lo .. hi - 1
+def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
+    """-> attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale)
 
-    S: tokens of a block. lo: a multiple of 16. begin: if WINDOWED, the first key that the query sees.
+    The loop over keys lo .. hi - 1. S: tokens of a block. lo: a multiple of 16. begin: if WINDOWED, the first key that the query
+    sees.
     HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
-    D), m_s and l_s (WARPS, LIVE), flat: the results. weight_s: not used here.
+    D), m_s and l_s (WARPS, LIVE), flat: the results. weight_s: not used here. CODES: k and v are codes, scales their scales.
     """
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
+    UNIT = np.float32(BF16_UNIT)
     entry_of, start_of = make_block_table(S, D)
     STEPS, TILES, SIZE = D // 16, D // 16, LIVE * D
-    VALUES, BLOCKS = min(D // 8, 8), HEADS // 8
-    load_q, load_k, load_v = make_load_operands(D, HEADS)
+    VALUES, BLOCKS = min(D // 8, 16 if CODES else 8), HEADS // 8
+    load_q, load_k, load_v = (make_load_codes if CODES else make_load_operands)(D, HEADS)
     hide_keys, add_scores = make_online_softmax(BLOCKS, TILES, WINDOWED)
+
+    @device
+    def load_scales(of_k, of_v, scales, start, last):
+        """Of keys g and g + 8, and of their values."""
+        for m in range(2):
+            n = uint32(uint32(8 * m) + uint32((cuda.threadIdx.x & 31) >> 2))
+            at = 2 * (start // D + int64(n if n < last else last))
+            of_k[m], of_v[m] = scales[at] * UNIT, scales[at + 1] * UNIT
 
     @device
     def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
@@ -275,11 +357,11 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                         m_s[warp * LIVE + h] = top[b, e] * scale
                         l_s[warp * LIVE + h] = row_total if valid else NAN
                     for i in range(2 * TILES):
-                        d = i // VALUES * 64 + VALUES * (lane >> 2) + i % VALUES
+                        d = i // VALUES * (8 * VALUES) + VALUES * (lane >> 2) + i % VALUES
                         acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
 
     @device
-    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, tables, pages, lo, hi, begin, scale):
+    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
         fq, fk = cuda.local.array((BLOCKS, STEPS, 2), uint32), cuda.local.array((STEPS, 4), uint32)
         fv, fp = cuda.local.array((TILES, 4), uint32), cuda.local.array(2, uint32)
         s, acc = (
@@ -287,6 +369,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
             cuda.local.array((BLOCKS, TILES, 4), float32),
         )
         top, total = cuda.local.array((BLOCKS, 2), float32), cuda.local.array((BLOCKS, 2), float32)
+        of_k, of_v = cuda.local.array(2, float32), cuda.local.array(2, float32)
         first, R, stride, head = pages
         for b in range(BLOCKS):
             for e in range(2):
@@ -305,14 +388,22 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
             start, last = start_of(entry, n0, R, stride, head), uint32(end - n0 - 1)
             load_k(fk, k, start, last)
             load_v(fv, v, start, last)
+            if CODES:
+                load_scales(of_k, of_v, scales, start, last)
             for b in range(BLOCKS):
                 for i in range(4):
                     s[b, i] = float32(0.0)
                 for i in range(STEPS):
                     mma_bf16(s[b], fk[i], fq[b, i])
+                if CODES:
+                    for i in range(4):
+                        s[b, i] *= of_k[i // 2]
             hide_keys(s, n0, begin, end)
             add_scores(s, acc, top, total, scale)
             for b in range(BLOCKS):
+                if CODES:
+                    for i in range(4):
+                        s[b, i] *= of_v[i // 2]
                 for r in range(2):
                     fp[r] = transpose_pairs(pack_bf16(s[b, 2 * r], s[b, 2 * r + 1]))
                 for j in range(TILES):

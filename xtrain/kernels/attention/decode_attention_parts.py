@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..decoding.kv_codes import make_store_codes
 from ..primitives.ptx import (
     device,
     load1,
@@ -57,12 +58,13 @@ def make_split_keys(CHUNK, MOST=MAX_SPLITS):
 
 @functools.cache
 def make_rope_pairs(D, NORMALISE):
-    """-> load_pairs, load_angles, rotate, store_pairs, PLANES: QK-norm and RoPE of a head that a warp holds.
+    """-> load_pairs, load_angles, turn, rotate, store_pairs, PLANES: QK-norm and RoPE of a head that a warp holds.
 
     A lane holds PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
     load_pairs(x1, x2, x, first)                 the head that begins at x[first]
     load_angles(c, s, cos, sin, p)               cosines and sines of position p; cos, sin: flat
-    rotate(out, to, x1, x2, w_D, c, s, eps)      writes the head, normed and rotated, to out[to], ...
+    turn(y1, y2, x1, x2, w_D, c, s, eps)         y1, y2 = the head, normed and rotated
+    rotate(out, to, x1, x2, w_D, c, s, eps)      writes it to out[to], ...
     store_pairs(out, to, x1, x2)                 writes the head unchanged
     """
     R = D // 2
@@ -93,8 +95,7 @@ def make_rope_pairs(D, NORMALISE):
                 store1(out, to + r + R, x2[i])
 
     @device
-    def rotate(out, to, x1, x2, w_D, c, s, eps):
-        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+    def turn(y1, y2, x1, x2, w_D, c, s, eps):
         acc, rstd = float32(0.0), float32(1.0)
         if NORMALISE:
             for i in range(PLANES):
@@ -107,24 +108,33 @@ def make_rope_pairs(D, NORMALISE):
                 u1 *= rstd * w_D[r]
                 u2 *= rstd * w_D[r + R]
             y1[i], y2[i] = u1 * c[i] - u2 * s[i], u2 * c[i] + u1 * s[i]
+
+    @device
+    def rotate(out, to, x1, x2, w_D, c, s, eps):
+        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        turn(y1, y2, x1, x2, w_D, c, s, eps)
         store_pairs(out, to, y1, y2)
 
-    return load_pairs, load_angles, rotate, store_pairs, PLANES
+    return load_pairs, load_angles, turn, rotate, store_pairs, PLANES
 
 
 @functools.cache
-def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
-    """-> new_heads(q_s, k, v, qkv, ...): write the block's queries to shared memory, the new key and value to the cache.
+def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
+    """-> new_heads(q_s, k, v, scales, qkv, ...): write the block's queries to shared memory, the new key and value to the cache.
 
     qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, to k[at] and
     v[at], the key and value at qkv[key] and qkv[value]. A warp loads all its heads before it uses the first one.
+    CODES: the cache has codes, and scales their scales (kv_codes.py).
     """
-    load_pairs, load_angles, rotate, store_pairs, PLANES = make_rope_pairs(D, NORMALISE)
+    load_pairs, load_angles, turn, rotate, store_pairs, PLANES = make_rope_pairs(D, NORMALISE)
+    store_codes = make_store_codes(D)
     EACH = -(-HEADS // WARPS)
     FULL_CHUNKS = GROUP % HEADS == 0
 
     @device
-    def new_heads(q_s, k, v, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps):
+    def new_heads(
+        q_s, k, v, scales, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps
+    ):
         warp = cuda.threadIdx.x >> 5
         x1 = cuda.local.array((EACH, PLANES), float32)
         x2 = cuda.local.array((EACH, PLANES), float32)
@@ -144,9 +154,16 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE):
             if warp + j * WARPS < HEADS:
                 rotate(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
         if owner and warp == WARPS - 1:
-            rotate(k, at, more1, more2, k_w_D, c, s, eps)
+            if CODES:
+                turn(more1, more2, more1, more2, k_w_D, c, s, eps)
+                store_codes(k, at, scales, 2 * (at // D), more1, more2)
+            else:
+                rotate(k, at, more1, more2, k_w_D, c, s, eps)
         if owner and warp == WARPS - 2:
-            store_pairs(v, at, more1, more2)
+            if CODES:
+                store_codes(v, at, scales, 2 * (at // D) + 1, more1, more2)
+            else:
+                store_pairs(v, at, more1, more2)
 
     return new_heads
 

@@ -1,12 +1,14 @@
 """Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
 
-    load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16
+    load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16; load_codes8: 2
+                                       words; load_codes4: 1 word
     store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes4: 1 word; store_codes16: 4 words
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
     codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs of bf16. Compute capability 8.0
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
                                        Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
+    interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and c C d D
 
 The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a bf16). Every int8 and every
 e4m3 is a bf16, so nothing is rounded here; the scale of the row is applied to the sum.
@@ -79,10 +81,16 @@ def _e4m3_pairs(code, word):
         yield _fma_pairs(code, bits, 0x78807880, 0x80008000)  # 2^114, -0
 
 
-@intrinsic()
-def load_codes16(code, words, x, i):
-    """words[0:4] = x[i : i + 16]"""
-    code.set_registers(words, code.load(code.pointer(x, i), uint32, GLOBAL, 4))
+def _load_codes(name, count):
+    def load(code, words, x, i):
+        code.set_registers(words, code.load(code.pointer(x, i), uint32, GLOBAL, count // 4))
+
+    return intrinsic(name=name)(load)
+
+
+load_codes4, load_codes8, load_codes16 = (
+    _load_codes(f"load_codes{count}", count) for count in (4, 8, 16)
+)
 
 
 @intrinsic()
@@ -123,6 +131,12 @@ def transpose_codes(code, words):
     )
 
 
+@intrinsic()
+def interleave_codes(code, words):
+    pair = code.registers(words, 2)
+    code.set_registers(words, [_permute(code, *pair, order) for order in (0x5140, 0x7362)])
+
+
 def _store_codes(name, count):
     def store(code, x, i, words):
         values = code.registers(words, count // 4)
@@ -149,15 +163,26 @@ def code_values(codes: np.ndarray) -> np.ndarray:
     return (codes if codes.dtype == np.int8 else codes.view(E4M3)).astype(np.float32)
 
 
-@simulates(load_codes16)
-def _simulated_load(thread, site, words, x, i):
-    if i % 16:
+def _check_multiple(site, i, count):
+    if i % count:
         raise ValueError(
-            f"{site.what}: access to 16 codes at element {i}: the index must be a multiple of 16"
+            f"{site.what}: access to {count} codes at element {i}: the index must be a multiple of {count}"
         )
-    codes = np.array([thread.load(x, i + j, site) for j in range(16)], x.dtype)
-    for j, word in enumerate(codes.view(np.uint32)):
-        thread.store(words, j, word, site)
+
+
+def _simulated_load(count):
+    def simulated(thread, site, words, x, i):
+        _check_multiple(site, i, count)
+        codes = np.array([thread.load(x, i + j, site) for j in range(count)], x.dtype)
+        for j, word in enumerate(codes.view(np.uint32)):
+            thread.store(words, j, word, site)
+
+    return simulated
+
+
+simulates(load_codes4)(_simulated_load(4))
+simulates(load_codes8)(_simulated_load(8))
+simulates(load_codes16)(_simulated_load(16))
 
 
 def _codes(words, x):
@@ -198,12 +223,18 @@ def _simulated_transpose(thread, site, words):
         thread.store(words, j, word, site)
 
 
+@simulates(interleave_codes)
+def _simulated_interleave(thread, site, words):
+    rows = np.array([thread.load(words, j, site) for j in range(2)], np.uint32).view(np.uint8)
+    for j, word in enumerate(
+        np.ascontiguousarray(rows.reshape(2, 4).T).reshape(-1).view(np.uint32)
+    ):
+        thread.store(words, j, word, site)
+
+
 def _simulated_store(count):
     def simulated(thread, site, x, i, words):
-        if i % count:
-            raise ValueError(
-                f"{site.what}: access to {count} codes at element {i}: the index must be a multiple of {count}"
-            )
+        _check_multiple(site, i, count)
         codes = np.array([thread.load(words, j, site) for j in range(count // 4)], np.uint32)
         for j, code in enumerate(codes.view(np.uint8)):
             thread.store(x, i + j, code, site)

@@ -343,7 +343,7 @@ def make_step_kernel(shape: StepShape):
                 values, q_w, k_w = keys + half_cache, offsets[here + Q_NORM], offsets[here + K_NORM]
                 attend_items(
                     o, partial, m_partial, l_partial, merge_counters, kv[keys:values],
-                    kv[values : values + half_cache], qkv, tables, small[q_w : q_w + D], small[k_w : k_w + D],
+                    kv[values : values + half_cache], small, qkv, tables, small[q_w : q_w + D], small[k_w : k_w + D],
                     cos, sin, N, G, M, R, splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s,
                     last_s, share, shares, items, counters, wait, target,
                 )  # fmt: skip
