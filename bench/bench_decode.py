@@ -254,7 +254,7 @@ def bench(
         found = [dict(peer="keys and values in bf16", peer_value=full)] if full else []
     # bench_decode.jsonl has the tables' records: the model of 1.1 B
     file = "bench_one_kernel" if o.one_kernel or size != "1.1B" else "bench_decode"
-    file = "bench_kv_codes" if "fp8" in o.kv_cache else file
+    file = "bench_kv_codes" if kv_cache != "full" else file
     for peer in [p for p in found if p] or [{}]:
         record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
     return speeds["value"]
@@ -298,7 +298,7 @@ def bench_model(o, size, kind, bandwidth, full) -> None:
             )
         if kind == "full" and "full" in values:
             full[size, B, T] = values["full"]
-        if kind == "full" and o.one_kernel and B <= 8:
+        if kind == "full" and o.one_kernel and B <= 8 and "full" in values:
             bench(model, theirs, B, T, o, bandwidth, kind, values["full"], size, True)
     del model, theirs
     gc.collect()

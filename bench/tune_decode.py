@@ -172,9 +172,9 @@ class Bench:
         capacity = max(CONTEXTS) + 128
         self.cache, self.each = PagedCache(self.model, capacity, 64), -(-capacity // 64)
         self.cache.allocate(32 * self.each)
-        some = cp.random.standard_normal(self.cache.whole.shape[1:], dtype=cp.float32)
+        some = cp.random.standard_normal(self.cache.arrays[0].shape[1:], dtype=cp.float32)
         some = cast_fwd(some, BF16).view(np.int16)
-        for layer in self.cache.whole:
+        for layer in self.cache.arrays[0]:
             layer.view(np.int16)[...] = some
         self.logits = {}  # of the library's choice, for a batch and context
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from twins import DEVICE, random_model, small, twin
 
-from xtrain import Engine, Transformer, UserError
+from xtrain import Engine, Transformer, UserError, batch_invariant
 from xtrain.nn.model import Attention
 from xtrain.nn.quantized import linear_weights
 from xtrain.options import parse
@@ -131,9 +131,18 @@ def test_a_copy_of_a_block_has_the_scales():
             assert (x[3, :, :5] == x[0, :, :5]).all() and (x[0, :, :5] != 0).any()
 
 
+def test_in_a_batch_invariant_context():
+    """Decoding uses the attention of prefill then, which reads a copy of all blocks."""
+    model, prompts = served(), [[1, 2, 3], [4] * 20]
+    expected = Engine(model, 2, 48, kv_cache="fp8").generate(prompts, 12)
+    with batch_invariant():
+        found = Engine(model, 2, 48, kv_cache="fp8").generate(prompts, 12)
+    assert found == expected
+
+
 @pytest.mark.skipif(DEVICE == "gpu", reason="in float32")
 def test_layers_with_other_heads():
-    """Every attention has arrays of its own if their heads differ, and prefill reads copies of different shapes."""
+    """If the heads differ, every attention has separate arrays, and prefill reads copies of different shapes."""
     model = Transformer(small(n_layers=3, max_seq_len=64))
     for i, more in enumerate((dict(n_kv_heads=4), dict(n_kv_heads=1))):
         model.model.layers[i].self_attn = Attention(small(max_seq_len=64, **more))

@@ -10,7 +10,7 @@ training. In attention, prefill appends the new keys and values and reads the wh
 (decode_attention.py), in batch-invariant mode as in prefill, whose bits are those of training.
 
 With kv_cache "fp8" the arrays are codes with scales (kernels/decoding/kv_codes.py). Decoding reads them, prefill reads a copy of
-the blocks of its sequences, in the dtype of the model, which is made anew for each layer.
+the blocks of its sequences, in the dtype of the model, one layer after the other.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class PagedCache:
     capacity: tokens of the longest sequence.  kind: "full", in the dtype of the model's products, or "fp8".
     heads: per attention, in the order in which a forward pass calls them.
     block_bytes: of one block, all attentions together.  `allocate` makes the arrays.
-    Raises UserError if there is no kernel for the model's head width or dtype, or if its RoPE is not that of a config.
+    Raises UserError if no kernel supports the model's head width or dtype, or if its RoPE is not that of a config.
     """
 
     def __init__(self, model: Transformer, capacity: int, S: int, kind: str = "full"):
@@ -134,6 +134,8 @@ class PagedCache:
             if self.kind != "full":
                 size = n_blocks * self.S * max(h.G * h.D for h in self.heads)
                 self.copies = [zeros(like, size, self.dtype) for _ in range(2)]
+                # for decoding in batch-invariant mode, where only the device knows which blocks are used
+                self.all_blocks = to_device(np.arange(n_blocks, dtype=np.int32), self.model.device)
         except Exception as error:
             text = f"{type(error).__name__} {error}".lower()
             # NumPy says "too big" for more than 2^63 bytes.
@@ -168,12 +170,12 @@ class PagedCache:
         else:
             append_codes(*layer, k_NGD, v_NGD, blocks_N, offsets_N)
 
-    def read(self, layer: Layer, blocks_U: Array) -> tuple[Array, Array]:
-        """-> k, v (R, G, S, D) in the model's dtype, with at least these blocks, until it reads another layer."""
+    def read(self, layer: Layer, blocks_U: Array | None) -> tuple[Array, Array]:
+        """-> k, v (R, G, S, D) in the model's dtype, of which these blocks (None: all) are valid until the next call."""
         if layer.scales is None:
             return layer.k, layer.v
         k, v = (x[: layer.k.size].reshape(layer.k.shape) for x in self.copies)
-        dequantize_blocks(*layer, blocks_U, k, v)
+        dequantize_blocks(*layer, self.all_blocks if blocks_U is None else blocks_U, k, v)
         return k, v
 
     # ------------------------------------------------------------------------- positions

@@ -23,7 +23,7 @@ from xtrain.simulator import KernelError
 def code_case(*shape, norm=False, S=16):
     """-> the arguments of decode_attention, scales. Where no sequence has tokens, codes and scales are NaN.
 
-    Keys and values of each token and head have a size of their own, so that no scale can stand for another.
+    Keys and values of each token and head have different sizes, so that no scale can replace another.
     """
     args = list(case(*shape, BF16, norm, S))
     scales = np.empty((*args[1].shape[:3], 2), np.float32)
@@ -132,7 +132,7 @@ def test_it_is_attention_over_what_the_codes_stand_for():
 
 @pytest.mark.long
 def test_prefill_and_decoding_append_the_same_codes():
-    """A token has the same codes and scales whoever computes it, so a preempted sequence reads the same cache."""
+    """Values get identical codes in both, keys may differ in the last bit of their bf16."""
     H, G, D, lengths = 4, 2, 64, [17, 3, 30]
     args = code_case(lengths, H, G, D, 32)
     _, *decoded = run(args, to_kernel)
@@ -170,7 +170,7 @@ def test_idle_entries():
 
 @pytest.mark.parametrize("what", ["key", "value"])
 def test_a_token_that_is_not_finite(what):
-    """As without codes: what is computed from it is NaN."""
+    """All that is computed from it is NaN."""
     H, G, D = 2, 1, 32
     args = code_case([20, 3], H, G, D, 24)
     args[0][0, (H + (what == "value") * G) * D + 3] = np.inf

@@ -6,8 +6,8 @@
     k, v (R, G, S, D): the codes, as in kv_cache.py     scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
 
 A decoding step reads all keys and values of all sequences: with many or long sequences these are most of its bytes. Codes
-are half of them, and the same memory holds twice as many tokens: a head of 128 channels has 2 (128 + 4) bytes per token,
-in bf16 512.
+are about half of them: a head of 128 channels has 2 (128 + 4) bytes per token, in bf16 512. The copy of one layer that prefill
+reads (below) is also in memory; with 28 layers of such heads the same memory holds 1.8 times as many tokens.
 
 The scale belongs to one token and one head. So it is known when the token is computed, it never changes, and a token has the same
 codes in every sequence that shares its block. Attention multiplies by it once per token and not once per number: a scale is a
@@ -21,7 +21,8 @@ copy, of one layer at a time, of the blocks that it needs (dequantize_blocks).
 e4m3 and not int8: in most models a few channels of the keys are much larger than the others (KIVI, Liu et al. 2024). The error
 of a float is relative to its own number, that of int8 to the largest number of the row.
 
-A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN, as without codes.
+A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN; without codes an infinite number
+may reach only some heads or channels.
 
 Bytes moved: append reads 4 N G D (keys and values in bf16) and writes 2 N G (D + 4). dequantize_blocks reads 2 G S (D + 4) per
 block and writes 4 G S D.
@@ -119,7 +120,7 @@ def make_store_codes(D):
     """-> store_codes(codes, to, scales, at, x1, x2): a warp writes a row as codes to codes[to], ..., and its scale to scales[at].
 
     A lane holds the pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2, and zeros from there on. They are rounded
-    to bf16 first, so that a token has the same codes whether decoding or prefill computes it.
+    to bf16 first, as in prefill: values get identical codes in both, keys may differ in the last bit of a bf16.
     """
     R = D // 2
     PLANES, Q, LEAST = -(-R // 32), LARGEST["fp8"], LEAST_SCALE
