@@ -16,7 +16,6 @@ once instead of twice. Bytes moved, remove: read and write N rows. Restore: read
 import functools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
 
 from xtrain.device import Array
 from xtrain.kernels.decoding.kv_cache import check_int32
@@ -25,6 +24,7 @@ from xtrain.kernels.primitives.flat import on_16_bytes
 from xtrain.kernels.primitives.ptx import kernel, load1, store1
 from xtrain.kernels.primitives.reduce import FULL
 from xtrain.kernels.primitives.words import load_words4, load_words8, store_words4, store_words8
+from xtrain.kernels.runtime.compiler import cuda, float32, int32, int64, uint32
 from xtrain.kernels.runtime.launch import FLOATS, check, check_array, empty, launch, on_host
 
 BLOCK = 256  # threads

@@ -5,10 +5,10 @@ copies cost, and bench/bench_kernels.py measures them.
 """
 
 import numpy as np
-from numba import cuda, int64
 
 from xtrain.device import Array
 from xtrain.kernels.primitives.ptx import load1, store1
+from xtrain.kernels.runtime.compiler import cuda, int64
 from xtrain.kernels.runtime.launch import FLOATS, check, check_array, empty, launch, on_host
 
 BLOCK = 256  # threads

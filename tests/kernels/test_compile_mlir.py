@@ -134,6 +134,23 @@ def test_other_cards(monkeypatch, card):
     assert len(check(monkeypatch, kernels, card)) >= 5
 
 
+def test_a_nan_differs_from_itself(monkeypatch):
+    """In release 0.6 x != x is False, because "not equal" holds for ordered numbers only."""
+    cuda, array = compiler.cuda, compiler.types.Array(compiler.float32, 1, "C")
+
+    @cuda.jit
+    def mark(x):
+        i = cuda.threadIdx.x
+        if x[i] != x[i]:
+            x[i] = 1
+        if x[i] != x[i + 1]:
+            x[i + 1] = 2
+
+    ptx = compiled(monkeypatch, mark, (array,), (9, 0))["ptx"]
+    assert re.search(r"setp\.nan\.f32", ptx) and re.search(r"setp\.(neu|equ)\.f32", ptx), ptx
+    assert not re.search(r"setp\.ne\.f32", ptx)
+
+
 @pytest.mark.parametrize("kind", ["int64", "float64"])
 def test_a_shuffle_of_64_bits_is_two_of_32(monkeypatch, kind):
     """Release 0.6 passes on the lower 32 bits, or rounds to float32."""

@@ -21,6 +21,7 @@ from xtrain.kernels.embedding import (
     SEGMENT,
     SLICES,
     TILE_IDS,
+    VALUES,
     digit_values,
     embedding_bwd,
     embedding_bwd_naive_kernel,
@@ -79,7 +80,8 @@ def test_forward_between_dtypes(table, rows):
 
 
 @pytest.mark.parametrize(
-    "N, V, T", [(9, 5, 32), (600, 127, 64), (TILE_IDS + 70, 70, 32), (70, 521, 1024)]
+    "N, V, T",
+    [(9, 5, 32), (600, 127, 64), (TILE_IDS + 70, 70, 32), (70, 521, 1024), (70, 9001, 4096)],
 )
 def test_the_plan_is_a_stable_sort(N, V, T):
     """Ids outside the table are skipped, including those that the last block would own."""
@@ -100,12 +102,21 @@ def test_the_plan_is_a_stable_sort(N, V, T):
 
 
 def test_two_digits_are_enough():
-    sizes = {1: 32, 1 << 8: 32, (1 << 8) + 1: 64, 50304: 512, 1 << 16: 512, 1 << 24: 8192}
+    sizes = {1: 32, 1 << 8: 32, (1 << 8) + 1: 64, 50304: 512, 1 << 16: 512, 1 << 22: 4096}
     assert {V: digit_values(V) for V in sizes} == sizes
     with pytest.raises(
-        ValueError, match="the table has 16777217 rows, at most 16777216 are supported"
+        ValueError, match="the table has 4194305 rows, at most 4194304 are supported"
     ):
-        digit_values((1 << 24) + 1)
+        digit_values((1 << 22) + 1)
+
+
+def test_a_sorting_block_fits_into_48_kb():
+    """Counters, sums of warps and starts of digits, each aligned to 8 bytes as numba-cuda-mlir does"""
+    aligned = lambda n: -(-4 * n // 8) * 8
+    for T in (32, 64, 128, 256, 512, 1024, 2048, VALUES):
+        warps = sorting_warps(T)
+        assert aligned(warps * T) + aligned(warps) + aligned(T + 1) <= 48 * 1024
+        assert TILE_IDS % (32 * warps) == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])

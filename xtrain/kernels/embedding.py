@@ -63,7 +63,8 @@ IN_FLIGHT = 4  # rows that a thread loads before it uses the first
 MIN_BLOCKS = 4  # per multiprocessor: without this bound the compiler saves registers by loading row after row
 
 TILE_IDS = 1024  # ids per block of `split`
-COUNTS = 8192  # counters of a sorting block, at most: one per warp and value of a digit; 32 KB
+SHARED = 12288  # 32-bit integers in the 48 KB of shared memory that a sorting block may have
+VALUES = 4096  # of a digit, at most
 
 SEGMENT = 32  # rows that one thread adds up at most
 SLICES = CHUNK  # into which `join` divides the segments of a token
@@ -137,21 +138,25 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
 def digit_values(V: int) -> int:
     """T, the number of values of a digit: a power of two with T^2 >= 4 V. The high digit uses at most a quarter of them.
 
-    Raises ValueError for a table of more than 16 million rows.
+    Raises ValueError for a table of more than 4 million rows.
     """
     T = 32
     while T * T < 4 * V:
         T *= 2
     check(
-        T <= COUNTS,
-        f"embedding backward: the table has {V} rows, at most {COUNTS**2 // 4} are supported",
+        T <= VALUES,
+        f"embedding backward: the table has {V} rows, at most {VALUES**2 // 4} are supported",
     )
     return T
 
 
 def sorting_warps(T: int) -> int:
-    """Warps of a block that counts digits of T values."""
-    return min(32, COUNTS // T)
+    """Warps of a block that sorts by digits of T values: a power of two.
+
+    Shared memory has a counter per warp and value, a sum per warp, and the T + 1 starts of the values.
+    """
+    fit = (SHARED - T - 1) // (T + 1)
+    return 1 << min(32, fit).bit_length() - 1
 
 
 @device
@@ -219,6 +224,7 @@ def make_scan(T):
 def make_split_kernel(T):
     """The first pass of the sort, for digits of T values."""
     WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+    COUNTS = WARPS * T
     ROUNDS = TILE_IDS // (32 * WARPS)
 
     @kernel(32 * WARPS)
@@ -265,6 +271,7 @@ def make_split_kernel(T):
 def make_sort_kernel(T):
     """The second pass of the sort, for digits of T values."""
     WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+    COUNTS = WARPS * T
 
     @kernel(32 * WARPS)
     def embedding_sort_kernel(plan_N4, split_n, first_IE):

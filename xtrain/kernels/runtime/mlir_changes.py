@@ -3,12 +3,17 @@
 Written for that release, whose MLIR is not a stable API. known_issues.md has the measurements.
 """
 
+import dataclasses
+import functools
+import operator
+
 from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref, nvvm
 from numba_cuda_mlir.extending import lower_builtin, refresh_registries
 from numba_cuda_mlir.lowering.builtins import _get_range_object
 from numba_cuda_mlir.lowering.cuda import _shfl_sync_lowering, cuda_shared_memory
+from numba_cuda_mlir.lowering.math import _operator_mapping
 from numba_cuda_mlir.lowering_utilities import (
     IterResult,
     RangeObject,
@@ -88,6 +93,13 @@ def _next_of_tuple(self):
 
 
 lowering_utilities.UniTupleIterObject.next = _next_of_tuple
+
+
+# ----------------------------------------------------------------------------- operators
+# In the release, x != x is False for a NaN: it compares floats as "ordered and not equal".
+_not_equal = functools.partial(arith.cmpf, arith.CmpFPredicate.UNE)
+_operators = _operator_mapping()
+_operators[operator.ne] = dataclasses.replace(_operators[operator.ne], float=_not_equal)
 
 
 # ----------------------------------------------------------------------------- functions
