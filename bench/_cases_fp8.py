@@ -10,6 +10,7 @@ from _cases import DTYPES, C, Case, F, N, Peer, case, double, draw, functional, 
 from xtrain.device import to_numpy
 from xtrain.kernels import fp8 as K
 from xtrain.kernels import residual, swiglu
+from xtrain.kernels.cross_entropy import count_targets, cross_entropy
 from xtrain.kernels.fp8_norm import fp8_norm as norm
 
 EPS = 1e-6
@@ -98,6 +99,57 @@ def fp8_swiglu_bwd(dtype):
 
     arrays = draw(dtype, N, F, seed=1), draw(dtype, N, 2 * F, scale=2.0)
     return codes_case(K.fp8_swiglu_bwd, arrays, swiglu.swiglu_bwd_ref, f, "e5m2", f"N={N} F={F}")
+
+
+def loss_case(dtype, vocab_size, P):
+    """The loss and the codes of its gradient. The column `naive` is that of the gradient in bf16, and its codes after it.
+
+    Bytes: the logits twice, and 2 per code. Both columns overwrite no logits that the other reads.
+    """
+    only_bf16(dtype)
+    rows = 2048  # of a chunk of the head
+    logits, again = (draw(dtype, rows, P, scale=2.0) for _ in range(2))
+    targets = cp.asarray(np.random.default_rng(3).integers(0, vocab_size, rows))
+    inverse, lse = count_targets(targets), cp.empty(rows, np.float32)
+    at = slot("e4m3", float(inverse[0]))
+    scale, given = float(at.scale_1[0]), (targets, vocab_size, inverse)
+
+    def ours():
+        loss, _ = cross_entropy(logits, *given, with_gradient=False, lse_N=lse)
+        return loss, K.fp8_cross_entropy(logits, targets, lse, *given[1:], at)
+
+    def want():
+        loss, d = cross_entropy(double(logits).astype(np.float32), *given)
+        return loss, *expected(d, at)
+
+    def peer(x, targets):
+        import torch
+
+        x = x[:, :vocab_size].float()
+        d = (x.softmax(-1) - functional().one_hot(targets, vocab_size)) * float(inverse[0])
+        loss = functional().cross_entropy(x, targets, reduction="none")
+        d = torch.nn.functional.pad(d, (0, P - vocab_size))
+        return loss, *torch_codes(d, "e4m3", scale)
+
+    return Case(
+        size(logits, logits) + 2 * rows * P,
+        ours,
+        got=lambda: (ours()[0], *decoded(ours()[1])),
+        want=want,
+        peer=Peer(peer, (logits, targets)),
+        naive=lambda: K.fp8(cross_entropy(again, *given)[1], at),
+        shape=f"N={rows} V={vocab_size} P={P}",
+    )
+
+
+@case
+def fp8_cross_entropy(dtype):
+    return loss_case(dtype, 50257, 50304)
+
+
+@case
+def fp8_cross_entropy_151936(dtype):
+    return loss_case(dtype, 151936, 151936)
 
 
 # ----------------------------------------------------------------------------- fp8_norm.py

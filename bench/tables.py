@@ -276,17 +276,17 @@ def decode() -> str:
 
 def quantized() -> str:
     """bench_decode --weights: one byte per weight, next to bf16 in the same run."""
-    return in_codes("bench_decode", "bf16 weights")
+    return in_codes("bf16 weights", "bench_decode", "bench_one_kernel")
 
 
 def kv_codes() -> str:
     """bench_decode --kv-cache: one byte per number of the KV cache, next to bf16 in the same run."""
-    return in_codes("bench_kv_codes", "keys and values in bf16")
+    return in_codes("keys and values in bf16", "bench_kv_codes")
 
 
-def in_codes(bench: str, peer: str) -> str:
+def in_codes(peer: str, *benches: str) -> str:
     """The table of records that are compared with bf16."""
-    rows, records = [], [r for r in latest(bench) if r["peer"] == peer]
+    rows, records = [], [r for bench in benches for r in latest(bench) if r["peer"] == peer]
     for r in records:
         speed = f"{r['value']:,.0f} ({r['peer_value']:,.0f})"
         memory = number(r["peak_gb"], ".1f")

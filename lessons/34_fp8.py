@@ -744,14 +744,14 @@ figure
 # %% [markdown]
 # Below a width of about 800 fp8 would be *slower*, if it were done like this. (Real products reach less than the data sheet, so they have more to save.) The library saves bytes in two ways:
 #
-# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes in both orientations. SwiGLU's backward pass and the norms do the same.
+# - **Fusion.** A matrix that only products read is never written in bf16. The kernel that computes SwiGLU rounds its values in registers: it reads gate and up, and writes codes in both orientations. SwiGLU's backward pass, the norms and, with `--fp8-head`, the gradient of the loss do the same.
 # - **One pass.** Delayed scaling, with the maximum and the counts in the same kernel that writes both orientations. And backward reads the codes of $x^T$ that forward has written: half of bf16's bytes of saved activations.
 #
 # What was measured on a GPU, and what was not, is in the [known issues](known_issues.md).
 #
 # ## The library's kernel
 #
-# The state of a matrix from step to step, the next scale (34.2), four numbers (34.3), and the kernel: 34.3 and 34.4 in one, for three sources of values. (With several ranks, all take the largest maximum, so all have the same scale.)
+# The state of a matrix from step to step, the next scale (34.2), four numbers (34.3), and the kernel: 34.3 and 34.4 in one, for four sources of values. (With several ranks, all take the largest maximum, so all have the same scale.)
 
 # %%
 from xtrain.kernels import fp8

@@ -46,7 +46,14 @@ from xtrain.kernels.decoding.penalties import (
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
-from xtrain.kernels.fp8 import Slot, fp8, fp8_swiglu, fp8_swiglu_bwd, update_scales
+from xtrain.kernels.fp8 import (
+    Slot,
+    fp8,
+    fp8_cross_entropy,
+    fp8_swiglu,
+    fp8_swiglu_bwd,
+    update_scales,
+)
 from xtrain.kernels.fp8_gemm import fp8_matmul
 from xtrain.kernels.fp8_norm import fp8_norm
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
@@ -169,7 +176,7 @@ def optimizer():
 
 
 def fp8_codes():
-    """Codes of bf16 matrices in both orientations, of SwiGLU and of norms; their scales. Compute capability 8.9"""
+    """Codes of bf16 matrices in both orientations, of SwiGLU, of the loss and of norms; their scales. Compute capability 8.9"""
     if int(cp.cuda.Device().compute_capability) < 89:
         return
     scales, counts = cp.ones(8, np.float32), cp.zeros(2, np.int64)
@@ -181,6 +188,13 @@ def fp8_codes():
         fp8(x, at, current)
         fp8_swiglu(gu, Slot(scales[4:5], largest[4:5], counts, "e4m3"))
         fp8_swiglu_bwd(x, gu, at, current)
+        for dtype in (np.int32, np.int64):
+            targets = cp.asarray(
+                np.where(RNG.random(N) < 0.2, -100, RNG.integers(0, K - 27, N)).astype(dtype)
+            )
+            logits, lse, inverse = draw(N, K, dtype=BFLOAT16), draw(N), count_targets(targets)
+            cross_entropy(logits, targets, K - 27, inverse, False, lse_N=lse)
+            fp8_cross_entropy(logits, targets, lse, K - 27, inverse, at, current)
         update_scales(scales, largest, scales, counts, counts.copy())
     for C, current in itertools.product((128, 768, 1152, 4096, 5120), (True, False)):
         x, r, w = draw(128, C), draw(128, C, dtype=BFLOAT16), draw(C)
@@ -226,12 +240,6 @@ def serving(dtype):
             qkv = draw(A, (H + 2 * G) * D, dtype=dtype)
             more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
-            if D >= 32 and dtype == BFLOAT16:
-                (codes,), (scales,) = empty_kv_codes(x, 1, A * M, G, S, D)
-                new = (draw(N, G, D, dtype=dtype) for _ in range(2))
-                append_codes(*codes, scales, *new, blocks, offsets)
-                decode_attention(qkv, *codes, *more, scales_RGS2=scales)
-                dequantize_blocks(*codes, scales, tables.reshape(-1), k, v)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
         if gemv_fits(N, K, dtype):
             x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
@@ -250,6 +258,29 @@ def serving(dtype):
                 add_norm_gemv(x, draw(N, K), norm, w, 1e-6, True)
     for kind, K in itertools.product(CODES, (1, 37, 48, 1040)):
         dequantize(quantize(draw(5, K, dtype=dtype), kind))
+
+
+def kv_codes():
+    """A KV cache in fp8: codes and scales, attention over them, blocks in bf16 again."""
+    ints = lambda *numbers: cp.asarray(np.array(numbers, np.int32))
+    for D, (H, G) in itertools.product((32, 64, 128), ((1, 1), (4, 2), (6, 1))):
+        lengths, history, (N, A, S) = (5, 1, 67), ints(0, 40, 130), (73, 3, 16 if G == 1 else 64)
+        M = 208 // S + 1
+        tables = cp.asarray(RNG.permutation(A * M).reshape(A, M).astype(np.int32))
+        edges = cp.asarray(np.cumsum((0, *lengths), dtype=np.int32))
+        blocks, offsets, _ = token_positions(edges, N, history, tables, S)
+        k, v = (draw(N, G, D, dtype=BFLOAT16) for _ in range(2))
+        (codes,), (scales,) = empty_kv_codes(k, 1, A * M, G, S, D)
+        for _ in range(2):  # a second step: the same places are rewritten
+            append_codes(*codes, scales, k, v, blocks, offsets)
+        cos_sin = tuple(map(cp.asarray, rope_tables(D, M * S, 10000.0)))
+        qkv = draw(A, (H + 2 * G) * D, dtype=BFLOAT16)
+        for norm in ((draw(D), draw(D)), (None, None)):
+            more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
+            decode_attention(qkv, *codes, *more, scales_RGS2=scales)
+        for dtype in DTYPES:
+            k, v = (draw(A * M, G, S, D, dtype=dtype) for _ in range(2))
+            dequantize_blocks(*codes, scales, tables.reshape(-1), k, v)
 
 
 def steps(dtype):
@@ -398,6 +429,7 @@ WORK = {
     "fp8_codes": fp8_codes,
     "fp8_products": fp8_products,
     "serving": serving,
+    "kv_codes": kv_codes,
     "steps": steps,
     "choosing": choosing,
     "rows": rows,
@@ -417,7 +449,7 @@ def main(names: list[str]) -> int:
     for name in names or WORK:
         name, _, number = name.partition(":")
         each = [(d,) for d in DTYPES]
-        if name in ("models", "optimizer", "fp8_codes", "fp8_products", "scores"):
+        if name in ("models", "optimizer", "fp8_codes", "fp8_products", "kv_codes", "scores"):
             each = [(int(number),) if number else ()]
         for arguments in each:
             WORK[name](*arguments)

@@ -45,6 +45,9 @@ def launch_fp8() -> None:
         fp8.fp8(full(T, 2 * T), slot, True)
         fp8.fp8_swiglu(full(T, 4 * T), slot, True)
         fp8.fp8_swiglu_bwd(full(T, T), full(T, 2 * T), slot, True)
+        rows = (np.ones(T, np.int64), np.ones(T, np.float32))
+        inv_count = sim(np.ones(1, np.float32))
+        fp8.fp8_cross_entropy(full(T, T), *map(sim, rows), T, inv_count, slot, True)
         for C, add in ((768, True), (2048, False)):
             x = sim(np.ones((T, C), np.float32))
             fp8_norm.fp8_norm(x, full(T, C) if add else None, sim(x[0]), 1e-6, slot, True)

@@ -26,6 +26,7 @@ from xtrain.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_naive_kernel,
     cross_entropy_ref,
+    logits_gradient_ref,
     mean_loss,
     row_sum,
     shared_columns,
@@ -154,6 +155,42 @@ def test_without_gradient_the_logits_stay():
         )
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logsumexp(shape, dtype):
+    """Of every row, also of ignored ones; and it changes no bit of loss and gradient."""
+    logits, targets, inv = case(*shape, dtype=dtype)
+    wanted = torch.tensor(logits[:, : shape[1]].astype(np.float64)).logsumexp(1).numpy()
+    for to in (np.array, to_kernel):
+        plain = cross_entropy(to(logits), to(targets), shape[1], to(inv))
+        for gradient in (True, False):
+            lse = to(np.full(shape[0], np.nan, np.float32))
+            given = to(logits), to(targets), shape[1], to(inv), gradient
+            found = cross_entropy(*given, lse_N=lse)
+            np.testing.assert_allclose(to_host(lse), wanted, rtol=1e-6, atol=1e-6)
+            for a, b in zip(found, plain) if gradient else [(found[0], plain[0])]:
+                assert np.array_equal(to_host(a), to_host(b))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5])
+def test_gradient_from_logsumexp(shape):
+    """In float64 it is PyTorch's, with one factor for all rows and with one per row, and cross_entropy_ref's."""
+    N, V, _ = shape
+    logits, targets, inv = case(*shape)
+    x = logits.astype(np.float64)
+    for factors in (inv.astype(np.float64), normal(3, N).astype(np.float64)):
+        tx = torch.tensor(x[:, :V], requires_grad=True)
+        how = dict(reduction="none", ignore_index=IGNORE)
+        loss = torch.nn.functional.cross_entropy(tx, torch.tensor(targets), **how)
+        (loss * torch.tensor(factors)).sum().backward()
+        lse = np.empty(N)
+        _, expected = cross_entropy_ref(x.copy(), targets, V, factors, True, lse)
+        found = logits_gradient_ref(x, targets, lse, V, factors)
+        np.testing.assert_allclose(found[:, :V], tx.grad.numpy(), rtol=1e-12, atol=1e-16)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-16)
+        assert (found[:, V:] == 0).all()
+
+
 def test_a_target_that_does_not_exist():
     logits, targets, inv = case(6, 37, 40)
     for bad in (37, 39, 40, -1, -99, 2**40):
@@ -278,5 +315,7 @@ def test_bad_input():
         cross_entropy(logits, targets, 37, np.ones(2, np.float32))
     with pytest.raises(TypeError, match="logits is float16"):
         cross_entropy(np.ones((4, 40), np.float16), targets, 37, inv)
+    with pytest.raises(ValueError, match=r"lse has shape \(2,\), expected \(4\)"):
+        cross_entropy(logits, targets, 37, inv, lse_N=np.ones(2, np.float32))
     with pytest.raises(TypeError, match="on one device"):
         cross_entropy(to_kernel(logits), targets, 37, to_kernel(inv))

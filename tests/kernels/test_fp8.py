@@ -10,6 +10,7 @@ from offline import check_registers, compiled, nvvm, signatures
 
 from xtrain import device
 from xtrain.kernels import fp8 as file
+from xtrain.kernels.cross_entropy import IGNORE, cross_entropy
 from xtrain.kernels.fp8 import (
     BLOCK,
     DTYPES,
@@ -21,6 +22,7 @@ from xtrain.kernels.fp8 import (
     decode,
     encode_ref,
     fp8,
+    fp8_cross_entropy,
     fp8_swiglu,
     fp8_swiglu_bwd,
     scale_factor,
@@ -35,7 +37,16 @@ __all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
 KINDS = list(DTYPES)
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-OPS = (fp8, fp8_swiglu, fp8_swiglu_bwd)
+PADDING = 28  # columns after the vocabulary
+
+
+def fp8_loss(logits, targets, lse, inv_count, *slot):
+    """fp8_cross_entropy with a padded vocabulary"""
+    V = logits.shape[1] - PADDING
+    return fp8_cross_entropy(logits, targets, lse, V, inv_count, *slot)
+
+
+OPS = (fp8, fp8_swiglu, fp8_swiglu_bwd, fp8_loss)
 HAS_FP8 = not GPU or int(device.cupy().cuda.Device().compute_capability) >= 89
 pytestmark = pytest.mark.skipif(not HAS_FP8, reason="needs compute capability 8.9")
 
@@ -50,11 +61,26 @@ def inputs(op, N, K, seed=1, scale=1.0):
     draw = lambda i, width: normal(seed + i, N, width, scale=scale).astype(BF16)
     if op is fp8:
         return (draw(0, K),)
+    if op is fp8_loss:  # NaN in the padding and in ignored rows; sizes of the gradient up to 20
+        logits, V = draw(0, K), K - PADDING
+        targets = np.random.default_rng(seed).integers(0, V, N)
+        targets[1::5] = IGNORE
+        logits[1::5, 3] = logits[:, V:] = np.nan
+        targets[:3] = 0, IGNORE, V - 1  # the first and the last column
+        lse = torch.tensor(logits[:, :V].astype(np.float64)).logsumexp(1).numpy()
+        return logits, targets, lse.astype(np.float32), np.full(1, 20, np.float32)
     return (draw(0, 2 * K),) if op is fp8_swiglu else (draw(0, K // 2), draw(1, K))
 
 
 def values(op, *arrays):
-    """The numbers that op encodes, in float32"""
+    """The numbers that op encodes, in float32; of the loss PyTorch's gradient in float64"""
+    if op is fp8_loss:
+        logits, targets, _, inv_count = arrays
+        x = np.where((targets == IGNORE)[:, None], 0, logits)[:, :-PADDING].astype(np.float64)
+        x = torch.tensor(x, requires_grad=True)
+        loss = torch.nn.functional.cross_entropy(x, torch.tensor(targets), reduction="none")
+        (loss.sum() * float(inv_count[0])).backward()
+        return np.pad(x.grad.numpy(), ((0, 0), (0, PADDING))).astype(np.float32)
     wide = [a.astype(np.float32) for a in arrays]
     return {fp8: lambda x: x, fp8_swiglu: swiglu_ref, fp8_swiglu_bwd: swiglu_bwd_ref}[op](*wide)
 
@@ -120,7 +146,8 @@ SHAPES = [(TILE, TILE), (2 * TILE, 3 * TILE)] + ([(8192, 1024), (1024, 5632)] if
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_the_kernels_have_the_codes_of_the_reference(op, kind, shape, current):
     N, K = shape if op is not fp8_swiglu_bwd else (shape[0], 2 * shape[1])
-    if not GPU and shape != SHAPES[0] and (op, kind, current) != (fp8, "e4m3", False):
+    several = op in (fp8, fp8_loss) and (kind, current) == ("e4m3", False)
+    if not GPU and shape != SHAPES[0] and not several:
         pytest.skip(
             "larger shapes repeat the same tiles: in the simulator they only take longer, on a GPU they run"
         )
@@ -199,6 +226,37 @@ def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
             assert np.array_equal(*(to_host(getattr(x, name)) for x in (first, second)))
 
 
+def test_a_target_that_does_not_exist():
+    """On the host an error; in the kernel that row is NaN, but for its padding."""
+    logits, targets, lse, inv_count = inputs(fp8_loss, TILE, TILE)
+    for bad in (TILE - PADDING, -1, 2**40):
+        targets[9] = bad
+        with pytest.raises(ValueError, match=rf"target {bad} in row 9 is neither in \[0, 100\)"):
+            fp8_loss(logits, targets, lse, inv_count, slot("e4m3", np.array))
+        at = slot("e4m3", scale=1.0)
+        found = fp8_loss(*map(to_kernel, (logits, targets, lse, inv_count)), at)
+        numbers_NK = numbers(to_host(found.codes_NK), "e4m3")
+        assert np.isnan(numbers_NK[9, :-PADDING]).all() and not numbers_NK[:, -PADDING:].any()
+        assert np.isfinite(np.delete(numbers_NK, 9, 0)).all()
+        assert to_host(at.counts_2)[1] == TILE - PADDING
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_the_loss_and_its_codes_from_one_statistic(dtype):
+    """cross_entropy's logsumexp, and codes that are nearest to the gradient that it writes in float32. dtype: of targets"""
+    logits, targets, _, inv_count = inputs(fp8_loss, TILE, TILE)
+    targets[targets == IGNORE] = 5  # uint8 has no -100
+    logits = np.nan_to_num(logits.astype(np.float32), nan=7).astype(BF16)
+    V, lse, targets = TILE - PADDING, to_kernel(np.zeros(TILE, np.float32)), targets.astype(dtype)
+    given = to_kernel(targets), V, to_kernel(inv_count)
+    on = to_kernel(logits)
+    cross_entropy(on, *given, with_gradient=False, lse_N=lse)
+    found = fp8_cross_entropy(on, given[0], lse, *given[1:], slot("e4m3"), True)
+    d, _ = cross_entropy(logits.astype(np.float32), targets, V, inv_count)[::-1]
+    expected = encode_ref(d, to_host(found.scale_1)[0], "e4m3")[0]
+    assert (to_host(found.codes_NK) != expected).mean() < 1e-3
+
+
 @pytest.mark.parametrize("put", [np.array, to_kernel])
 def test_update_scales(put):
     S = 300
@@ -255,15 +313,21 @@ def test_the_largest_of_all_ranks_decides(put):
         (fp8_swiglu, "make_fp8_kernel", "v[0, j] = silu * up", "v[0, j] = sig * up"),
         (fp8_swiglu_bwd, "make_fp8_kernel", "(p * TILE + piece * 16) * WORDS", "(piece * 16) * WORDS"),
         (fp8_swiglu_bwd, "make_fp8_kernel", "+ p * K + k0 + column, words)", "+ k0 + column, words)"),
+        (fp8_loss, "make_fp8_kernel", "int32(k0) + column", "int32(column)"),
+        (fp8_loss, "make_fp8_kernel", "b[uint32(n)]", "b[uint32(s * ROWS + row)]"),
+        (fp8_loss, "logits_gradient", "if target != IGNORE else int32(0)", ""),
+        (fp8_loss, "logits_gradient", "used < EACH or (at >= 0 and at < EACH)", "used < EACH"),
+        (fp8_loss, "logits_gradient", "used < EACH or (at >= 0 and at < EACH)", "at >= 0 and at < EACH"),
+        (fp8_loss, "logits_gradient", "at < EACH", "at < EACH - 1"),
+        (fp8_loss, "logits_gradient", "float32(LOG2E)", "float32(1.0)"),
     ],
 )  # fmt: skip
 def test_planted_bugs_are_found(op, name, old, new):
-    arrays = inputs(
-        op, 2 * TILE if op is fp8 else TILE, TILE if op is not fp8_swiglu_bwd else 2 * TILE
-    )
+    two = op in (fp8_swiglu_bwd, fp8_loss)
+    arrays = inputs(op, 2 * TILE if op is fp8 else TILE, 2 * TILE if two else TILE)
     if op is fp8:
         arrays[0][3, 5], arrays[0][200, 7], arrays[0][1, 1] = np.nan, np.inf, 1e3
-    limit = 0 if op is fp8 else 1e-3
+    limit = {fp8: 0, fp8_loss: 1e-4}.get(op, 1e-3)
 
     def run():
         at, host = slot("e4m3"), slot("e4m3", np.array)
@@ -296,6 +360,21 @@ def test_bad_input():
     odd = to_kernel(np.ones(TILE * TILE + 1, BF16))[1:].reshape(TILE, TILE)
     with pytest.raises(ValueError, match="not a multiple of 16 bytes: copy the matrix first"):
         fp8(odd, slot("e4m3"))
+    ids, row, one = np.zeros(TILE, np.int64), np.zeros(TILE, np.float32), np.ones(1, np.float32)
+    with pytest.raises(ValueError, match=r"vocabulary 129, logits \(128, 128\)"):
+        fp8_cross_entropy(x, ids, row, 129, one, at)
+    with pytest.raises(ValueError, match=r"targets has shape \(100,\), expected \(128\)"):
+        fp8_cross_entropy(x, ids[:100], row, 100, one, at)
+    with pytest.raises(ValueError, match="targets must be integers, got float32"):
+        fp8_cross_entropy(x, row, row, 100, one, at)
+    with pytest.raises(ValueError, match=r"lse has shape \(1,\), expected \(128\)"):
+        fp8_cross_entropy(x, ids, one, 100, one, at)
+    with pytest.raises(ValueError, match=r"inv_count has shape \(128,\), expected \(1\)"):
+        fp8_cross_entropy(x, ids, row, 100, row, at)
+    with pytest.raises(ValueError, match="a matrix of 128 x 64, expected multiples of 128 rows"):
+        fp8_cross_entropy(x[:, :64].copy(), ids, row, 64, one, at)
+    with pytest.raises(ValueError, match="not a multiple of 16 bytes: copy the matrix first"):
+        fp8_cross_entropy(odd, *map(to_kernel, (ids, row)), 100, to_kernel(one), slot("e4m3"))
     a = fp8(x, at).rows
     out = np.zeros((TILE, TILE), np.float32)
     with pytest.raises(ValueError, match=r"out has shape \(128, 128\), expected \(64, 128\)"):
@@ -315,7 +394,7 @@ def test_the_kernels_compile(monkeypatch, nvvm, tmp_path):
     cards = [(8, 9), (9, 0)]
     found = signatures(monkeypatch, launch_fp8)
     found = [pair for pair in found if pair[0].py_func.__module__ == file.__name__]
-    assert len(found) == 2 * 3 * 2 + 2
+    assert len(found) == 2 * 4 * 2 + 2
     for kernel, signature in found:
         ptx = compiled(monkeypatch, kernel, signature, cards, in_registers=cards)
         if kernel.py_func.__name__ == "fp8_kernel":

@@ -164,7 +164,8 @@ def test_accumulated_gradients_are_those_of_the_batch(head):
     _, losses, gradients = train(steps=2, head=head)
     _, parts, sums = train(steps=2, micro=2, head=head)
     assert np.allclose(losses, parts, rtol=1e-3)
-    assert all(error(sums[1][n], gradients[1][n]) < 0.2 for n in sums[1])
+    # Either differs from float32 by up to 0.26 in one parameter; a micro-batch left out gives 0.45 to 0.9
+    assert all(error(sums[1][n], gradients[1][n]) < 0.3 for n in sums[1])
 
 
 def test_without_backward_the_model_computes_in_bf16():
@@ -241,7 +242,7 @@ def test_the_head_equals_its_codes_in_numpy():
     xd, wd = (decoded(a.astype(BF16).astype(np.float32), "e4m3") for a in (x, w))
     logits = (xd @ wd.T).astype(BF16).astype(np.float32)
     loss_N, d = cross_entropy_ref(logits, targets, V, inv_count)
-    dd = decoded(d.astype(BF16).astype(np.float32), "e4m3")
+    dd = decoded(d, "e4m3")
     for rows in (
         None,
         None,

@@ -13,6 +13,8 @@ part of the softmax, and their gradient is exactly 0.
 Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits, float32 or bf16. m and the
 sum come from one pass (see softmax.py), which also keeps as much of the row in shared memory as fits: all of GPT-2's 50304
 columns in bf16, half of them in float32. Only the rest is read twice, mostly from L2.
+Where another kernel computes the gradient (fp8.py), forward saves each row's logsumexp l, and p_v = exp(x_v - l), with
+the absolute rounding error of l as its relative error.
 Bytes moved: logits read and written once, 2 N P elements.
 
 In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes together, so exp(x - m) is
@@ -76,20 +78,29 @@ SUM_BLOCK = 1024  # one block sums all rows, with the maximum number of threads
 
 
 # ----------------------------------------------------------------------------- reference
-def cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True):
-    """-> loss (N,), and the gradient, which overwrites the logits, or None. An invalid target gives NaN."""
+def cross_entropy_ref(
+    logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True, lse_N=None
+):
+    """-> loss (N,), and the gradient, which overwrites the logits, or None. An invalid target gives NaN.
+
+    lse_N: where each row's logsumexp goes, if it is wanted.
+    """
     ignored_N = targets_N == IGNORE
     wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
     n, target_N = np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)
     x_NV = logits_NP[:, :vocab_size]
+    m_N = x_NV.max(1)
     if with_gradient:
-        x_NV -= x_NV.max(1, keepdims=True)
+        x_NV -= m_N[:, None]
     else:
-        x_NV = x_NV - x_NV.max(1, keepdims=True)
+        x_NV = x_NV - m_N[:, None]
     loss_N = -x_NV[n, target_N]
     np.exp(x_NV, out=x_NV)
     sum_N = np.einsum("nv->n", x_NV)
-    loss_N += np.log(sum_N)
+    log_N = np.log(sum_N)
+    loss_N += log_N
+    if lse_N is not None:
+        lse_N[...] = log_N + m_N
     loss_N[ignored_N] = 0
     loss_N[wrong_N] = np.nan
     if not with_gradient:
@@ -100,6 +111,20 @@ def cross_entropy_ref(logits_NP, targets_N, vocab_size, inv_count_1, with_gradie
     x_NV[wrong_N] = np.nan
     logits_NP[:, vocab_size:] = 0
     return loss_N, logits_NP
+
+
+def logits_gradient_ref(logits_NP, targets_N, lse_N, vocab_size, inv_count_1):
+    """-> the gradient (N, P) from each row's logsumexp. The logits stay. An invalid target gives NaN."""
+    ignored_N = targets_N == IGNORE
+    wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
+    d_NP = np.zeros_like(logits_NP)
+    d_NV = d_NP[:, :vocab_size]
+    np.subtract(logits_NP[:, :vocab_size], lse_N[:, None], out=d_NV)
+    np.exp(d_NV, out=d_NV)
+    d_NV[np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)] -= 1
+    d_NV *= inv_count_1[:, None]  # one for all rows, or one per row
+    d_NV[ignored_N], d_NV[wrong_N] = 0, np.nan
+    return d_NP
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -269,11 +294,12 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
 
     @kernel(BLOCK, plan.blocks_per_sm)
     def cross_entropy_kernel(
-        loss_N, logits, targets_N, inv_count_1, P, vocab_size, smem_end, gradient
+        loss_N, lse_N, logits, targets_N, inv_count_1, P, vocab_size, smem_end, gradient
     ):
         """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P).
 
         Shared memory: the first `smem_end` columns and those after the last whole round. gradient: whether to write it.
+        lse: logsumexp of each row. Where it is not wanted it is loss, which is written after it.
         """
         n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
         scratch = cuda.shared.array(MAX_WARPS, float32)
@@ -294,6 +320,7 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
         if tid == 0:
+            lse_N[n] = math.log(total) + top
             loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
             used, inv_count = vocab_size, inv_count_1[min(n, inv_count_1.size - 1)]
@@ -360,12 +387,14 @@ def cross_entropy(
     inv_count_1: Array | None,
     with_gradient: bool = True,
     out_N: Array | None = None,
+    lse_N: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """-> loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which **overwrites the logits**.
 
     logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets; or (N,), one
     factor per row, for the gradient of sum(inv_count loss).
     with_gradient=False leaves the logits unchanged and returns None for the gradient; then inv_count may be None.
+    lse_N (N,) float32, if given, becomes the logsumexp of each row, also of rows whose target is -100.
     A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU, where the check would have
     to synchronize, loss and gradient of that row are NaN. Raises ValueError or TypeError for other shapes or dtypes.
     """
@@ -378,11 +407,12 @@ def cross_entropy(
         inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel argument cannot be None
     each = getattr(inv_count_1, "shape", None) == (N,)
     check_array("cross_entropy", "inv_count", inv_count_1, (N,) if each else (1,))
-    if out_N is not None:
-        check_array("cross_entropy", "loss", out_N, (N,))
+    for name, out in (("loss", out_N), ("lse", lse_N)):
+        if out is not None:
+            check_array("cross_entropy", name, out, (N,))
     if on_host(logits_NP, targets_N, inv_count_1):
         check_targets_on_host(targets_N, vocab_size)
-        given = targets_N, vocab_size, inv_count_1, with_gradient
+        given = targets_N, vocab_size, inv_count_1, with_gradient, lse_N
         loss_N, d_NP = cross_entropy_ref(wide(logits_NP), *given)
         if with_gradient and d_NP is not logits_NP:
             logits_NP[...] = d_NP
@@ -395,7 +425,7 @@ def cross_entropy(
     plan = PLANS[vec]
     ce_kernel = make_cross_entropy_kernel(vec, aligned_rows(P, logits), plan)
     shared = shared_columns(vocab_size, vec, plan, shared_bytes(logits, plan.blocks_per_sm))
-    arrays = (loss_N, logits, targets_N, inv_count_1)
+    arrays = (loss_N, loss_N if lse_N is None else lse_N, logits, targets_N, inv_count_1)
     scalars = (P, vocab_size, shared.columns, with_gradient)
     launch(ce_kernel, N, plan.threads, *arrays, *scalars, shared=shared.nbytes)
     return loss_N, logits_NP if with_gradient else None

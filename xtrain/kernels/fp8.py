@@ -18,10 +18,14 @@ Without a step before (`current`), a first pass takes the maximum; the result is
 
 Fusion. A matrix that only products read is never written in bf16: the kernel computes the values itself from what it reads.
 
-    source      reads                values                                       bytes of bf16 and of codes, read and written
-    array       x (N, K)             x                                            2 + 2 per number
-    swiglu      gate, up (N, 2F)     y = silu(gate) up  (N, F)                    4 + 2 per number of y
-    swiglu_bwd  dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py          3 + 2 per number of d(gate, up)
+    source         reads                values                                    bytes of bf16 and of codes, read and written
+    array          x (N, K)             x                                         2 + 2 per number
+    swiglu         gate, up (N, 2F)     y = silu(gate) up  (N, F)                 4 + 2 per number of y
+    swiglu_bwd     dy, gate, up         d(gate, up)  (N, 2F), see swiglu.py       3 + 2 per number of d(gate, up)
+    cross_entropy  logits (N, P), l     (exp(logits - l) - onehot) inv_count      2 + 2 per logit
+
+    cross_entropy: the gradient of the loss. Its pass over the logits before, 2 bytes per logit, has given l, the logsumexp of
+    each row (cross_entropy.py): 6 bytes per logit, 8 if that pass wrote the gradient in bf16 over the logits.
 
     fp8_norm.py: residual addition and RMSNorm.  A result that something else reads too stays bf16, and its codes are one more
     pass: attention's output (its backward needs sum(dO O)), the gradient that RMSNorm's backward writes (it is that of the
@@ -46,6 +50,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import Array
+from .cross_entropy import IGNORE, check_targets_on_host, logits_gradient_ref
 from .primitives.codes import (
     E4M3,
     E5M2,
@@ -59,10 +64,12 @@ from .primitives.codes import (
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel
 from .primitives.reduce import MAX_WARPS, block_max
+from .primitives.tensor_cores import exp2
 from .primitives.words import load_words8, unpack8
 from .runtime.compiler import cuda, float32, float_as_int, int32, int64, int_as_float, uint32
-from .runtime.cost import declare_cost
-from .runtime.launch import check, check_array, empty, launch, on_host, wide
+from .runtime.cost import declare_cost, distinct_bytes
+from .runtime.launch import check, check_array, check_ids, empty, launch, on_host, wide
+from .softmax import LOG2E
 from .swiglu import sigmoid, swiglu_bwd_ref, swiglu_ref
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
@@ -225,19 +232,37 @@ def store_transposed(columns, at, N, tile, word, words):
 
 
 # ----------------------------------------------------------------------------- kernels
+@device
+def logits_gradient(v, first, target, lse, vocab_size, inv_count):
+    """v = the gradient of EACH neighbouring logits v of a row. first: column of the first, int32. target: int64"""
+    factor = inv_count if target >= 0 and target < vocab_size else NAN
+    for j in range(EACH):
+        v[j] = exp2((v[j] - lse) * float32(LOG2E)) * factor
+    used = int32(vocab_size) - first if target != IGNORE else int32(0)
+    at = int32(target) - first
+    if used < EACH or (at >= 0 and at < EACH):  # few threads: padding, an ignored row, the target
+        for j in range(EACH):
+            v[j] -= inv_count if int32(j) == at else float32(0.0)
+            v[j] = v[j] if int32(j) < used else float32(0.0)
+
+
 @functools.cache
 def make_fp8_kernel(source: str, kind: str, write: bool):
     """-> the kernel for these values. write False: it only takes the maximum."""
-    INPUTS = {"array": 1, "swiglu": 2, "swiglu_bwd": 3}[source]
+    INPUTS = {"array": 1, "cross_entropy": 1, "swiglu": 2, "swiglu_bwd": 3}[source]
+    LOSS = source == "cross_entropy"
     PARTS = 2 if source == "swiglu_bwd" else 1  # tiles that a block writes
     AHEAD = 4 if INPUTS == 1 else 2  # rows that a thread loads before it uses the first
     encode4, SHARED = make_encode4(kind), PARTS * TILE * WORDS
 
-    @kernel(BLOCK)
-    def fp8_kernel(codes, columns, a, b, scale_1, largest_1, counts_2, N, K):
+    @kernel(BLOCK, 4)
+    def fp8_kernel(
+        codes, columns, a, b, targets, inv_count_1, scale_1, largest_1, counts_2, N, K, vocab_size
+    ):
         """Grid (K / TILE, N / TILE), block BLOCK. All arrays are flat.
 
         array: a = x (N K).  swiglu: a = gate and up (N 2K).  swiglu_bwd: a the same, b = dy (N K).
+        cross_entropy: a = logits (N K), b = lse (N), targets (N). Only this source uses targets, inv_count and vocab_size.
         codes: (N K), columns: (K N); of swiglu_bwd (N 2K) and (2K N), gate first.
         """
         tile = cuda.shared.array(SHARED, uint32)
@@ -247,13 +272,14 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
         third_W = cuda.local.array((AHEAD, PAIRS), uint32)
         v = cuda.local.array((2, EACH), float32)
         d = cuda.local.array(EACH, float32)
+        lse, target = cuda.local.array(AHEAD, float32), cuda.local.array(AHEAD, int64)
         words = cuda.local.array(2, uint32)
         largest, counts = cuda.local.array(1, float32), cuda.local.array(2, int32)
         start_notes(largest, counts)
         tid = cuda.threadIdx.x
         column, row = tid % (TILE // EACH) * EACH, tid // (TILE // EACH)
         n0, k0 = int64(cuda.blockIdx.y) * TILE, int64(cuda.blockIdx.x) * TILE
-        inverse = float32(1.0) / scale_1[0]
+        inverse, inv_count = float32(1.0) / scale_1[0], inv_count_1[0]
         width = K if INPUTS == 1 else 2 * K
         for s in range(0, STEPS, AHEAD):
             for i in range(AHEAD):
@@ -263,10 +289,16 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                     load_words8(second_W[i], a, n * width + K + k0 + column)
                 if INPUTS > 2:
                     load_words8(third_W[i], b, n * K + k0 + column)
+                if LOSS:
+                    lse[i], target[i] = b[uint32(n)], int64(targets[uint32(n)])
             cuda.syncwarp()  # keeps the compiler from moving the loads behind the arithmetic
             for i in range(AHEAD):
                 r = (s + i) * ROWS + row
                 unpack8(v[0], first_W[i], a)
+                if LOSS:
+                    logits_gradient(
+                        v[0], int32(k0) + column, target[i], lse[i], vocab_size, inv_count
+                    )
                 if INPUTS > 1:
                     unpack8(v[1], second_W[i], a)
                     if INPUTS > 2:
@@ -298,8 +330,8 @@ def make_fp8_kernel(source: str, kind: str, write: bool):
                     columns, at, N, tile, (p * TILE + piece * 16) * WORDS + word, WORDS
                 )
 
-    def nbytes(codes, columns, a, b, *_):
-        read = a.nbytes + (b.nbytes if INPUTS > 2 else 0)
+    def nbytes(codes, columns, a, b, targets, *_):
+        read = distinct_bytes(a, b) + (targets.nbytes if LOSS else 0)
         return read + (codes.nbytes + columns.nbytes if write else 0)
 
     declare_cost(fp8_kernel, nbytes=nbytes)
@@ -367,7 +399,34 @@ def fp8_swiglu_bwd(dy_NF: Array, gu_N2F: Array, slot: Slot, current: bool = Fals
     return _tiles("swiglu_bwd", (N, 2 * F), F, slot, current, gu_N2F, dy_NF)
 
 
-def _tiles(source, shape, width, slot, current, a, b=None):
+def fp8_cross_entropy(
+    logits_NP: Array,
+    targets_N: Array,
+    lse_N: Array,
+    vocab_size: int,
+    inv_count_1: Array,
+    slot: Slot,
+    current: bool = False,
+) -> Fp8:
+    """logits (N, P >= vocab_size) bf16, targets (N,) integers, lse (N,): the logsumexp of each row, inv_count (1,) float32.
+
+    -> the codes of the gradient (N, P) that cross_entropy gives. As fp8; targets as in cross_entropy.
+    """
+    op = "fp8 cross_entropy"
+    check_array(op, "logits", logits_NP, (None, None), ("bfloat16",))
+    N, P = logits_NP.shape
+    check_array(op, "targets", targets_N, (N,), (str(targets_N.dtype),))
+    check_ids(op, "targets", targets_N)
+    check_array(op, "lse", lse_N, (N,))
+    check_array(op, "inv_count", inv_count_1, (1,))
+    check(0 < vocab_size <= P, f"{op}: vocabulary {vocab_size}, logits {logits_NP.shape}")
+    rest = targets_N, inv_count_1, vocab_size
+    return _tiles("cross_entropy", (N, P), P, slot, current, logits_NP, lse_N, *rest)
+
+
+def _tiles(
+    source, shape, width, slot, current, a, b=None, targets=None, inv_count_1=None, vocab_size=0
+):
     """width: columns of the grid's tiles"""
     check_type("fp8", slot, Slot)
     check(
@@ -375,17 +434,28 @@ def _tiles(source, shape, width, slot, current, a, b=None):
         f"fp8: a matrix of {shape[0]} x {width}, expected multiples of {TILE} rows and columns",
     )
     b = a if b is None else b
-    if on_host(a, b, *slot.arrays):
+    # a kernel argument cannot be None
+    rows = (a, slot.scale_1) if targets is None else (targets, inv_count_1)
+    if on_host(a, b, *rows, *slot.arrays):
         x = wide(a)
-        if source != "array":
-            x = swiglu_ref(x) if source == "swiglu" else swiglu_bwd_ref(wide(b), x)
+        if source == "swiglu":
+            x = swiglu_ref(x)
+        elif source == "swiglu_bwd":
+            x = swiglu_bwd_ref(wide(b), x)
+        elif source == "cross_entropy":
+            check_targets_on_host(targets, vocab_size)
+            x = logits_gradient_ref(x, targets, b, vocab_size, inv_count_1)
         return encode_on_host(x, slot, current)
-    check(on_16_bytes(a, b), "fp8: an address is not a multiple of 16 bytes: copy the matrix first")
-    grid, flat = (width // TILE, shape[0] // TILE), (a.reshape(-1), b.reshape(-1))
+    matrices = (a,) if source == "cross_entropy" else (a, b)
+    check(
+        on_16_bytes(*matrices),
+        "fp8: an address is not a multiple of 16 bytes: copy the matrix first",
+    )
+    grid, flat = (width // TILE, shape[0] // TILE), [x.reshape(-1) for x in (a, b, *rows)]
 
     def start(write, codes, columns, scale_1):
         state = scale_1, slot.largest_1, slot.counts_2
-        arguments = (codes, columns, *flat, *state, shape[0], width)
+        arguments = (codes, columns, *flat, *state, shape[0], width, vocab_size)
         launch(make_fp8_kernel(source, slot.kind, write), grid, BLOCK, *arguments)
 
     return encode_on_gpu(shape, slot, current, start)

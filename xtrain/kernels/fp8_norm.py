@@ -44,7 +44,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
-WARPS = 8  # of a block, or those of one row if they are more
+WARPS = 16  # of a block, or those of one row if they are more
 # Warps per multiprocessor, for up to 24 columns per thread (80 registers) and beyond (128). With this limit ptxas issues all
 # loads of a row before it uses the first; without a limit it takes 72 registers, and some loads wait for the first sums.
 RESIDENT, RESIDENT_WIDE = 24, 16

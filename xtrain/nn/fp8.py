@@ -13,8 +13,9 @@ codes and scales is in kernels/fp8.py, the products are in kernels/fp8_gemm.py.
     several ranks            one scale per matrix on all of them, by the largest number that any rank met: as if one rank had the
                              whole batch. So the codes of w are the same everywhere, and any number of ranks can resume. Only
                              in the first step x and dy have scales of each rank
-    head                     logits and their gradient d in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is
-                             encoded once for all chunks, d is e4m3. Its codes are one more pass over it, 4 bytes per logit
+    head                     logits in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is encoded once for all
+                             chunks. The gradient d of the logits is e4m3 and exists as codes only: one pass over the logits
+                             for the loss, one for the codes
     no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
 
 Each use of w is encoded again: 4 bytes per weight and micro-batch, against some hundred operations per weight and token.
@@ -39,6 +40,7 @@ from ..kernels.fp8 import (
     Operand,
     Slot,
     fp8,
+    fp8_cross_entropy,
     fp8_swiglu,
     fp8_swiglu_bwd,
     scale_factor,
@@ -302,15 +304,18 @@ def linear_cross_entropy(
     w = fp8(w_PC, layer.w, layer.current)
     step = -(-_linear_cross_entropy.chunk_rows(N, rows) // TILE) * TILE
     logits_RP = empty(x_NC, (min(step, N), P), BFLOAT16)
+    lse_R = empty(x_NC, min(step, N), np.float32)
     for first in range(0, N, step):
         part = slice(first, min(first + step, N))
+        targets, lse = targets_N[part], lse_R[: part.stop - first]
         x = fp8(x_NC[part], layer.x, layer.current)
-        d_RP = fp8_matmul(logits_RP[: part.stop - first], x.rows, w.rows)
-        gradient = want_dx or want_dw
-        cross_entropy(d_RP, targets_N[part], vocab_size, inv_count_1, gradient, out_N=loss_N[part])
-        if not gradient:
+        logits = fp8_matmul(logits_RP[: part.stop - first], x.rows, w.rows)
+        out = loss_N[part], lse
+        cross_entropy(logits, targets, vocab_size, inv_count_1, False, *out)
+        if not (want_dx or want_dw):
             continue
-        d = fp8(d_RP, layer.dy, layer.current)
+        given = logits, targets, lse, vocab_size, inv_count_1
+        d = fp8_cross_entropy(*given, layer.dy, layer.current)
         if dx_NC is not None:
             fp8_matmul(dx_NC[part], d.rows, w.columns)
         if dw_PC is not None:
