@@ -134,6 +134,43 @@ def test_other_cards(monkeypatch, card):
     assert len(check(monkeypatch, kernels, card)) >= 5
 
 
+def test_an_index_costs_what_it_costs_with_numba_cuda(monkeypatch):
+    """As released: a multiplication by a stride and an addition of an offset, special registers through inline PTX."""
+    cuda, types = compiler.cuda, compiler.types
+    arrays = tuple(types.Array(compiler.float32, ndim, "C") for ndim in (1, 2))
+
+    @cuda.jit
+    def copy(y, x):
+        i = cuda.blockIdx.x * 256 + cuda.threadIdx.x + cuda.laneid
+        if i < y.size:
+            y[i] = x[i, 3]
+
+    ptx = compiled(monkeypatch, copy, arrays, (9, 0))["ptx"]
+    assert len(re.findall(r"mul\.lo\.s64", ptx)) == 1  # the row
+    assert re.search(r"ld\.global\.f32\s+%f\d+, \[%rd\d+\+12\]", ptx)  # the column
+    assert "inline asm" not in ptx
+
+
+def test_a_row_keeps_its_offset(monkeypatch):
+    """A device function gets a contiguous array that begins in the middle of another one."""
+    cuda = compiler.cuda
+
+    @cuda.jit
+    def write(row, value):
+        row[1] = value
+
+    @cuda.jit
+    def rows(x):
+        table = cuda.shared.array((4, 8), compiler.float32)
+        write(table[2], x[0])
+        cuda.syncthreads()
+        x[cuda.threadIdx.x] = table[2, cuda.threadIdx.x]
+
+    array = compiler.types.Array(compiler.float32, 1, "C")
+    ptx = compiled(monkeypatch, rows, (array,), (9, 0))["ptx"]
+    assert re.search(rf"st\.shared\.\w+\s+\[\w+\+{4 * (2 * 8 + 1)}\]", ptx), ptx
+
+
 def test_a_nan_differs_from_itself(monkeypatch):
     """In release 0.6 x != x is False, because "not equal" holds for ordered numbers only."""
     cuda, array = compiler.cuda, compiler.types.Array(compiler.float32, 1, "C")
@@ -147,8 +184,8 @@ def test_a_nan_differs_from_itself(monkeypatch):
             x[i + 1] = 2
 
     ptx = compiled(monkeypatch, mark, (array,), (9, 0))["ptx"]
-    assert re.search(r"setp\.nan\.f32", ptx) and re.search(r"setp\.(neu|equ)\.f32", ptx), ptx
-    assert not re.search(r"setp\.ne\.f32", ptx)
+    assert re.search(r"setp\.(nan|num)\.f32", ptx) and re.search(r"setp\.(neu|eq)\.f32", ptx), ptx
+    assert not re.search(r"setp\.(ne|equ)\.f32", ptx)
 
 
 @pytest.mark.parametrize("kind", ["int64", "float64"])

@@ -22,7 +22,9 @@ from xtrain import Engine, Transformer, UserError, batch_invariant
 from xtrain.nn.model import Attention
 from xtrain.nn.quantized import linear_weights
 from xtrain.options import parse
+from xtrain.server import listen
 from xtrain.server.listen import Options as ServeOptions
+from xtrain.serving import conversation
 from xtrain.serving.conversation import Options as ChatOptions
 
 __all__ = ["trained"]
@@ -238,6 +240,9 @@ def test_refused():
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             Engine(model, 2, **options)
+    with pytest.raises(UserError, match="the KV cache would have room for 0 tokens"):
+        Engine(model, 2, weights="int8", cache_bytes=100)
+    assert all(p.quantized is None for _, p in linear_weights(model))
 
 
 @pytest.mark.parametrize("precision, D, message", [
@@ -264,10 +269,23 @@ def test_commands(tmp_path, capsys):
     options = ("--kv-cache", "fp8", "--batch-invariant")
     code, _, err = run(capsys, "--model", folder, *options, "def f(x)")
     assert code == 2 and "cannot be combined: leave one of them out" in err
-    for kind in (ChatOptions, ServeOptions):
-        line = ["--model", "m", "--kv-cache", "fp8"]
-        assert parse(kind, "command", None, line).kv_cache == "fp8"
-        assert parse(kind, "command", None, line[:2]).kv_cache == "full"
+
+
+@pytest.mark.parametrize("module, options, command", [
+    (conversation, ChatOptions, conversation.chat), (listen, ServeOptions, listen.serve),
+])  # fmt: skip
+@pytest.mark.parametrize("more, kind", [([], "full"), (["--kv-cache", "fp8"], "fp8")])
+def test_chat_and_serve_pass_it_on(tmp_path, monkeypatch, module, options, command, more, kind):
+    folder, made = make_folder(tmp_path / "model"), []
+
+    def engine(*_, **options):
+        made.append(options["kv_cache"])
+        raise UserError("enough")
+
+    monkeypatch.setattr(module, "Engine", engine)
+    with pytest.raises(UserError, match="enough"):
+        command(parse(options, "command", None, ["--model", str(folder), *more]))
+    assert made == [kind]
 
 
 @pytest.mark.skipif(DEVICE == "gpu", reason="its heads have 16 channels")

@@ -237,17 +237,17 @@ class Engine:
         if one_kernel:
             one_kernels.check_model(model, max_batch)
         self.cache = PagedCache(model, self.max_seq_len, block_tokens, kv_cache)
-        quantize_weights(model, weights)  # changes the model: what follows checks only the memory
+        if cache_bytes is not None:
+            self._check_room(cache_bytes // self.cache.block_bytes)
+        quantize_weights(
+            model, weights
+        )  # changes the model: what follows checks the memory that is free then
         model.arena.refresh()
         # that a forward pass multiplies by, about
         self.n_weights = sum(p.size for _, p in model.storage() if p.decay)
         table_blocks = -(-self.max_seq_len // block_tokens)
         n_blocks = self._affordable_blocks(max_batch * table_blocks, gpu_memory, cache_bytes)
-        if n_blocks < table_blocks:
-            raise UserError(
-                f"the KV cache would have room for {n_blocks * block_tokens} tokens, one sequence may have "
-                f"{self.max_seq_len}: choose a smaller max_seq_len, or give it more memory (gpu_memory, cache_bytes)"
-            )
+        self._check_room(n_blocks)
         self.cache.allocate(n_blocks)
         self.cache_bytes = self.cache.nbytes
         self.one_kernel = one_kernel
@@ -301,6 +301,15 @@ class Engine:
             free, total = cupy().cuda.runtime.memGetInfo()
             limits.append(int(gpu_memory * total) - (total - free))
         return min([wanted, *(max(limit, 0) // self.cache.block_bytes for limit in limits)])
+
+    def _check_room(self, n_blocks: int) -> None:
+        """Raises UserError if so many blocks cannot hold one sequence."""
+        tokens = n_blocks * self.cache.S
+        if tokens < self.max_seq_len:
+            raise UserError(
+                f"the KV cache would have room for {tokens} tokens, one sequence may have {self.max_seq_len}: choose a smaller "
+                "max_seq_len, or give it more memory (gpu_memory, cache_bytes)"
+            )
 
     def describe(self) -> str:
         """One line on the size of the KV cache, in bytes, and its factors."""

@@ -6,6 +6,7 @@ Written for that release, whose MLIR is not a stable API. known_issues.md has th
 import dataclasses
 import functools
 import operator
+import re
 
 from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
 from numba_cuda_mlir._mlir import ir
@@ -22,8 +23,10 @@ from numba_cuda_mlir.lowering_utilities import (
     memref_data_pointer,
 )
 from numba_cuda_mlir.lowering_utilities.context import get_context
+from numba_cuda_mlir.mlir_lowering import MLIRLower
 
 DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
+DYNAMIC_SIZE = -(2**63)  # marks a size, stride or offset of a memref that is a value
 
 # A forked process would wait forever for the threads of its parent's pool.
 get_context().enable_multithreading(False)
@@ -42,6 +45,54 @@ def _pipeline() -> str:
 
 mlir_optimization.get_base_pipeline = _pipeline
 mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
+
+
+# ----------------------------------------------------------------------------- indices of threads
+# The translation to NVVM reads special registers through inline PTX, so NVVM does not know that an index of a thread is not
+# negative and below 1024: it divides and wraps indices as signed numbers. A call of the intrinsic tells it.
+_release_translation = mlir_optimization._call_llvm70_capi
+SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.(n?(cta|t)id\.[xyz]|laneid|warpsize)")
+
+
+def _translation(module, *options, **more):
+    with module.context, ir.Location.unknown():
+        _call_intrinsics(module)
+    return _release_translation(module, *options, **more)
+
+
+def _call_intrinsics(module):
+    found: list = []
+
+    def collect(operation):
+        if SPECIAL_REGISTER.fullmatch(operation.name):
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    for operation in found:
+        name, kind = f"llvm.{operation.name}", operation.results[0].type
+        block = _block_of_functions(operation)
+        if name not in _names(block):
+            with ir.InsertionPoint.at_block_begin(block):
+                llvm.LLVMFuncOp(name, ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 ()>")))
+        with ir.InsertionPoint(operation):
+            callee, none = ir.FlatSymbolRefAttr.get(name), ir.DenseI32ArrayAttr.get([])
+            call = llvm.CallOp(kind, [], [], none, callee=callee)
+        operation.results[0].replace_all_uses_with(call.result)
+        operation.erase()
+
+
+def _block_of_functions(operation):
+    while operation.name not in ("gpu.module", "builtin.module"):
+        operation = operation.parent.operation
+    return operation.regions[0].blocks[0]
+
+
+def _names(block) -> list[str]:
+    return [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
+
+
+mlir_optimization._call_llvm70_capi = _translation
 
 
 # ----------------------------------------------------------------------------- loops
@@ -95,6 +146,36 @@ def _next_of_tuple(self):
 lowering_utilities.UniTupleIterObject.next = _next_of_tuple
 
 
+# ----------------------------------------------------------------------------- arrays
+# The release takes the offset and every stride of an array from the arguments: an index costs a multiplication and an addition of
+# 64 bits. The last stride of a contiguous array is 1, and that of a kernel begins at its pointer. That of a device function may
+# be a row of another one, with an offset.
+_release_argument = MLIRLower.from_argument
+
+
+def _argument(self, kind, value):
+    value = _release_argument(self, kind, value)
+    contiguous = isinstance(kind, types.Array) and kind.layout == "C" and kind.ndim > 0
+    return _contiguous(value, self._is_kernel) if contiguous else value
+
+
+def _contiguous(x, of_a_kernel):
+    """The same array, with constants for what is known"""
+    index, rank = ir.IndexType.get(), x.type.rank
+    _, offset, *metadata = memref.ExtractStridedMetadataOp(x).results
+    if of_a_kernel:
+        offset = _constant(0, index)
+    sizes, strides = metadata[:rank], [*metadata[rank:-1], _constant(1, index)]
+    values = lambda count: ir.DenseI64ArrayAttr.get([DYNAMIC_SIZE] * count)
+    each = values(rank)
+    return memref.ReinterpretCastOp(
+        x.type, x, [offset], sizes, strides, values(1), each, each
+    ).result
+
+
+MLIRLower.from_argument = _argument
+
+
 # ----------------------------------------------------------------------------- operators
 # In the release, x != x is False for a NaN: it compares floats as "ordered and not equal".
 _not_equal = functools.partial(arith.cmpf, arith.CmpFPredicate.UNE)
@@ -106,8 +187,7 @@ _operators[operator.ne] = dataclasses.replace(_operators[operator.ne], float=_no
 def declare_dynamic_shared(builder, name: str, alignment: int) -> None:
     """Declare an array in shared memory whose size the launch determines."""
     block = builder.mlir_gpu_module.bodyRegion.blocks[0]
-    names = [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
-    if name not in names:
+    if name not in _names(block):
         with ir.InsertionPoint.at_block_begin(block):
             kind = ir.Type.parse("!llvm.array<0 x i8>")
             linkage = ir.Attribute.parse("#llvm.linkage<external>")
