@@ -135,7 +135,7 @@ def test_other_cards(monkeypatch, card):
 
 
 def test_an_index_costs_what_it_costs_with_numba_cuda(monkeypatch):
-    """As released: a multiplication by a stride and an addition of an offset, special registers through inline PTX."""
+    """As released: a multiplication by a stride and an addition of an offset."""
     cuda, types = compiler.cuda, compiler.types
     arrays = tuple(types.Array(compiler.float32, ndim, "C") for ndim in (1, 2))
 
@@ -148,7 +148,6 @@ def test_an_index_costs_what_it_costs_with_numba_cuda(monkeypatch):
     ptx = compiled(monkeypatch, copy, arrays, (9, 0))["ptx"]
     assert len(re.findall(r"mul\.lo\.s64", ptx)) == 1  # the row
     assert re.search(r"ld\.global\.f32\s+%f\d+, \[%rd\d+\+12\]", ptx)  # the column
-    assert "inline asm" not in ptx
 
 
 def test_a_row_keeps_its_offset(monkeypatch):

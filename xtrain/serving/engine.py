@@ -239,9 +239,8 @@ class Engine:
         self.cache = PagedCache(model, self.max_seq_len, block_tokens, kv_cache)
         if cache_bytes is not None:
             self._check_room(cache_bytes // self.cache.block_bytes)
-        quantize_weights(
-            model, weights
-        )  # changes the model: what follows checks the memory that is free then
+        # changes the model: what follows checks the memory that is free then
+        quantize_weights(model, weights)
         model.arena.refresh()
         # that a forward pass multiplies by, about
         self.n_weights = sum(p.size for _, p in model.storage() if p.decay)

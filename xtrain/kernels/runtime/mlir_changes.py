@@ -6,7 +6,6 @@ Written for that release, whose MLIR is not a stable API. known_issues.md has th
 import dataclasses
 import functools
 import operator
-import re
 
 from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
 from numba_cuda_mlir._mlir import ir
@@ -45,54 +44,6 @@ def _pipeline() -> str:
 
 mlir_optimization.get_base_pipeline = _pipeline
 mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
-
-
-# ----------------------------------------------------------------------------- indices of threads
-# The translation to NVVM reads special registers through inline PTX, so NVVM does not know that an index of a thread is not
-# negative and below 1024: it divides and wraps indices as signed numbers. A call of the intrinsic tells it.
-_release_translation = mlir_optimization._call_llvm70_capi
-SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.(n?(cta|t)id\.[xyz]|laneid|warpsize)")
-
-
-def _translation(module, *options, **more):
-    with module.context, ir.Location.unknown():
-        _call_intrinsics(module)
-    return _release_translation(module, *options, **more)
-
-
-def _call_intrinsics(module):
-    found: list = []
-
-    def collect(operation):
-        if SPECIAL_REGISTER.fullmatch(operation.name):
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(collect)
-    for operation in found:
-        name, kind = f"llvm.{operation.name}", operation.results[0].type
-        block = _block_of_functions(operation)
-        if name not in _names(block):
-            with ir.InsertionPoint.at_block_begin(block):
-                llvm.LLVMFuncOp(name, ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 ()>")))
-        with ir.InsertionPoint(operation):
-            callee, none = ir.FlatSymbolRefAttr.get(name), ir.DenseI32ArrayAttr.get([])
-            call = llvm.CallOp(kind, [], [], none, callee=callee)
-        operation.results[0].replace_all_uses_with(call.result)
-        operation.erase()
-
-
-def _block_of_functions(operation):
-    while operation.name not in ("gpu.module", "builtin.module"):
-        operation = operation.parent.operation
-    return operation.regions[0].blocks[0]
-
-
-def _names(block) -> list[str]:
-    return [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
-
-
-mlir_optimization._call_llvm70_capi = _translation
 
 
 # ----------------------------------------------------------------------------- loops
@@ -187,7 +138,8 @@ _operators[operator.ne] = dataclasses.replace(_operators[operator.ne], float=_no
 def declare_dynamic_shared(builder, name: str, alignment: int) -> None:
     """Declare an array in shared memory whose size the launch determines."""
     block = builder.mlir_gpu_module.bodyRegion.blocks[0]
-    if name not in _names(block):
+    names = [op.attributes["sym_name"].value for op in block if "sym_name" in op.attributes]
+    if name not in names:
         with ir.InsertionPoint.at_block_begin(block):
             kind = ir.Type.parse("!llvm.array<0 x i8>")
             linkage = ir.Attribute.parse("#llvm.linkage<external>")
