@@ -18,6 +18,7 @@ from xtrain.simulator import (
     run,
     thread,
 )
+from xtrain.simulator.observers import ATOMIC, Observer
 
 FULL = 0xFFFFFFFF
 LAST = -1
@@ -512,6 +513,21 @@ def test_waiting_loops_let_others_run(grid, block):
     o, turn = np.zeros(grid * block, np.int64), np.zeros(1, np.int64)
     run(relay, grid, block, o, turn)
     assert o.tolist() == [*range(grid * block)][::-1]
+
+
+class CountsAtomics(Observer):
+    count = 0
+
+    def access(self, thread, array, k, site, how, value):
+        self.count += how == ATOMIC
+
+
+def test_a_loop_that_only_waits_reads_seldom():
+    """Every thread waits for the thread after it: thread 0 looks 40 times, the last once, and each adds one at the end."""
+    o, turn = np.zeros(40, np.int64), np.zeros(1, np.int64)
+    with simulator.observe(CountsAtomics()) as counted:
+        run(relay, 1, 40, o, turn)
+    assert counted.count == 40 * 41 / 2 + 40
 
 
 @pytest.mark.parametrize("grid", [1, 3])

@@ -505,7 +505,8 @@ class _Rewriter(Names):
         inside = [n for part in (node.test, *node.body) for n in ast.walk(part)]
         waits = any(map(self.accesses_memory, inside))
         stores = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in inside)
-        facts = at(ast.Constant(waits), node), at(ast.Constant(stores), node)
+        only_waits = waits and all(map(self.does_nothing, node.body))
+        facts = (at(ast.Constant(fact), node) for fact in (waits, stores, only_waits))
         start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site, *facts))
         count = ast.Call(ast.Name(turn, ast.Load()), [], [])
         node = self.generic_visit(node)
@@ -515,6 +516,12 @@ class _Rewriter(Names):
             count = ast.BoolOp(ast.Or(), [count, ast.Yield(request)])
         node.test = at(ast.BoolOp(ast.And(), [count, node.test]), node)
         return [at(start, node), node]
+
+    def does_nothing(self, statement):
+        """Is it `pass` or cuda.nanosleep?"""
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        sleeps = isinstance(call, ast.Call) and self.cuda_name(call.func) == "nanosleep"
+        return sleeps or isinstance(statement, ast.Pass)
 
     def accesses_memory(self, node):
         """May the expression read memory that another thread writes?"""

@@ -529,17 +529,19 @@ class Thread:
     def nanosleep(self, ns):
         pass
 
-    def turns(self, site, waits, stores):
+    def turns(self, site, waits, stores, only_waits):
         """A function that a while loop calls in each iteration.
 
         It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS iterations of a loop that
-        accesses memory (`waits`). Raises KernelError if the loop never ends. stores: the loop writes memory.
+        accesses memory (`waits`), every iteration if its body does nothing (`only_waits`). Raises KernelError if the loop
+        never ends. stores: the loop writes memory.
         """
+        every = 1 if only_waits else SPIN_TURNS if waits else CHECK_TURNS
 
         def counted():
             left = MAX_TURNS
             while left > 0:
-                turns = min(SPIN_TURNS if waits else CHECK_TURNS, left)
+                turns = min(every, left)
                 yield from itertools.repeat(True, turns - 1)
                 left -= turns
                 state = None if stores else _state_of(sys._getframe(1))
