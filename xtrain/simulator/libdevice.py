@@ -64,12 +64,12 @@ def _directed(exact, plain, kind, mode):
 def _directed_sqrt(kind, mode):
     def f(x):
         near = np.sqrt(x)
-        if not (math.isfinite(near) and x > 0):
+        if mode == "rn" or not (math.isfinite(near) and x > 0):
             return near
         around, value = _neighbours(near), Fraction(float(x))
         below = max(y for y in around if Fraction(float(y)) ** 2 <= value)
         above = min(y for y in around if Fraction(float(y)) ** 2 >= value)
-        return {"rn": near, "rd": below, "rz": below, "ru": above}[mode]
+        return {"rd": below, "rz": below, "ru": above}[mode]
 
     return f
 
@@ -322,7 +322,9 @@ def _computation(name):
         kind = np.float32 if found[1] else np.float64
         return _directed(*_OPERATIONS["ma"], kind, found[2] or "rn"), "numpy"
     if found := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
-        return _directed(*_OPERATIONS[found[2]], _KINDS[found[1]], found[3]), "numpy"
+        exact, plain = _OPERATIONS[found[2]]  # IEEE 754 rounds one operation to nearest
+        directed = _directed(exact, plain, _KINDS[found[1]], found[3])
+        return plain if found[3] == "rn" else directed, "numpy"
     stem = name.removeprefix("fast_")
     return _FLOATS[stem if stem in _FLOATS else stem.removesuffix("f")], "float"
 
