@@ -110,9 +110,9 @@ def test_no_part_takes_less_than_no_time(monkeypatch):
 
 def test_the_precision_of_a_profile(capsys):
     """As in training; a plan is for a GPU with bf16."""
-    assert main(["--plan", *SMALL, "--head-dim", "32", "--gpus", "1"]) == 0
+    assert main(["--plan", *SMALL, "--head-dim", "32", "--gpus", "1", "--gpu-gb", "0.5"]) == 0
     assert "bf16, recompute none" in capsys.readouterr().out
-    assert main(["--plan", *SMALL, "--head-dim", "40", "--gpus", "1"]) == 0
+    assert main(["--plan", *SMALL, "--head-dim", "40", "--gpus", "1", "--gpu-gb", "0.5"]) == 0
     assert "fp32, recompute none" in capsys.readouterr().out
     assert main([*SMALL, "--steps", "1", "--device", "cpu"]) == 0
     assert ", fp32, on CPU" in capsys.readouterr().out

@@ -165,6 +165,7 @@ _SCALARS = {
 _INTEGERS = (Int8, Int16, Int32, UInt8, UInt16, UInt32, UInt64)
 
 
+@functools.cache  # NumPy composes the name of a dtype each time that it is asked
 def dtype_of(kind) -> np.dtype:
     """The dtype of a Numba type, a NumPy scalar class or a cast of this module."""
     if frontends.is_type(kind):

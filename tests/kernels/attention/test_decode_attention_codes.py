@@ -146,8 +146,7 @@ def test_prefill_and_decoding_append_the_same_codes():
     assert np.array_equal(to_host(prefilled[1]), decoded[1])  # values are not rotated: no rounding
 
 
-@pytest.mark.parametrize("entry", [-1, 7, 2**31 - 1])
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("which, entry", [(0, -1), (0, 7), (2, -1), (2, 2**31 - 1)])
 def test_invalid_blocks(short_splits, which, entry):
     args = code_case([36, 5], 2, 1, 32, 48)
     assert len(args[1]) == 7
