@@ -45,6 +45,7 @@ from .reading import (
     home_of,
     is_empty,
     library_name,
+    without_comments,
 )
 from .trace import traced
 
@@ -248,6 +249,11 @@ class Attempt:
                 + f" wrote all {len(writers)} elements of {name}. Divide the work: every thread computes its own part, and all of them at the same time.",
             )
 
+    @property
+    def code(self) -> str:
+        """The source without comments and docstrings, to look for names in."""
+        return without_comments(self.source)
+
     # ------------------------------------------------------------------------- inputs
     def cases(self, fixed, draw, times=1):
         """The fixed cases, and then the random ones of this run: draw(rng), several times where they are cheap."""
@@ -352,12 +358,15 @@ class Attempt:
         if text not in self.remarks:
             self.remarks.append(text)
 
-    def divided(self, trace, a, threads):
-        """Raises Wrong if one thread does the work of many, or every thread does all of it. threads: how many should read `a`"""
+    def divided(self, trace, a, threads, share=2):
+        """Raises Wrong if one thread does the work of many, or every thread does all of it.
+
+        threads: how many should read `a`; more than 1 / share of them must
+        """
         reads = trace.of(self.name(a), write=False)
         busy = len({(r.block, r.thread) for r in reads})
         self.need(
-            2 * busy > threads,
+            share * busy > threads,
             f"The values are right, but {busy} of {threads} threads read {self.name(a)}: all of them must share the work.",
         )
         self.need(

@@ -22,6 +22,19 @@ def is_empty(source):
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
 
 
+def without_comments(source) -> str:
+    """A function's source without comments and without strings that stand alone."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    alone = lambda s: isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [s for s in node.body if not alone(s)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
 def divergent_barrier(source) -> str | None:
     """The line of the first cuda.syncthreads() in an `if` or a loop that threads take differently, or None.
 

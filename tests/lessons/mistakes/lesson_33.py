@@ -103,4 +103,5 @@ RIGHT = [  # unusual but correct
     ("33.3", "if t == 0:\n            while", "if True:\n            while"),
     ("33.3", STEP, f"e = int64(0)\n    if t == 0:\n        {STEP}"),
     ("33.4", "        if task[ARRIVALS]:\n", "        if task[ARRIVALS] > 0:\n"),
+    ("33.1", "    for r in range(rounds):", "    # instead of this_grid().sync()\n    for r in range(rounds):"),
 ]  # fmt: skip
