@@ -40,7 +40,7 @@ from xtrain.simulator.source import translate
 from .reading import (
     GAP,
     LIBRARY,
-    casts_constants_only,
+    cast_constants,
     divergent_barrier,
     home_of,
     is_empty,
@@ -577,7 +577,7 @@ def _noted(work):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
             line = linecache.getline(site.file, site.line)
-            if site not in notes.wide and not casts_constants_only(line):
+            if site not in notes.wide and float(x) not in cast_constants(line):
                 notes.wide.append(site)
         return np.float32(x)
 
