@@ -241,7 +241,7 @@ def radix_order(e):
         ("zeros", np.zeros(4, int), 5),
         ("no keys", np.zeros(0, int), 8),
         ("keys whose lowest digits are 0", np.array([48, 16, 0, 768, 32]), 4),
-        ("keys of more than 32 bits", np.array([(1 << 40) + 3, 5, 1 << 33, 3]), 8),
+        ("keys of more than 32 bits", np.array([(1 << 40) + 3, 5, 1 << 33, 259]), 8),
         ("digits of one bit", np.array([6, 5, 4, 3, 2, 1, 0, 6]), 1),
     )
 

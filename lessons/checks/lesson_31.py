@@ -46,6 +46,7 @@ def resident_blocks(e):
         ("H100", 128, 33, 0),
         ("RTX 4090", 256, 64, 32 * 1024),
         ("H100", 128, 64, 57 * 1024),
+        ("H100", 160, 96, 0),
         ("T4", 64, 32, 0),
         ("T4", 1024, 64, 48 * 1024),
         ("H100", 1024, 128, 0),
@@ -60,10 +61,9 @@ def resident_blocks(e):
         got = e.call(*given, card, case=f"{name}, {threads} threads, {registers} registers, {shared} bytes of shared memory")  # fmt: skip
         four = limits(*given, card)
         least = lambda **other: np.array(min(limits(*given, card, **other)))
-        quarters = four[:2] + [
-            4 * (card["registers"] // 4 // (256 * -(-registers // 8)) // -(-threads // 32)),
-            four[3],
-        ]
+        warps = -(-threads // 32)
+        fit = card["registers"] // 4 // (256 * -(-registers // 8))  # warps in a quarter
+        quarters = [min(*four[:2], n, four[3]) for n in (4 * (fit // warps), fit // -(-warps // 4))]
         without = lambda i: np.array(min(x for j, x in enumerate(four) if j != i))
         e.need(got is not None, "Nothing is returned: end with `return` and a number.")
         e.need(
@@ -78,7 +78,7 @@ def resident_blocks(e):
             "A warp's registers must fit into a quarter of the multiprocessor: count warps in a quarter, times 4.": least(quarter=False),
             "The shared memory that is reserved for each block is missing.": least(reserved=False),
             "The warps of a block may be in different quarters: count the warps that fit into all four, and divide by the warps of a block at the end.":
-                np.array(min(quarters)),
+                lambda got, quarters=quarters: got in quarters,
             "The limit of the number of blocks is missing.": without(1),
             "The limit by warps is missing.": without(0),
             "The limit by registers is missing.": without(2),

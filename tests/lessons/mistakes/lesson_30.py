@@ -52,6 +52,7 @@ MISTAKES = [
     ("30.4", "    order, shift = np.arange(len(keys)), 0\n", "    order, shift = np.arange(len(keys)), 0\n    last = -bits\n    while (keys >> (last + bits)).any():\n        last += bits\n    for shift in range(last, -1, -bits):\n        order = order[split((keys[order] >> shift) & (2**bits - 1))]\n    return order\n", "The highest digit was taken first"),
     ("30.4", "np.arange(len(keys))", "np.arange(len(keys))[::-1]", "stay in the order"),
     ("30.1", "    if i < x_n.size:\n        y_n[i] = v - own", "    v = cuda.shfl_up_sync(FULL, v, 1)\n    if i < x_n.size:\n        y_n[i] = v", "Lane 0 has no lane below"),
+    ("30.4", "while (keys >> shift).any():", "while shift < 32:", "Not all bits of the keys"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct

@@ -43,6 +43,7 @@ MISTAKES = [
     ("31.4", "ready, parts = 0, []", "ready, parts = max(free), []", "nothing overlaps"),
     ("31.4", "(begin, ready)", "(begin, duration)", "not (begin, duration)"),
     ("31.4", BEGIN, f"{BEGIN} + 1", "later than necessary"),
+    ("31.1", "4 * (card[\"registers\"] // 4 // (32 * registers)) // warps", "card[\"registers\"] // 4 // (32 * registers) // -(-warps // 4)", "count the warps that fit into all four"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct
