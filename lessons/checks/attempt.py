@@ -40,11 +40,12 @@ from xtrain.simulator.source import translate
 from .reading import (
     GAP,
     LIBRARY,
-    casts_constants_only,
+    cast_constants,
     divergent_barrier,
     home_of,
     is_empty,
     library_name,
+    without_comments,
 )
 from .trace import traced
 
@@ -248,6 +249,11 @@ class Attempt:
                 + f" wrote all {len(writers)} elements of {name}. Divide the work: every thread computes its own part, and all of them at the same time.",
             )
 
+    @property
+    def code(self) -> str:
+        """The source without comments and docstrings, to look for names in."""
+        return without_comments(self.source)
+
     # ------------------------------------------------------------------------- inputs
     def cases(self, fixed, draw, times=1):
         """The fixed cases, and then the random ones of this run: draw(rng), several times where they are cheap."""
@@ -352,12 +358,15 @@ class Attempt:
         if text not in self.remarks:
             self.remarks.append(text)
 
-    def divided(self, trace, a, threads):
-        """Raises Wrong if one thread does the work of many, or every thread does all of it. threads: how many should read `a`"""
+    def divided(self, trace, a, threads, share=2):
+        """Raises Wrong if one thread does the work of many, or every thread does all of it.
+
+        threads: how many should read `a`; more than 1 / share of them must
+        """
         reads = trace.of(self.name(a), write=False)
         busy = len({(r.block, r.thread) for r in reads})
         self.need(
-            2 * busy > threads,
+            share * busy > threads,
             f"The values are right, but {busy} of {threads} threads read {self.name(a)}: all of them must share the work.",
         )
         self.need(
@@ -568,7 +577,7 @@ def _noted(work):
             frame = sys._getframe(1)
             site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
             line = linecache.getline(site.file, site.line)
-            if site not in notes.wide and not casts_constants_only(line):
+            if site not in notes.wide and float(x) not in cast_constants(line):
                 notes.wide.append(site)
         return np.float32(x)
 

@@ -49,7 +49,8 @@ def segment_best_kernel(e):
                 lambda got: all(0 <= i < V and x[i] == x[j] for i, j in zip(got, want)),
             "This is the index within the segment: add the start of the segment.": np.array([p.argmax() for p in parts], np.int32) if S > 1 else np.empty(0),
         })  # fmt: skip
-        e.divided(trace, given, sum(min(len(p), 32) for p in parts))
+        # a lane may read 16 bytes, so that 16 lanes read a segment
+        e.divided(trace, given, sum(min(len(p), 32) for p in parts), share=4)
 
 
 def best_of(x, k, segment, kept):
@@ -207,10 +208,13 @@ def philox(e):
         want = philox_ref(counter, key)
         e.need(isinstance(got, (tuple, list)) and len(got) == 4, "Return four words.")
         got = tuple(got)
+        kinds = [type(w).__name__ for w in got if not isinstance(w, int)]
+        whole = all(isinstance(w, (int, np.integer)) for w in got)
+        got = tuple(map(int, got)) if whole else got
         e.need(
-            all(isinstance(w, int) for w in got),
-            f"A word is {next((type(w).__name__ for w in got if not isinstance(w, int)), '')}: compute with Python's integers. NumPy's 32-bit "
-            "integers lose the upper half of a product.",
+            whole and (got == want or not kinds or kinds[0] == "uint64"),
+            f"A word is {kinds and kinds[0]}: compute with Python's integers. The products need 64 bits without a sign, and of NumPy's integers only "
+            "uint64 holds them.",
         )
         e.need(
             all(0 <= w < 2**32 for w in got),

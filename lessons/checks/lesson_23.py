@@ -14,7 +14,7 @@ BYTES = 64 * 64 * 2
     "23.1", "warpgroup_kernel",
     first_step="thread 0 initializes the barrier; then cuda.syncthreads(); then thread 0 expects 2 * TILE_BYTES bytes and starts two copies.",
     allow=(
-        "shared_base", "mbar_init", "mbar_init_fence", "mbar_expect", "mbar_wait", "acquire_map", "load_tile",
+        "shared_base", "mbar_init", "mbar_init_fence", "mbar_expect", "mbar_arrive", "mbar_wait", "acquire_map", "load_tile",
         "begin_product", "wait_for_product", "describe",
     ),
     hints={

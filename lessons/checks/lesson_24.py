@@ -208,6 +208,9 @@ def block_names(e):
         "A token far before the block differs, too: chain the names.",
     )
     differ([1, 2, 3, 4], [2, 1, 3, 4], 1, 2, "The order of the tokens before matters.")
+    differ(
+        [1, 2, 5, 6, 3, 4], [5, 6, 1, 2, 3, 4], 2, 2, "The order of the blocks before matters, too."
+    )
     differ([1, 2], [2, 1], 0, 2, "The order of the tokens matters.")
     differ(
         [1, 12],
@@ -218,6 +221,9 @@ def block_names(e):
     )
     differ([3, 4], [3, 5], 0, 2, "All tokens of the block matter.")
     differ([4, 3], [5, 3], 0, 2, "All tokens of the block matter.")
+    for i in range(8):
+        other = [*range(i), 9, *range(i + 1, 10)]
+        differ(range(10), other, 4, 2, "Every token before the block counts: chain the names.")
     same = names([7, 7, 7, 7, 7, 7], 2)
     e.where = "[7, 7, 7, 7, 7, 7], blocks of 2"
     e.need(

@@ -19,6 +19,30 @@ def iterated(x, steps, coefficients=QUINTIC, left=False):
     return x
 
 
+class Products(np.ndarray):
+    """An array that notes in `shapes` the shape of every product @ that it takes part in."""
+
+    shapes: set
+
+    def __array_finalize__(self, parent):
+        self.shapes = getattr(parent, "shapes", set())
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        plain = lambda x: x.view(np.ndarray) if isinstance(x, Products) else x
+        if out:
+            options["out"] = tuple(map(plain, out))
+        result = getattr(ufunc, method)(*map(plain, inputs), **options)
+        if ufunc is np.matmul:
+            self.shapes.add(np.shape(result))
+        if out:
+            return out[0]
+        if not isinstance(result, np.ndarray):
+            return result
+        new = result.view(Products)
+        new.shapes = self.shapes
+        return new
+
+
 def not_finite(got):
     return not np.isfinite(got).all()
 
@@ -62,7 +86,7 @@ def newton_schulz(e):
     k = int(rng.integers(2, 5))
     for R, C, steps, kind in ((3, 3, 5, ""), (2, 6, 5, ""), (7, k, 5, ""), (k, 8, 3, ""), (3, 4, 5, "zero"), (3, 4, 5, "tiny")):  # fmt: skip
         G = rng.normal(size=(R, C)) * {"zero": 0.0, "tiny": 1e-9}.get(kind, 4.0)
-        given = G.copy()
+        given = G.copy().view(Products)
         note = {"zero": ", all zeros", "tiny": ", elements near 1e-9"}.get(kind, "")
         got = e.call(given, steps, case=f"G of shape ({R}, {C}){note}, {steps} steps")
         tall = R > C
@@ -89,7 +113,9 @@ def newton_schulz(e):
             "The result has the wrong sign: the sign of the step comes later.": -want,
         })  # fmt: skip
         e.need(np.array_equal(G, given), CHANGED)
-    if re.search(r"\b(svd|eigh?|eigvalsh?)\b", e.source):
+        e.need(not tall or (R, R) not in given.shapes,
+               f"The values are right, but a product is ({R}, {R}): for R > C the Gram matrix is (C, C), and smaller. Transpose G, or compute X^T X.")  # fmt: skip
+    if re.search(r"\b(svd|eigh?|eigvalsh?)\b", e.code):
         e.remark(
             "A decomposition of each matrix would take longer than a training step: products alone give the same."
         )
@@ -141,6 +167,7 @@ def muon_step(e):
             "The scale has no root: 0.2 sqrt(max(R, C)).": step(x, 0.2 * max(R, C)),
             "There is no weight decay: multiply w by 1 - lr decay.": step(x, keep=1.0),
             "The decay is not multiplied by the learning rate: 1 - lr decay.": step(x, keep=1 - decay),
+            "x is mu m + g, Nesterov's step for a running SUM. m is a mean here: g + mu (m - g).": step(g + mu * mean),
             "The weights were decayed after the step: only the old w is multiplied by 1 - lr decay.":
                 step(x, keep=1.0) * (1 - lr * decay),
         })  # fmt: skip
@@ -177,6 +204,7 @@ def wsd(e):
             return np.array(rising + [peak * shape(min(x, 1.0)) for x in t])
 
         later = int(fraction * (steps - warmup))
+        rounded = int(np.ceil(fraction * steps))
         root, line = (lambda t: 1 - np.sqrt(t)), (lambda t: 1 - t)
         cosine = lambda t: 0.5 * (1 + np.cos(np.pi * t))
         e.same("rates", np.array(got, float), rates(root), {
@@ -188,6 +216,8 @@ def wsd(e):
             "The decay begins one step late, so the last step does not reach 0: k counts from 1.": rates(root, steps - n),
             "The decay begins one step early: k of the first of the last n steps is 1.": rates(root, steps - 2 - n),
             "n is a whole number of steps, int(fraction steps).": rates(root, steps - 1 - fraction * steps, fraction * steps),
+            "n is rounded up or to the nearest: int() cuts off, so the decay has the whole steps that fit into fraction steps.":
+                rates(root, steps - 1 - rounded, rounded) if rounded > n else np.empty(0),
             "n is a fraction of all steps, not only of those after the warm-up.": rates(root, steps - 1 - later, later),
             "There is no decay.": rates(lambda t: 1.0),
             "The decay begins right after the warm-up: between them the rate stays at the peak.":

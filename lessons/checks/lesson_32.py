@@ -411,8 +411,10 @@ class Gathering:
     def __init__(self, comm, e):
         self.comm, self.e, self.rank, self.world, self.alive = comm, e, comm.rank, comm.world, []
         self.reduce_scatter, self.exchange = comm.reduce_scatter, comm.exchange
+        self.gathered = 0
 
     def all_gather(self, shard):
+        self.gathered += 1
         whole = self.comm.all_gather(shard)
         self.alive = [a for a in self.alive if a() is not None] + [weakref.ref(whole)]
         self.e.need(len(self.alive) <= 2, f"On rank {self.rank}, {len(self.alive)} layers are in memory as a whole at the same time. Keep the inputs of the layers, "
@@ -508,7 +510,13 @@ def _train(e, layers, C, rows, world, count):
             return update
 
         arguments = lambda r: (shards[r], own[r][0].copy(), own[r][1].copy(), count, update_of(r))
-        results, _ = on_ranks(e, world, arguments, lambda comm: Gathering(comm, e))
+        gathering = []
+
+        def wrapped(comm, gathering=gathering):
+            gathering.append(Gathering(comm, e))
+            return gathering[-1]
+
+        results, _ = on_ranks(e, world, arguments, wrapped)
         for r in range(world):
             for l, k in enumerate(done[r]):
                 e.need(k == 1, f"On rank {r}, update was called {k} times for layer {l}: once per layer and step.")  # fmt: skip
@@ -522,6 +530,9 @@ def _train(e, layers, C, rows, world, count):
                 "This is the mean over the ranks: each share is already divided by `count`.": np.float64(loss / world) if world > 1 else np.empty(0),
                 "The loss is not divided by `count`.": np.float64(loss * count),
             }, rtol=1e-7)  # fmt: skip
+        fewest = min(comm.gathered for comm in gathering)
+        e.need(fewest >= 2 * layers - 2, f"The results are right, but {fewest} layers were gathered for forward and backward of {layers}: copies of whole layers stayed in memory. "
+               "Keep the inputs of the layers, not their weights: gather each layer again in backward.")  # fmt: skip
         start = [w.copy() for w in weights]
         for l in range(layers):
             whole(l, weights[l], want[l])

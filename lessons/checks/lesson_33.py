@@ -171,7 +171,7 @@ def compares_equal(kernel):
 
 def no_grid_sync(e):
     e.need(
-        "this_grid" not in e.source,
+        "this_grid" not in e.code,
         "this_grid().sync() makes all blocks wait for each other, and is what you write here yourself: a counter, an arrival, a wait.",
     )
 

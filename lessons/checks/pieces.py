@@ -24,21 +24,26 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key):
         rows = key[0] if isinstance(key, tuple) else key
         n = len(self._x)
-        picked = np.array(range(n)[rows]) if isinstance(rows, slice) else np.arange(n)[rows]
+        if isinstance(rows, slice):
+            picked = range(n)[rows]
+        elif isinstance(rows, (int, np.integer)):  # no array of n numbers for each single row
+            picked = [rows % n] if -n <= rows < n else []
+        else:
+            picked = np.atleast_1d(np.arange(n)[rows]).ravel().tolist()
         most = self._most
         if self._chosen and not isinstance(rows, slice):
             most = max(most, self._chosen)
-            self._singles.update(np.atleast_1d(picked).tolist())
-        if picked.size > most:
+            self._singles.update(picked)
+        if len(picked) > most:
             raise Wrong(
-                f"This reads {picked.size} {self._what} at once; at most {most} are allowed: {self._how}."
+                f"This reads {len(picked)} {self._what} at once; at most {most} are allowed: {self._how}."
             )
         if len(self._singles) > self._chosen:
             raise Wrong(
                 f"More than {self._chosen} {self._what} were read one by one or with a list: read a segment with {self._how}; "
                 "read single ones only for the candidates that are passed on."
             )
-        self.asked += picked.size
+        self.asked += len(picked)
         return self._x[key]
 
     def _all(self, *args, **options):

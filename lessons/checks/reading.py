@@ -1,7 +1,9 @@
 """Checks of an attempt's source before it runs: is the gap still empty, does the library do the work?"""
 
 import ast
+import contextlib
 import inspect
+import re
 import textwrap
 import types
 
@@ -20,6 +22,19 @@ def is_empty(source):
         GAP in source and isinstance(s, ast.Assign) and isinstance(s.targets[0], names)
     )
     return all(isinstance(s, ast.Pass) or text(s) or given(s) for s in body)
+
+
+def without_comments(source) -> str:
+    """A function's source without comments and without strings that stand alone."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    alone = lambda s: isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [s for s in node.body if not alone(s)] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def divergent_barrier(source) -> str | None:
@@ -53,22 +68,24 @@ def divergent_barrier(source) -> str | None:
     return None
 
 
-def casts_constants_only(line) -> bool:
-    """Whether every float32(...) in a line of source has only literals in it, as float32(2.0**-6): the compiler computes it."""
-    text = line.strip()
-    if text.startswith(("elif ", "else:")):
-        text = text.removeprefix("el") if text[2] == "i" else text.removeprefix("else:")
-    try:
-        tree = ast.parse(f"{text} pass" if text.endswith(":") else text.strip())
-    except SyntaxError:  # part of an expression of several lines
-        return False
-    named = (
-        n for n in ast.walk(tree)
-        if isinstance(n, ast.Call) and getattr(n.func, "id", getattr(n.func, "attr", "")) == "float32"
-    )  # fmt: skip
-    literal = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
-    arguments = [x for n in named for a in n.args for x in ast.walk(a)]
-    return bool(arguments) and all(isinstance(x, literal) for x in arguments)
+def cast_constants(line) -> set:
+    """The values of all float32(...) in a line of source, or a part of it, that have only literals in them, as
+    float32(2.0**-6): the compiler computes them.
+    """
+    literal = (ast.Expression, ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    found = set()
+    for start in re.finditer(r"\bfloat32\(", line):
+        ends = (i for i in range(start.end(), len(line)) if line[i] == ")")
+        for end in ends:
+            try:
+                tree = ast.parse(line[start.end() : end].strip(), mode="eval")
+            except SyntaxError:
+                continue
+            if all(isinstance(n, literal) for n in ast.walk(tree)):
+                with contextlib.suppress(ArithmeticError, TypeError):
+                    found.add(float(eval(compile(tree, "constant", "eval"), {})))
+            break
+    return found
 
 
 LIBRARY = ("xtrain", __package__)  # the packages whose functions an exercise may not use

@@ -485,6 +485,17 @@ def relay(o, turn):
 
 
 @cuda.jit
+def relay_with_break(o, turn):
+    """The same, in other words."""
+    i, n = cuda.grid(1), cuda.gridsize(1)
+    while True:
+        seen = cuda.atomic.add(turn, 0, 0)
+        if seen == n - 1 - i:
+            break
+    o[i] = cuda.atomic.add(turn, 0, 1)
+
+
+@cuda.jit
 def counts_while_it_waits(flag, turns):
     """Block 0 stores in the loop in which it waits for block 1."""
     if cuda.blockIdx.x == 0:
@@ -522,7 +533,8 @@ class CountsAtomics(Observer):
         self.count += how == ATOMIC
 
 
-def test_a_loop_that_only_waits_reads_seldom():
+@pytest.mark.parametrize("relay", [relay, relay_with_break], ids=lambda k: k.__name__)
+def test_a_loop_that_only_waits_reads_seldom(relay):
     """Every thread waits for the thread after it: thread 0 looks 40 times, the last once, and each adds one at the end."""
     o, turn = np.zeros(40, np.int64), np.zeros(1, np.int64)
     with simulator.observe(CountsAtomics()) as counted:

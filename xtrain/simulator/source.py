@@ -505,7 +505,7 @@ class _Rewriter(Names):
         inside = [n for part in (node.test, *node.body) for n in ast.walk(part)]
         waits = any(map(self.accesses_memory, inside))
         stores = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in inside)
-        only_waits = waits and all(map(self.does_nothing, node.body))
+        only_waits = waits and not stores and self.only_looks(node.body)
         facts = (at(ast.Constant(fact), node) for fact in (waits, stores, only_waits))
         start = ast.Assign([ast.Name(turn, ast.Store())], self.call(node, "turns", site, *facts))
         count = ast.Call(ast.Name(turn, ast.Load()), [], [])
@@ -517,11 +517,28 @@ class _Rewriter(Names):
         node.test = at(ast.BoolOp(ast.And(), [count, node.test]), node)
         return [at(start, node), node]
 
-    def does_nothing(self, statement):
-        """Is it `pass` or cuda.nanosleep?"""
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        sleeps = isinstance(call, ast.Call) and self.cuda_name(call.func) == "nanosleep"
-        return sleeps or isinstance(statement, ast.Pass)
+    def only_looks(self, body):
+        """Does each iteration do the same until another thread writes? It has `pass`, cuda.nanosleep, `if ...: break`, and
+        variables that do not depend on the iteration before.
+        """
+        inside = [n for s in body for n in ast.walk(s)]
+        names = [n for n in inside if isinstance(n, ast.Name)]
+        assigned = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+
+        def looks(statement):
+            if isinstance(statement, ast.If):
+                return not statement.orelse and all(
+                    isinstance(s, ast.Break) for s in statement.body
+                )
+            if isinstance(statement, ast.Assign):
+                used = {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)}
+                plain = all(isinstance(t, ast.Name) for t in statement.targets)
+                return plain and not used & assigned
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            sleeps = isinstance(call, ast.Call) and self.cuda_name(call.func) == "nanosleep"
+            return sleeps or isinstance(statement, ast.Pass)
+
+        return all(map(looks, body))
 
     def accesses_memory(self, node):
         """May the expression read memory that another thread writes?"""

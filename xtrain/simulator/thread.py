@@ -533,7 +533,7 @@ class Thread:
         """A function that a while loop calls in each iteration.
 
         It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS iterations of a loop that
-        accesses memory (`waits`), every iteration if its body does nothing (`only_waits`). Raises KernelError if the loop
+        accesses memory (`waits`), every iteration if they all do the same (`only_waits`). Raises KernelError if the loop
         never ends. stores: the loop writes memory.
         """
         every = 1 if only_waits else SPIN_TURNS if waits else CHECK_TURNS

@@ -1,6 +1,17 @@
 """Typical mistakes, planted in the solutions of lesson 13: (exercise, old, new, words of the answer)."""
 
 SKIP = "range(0, cuda.blockIdx.x * TILE + TILE, TILE)"
+BEGIN = "    top, total, acc = -np.inf, 0.0, np.zeros(v_SD.shape[1])\n"
+ONE_BY_ONE = """    m, l, o = -np.inf, 0.0, 0.0
+    for j in range(len(k_SD)):
+        s = scale * (k_SD[j] @ q_D)
+        new = max(m, s)
+        l = l * np.exp(m - new) + np.exp(s - new)
+        o = o * np.exp(m - new) + np.exp(s - new) * v_SD[j]
+        m = new
+    return o / l, m + np.log(l)
+"""
+
 MISTAKES = [
     ("13.1", "k_SD.shape[0], tile)", "k_SD.shape[0] // tile * tile, tile)", "The last, incomplete tile is missing"),
     ("13.1", "acc / total, top", "acc, top", "not divided by the sum"),
@@ -55,4 +66,5 @@ RIGHT = [  # unusual, but correct
     ("13.2", "        acc[d] = float32(0.0)", "        acc[d] = 0.0"),
     ("13.2", SKIP, "range(0, T, TILE)"),
     ("13.3", SKIP, "range(0, T, TILE)"),
+    ("13.1", BEGIN, ONE_BY_ONE + BEGIN),
 ]  # fmt: skip

@@ -23,7 +23,6 @@ MISTAKES = [
     ('20.2', 'return kept[order[:k]]', 'return logits_V[kept[order[:k]]]', 'return their ids'),
     ('20.3', 'u * w.sum()', 'u * 1.0 * np.exp(logits_V - logits_V.max()).sum()', 'a share of the weights that are KEPT'),
     ('20.4', 'M0 * c0', 'M1 * c0', 'It returns'),
-    ('20.4', 'return c0, c1, c2, c3', 'return tuple(np.uint32(c) for c in (c0, c1, c2, c3))', "Python's integers"),
     ("20.1", "    for i in range(first + lane, last, 32):\n", "    for i in range(first, last):\n", "times over"),
     ("20.1", "    for i in range(first + lane, last, 32):\n        if ", "    for i in range(first, last):\n        if lane == 0 and ", "1 of 32 threads"),
     ("20.2", "    kept = []\n", "    return np.argsort(-logits_V, kind='stable')[:k]\n", "All 10 logits at once"),
@@ -34,6 +33,7 @@ MISTAKES = [
     ("20.3", 'side="right"', 'side="left"', "does not EXCEED u"),
     ("20.3", "if k:", "if k > 1:", "only the best token stays"),
     ("20.4", "range(10)", "range(11)", "These are eleven rounds"),
+    ("20.4", "c0, c1, c2, c3 = counter", "c0, c1, c2, c3 = np.array(counter, np.int64)", "A word is int64: compute with Python's integers"),
 ]  # fmt: skip
 
 UNTRUE = [  # words that the answer must not contain
@@ -44,4 +44,7 @@ UNTRUE = [  # words that the answer must not contain
 RIGHT = [  # unusual but correct
     ("20.2", "-logits_V[kept]", "[-logits_V[i] for i in kept]"),
     ("20.4", "return c0, c1, c2, c3", "return [c0, c1, c2, c3]"),
+    ("20.1", "range(first + lane, last, 32)", "range(first + 4 * lane, min(first + 4 * lane + 4, last))"),
+    ("20.4", "return c0, c1, c2, c3", "return tuple(np.array([c0, c1, c2, c3], np.uint64))"),
+    ('20.4', 'return c0, c1, c2, c3', 'return tuple(np.uint32(c) for c in (c0, c1, c2, c3))'),
 ]  # fmt: skip

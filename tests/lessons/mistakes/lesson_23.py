@@ -18,3 +18,7 @@ MISTAKES = [
     ('23.2', 'max(loaded[i], done[-1] if done else 0)', 'loaded[i]', 'computation i - 1 has ended'),
     ('23.1', 'acc[4 * j + i]', 'acc[8 * i + j]', 'are adjacent in acc'),
 ]  # fmt: skip
+
+RIGHT = [  # unusual but correct
+    ("23.1", "        mbar_init(base, 1)\n", "        mbar_init(base, 2)\n        mbar_arrive(base)\n"),
+]  # fmt: skip

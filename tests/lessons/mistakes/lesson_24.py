@@ -40,6 +40,8 @@ MISTAKES = [
     ("24.4", "    if n % S == 0:\n        table.append(allocate())", "    if n % S == 0:\n        allocate()\n        table.append(allocate())", "called twice"),
     ("24.4", "return table[-1], n % S", "return table[-1], n", "The offset is"),
     ("24.4", "        table[-1] = allocate()\n        copy(table[-1], shared)", "        table.append(allocate())\n        copy(table[-1], shared)", "The table is"),
+    ("24.3", "hash((previous, tuple(tokens[i : i + S])))", "(previous or 0) + hash(tuple(tokens[i : i + S]))", "The order of the blocks before"),
+    ("24.3", "hash((previous, tuple(tokens[i : i + S])))", "tuple(tokens[:S]), i, tuple(tokens[i : i + S])", "Every token before the block counts"),
 ]  # fmt: skip
 
 RIGHT = [

@@ -4,6 +4,13 @@ ITERATION = "X = a * X + (b * A + c * A @ A) @ X"
 NORM = "max(np.linalg.norm(G), 1e-7)"
 STEP = "w * (1 - lr * decay) - lr * scale * orthogonalize(x)"
 DECAY = "peak * (1 - np.sqrt(k / n)) if k > 0 else peak"
+TALL = """        a, b, c = QUINTIC
+        X = G / max(np.linalg.norm(G), 1e-7)
+        for _ in range(steps):
+            A = X.T @ X
+            X = a * X + X @ (b * A + c * A @ A)
+        return X
+"""
 
 MISTAKES = [
     ("28.1", "-U @ Vt", "U @ Vt", "This goes uphill"),
@@ -57,6 +64,9 @@ MISTAKES = [
     ("28.4", "    n = int(fraction * steps)\n    k = step - (steps - 1 - n)\n", "    n = steps - 1 - warmup\n    k = step - warmup\n", "right after the warm-up"),
     ("28.4", "    if step", "    peak = 1.0\n    if step", "The peak is missing"),
     ("28.4", " if k > 0 else peak", "", "has no root"),
+    ("28.2", "G.shape[0] > G.shape[1]", "False", "a product is (7, 7)"),
+    ("28.3", "x = g + mu * (m - g)", "x = g + mu * m", "running SUM"),
+    ("28.4", "int(fraction * steps)", "int(np.ceil(fraction * steps))", "int() cuts off"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct
@@ -65,4 +75,5 @@ RIGHT = [  # unusual but correct
     ("28.2", NORM, "max(np.sqrt((G * G).sum()), 1e-7)"),
     ("28.3", "m + (1 - mu) * (g - m)", "mu * m + (1 - mu) * g"),
     ("28.4", DECAY, "peak * (1 - np.sqrt(max(k, 0) / max(n, 1)))"),
+    ("28.2", "        return newton_schulz(G.T, steps).T\n", TALL),
 ]  # fmt: skip

@@ -73,4 +73,5 @@ RIGHT = [  # unusual but correct
     ("29.2", SUBNORMAL, "np.ldexp(m.astype(float), -9)"),
     ("29.3", "np.signbit(v)", "(v < 0)"),
     ("29.4", "float32(codes_OK[o, k])", "codes_OK[o, k]"),
+    ("29.2", "    bits", "    # E4M3, as ml_dtypes.float8_e4m3fn\n    bits"),
 ]  # fmt: skip

@@ -51,6 +51,8 @@ MISTAKES = [
     ("30.4", "    order, shift", "    return np.argsort(keys, kind='stable')\n    order, shift", "not made by split"),
     ("30.4", "    order, shift = np.arange(len(keys)), 0\n", "    order, shift = np.arange(len(keys)), 0\n    last = -bits\n    while (keys >> (last + bits)).any():\n        last += bits\n    for shift in range(last, -1, -bits):\n        order = order[split((keys[order] >> shift) & (2**bits - 1))]\n    return order\n", "The highest digit was taken first"),
     ("30.4", "np.arange(len(keys))", "np.arange(len(keys))[::-1]", "stay in the order"),
+    ("30.1", "    if i < x_n.size:\n        y_n[i] = v - own", "    v = cuda.shfl_up_sync(FULL, v, 1)\n    if i < x_n.size:\n        y_n[i] = v", "Lane 0 has no lane below"),
+    ("30.4", "while (keys >> shift).any():", "while shift < 32:", "Not all bits of the keys"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct
@@ -59,4 +61,5 @@ RIGHT = [  # unusual but correct
     ("30.2", "range(warp)", "range(warp - 1, -1, -1)"),
     ("30.3", "((1 << lane) - 1)", "(0xFFFFFFFF >> (32 - lane))"),
     ("30.4", "keys[order] >> shift", "keys[order] // 2**shift"),
+    ("30.3", "    rank =", "    # not cuda.atomic: its order differs from run to run\n    rank ="),
 ]  # fmt: skip

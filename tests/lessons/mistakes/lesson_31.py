@@ -5,6 +5,10 @@ SUM = "trips.sum() / executed if executed else 0.0"
 COUNT = "cuda.atomic.add(mine, digit_n[n], 1)"
 LOOP = "range(cuda.grid(1), digit_n.size, cuda.gridsize(1))"
 BEGIN = "max(ready, free[engine])"
+PART = "-(-digit_n.size // cuda.gridDim.x)"
+CHUNKS = (
+    f"range(cuda.blockIdx.x * {PART} + t, min(cuda.blockIdx.x * {PART} + {PART}, digit_n.size), 64)"
+)
 
 MISTAKES = [
     ("31.1", "-(-threads // 32)", "max(1, threads // 32)", "round threads / 32 up"),
@@ -39,6 +43,7 @@ MISTAKES = [
     ("31.4", "ready, parts = 0, []", "ready, parts = max(free), []", "nothing overlaps"),
     ("31.4", "(begin, ready)", "(begin, duration)", "not (begin, duration)"),
     ("31.4", BEGIN, f"{BEGIN} + 1", "later than necessary"),
+    ("31.1", "4 * (card[\"registers\"] // 4 // (32 * registers)) // warps", "card[\"registers\"] // 4 // (32 * registers) // -(-warps // 4)", "count the warps that fit into all four"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual but correct
@@ -46,4 +51,5 @@ RIGHT = [  # unusual but correct
     ("31.2", SUM, "float(trips.sum()) / max(executed, 1)"),
     ("31.3", "if t < count_T.size:", "if t < count_T.size and mine[t] > 0:"),
     ("31.4", BEGIN, "ready if ready > free[engine] else free[engine]"),
+    ("31.3", "range(cuda.grid(1), digit_n.size, cuda.gridsize(1))", CHUNKS),
 ]  # fmt: skip

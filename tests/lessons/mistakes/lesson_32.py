@@ -14,6 +14,18 @@ BACKWARD = """        w = square(comm.all_gather(shards[l]), C)
         update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
 """
 SCATTERED = "comm.reduce_scatter(flatten(dw, comm.world))"
+COPIES = """    C = x_NC.shape[1]
+    inputs, weights = [x_NC], []
+    for shard in shards:
+        weights.append(square(comm.all_gather(shard), C).copy())
+        inputs.append(layer(inputs[-1], weights[-1]))
+    error = inputs.pop() - t_NC
+    dy = 2 * error / count
+    for l in reversed(range(len(shards))):
+        dy, dw = layer_bwd(dy, inputs[l], weights[l])
+        update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
+    return comm.all_reduce((error**2).sum().reshape(1) / count)[0]
+"""
 
 MISTAKES = [
     ("32.1", SECOND, "", "The second half is missing"),
@@ -94,6 +106,7 @@ MISTAKES = [
     ("32.5", "layers * layer_bytes // ranks", "layers * layer_bytes", "expected"),
     ("32.5", "    if ranks == 1:\n        return layers * layer_bytes\n", "", "nothing is gathered"),
     ('32.5', '(1 + ahead) * layer_bytes', '(1 + ahead) * layer_bytes * (ranks - 1) // ranks', 'a whole new array'),
+    ("32.4", "    C = x_NC.shape[1]\n", COPIES, "copies of whole layers stayed in memory"),
 ]  # fmt: skip
 
 RIGHT = [  # unusual, but correct

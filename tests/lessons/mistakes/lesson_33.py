@@ -16,6 +16,12 @@ LAST = (
 )
 OWN = "range(32 * share + t, n, 32 * shares)"
 BEGIN = "begin = max(begin, done[task[WAIT]] + hand_over)"
+POLL = "        if t == 0:\n            while load_acquire(count_S, tasks_RF[row, WAIT]) < tasks_RF[row, ARRIVALS] * (e + 1):\n                pass\n"
+POLLED = """        while True:  # in every thread
+            seen = load_acquire(count_S, tasks_RF[row, WAIT])
+            if seen >= tasks_RF[row, ARRIVALS] * (e + 1):
+                break
+"""
 
 MISTAKES = [
     ("33.1", ADD, "cuda.atomic.add(count_1, 0, 1)", "it releases nothing"),
@@ -103,4 +109,6 @@ RIGHT = [  # unusual but correct
     ("33.3", "if t == 0:\n            while", "if True:\n            while"),
     ("33.3", STEP, f"e = int64(0)\n    if t == 0:\n        {STEP}"),
     ("33.4", "        if task[ARRIVALS]:\n", "        if task[ARRIVALS] > 0:\n"),
+    ("33.1", "    for r in range(rounds):", "    # instead of this_grid().sync()\n    for r in range(rounds):"),
+    ("33.3", POLL, POLLED),
 ]  # fmt: skip

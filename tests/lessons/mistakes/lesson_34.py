@@ -134,4 +134,5 @@ RIGHT = [  # unusual but correct
     ("34.3", "            size = float32(np.inf)\n", ""),
     ("34.4", "(32, 36)", "(32, 33)"),
     ("34.4", CODE, "e5m2_code((float32(1.0) / scale_1[0]) * x_NK[n0 + r, k0 + x])"),
+    ("34.3", "            if a < float32(2.0**-6):", "            half = float32(i % 2) * float32(2.0**-1)\n            if a < float32(2.0**-6) and half < float32(1.0):"),
 ]  # fmt: skip
