@@ -156,6 +156,7 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"", "is not a tokenizer.json"),
         (b"{}", "is not a tokenizer.json"),
         (b"\xff\x00", "is not a tokenizer.json"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
         (json.dumps(HUGE_ID).encode(), "xtrain supports ids below"),
     ],

@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
 from ..files import write_whole
-from ..json_files import listed, parse_json
+from ..json_files import check_pointer, listed, parse_json
 from .pieces import rule
 
 END_OF_TEXT = "<|endoftext|>"
@@ -127,7 +127,9 @@ class Tokenizer:
                 f"there is no tokenizer at {path}: give a tokenizer.json or a folder that holds one"
             )
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
+            check_pointer(text, path)
+            backend = tokenizers.Tokenizer.from_str(text.decode())
             files = [path.with_name(name) for name in COMPANION_FILES]
             companions = {file.name: file.read_bytes() for file in files if file.is_file()}
             read = lambda name: parse_json(companions.get(name, b"{}"), path.with_name(name))

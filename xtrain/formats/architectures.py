@@ -57,6 +57,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
+    "is_causal": (True, None),
 }
 
 
@@ -197,7 +198,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
     ]
     if unsupported:
-        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
+        quantized = config.get("quantization_config") is not None
+        hint = ": use the model's unquantized weights" if quantized else ""
+        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support{hint}")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")
