@@ -123,6 +123,12 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
+            for other in (path.with_name(name) for name in ("tokenizer.model", "vocab.json")):
+                if other.is_file():
+                    raise UserError(
+                        f"{path.parent} has a {other.name}, but no tokenizer.json: make one with transformers.AutoTokenizer."
+                        "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
+                    )
             raise UserError(
                 f"there is no tokenizer at {path}: give a tokenizer.json or a folder that holds one"
             )
