@@ -41,7 +41,9 @@ def merge(folder: Path, out: Path, change: str | None = None) -> None:
     change: MODULE:FUNCTION, with which the model was changed.
     """
     if not is_adapter(folder):
-        raise UserError(f"{folder} holds a whole model, no adapters: there is nothing to merge")
+        raise UserError(
+            f"{folder} has no adapter_config.json, so there is nothing to merge: give the folder of adapters"
+        )
     if out.resolve() in (folder.resolve(), base_folder(folder).resolve()):
         raise UserError(f"{out} holds the adapters or their model: give another folder to --merge")
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))

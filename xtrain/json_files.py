@@ -25,8 +25,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(text, path)
 
 
+def check_pointer(text: bytes, path: Path) -> None:
+    """Raises UserError if path is what git leaves in place of a large file. text: with which it begins."""
+    if text.startswith(b"version https://git-lfs"):
+        raise UserError(
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or download it again"
+        )
+
+
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """The JSON object in text, read from path. Raises UserError, also for a key that occurs twice."""
+    check_pointer(text, path)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tokenizers
 from faults import KILL, FailingDisk, killed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.dataset import prepare
 from xtrain.data.tokenizer import END_OF_TEXT, MIN_VOCAB, Tokenizer
 from xtrain.errors import UserError
@@ -155,6 +156,7 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"", "is not a tokenizer.json"),
         (b"{}", "is not a tokenizer.json"),
         (b"\xff\x00", "is not a tokenizer.json"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
         (json.dumps(HUGE_ID).encode(), "xtrain supports ids below"),
     ],
@@ -178,6 +180,7 @@ def test_a_tokenizer_without_an_end_of_text_cannot_train(tmp_path):
         prepare(str(tmp_path / "text.txt"), 300, tmp_path / "cache", tokenizer=str(file))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_tokenizer_never_escapes(tmp_path_factory, data):
     """A damaged file either loads or raises UserError."""
@@ -203,6 +206,45 @@ def test_transformers_agrees(tmp_path, model_type):
     assert theirs(text)["input_ids"] == TOKENIZER.encode(text)
     assert theirs.decode(TOKENIZER.encode(text)) == text
     assert theirs.eos_token_id == TOKENIZER.eot_id and len(theirs) == TOKENIZER.vocab_size
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_names_in_an_older_folder_are_those_of_transformers(tmp_path, newer):
+    """special_tokens_map.json overrides tokenizer_config.json, unless that has added_tokens_decoder."""
+    transformers = pytest.importorskip("transformers")
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER._json().decode())
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    config |= {"added_tokens_decoder": {}} if newer else {}
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}}  # fmt: skip
+    for name, content in (("tokenizer_config", config), ("special_tokens_map", names)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}", "utf-8")
+    ours, theirs = Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    messages = [{"role": "user", "content": "x"}]
+    text = ChatTemplate.load(tmp_path).render(messages)
+    assert text == theirs.apply_chat_template(messages, tokenize=False)
+
+
+def test_tokens_that_only_the_config_adds_are_refused(tmp_path):
+    """Else the text of such a token would silently become the tokens of its characters."""
+    TOKENIZER.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    added = {"0": {"content": END_OF_TEXT}, "300": {"content": "<|im_end|>"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
+    with pytest.raises(UserError, match=r"adds \(<\|im_end\|>\): write both files again"):
+        Tokenizer.load(tmp_path)
+
+
+def test_tokens_with_other_characters_in_a_byte_level_vocabulary(tmp_path):
+    content = json.loads(TOKENIZER._json())
+    i = TOKENIZER.vocab_size
+    content["model"]["vocab"] |= {"中 文": i, "é中": i + 1}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert "".join(tokenizer.stream([i, i + 1])) == tokenizer.decode([i, i + 1]) == "中 文é中"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

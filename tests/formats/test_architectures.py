@@ -135,6 +135,7 @@ def changed(folder, **changes):
         ("Qwen2 and Qwen3 with windows", dict(layer_types=["sliding_attention"]), "layer_types has 1 entries for 4 layers"),
         ("Qwen2 and Qwen3 with windows", dict(layer_types=["chunked_attention"] * 4), "layer type 'chunked_attention', which xtrain"),
         ("Phi-4", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.75)), "partial_rotary_factor 0.75"),
+        ("Mistral v0.1", dict(layer_types=["full_attention", "sliding_attention"] * 2), "a sliding window in some layers only"),
         ("Phi-4", dict(num_key_value_heads=4), r"qkv_proj.weight has shape \(128, 64\), expected 192 rows"),
         ("Granite 3", dict(residual_multiplier=0), "residual_multiplier must be a positive number, got 0"),
         ("Granite 3", dict(attention_multiplier="1"), "attention_multiplier must be a positive number"),
@@ -167,6 +168,21 @@ def test_missing_keys_mean_what_they_mean_in_transformers(tmp_path):
     assert Transformer.from_pretrained(tmp_path, DEVICE).config.max_seq_len == 4096
     changed(tmp_path, max_position_embeddings=4097)
     assert Transformer.from_pretrained(tmp_path, DEVICE).config.sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("Mistral v0.1", "full"), ("Mistral v0.1", "sliding"), ("Phi-4", "full")]
+)
+def test_layer_types_mean_what_they_mean_in_transformers(name, kind, tmp_path):
+    """Mistral's window is in no layer or in all, Phi-3's always in all."""
+    published(name, tmp_path)
+    changed(tmp_path, sliding_window=9, layer_types=[f"{kind}_attention"] * 4)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = np.arange(40)[None]
+    found = to_host(Transformer.from_pretrained(tmp_path, DEVICE)(ids).data)
+    np.testing.assert_allclose(found, logits_of(theirs.eval(), ids), atol=1e-4)
 
 
 def test_the_weights_of_packed_models_can_be_loaded(tmp_path):

@@ -151,7 +151,8 @@ UNSUPPORTED = [
     ({"architectures": ["Qwen3ForCausalLM"]}, "model_type 'llama'"),
     ({"architectures": None, "model_type": "gemma"}, "model_type 'gemma'"),
     ({"architectures": None, "model_type": None}, "model_type None"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"quantization_config": {"bits": 4}}, "does not support: use the model's unquantized weights"),
+    ({"is_causal": False}, "is_causal False"),
     ({"pretraining_tp": 2}, "pretraining_tp 2"),
     ({"hidden_size": None}, "lacks hidden_size"),
     ({"num_hidden_layers": -1}, "num_hidden_layers must be a positive whole number"),
@@ -594,8 +595,18 @@ def test_a_run_without_a_checkpoint_that_can_be_used(tmp_path):
 def test_no_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(folder, "neither model.safetensors nor", "pytorch_model.bin must be converted")
-    (folder / "pytorch_model.bin").unlink()
-    refused(folder, "neither model.safetensors nor")
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    refused(folder, "neither model.safetensors nor", "model.gguf must be converted")
+    (folder / "model.gguf").unlink()
+    refused(folder, "neither model.safetensors nor", "download them")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_pointers_of_git_lfs(folder, name):
+    """What `git clone` leaves without git-lfs."""
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+    (folder / name).write_text(text)
+    refused(folder, f"{name} is a pointer of Git LFS", "git lfs pull")
 
 
 def test_a_damaged_file(folder):

@@ -133,6 +133,12 @@ def test_completions_logprobs_and_stop(served):
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, "leaves no room"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs is not supported",
+        ),
+        ({"ignore_eos": True}, "ignore_eos is not supported"),
     ],
 )
 def test_a_bad_request_is_a_sentence(served, change, says):
@@ -140,6 +146,9 @@ def test_a_bad_request_is_a_sentence(served, change, says):
     answer = httpx.post(served.url + "/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and says in error["message"], error
+    assert "Value error" not in error["message"] and "str" not in (error["param"] or "").split(
+        "."
+    ), error
     assert error["type"] == "invalid_request_error" and served.idle
 
 

@@ -97,6 +97,8 @@ def test_folders(capsys, tmp_path, mine):
     refused(capsys, mine, "there is no tokenizer at")
     (mine / "tokenizer.model").write_bytes(b"x")
     refused(capsys, mine, "no tokenizer.json: make one with")
+    (mine / "tokenizer.model").rename(mine / "vocab.json")
+    refused(capsys, mine, "has a vocab.json, but no tokenizer.json: make one with")
 
 
 def test_a_prompt_without_tokens(mine, capsys):

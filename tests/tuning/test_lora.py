@@ -168,6 +168,18 @@ def test_adapters_that_are_refused(folder, tmp_path, change, words):
         Transformer.from_pretrained(tmp_path)
 
 
+def test_adapters_of_other_matrices_are_refused(folder, tmp_path):
+    """Of the embedding table, whose names peft makes."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    options = peft.LoraConfig(r=3, target_modules=["q_proj", "embed_tokens"])
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), options)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lora_embedding_B: if it is the right one, merge"):
+        Transformer.from_pretrained(tmp_path)
+
+
 def test_adapters_of_another_model_are_refused(folder, tmp_path):
     other = twins.random_model(twins.small(vocab_size=300, hidden_dim=48), device="cpu")
     adapted(other, Lora(4, 6, TARGETS, str(folder))).save_pretrained(tmp_path)
@@ -236,6 +248,19 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder, data, capsys):
     again = ["--init", str(whole), "--data", str(data), "--out", str(tmp_path / "c"), "--lora", "4"]
     assert main(again) == 2
     assert "holds adapters: merge them" in capsys.readouterr().err
+
+
+def test_adapters_without_a_tokenizer(tmp_path, folder, data):
+    """As peft writes them: the tokenizer is that of the model."""
+    model = adapted(Transformer.from_pretrained(folder, "cpu"), Lora(4, 6, TARGETS, str(folder)))
+    model.save_pretrained(tmp_path / "adapters")
+    assert not (tmp_path / "adapters" / "tokenizer.json").exists()
+    run = finetune(config_of(tmp_path / "adapters", tmp_path / "a", data, lora=0), SILENT)
+    assert load_for_serving(run, "cpu").tokenizer.vocab_size == model.config.vocab_size
+    gguf = pytest.importorskip("gguf")
+    assert export(["--model", str(tmp_path / "adapters"), "--gguf", str(tmp_path / "x.gguf")]) == 0
+    tokens = gguf.GGUFReader(tmp_path / "x.gguf").get_field("tokenizer.ggml.tokens").contents()
+    assert len(tokens) == model.config.vocab_size
 
 
 def test_what_the_command_refuses(tmp_path, folder, data, capsys):

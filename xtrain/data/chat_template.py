@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..json_files import read_json, reading
-from .tokenizer import token_text
+from .tokenizer import CONFIG, SPECIAL_MAP, token_text, with_names
 
 TOKENS = (
     "bos_token",
@@ -173,10 +173,11 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
         """The template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
-        source, path = template_source(folder), folder / "tokenizer_config.json"
+        source = template_source(folder)
         if source is None:
             return None
-        config = read_json(path) if path.is_file() else {}
+        files = (folder / name for name in (CONFIG, SPECIAL_MAP))
+        config = with_names(*(read_json(file) if file.is_file() else {} for file in files))
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
 

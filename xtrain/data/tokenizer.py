@@ -13,6 +13,7 @@ import codecs
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
 from ..files import write_whole
-from ..json_files import parse_json
+from ..json_files import check_pointer, listed, parse_json
 from .pieces import rule
 
 END_OF_TEXT = "<|endoftext|>"
@@ -31,8 +32,8 @@ MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = 1 << 24  # a larger id means a damaged file, and its table would fill the memory
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-CONFIG = "tokenizer_config.json"
-COMPANION_FILES = (CONFIG, "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
+CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+COMPANION_FILES = (CONFIG, SPECIAL_MAP, "chat_template.jinja")  # of a tokenizer.json
 
 
 class Tokenizer:
@@ -65,7 +66,8 @@ class Tokenizer:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
                    "clean_up_tokenization_spaces": False}  # fmt: skip
             self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
-        bos = token_text(json.loads(self._companions[CONFIG]).get("bos_token"))
+        read = lambda name: json.loads(self._companions.get(name, b"{}"))
+        bos = token_text(with_names(read(CONFIG), read(SPECIAL_MAP)).get("bos_token"))
         self.bos_token_id = None if bos is None else backend.token_to_id(bos)
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
@@ -121,15 +123,24 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
+            for other in (path.with_name(name) for name in ("tokenizer.model", "vocab.json")):
+                if other.is_file():
+                    raise UserError(
+                        f"{path.parent} has a {other.name}, but no tokenizer.json: make one with transformers.AutoTokenizer."
+                        "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
+                    )
             raise UserError(
                 f"there is no tokenizer at {path}: give a tokenizer.json or a folder that holds one"
             )
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
+            check_pointer(text, path)
+            backend = tokenizers.Tokenizer.from_str(text.decode())
             files = [path.with_name(name) for name in COMPANION_FILES]
             companions = {file.name: file.read_bytes() for file in files if file.is_file()}
-            content = companions.get(CONFIG)
-            config = {} if content is None else parse_json(content, path.with_name(CONFIG))
+            read = lambda name: parse_json(companions.get(name, b"{}"), path.with_name(name))
+            config = with_names(read(CONFIG), read(SPECIAL_MAP))
+            _check_added_tokens(config, backend)
             return cls(backend, _end_of_text(config, backend), companions)
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
@@ -231,6 +242,23 @@ def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
     return token_text(config.get("eos_token")) or next(known, END_OF_TEXT)
 
 
+def with_names(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json; an older one with the names of its special tokens in special_tokens_map.json, as in transformers."""
+    return config if "added_tokens_decoder" in config else config | special_map
+
+
+def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -> None:
+    """Raises UserError if tokenizer_config.json adds a token that tokenizer.json lacks, and would split."""
+    added = config.get("added_tokens_decoder")
+    texts = [token_text(token) for token in added.values()] if isinstance(added, dict) else []
+    lacking = [text for text in texts if text and backend.token_to_id(text) is None]
+    if lacking:
+        raise UserError(
+            f"it lacks tokens that {CONFIG} adds ({listed(lacking)}): write both files again with transformers.AutoTokenizer."
+            "from_pretrained(folder).save_pretrained(folder), or remove them from added_tokens_decoder if the model lacks them too"
+        )
+
+
 def token_text(entry: Any) -> str | None:
     """The text of a token in tokenizer_config.json, which gives the text or an object that holds it."""
     entry = entry.get("content") if isinstance(entry, dict) else entry
@@ -246,11 +274,11 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> 
     added = {token["id"] for token in spec["added_tokens"]}
     table = [b""] * vocab_size
     for token, i in ids.items():
-        if byte_level and i not in added:
+        if byte_level and i not in added and all(c in byte_of for c in token):
             table[i] = bytes(byte_of[c] for c in token)
-        elif byte_level:
+        elif byte_level:  # text, as the library decodes it
             table[i] = token.encode()
-        elif len(token) == 6 and token.startswith("<0x"):  # byte fallback of SentencePiece
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # byte fallback of SentencePiece
             table[i] = bytes([int(token[3:5], 16)])
         else:  # SentencePiece writes a space as U+2581
             table[i] = token.replace("▁", " ").encode()

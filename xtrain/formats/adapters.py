@@ -117,7 +117,7 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         unused -= {name, other}
     if unused:
         raise UserError(
-            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}"
+            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it is the right one, merge them with peft"
         )
     return found
 

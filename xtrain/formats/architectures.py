@@ -57,6 +57,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
+    "is_causal": (True, None),
 }
 
 
@@ -197,7 +198,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         if key not in architecture.ignored and config.get(key, allowed[0]) not in allowed
     ]
     if unsupported:
-        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support")
+        quantized = config.get("quantization_config") is not None
+        hint = ": use the model's unquantized weights" if quantized else ""
+        raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support{hint}")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")
@@ -268,7 +271,7 @@ def _window(
         window = None
     if window is not None and not (type(window) is int and window > 0):
         raise UserError(f"sliding_window must be a positive whole number, got {window!r}")
-    if not kinds:
+    if not kinds or architecture.model_type == "phi3":  # which does not read layer_types
         kinds = [_layer_type(config, architecture, made, i) for i in layers]
     kinds = kinds if isinstance(kinds, list) else [kinds]
     known = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
@@ -288,7 +291,11 @@ def _window(
             f"it needs a sliding window of {window} tokens, which {architecture.model_type} has not"
         )
     full = tuple(i for i in layers if kinds[i] == "full_attention")
-    return window, full if gated else ()
+    if full and not gated:
+        raise UserError(
+            f"it needs a sliding window in some layers only (layer_types), which {architecture.model_type} has not"
+        )
+    return window, full
 
 
 def _layer_type(config, architecture, made, i):

@@ -236,7 +236,9 @@ class _Vocabulary:
 
 def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Vocabulary:
     """Raises UserError if llama.cpp would tokenize in another way."""
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content = json.loads(
+        (source_of(folder, "tokenizer.json") / "tokenizer.json").read_text(encoding="utf-8")
+    )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "

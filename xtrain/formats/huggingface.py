@@ -211,9 +211,9 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
-        other = [f.name for f in (*folder.glob("*.bin"), *folder.glob("*.pth"))]
-        hint = f": {other[0]} must be converted to safetensors first" if other else ""
-        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+        other = [f.name for kind in ("bin", "pth", "pt", "gguf") for f in folder.glob(f"*.{kind}")]
+        hint = f"{other[0]} must be converted to safetensors first" if other else "download them"
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise UserError(

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import UserError
-from ..json_files import MAX_JSON_BYTES, listed, parse_json, reading
+from ..json_files import MAX_JSON_BYTES, check_pointer, listed, parse_json, reading
 
 DTYPES = {
     "F32": np.dtype("<f4"),
@@ -97,6 +97,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     """{name: tensor}. Raises UserError if the file is truncated, damaged or not a safetensors file."""
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        check_pointer(file.read(64), path)
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
             raise UserError(

@@ -25,6 +25,7 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import Array, cache_folder, to_device, to_numpy
 from ..errors import UserError
+from ..formats.adapters import source_of
 from ..formats.huggingface import read_config
 from ..formats.saved_runs import folders, model_folder
 from ..kernels.cross_entropy import IGNORE
@@ -362,8 +363,9 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
         return model_folder(run if resumes else Path(c.init or ""), say)
 
     folder = ranks.on_rank_0(source)
-    context, tokenizer = read_config(folder).max_seq_len, Tokenizer.load(folder)
-    template, stop = ChatTemplate.load(folder), stop_tokens(folder, tokenizer)
+    texts = source_of(folder, "tokenizer.json")
+    context, tokenizer = read_config(folder).max_seq_len, Tokenizer.load(texts)
+    template, stop = ChatTemplate.load(texts), stop_tokens(folder, tokenizer)
     if tokenizer.eos_token_id is not None:
         stop |= {tokenizer.eos_token_id}
     room, skipped = context - c.max_new_tokens, 0

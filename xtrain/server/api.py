@@ -1,7 +1,8 @@
 """The requests and answers of OpenAI's API, as pydantic models.
 
-Fields that OpenAI has and xtrain does not are in UNSUPPORTED; a request that sets one is refused. Other unknown fields are
-ignored, as clients send many. Limits that depend on the model are checked by `make_requests` (serving/requests.py).
+Fields of OpenAI or vLLM that xtrain does not have and that would change the answer are in UNSUPPORTED; a request that sets one
+is refused. Other unknown fields are ignored, as clients send many. Limits that depend on the model are checked by
+`make_requests` (serving/requests.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -16,6 +17,11 @@ UNSUPPORTED = {  # field -> values that mean the same as leaving it out
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "suffix": ("",), "echo": (False,), "best_of": (1,),
+    # of vLLM
+    "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,), "bad_words": ([],), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (),
 }  # fmt: skip
 
 StopText = Annotated[str, Field(min_length=1)]

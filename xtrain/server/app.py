@@ -8,6 +8,7 @@ Every refusal is OpenAI's error object with one sentence. A client that disconne
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,9 @@ from .metrics import Metrics
 from .page import route as page_route
 
 FINISH = {"stop": "stop", "length": "length", "full": "length"}  # engine's reason -> OpenAI's
+UNION_BRANCH = re.compile(
+    r"str|constrained-str|list\[.*\]"
+)  # pydantic's names for the types of a value
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 
 
@@ -56,6 +60,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
         return {"error": self.error.model_dump()}
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The refusal of a body that does not fit its model."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # a value that may have one of several types has an error for each; one that is not about the type fits best
+    best = next((e for e in found if not e["type"].endswith("_type")), found[0])
+    where = ".".join(str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))) or None
+    if best["type"] == "value_error":  # a UserError of ours
+        return ApiError(400, best["msg"].removeprefix("Value error, "), param=where)
+    return ApiError(400, f"{where or 'body'}: {best['msg']}", param=where)
 
 
 class JobResponse(Response):
@@ -161,9 +176,7 @@ class Server:
         try:
             body = kind.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or None
-            raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where) from None
+            raise _invalid(error) from None
         self._check_model(body.model)
         return body
 

@@ -82,11 +82,6 @@ def load(
 def load_texts(folder: Path) -> Texts:
     """Load tokenizer and stop tokens of a Hugging Face folder. Raises UserError if anything is missing or damaged."""
     texts = source_of(folder, TOKENIZER)
-    if not (texts / TOKENIZER).is_file() and (texts / "tokenizer.model").is_file():
-        raise UserError(
-            f"{texts} has a tokenizer.model, but no tokenizer.json: make one with transformers.AutoTokenizer."
-            "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
-        )
     tokenizer = Tokenizer.load(texts)
     return Texts(folder, tokenizer, stop_tokens(folder, tokenizer))
 

@@ -17,7 +17,7 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import cache_folder
 from ..errors import UserError
-from ..formats.adapters import base_folder, check_writable, is_adapter
+from ..formats.adapters import base_folder, check_writable, is_adapter, source_of
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import Saved, folders, model_folder
 from ..kernels.fp8 import TILE
@@ -176,7 +176,8 @@ class Conversations:
 
 
 def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
-    """Read --data and --val-data. source: the folder of tokenizer and template.  context: the model's. Raises UserError."""
+    """Read --data and --val-data. source: the model's folder.  context: the model's. Raises UserError."""
+    source = source_of(source, "tokenizer.json")
     c, tokenizer = config, Tokenizer.load(source)
     template = ChatTemplate.load(source)
     limit = min(c.seq_len or context, context)
