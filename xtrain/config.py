@@ -467,6 +467,11 @@ class TrainConfig(ShapeOptions):
             not self.fp8_head or self.precision == "fp8",
             f"--fp8-head needs --precision fp8, not {self.precision}: give both, or neither",
         )
+        for name in ("eval_tasks_every", "eval_items"):
+            _need(
+                getattr(self, name) is None or bool(self.eval_tasks) or self.resume,
+                f"{_option(name)} needs --eval-tasks: give both or neither",
+            )
         known = self.may_change()
         for name in self.allow_change:
             _need(

@@ -219,6 +219,7 @@ def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
         ([*given, "--batch", "12"], "--batch 12 is not a multiple of --group 8"),
         ([*given, "--max-new-tokens", "47"], "no prompt leaves room for --max-new-tokens 47"),
         ([*given, "--graph"], "--graph does not apply"),
+        ([*given, "--reference", "there"], "--reference needs --kl"),
         ([*given, "--seq-len", "9"], "--seq-len does not apply"),
         ([*given, "--clip-ratio", "1"], "--clip-ratio must be between"),
         ([*model, "--task", "a_task:reward", "--data", "gone.jsonl"], "gone.jsonl does not exist"),

@@ -120,6 +120,8 @@ class ReinforceConfig(AdapterConfig):
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"--kl must be a number and not negative, got {self.kl}")
+        if self.reference and not self.kl and not self.resume:
+            raise UserError("--reference needs --kl: give its weight, or neither")
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if self.graph:
