@@ -151,6 +151,7 @@ WRONG = [
     (dict(lr=math.nan), "--lr must be a positive number, got nan"),
     (dict(min_lr_ratio=1.5), "--min-lr-ratio must be between 0 and 1, got 1.5"),
     (dict(schedule="wsd", decay_fraction=0.0), "--decay-fraction must be above 0 and at most 1, got 0.0"),
+    (dict(eval_items=3), "--eval-items needs --eval-tasks: give both or neither"),
     (dict(decay_fraction=0.5), "--decay-fraction is for --schedule wsd, but the schedule is cosine: give both or neither"),
     (dict(decay_shape="linear"), "--decay-shape is for --schedule wsd, but the schedule is cosine"),
     (dict(ema=1.0), "--ema must be at least 0 and below 1, got 1.0"),

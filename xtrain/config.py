@@ -36,6 +36,11 @@ def _need(ok: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+def _need_text(name: str, value: str | None) -> None:
+    ok = value is None or (_encodes(value) and "\0" not in value)
+    _need(ok, f"{_option(name)} {value!r} is not valid UTF-8 text")
+
+
 # Parameters of each type of RoPE scaling (names and meaning as in Hugging Face configs).
 ROPE_SCALINGS = {
     "default": (),
@@ -371,9 +376,20 @@ class TrainConfig(ShapeOptions):
 
     def validate(self) -> None:
         """Raises UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""
+        self.check_place()
         self._check_counts()
         self._check_numbers()
         self._check_words()
+
+    def check_place(self) -> None:
+        """Raises UserError if --out and --name do not name a folder."""
+        for name in ("name", "out"):
+            _need_text(name, getattr(self, name))
+        _need(self.out != "", "--out is empty: give a path, or omit the option")
+        _need(
+            self.name is None or _is_inside(self.name),
+            f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
+        )
 
     def resume_keys(self) -> tuple[str, ...]:
         """The options that determine the numbers, see RESUME_KEYS."""
@@ -451,6 +467,11 @@ class TrainConfig(ShapeOptions):
             not self.fp8_head or self.precision == "fp8",
             f"--fp8-head needs --precision fp8, not {self.precision}: give both, or neither",
         )
+        for name in ("eval_tasks_every", "eval_items"):
+            _need(
+                getattr(self, name) is None or bool(self.eval_tasks) or self.resume,
+                f"{_option(name)} needs --eval-tasks: give both or neither",
+            )
         known = self.may_change()
         for name in self.allow_change:
             _need(
@@ -462,12 +483,9 @@ class TrainConfig(ShapeOptions):
                 name in TRACKERS,
                 f"--log {repr(name)[1:-1]} is not known: choose from {', '.join(TRACKERS)}",
             )
-        for name in ("sample_prompt", "name", "out"):
-            value = getattr(self, name)
-            ok = value is None or (_encodes(value) and "\0" not in value)
-            _need(ok, f"{_option(name)} {value!r} is not valid UTF-8 text")
+        _need_text("sample_prompt", self.sample_prompt)
         # --data "$UNSET": Path("") would be the current folder
-        for name in ("data", "out", "init", "tokenizer"):
+        for name in ("data", "init", "tokenizer"):
             value = getattr(self, name)
             empty = "" in value if isinstance(value, tuple) else value == ""
             _need(not empty, f"--{name} is empty: give a path, or omit the option")
@@ -476,10 +494,6 @@ class TrainConfig(ShapeOptions):
             f"--change must be the name of a function, MODULE:FUNCTION, not {self.change!r}",
         )
         _need(self.text_key != "", "--text-key is empty: give the name of a field or column")
-        _need(
-            self.name is None or _is_inside(self.name),
-            f"--name {self.name!r} is not a folder inside --out: give a name such as tiny-2",
-        )
 
 
 class ResolvedConfig(TrainConfig):

@@ -91,9 +91,24 @@ def test_a_kill_in_a_step_loses_that_step_and_no_bit(whole, folder, tmp_path):
     stopped = tmp_path / "run"
     assert len(steps_of(stopped)) == 2
     sys.modules["a_task"].reward = letters
-    arguments = ["--data", *config.data, "--task", "a_task:reward", "--out", str(tmp_path)]
-    assert main([*arguments, "--init", str(folder), "--name", "run", "--resume"]) == 0
+    assert main(["--out", str(tmp_path), "--name", "run", "--resume"]) == 0, "the name is enough"
     assert_same_run(whole, stopped)
+
+
+def test_the_reference_stays(folder, tmp_path, capsys):
+    """It is the checkpoint that a run had at the start; another one decides other numbers, so it is refused."""
+    other = reinforce(config_of(folder, tmp_path, name="other", steps=1, lr=1e-2), SILENT)
+    options = dict(kl=0.05, reference=str(other), stop_at=2)
+    run = reinforce(config_of(folder, tmp_path, steps=3, **options), SILENT)
+    reinforce(config_of(folder, tmp_path, name="other", steps=2, resume=True, allow_change=("steps",), lr=1e-2), SILENT)  # fmt: skip
+    arguments = ["--out", str(tmp_path), "--name", "run", "--resume"]
+    assert main([*arguments, "--reference", str(other)]) == 2
+    assert "the reference is not the same (sha256 was " in capsys.readouterr().err
+    assert main(arguments) == 0
+    whole = reinforce(config_of(folder, tmp_path, name="whole", steps=3, kl=0.05, reference=str(other / "checkpoints/step-000001")), SILENT)  # fmt: skip
+    assert_same_run(whole, run)
+    more = ["--reference", str(other), "--allow-change", "reference", "steps", "--steps", "4"]
+    assert main([*arguments, *more]) == 0
 
 
 def test_rollouts_do_not_depend_on_what_is_generated_with_them(whole, folder, tmp_path):
@@ -204,6 +219,7 @@ def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
         ([*given, "--batch", "12"], "--batch 12 is not a multiple of --group 8"),
         ([*given, "--max-new-tokens", "47"], "no prompt leaves room for --max-new-tokens 47"),
         ([*given, "--graph"], "--graph does not apply"),
+        ([*given, "--reference", "there"], "--reference needs --kl"),
         ([*given, "--seq-len", "9"], "--seq-len does not apply"),
         ([*given, "--clip-ratio", "1"], "--clip-ratio must be between"),
         ([*model, "--task", "a_task:reward", "--data", "gone.jsonl"], "gone.jsonl does not exist"),

@@ -203,6 +203,14 @@ def test_options_that_are_given_count(stopped, tmp_path, capsys):
     assert checkpoints(tmp_path / "run")[-1] == "step-000020"
 
 
+def test_an_option_that_needs_one_of_the_run(tmp_path, capsys):
+    """--decay-fraction needs --schedule wsd, which is the run's."""
+    run(tmp_path, schedule="wsd", steps=4, stop_at=2)
+    assert command(tmp_path, "--decay-fraction", 0.5) == 2
+    assert "decay_fraction was 0.2, is 0.5: " in capsys.readouterr().err
+    assert command(tmp_path, "--decay-fraction", 0.5, "--allow-change", "decay_fraction") == 0
+
+
 def test_an_allowed_change_stays_allowed(stopped, tmp_path, capsys):
     """Killed after the change, before the next checkpoint."""
     shutil.copytree(stopped, tmp_path / "run")
@@ -300,8 +308,9 @@ def test_the_threads_stay(tmp_path, monkeypatch):
     assert stored(other)["blas_threads"] == 2
 
 
-def test_a_name_that_cannot_be_allowed(tmp_path, capsys):
-    assert main(["--out", str(tmp_path), "--resume", "--allow-change", "speed"]) == 2
+def test_a_name_that_cannot_be_allowed(stopped, tmp_path, capsys):
+    shutil.copytree(stopped, tmp_path / "run")
+    assert command(tmp_path, "--allow-change", "speed") == 2
     assert "--allow-change speed is not known: choose from" in capsys.readouterr().err
 
 

@@ -183,8 +183,9 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
     half = config_of(folder, tmp_path / "b", data)
     stopped = finetune(FinetuneConfig(**{**vars(half), "stop_at": 3}), SILENT)
-    arguments = ["--init", str(tmp_path / "gone"), "--data", data, "--out", str(tmp_path / "b")]
-    assert main([*arguments, "--name", "run", "--resume"]) == 0
+    arguments = ["--out", str(tmp_path / "b"), "--name", "run", "--resume"]
+    assert main([*arguments, "--stop-at", "4"]) == 0, "the name is enough"
+    assert main([*arguments, "--init", str(tmp_path / "gone"), "--data", data]) == 0
     assert_same_run(whole, stopped)
     losses = [m["val_loss"] for m in metrics(whole) if "val_loss" in m]
     assert losses[-1] < losses[0]
@@ -197,6 +198,19 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     assert "<|im_start|>user\nadd one<|im_end|>" in (whole / "samples.txt").read_text()
     stored = json.loads((whole / "config.json").read_text())
     assert stored["train"]["seq_len"] == 64 and stored["data"]["skipped"] == 1
+
+
+def test_more_epochs_are_more_steps(tmp_path, folder, capsys):
+    """Also where the number is the option's default; and a run that does not exist is told first."""
+    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 5)
+    finetune(config_of(folder, tmp_path, data, steps=None, epochs=1, batch=2), SILENT)
+    arguments = ["--out", str(tmp_path), "--name", "run", "--resume", "--epochs", "3"]
+    assert main(arguments) == 2
+    assert "steps was 2, is 6: " in capsys.readouterr().err
+    assert main([*arguments, "--allow-change", "steps"]) == 0
+    assert metrics(tmp_path / "run")[-1]["step"] == 6
+    assert main(["--out", str(tmp_path), "--name", "other", "--resume"]) == 2
+    assert "no checkpoint to resume from" in capsys.readouterr().err
 
 
 def test_a_packed_run_is_the_run_that_is_not(tmp_path, folder):

@@ -102,9 +102,13 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
         raise UserError(f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}")
     preset = presets[name]
     shape = o.shape(preset)
+    for option in ("batch", "seq_len", "vocab_size", "gpu_gb"):
+        value = getattr(o, option)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{option.replace('_', '-')} must be positive, got {value}")
+    if o.lora < 0:
+        raise UserError(f"--lora must be a positive rank, or 0 for none, got {o.lora}")
     T, batch = o.seq_len or preset.train["seq_len"], o.batch or preset.train["batch"]
-    if T < 1 or batch < 1:
-        raise UserError("--batch and --seq-len must be positive")
     small = preset.train.get("vocab_size", VOCAB_SIZE) if name == "tiny" else VOCAB_SIZE
     return ModelConfig(vocab_size=o.vocab_size or small, max_seq_len=T, **shape), batch, T
 

@@ -11,6 +11,8 @@ Random numbers of a completion follow from the seed, the number of its prompt in
 run draws the same completions.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from ..device import Array, cache_folder, to_device, to_numpy
 from ..errors import UserError
 from ..formats.adapters import source_of
 from ..formats.huggingface import read_config
+from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import folders, model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.runtime.invariance import batch_invariant
@@ -93,6 +96,10 @@ class ReinforceConfig(AdapterConfig):
         """Those of training and KEYS."""
         return (*RESUME_KEYS, *KEYS)
 
+    def may_change(self) -> set[str]:
+        """Those of training, and the reference."""
+        return super().may_change() | {"reference"}
+
     def validate(self) -> None:
         """Raises UserError on a value out of range."""
         super().validate()
@@ -114,6 +121,8 @@ class ReinforceConfig(AdapterConfig):
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"--kl must be a number and not negative, got {self.kl}")
+        if self.reference and not self.kl and not self.resume:
+            raise UserError("--reference needs --kl: give its weight, or neither")
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if self.graph:
@@ -144,6 +153,7 @@ class ReinforceRun(Run):
             self.reference = Transformer.from_pretrained(
                 folder, device, c.precision, trainable=False, change=c.change
             )
+            self.reference_sha256 = digest_of(self.reference)
         self.measured: list[Surrogate] = []
         self.rollout_numbers: dict[str, float] = {}
         self.tokens = 0
@@ -159,7 +169,8 @@ class ReinforceRun(Run):
     def resume_options(self) -> dict[str, Any]:
         adapter = dict(self.model.adapter or {})
         adapter.pop("base_model_name_or_path", None)
-        return super().resume_options() | {"stop": sorted(self.stop)} | adapter
+        reference = {"reference": self.reference_sha256} if self.reference else {}
+        return super().resume_options() | {"stop": sorted(self.stop)} | adapter | reference
 
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
@@ -323,6 +334,12 @@ class ParallelReinforceRun(ReinforceRun, ParallelRun):
         return f"{ParallelRun.program.fget(self)} reinforce"  # type: ignore[attr-defined]
 
 
+def digest_of(model: Transformer) -> str:
+    """SHA-256 of the names and weights of a model, in the precision that it has here."""
+    sums = {name: tensor_checksum(to_numpy(x.data)) for name, x in model.named_parameters()}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
 def seed_of(seed: int, number: int) -> int:
     """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
@@ -350,6 +367,9 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
         )
     given = c.data
     c = replace(c, data=ranks.on_rank_0(lambda: from_standard_input(given, cache_folder())))
+    if c.reference and not c.resume:  # a run may get newer checkpoints while this one trains
+        reference = Path(c.reference)
+        c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
     task = Task(c.task)
     if c.batch and c.batch % (c.group * ranks.world):
         factors = (

@@ -153,10 +153,12 @@ def parse_options(
     given = parse(None)
     if not given.resume:
         return given
-    given.validate()
+    given.check_place()  # the other options may need some that the run has
     kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
     defaults = replace(type(given)(), **kept) if kept else given
     config = parse(defaults if kept else None)
+    if getattr(config, "epochs", None) != kept.get("epochs") and config.steps == kept.get("steps"):
+        config = replace(config, steps=None)  # --epochs is given, which decides them
     # a change that was allowed before stays allowed, until the option changes again
     value = lambda options, name: getattr(options, name.replace("-", "_"), None)
     same = [name for name in allowed if value(config, name) == value(defaults, name)]
@@ -175,9 +177,10 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
     path = to_resume(given)
     stored = _stored_options(path, type(given))
     if stored is None:
-        if _contents(path):
-            what = "is missing or damaged: options that are not given have their defaults"
-            say(f"{path / 'config.json'} {what}")
+        if not _contents(path):
+            saved_runs.newest(path)  # raises: there is none
+        what = "is missing or damaged: options that are not given have their defaults"
+        say(f"{path / 'config.json'} {what}")
         return {}, []
     allowed = stored.pop("allow_change", [])
     if _is_whole_share(stored, path):  # the share depends on the number of ranks

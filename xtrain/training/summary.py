@@ -46,7 +46,7 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     option = f" --change {quote(change)}" if change else ""
     argument = f", change={change!r}" if change else ""
     return [
-        f"train further             python -m xtrain.train --init {quote(last)}{option}",
+        f"train further             python -m xtrain.train --init {quote(last)}{option} --data FILE_OR_FOLDER",
         f"generate text             python -m xtrain.generate --model {quote(folder)}{option} {prompt}",
         f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r}{argument})",
     ]

@@ -46,6 +46,11 @@ class AdapterConfig(TrainConfig):
     lora_alpha: float | None = None
     # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_targets: tuple[str, ...] = ("all",)
+    eval_every: int | None = None  # steps between validations; none: a tenth of all steps
+    # steps between generated samples; none: only at the end
+    sample_every: int | None = None
+    # steps between checkpoints (one is always written at the end); none: a third of all steps
+    save_every: int | None = None
 
     def validate(self) -> None:
         """Raises UserError on a value out of range."""
@@ -83,7 +88,9 @@ class FinetuneConfig(AdapterConfig):
     pack: bool = False
     # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16 examples
     batch: int | None = None
+    steps: int | None = None  # optimizer steps; none: those of --epochs
     lr: float | None = None  # peak learning rate; none: 1e-5, with --lora 2e-4
+    warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
     # tokens per row; none: the longest example that the model accepts and the data have, rounded up, with --pack 2048 if the
     # model accepts it
@@ -199,8 +206,8 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
             found.append(x)
         if not found:
             raise UserError(
-                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} tokens: give a larger --seq-len, or "
-                "--too-long cut"
+                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} tokens: give a larger --seq-len"
+                + (", or --too-long cut" if c.too_long == "skip" else "")
             )
         return found
 
