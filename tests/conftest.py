@@ -9,6 +9,14 @@ import pytest
 
 from xtrain import device
 
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # the compile tests need none
+    pass
+else:  # a test that is slow because other work has the cores has not failed
+    settings.register_profile("xtrain", deadline=None)
+    settings.load_profile("xtrain")
+
 
 def is_inner_loop(config) -> bool:
     """`pytest tests/kernels`: what a kernel's author runs again and again. Without the tests marked `long`."""
