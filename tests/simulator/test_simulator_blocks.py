@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from numba import cuda, int32
+from numba import cuda, int32, int64
 
 from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire
 from xtrain.simulator import DeadlockError, RaceError, run
@@ -209,3 +209,113 @@ def test_an_arrival_too_many_is_a_deadlock():
 def test_a_block_too_many_to_be_resident():
     with pytest.raises(DeadlockError, match="1 of 3 blocks have not started: 2 are resident"):
         run_stages(make_stages(), 3, resident=2)
+
+
+# ----------------------------------------------------------------------------- syncwarp in the place of a barrier
+def make_message(meet="after the write", fence="lane 0", met=True, chain=False):
+    """Block 0 writes x, block 1 reads it; with `chain` block 2 does, which waits for block 1.
+
+    meet: where the lanes of block 0 call syncwarp: "after the write", "before it", "before the atomic", "after it" or "".
+    fence: "lane 0" after that, "all" before that, or "block": threadfence_block.  met: the reading lanes call syncwarp.
+    """
+    reader, all_fence, lane_0, of_block = (
+        1 + chain,
+        fence == "all",
+        fence == "lane 0",
+        fence == "block",
+    )
+    early, written, late, last = (
+        meet == m for m in ("before it", "after the write", "before the atomic", "after it")
+    )
+
+    @cuda.jit
+    def kernel(o, x, flags):
+        t, block = cuda.threadIdx.x, cuda.blockIdx.x
+        if block == 0:
+            if early:
+                cuda.syncwarp()
+            x[t] = t
+            if all_fence:
+                cuda.threadfence()
+            if written:
+                cuda.syncwarp()
+            if t == 0 and lane_0:
+                cuda.threadfence()
+            if t == 0 and of_block:
+                cuda.threadfence_block()
+            if late:
+                cuda.syncwarp()
+            if t == 0:
+                cuda.atomic.add(flags, 0, 1)
+            if last:
+                cuda.syncwarp()
+        else:
+            if t == 0:
+                while cuda.atomic.add(flags, block - 1, 0) == 0:
+                    pass
+                cuda.threadfence()
+            if met:
+                cuda.syncwarp()
+            if block < reader:
+                if t == 7:  # another lane than the one that waited
+                    cuda.threadfence()
+                    cuda.atomic.add(flags, block, 1)
+            elif block == reader:
+                o[t] = x[t]
+
+    return kernel
+
+
+def read_message(kernel, blocks=2):
+    o, x = np.zeros((2, 32), np.int32)
+    run(kernel, blocks, 32, o, x, np.zeros(3, np.int32))
+    return o.tolist()
+
+
+@pytest.mark.parametrize("fence", ["lane 0", "all"])
+def test_syncwarp_and_a_fence_pass_on_what_a_warp_wrote(fence):
+    assert read_message(make_message(fence=fence)) == [*range(32)]
+    assert read_message(make_message(fence=fence, chain=True), 3) == [*range(32)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(meet=m) for m in ("", "before it", "before the atomic", "after it")]
+    + [dict(fence=""), dict(fence="block"), dict(met=False), dict(met=False, chain=True)],
+    ids=str,
+)
+def test_syncwarp_elsewhere_passes_nothing_on(wrong):
+    with pytest.raises(RaceError, match=r"wrote x\["):
+        read_message(make_message(**wrong), 2 + wrong.get("chain", False))
+
+
+@pytest.mark.parametrize("sent, received", [(True, True), (False, True), (True, False)])
+def test_a_counter_of_a_warp(sent, received):
+    """Acquire and release in one lane: the message between two blocks, and between two warps of a block."""
+
+    @cuda.jit
+    def kernel(o, x, flag):
+        t = cuda.threadIdx.x % 32
+        if cuda.grid(1) < 32:
+            x[t] = t
+            if sent:
+                cuda.syncwarp()
+            if t == 0:
+                atomic_add_release(flag, 0, int64(1))
+        else:
+            if t == 0:
+                while load_acquire(flag, 0) == 0:
+                    pass
+            if received:
+                cuda.syncwarp()
+            o[t] = x[t]
+
+    for grid, block in ((2, 32), (1, 64)):
+        o, x = np.zeros((2, 32), np.int32)
+        arguments = kernel, grid, block, o, x, np.zeros(1, np.int64)
+        if sent and received:
+            run(*arguments)
+            assert o.tolist() == [*range(32)]
+        else:
+            with pytest.raises(RaceError, match=r"wrote x\["):
+                run(*arguments)

@@ -26,6 +26,9 @@ accesses that a lock protects are in order:
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)
 
+Within a warp, syncwarp is such a barrier: what a lane did before it precedes the later fences and atomics of the lanes that it
+met, and what one of these has acquired before it is acquired for them all after it.
+
 A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
 (fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
 """
@@ -34,14 +37,15 @@ A fence in one thread, a barrier and the atomic in another thread are enough, be
 class Release:
     """What the atomics of one block on one element have released."""
 
-    __slots__ = ("atomics", "clocks", "epoch", "last", "passed")
+    __slots__ = ("atomics", "clocks", "epoch", "last", "passed", "passed_clocks")
 
     def __init__(self):
         self.epoch = 0  # all accesses of the block before this epoch are released
         self.last = 0  # epoch of the last atomic: it follows the fences of earlier epochs
         self.clocks = {}  # thread -> clock of its last fence: its earlier accesses are released
         self.atomics = set()  # the marks of the atomics
-        self.passed = {}  # other block -> its accesses before this epoch, which this block has acquired itself
+        # what this block has acquired itself: other block -> its accesses before this epoch; its thread -> before this clock
+        self.passed, self.passed_clocks = {}, {}
 
     def add(self, mark):
         """Add an atomic at `mark`."""
@@ -52,17 +56,22 @@ class Release:
         if thread.fences:
             self.clocks[thread] = thread.fences[-1].clock
             known.append(thread.fences[-1].epoch)
+        _raise(self.clocks, _of_mates(thread))
         self.epoch = max(self.epoch, *known, 0)
         for releases, epoch, threads in thread.block.acquired.values():
-            if epoch < self.epoch or threads.get(thread, mark.clock) < self.clocks.get(thread, 0):
+            fenced_later = any(clock < self.clocks.get(t, 0) for t, clock in threads.items())
+            if epoch < self.epoch or fenced_later:
                 for block, release in releases.items():
-                    self._pass_on({block: release.epoch})
-                    self._pass_on(release.passed)
+                    _raise(self.passed, {block: release.epoch})
+                    _raise(self.passed, release.passed)
+                    _raise(self.passed_clocks, release.clocks)
+                    _raise(self.passed_clocks, release.passed_clocks)
 
-    def _pass_on(self, epochs):
-        for block, epoch in epochs.items():
-            if self.passed.get(block, 0) < epoch:
-                self.passed[block] = epoch
+    def passes_on(self, mark) -> bool:
+        """Is an access of another block at `mark` released with those of this block?"""
+        return mark.epoch < self.passed.get(
+            mark.thread.block, 0
+        ) or mark.clock < self.passed_clocks.get(mark.thread, 0)
 
     def covers(self, mark) -> bool:
         """Is an access of this block at `mark` released?"""
@@ -76,8 +85,8 @@ class Release:
 
 def fence(thread):
     """threadfence: give the thread a new mark, which the fence precedes. The last fence of each epoch is kept."""
-    thread.mark = thread.mark.next()
-    thread.fenced_at = thread.mark.clock
+    fence_block(thread)
+    thread.seen_at_fence = thread.seen
     epoch, fenced = thread.mark.epoch, thread.block.fenced
     if not fenced or fenced[-1] != epoch:
         fenced.append(epoch)
@@ -90,6 +99,20 @@ def fence_block(thread):
     """threadfence_block: a fence for the threads of the block only."""
     thread.mark = thread.mark.next()
     thread.fenced_at = thread.mark.clock
+
+
+def _of_mates(thread) -> dict:
+    """{lane of the thread's warp: clock}: by syncwarp, what the lane did before this clock precedes the thread's last
+    threadfence, or a threadfence of the lane that precedes the thread's next atomic.
+    """
+    found = {}
+    for mate in thread.block.warps[thread.warp] if thread.seen else ():
+        clocks = [f.clock for f in mate.fences if f.clock <= thread.seen[mate.lane]]
+        if thread.seen_at_fence:
+            clocks.append(thread.seen_at_fence[mate.lane] + 1)
+        if clocks and mate is not thread:
+            found[mate] = max(clocks)
+    return found
 
 
 def acquire(mark, memory, key):
@@ -111,7 +134,8 @@ def release(thread, memory, key):
     block = thread.block
     if thread.fenced_at:
         handed = block.handed.setdefault((memory, key), {})
-        handed.update(thread.known or {})
+        _raise(handed, thread.known or {})
+        _raise(handed, _of_mates(thread))
         handed[thread] = thread.fenced_at
         thread.mark = thread.mark.next()  # its later accesses are not released
     if not block.fenced:
@@ -125,25 +149,40 @@ def release(thread, memory, key):
     return mark
 
 
+def share(lanes):
+    """syncwarp: each lane knows what one of them has acquired from threads of its block."""
+    for clocks in [t.known for t in lanes if t.known]:
+        for thread in lanes:
+            _merge(thread, clocks)
+
+
 def _merge(thread, clocks):
     """The thread knows these clocks from now on."""
     if thread.known is None:
         thread.known = {}
-    known = thread.known
-    for other, clock in clocks.items():
-        if known.get(other, 0) < clock:
-            known[other] = clock
+    _raise(thread.known, clocks)
+
+
+def _raise(old, new):
+    """old[key] = the larger of old[key] and new[key]."""
+    for key, value in new.items():
+        if old.get(key, 0) < value:
+            old[key] = value
 
 
 def known(earlier, now) -> bool:
     """Has the thread of the mark `now` acquired the access of another block at `earlier`?"""
-    for releases, epoch, threads in now.thread.block.acquired.values():
-        if now.thread not in threads and epoch >= now.epoch:
+    thread, seen = now.thread, now.thread.seen
+    for releases, epoch, threads in thread.block.acquired.values():
+        by_warp = seen is not None and any(
+            t.warp == thread.warp and clock <= seen[t.lane] for t, clock in threads.items()
+        )
+        if thread not in threads and epoch >= now.epoch and not by_warp:
             continue
         release = releases.get(earlier.thread.block)
         if release is not None and release.covers(earlier):
             return True
-        if any(earlier.epoch < r.passed.get(earlier.thread.block, 0) for r in releases.values()):
+        if any(r.passes_on(earlier) for r in releases.values()):
             return True
     return False
 

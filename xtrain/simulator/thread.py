@@ -58,7 +58,7 @@ class Thread:
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
     mark: this thread since its last synchronization; fences: its marks after a threadfence (releases.py)
     seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first syncwarp
-    fenced_at: its clock at its last fence; 0 if there was none
+    fenced_at: its clock at its last fence; 0 if there was none.  seen_at_fence: what it had seen at its last threadfence
     known: thread -> clock, what it has acquired from threads of its block by atomics (releases.py); or None
     state_at_spin: (site of the loop, local variables) when it last let others run in a waiting loop
     generator, request, reply: the running kernel, what it waits for, and the result to send to it
@@ -69,7 +69,7 @@ class Thread:
     __slots__ = (
         "_state", "block", "blockDim", "blockIdx", "fenced_at", "fences", "generator", "gridDim", "index", "known",
         "lane",
-        "laneid", "left", "mark", "reply", "request", "seen", "state_at_spin", "threadIdx", "warp",
+        "laneid", "left", "mark", "reply", "request", "seen", "seen_at_fence", "state_at_spin", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -82,7 +82,7 @@ class Thread:
         self.mark = Mark(self, block.epoch, 1)
         self.request: Any = None
         self.generator = self.reply = self.seen = self.left = self.known = None
-        self._state = self.state_at_spin = None
+        self._state = self.state_at_spin = self.seen_at_fence = None
         self.fences, self.fenced_at = (), 0
 
     def intrinsic(self, function, site, *args):

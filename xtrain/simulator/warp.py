@@ -5,6 +5,7 @@ import operator
 
 import numpy as np
 
+from . import releases
 from .errors import CollectiveError, ranges, where
 from .half import BFloat16
 from .memory import Mark
@@ -120,6 +121,7 @@ def _syncwarp(lanes):
         thread.seen = [*joined]
         thread.seen[thread.lane] = clock
         thread.mark = Mark(thread, thread.mark.epoch, clock)
+    releases.share(lanes)
     if lanes[0].block.engines_in_use:
         lanes[0].block.engines.meet(lanes)
     return [None] * len(lanes)

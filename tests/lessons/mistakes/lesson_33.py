@@ -111,4 +111,5 @@ RIGHT = [  # unusual but correct
     ("33.4", "        if task[ARRIVALS]:\n", "        if task[ARRIVALS] > 0:\n"),
     ("33.1", "    for r in range(rounds):", "    # instead of this_grid().sync()\n    for r in range(rounds):"),
     ("33.3", POLL, POLLED),
+    ("33.3", "cuda.syncthreads()", "cuda.syncwarp()"),  # the block is one warp
 ]  # fmt: skip
