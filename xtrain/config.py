@@ -376,10 +376,10 @@ class TrainConfig(ShapeOptions):
 
     def validate(self) -> None:
         """Raises UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""
-        self.check_place()
         self._check_counts()
         self._check_numbers()
         self._check_words()
+        self.check_place()
 
     def check_place(self) -> None:
         """Raises UserError if --out and --name do not name a folder."""
