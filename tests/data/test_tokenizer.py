@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from faults import KILL, FailingDisk, killed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xtrain.data.chat_template import ChatTemplate
@@ -180,7 +180,6 @@ def test_a_tokenizer_without_an_end_of_text_cannot_train(tmp_path):
         prepare(str(tmp_path / "text.txt"), 300, tmp_path / "cache", tokenizer=str(file))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_damaged_tokenizer_never_escapes(tmp_path_factory, data):
     """A damaged file either loads or raises UserError."""

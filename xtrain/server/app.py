@@ -34,9 +34,8 @@ from .metrics import Metrics
 from .page import route as page_route
 
 FINISH = {"stop": "stop", "length": "length", "full": "length"}  # engine's reason -> OpenAI's
-UNION_BRANCH = re.compile(
-    r"str|constrained-str|list\[.*\]"
-)  # pydantic's names for the types of a value
+# pydantic's names for the types of a value
+UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 
 

@@ -69,9 +69,8 @@ class Release:
 
     def passes_on(self, mark) -> bool:
         """Is an access of another block at `mark` released with those of this block?"""
-        return mark.epoch < self.passed.get(
-            mark.thread.block, 0
-        ) or mark.clock < self.passed_clocks.get(mark.thread, 0)
+        clock = self.passed_clocks.get(mark.thread, 0)
+        return mark.epoch < self.passed.get(mark.thread.block, 0) or mark.clock < clock
 
     def covers(self, mark) -> bool:
         """Is an access of this block at `mark` released?"""
