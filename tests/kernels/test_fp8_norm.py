@@ -17,6 +17,7 @@ from xtrain.kernels.fp8_norm import (
     make_fp8_norm_kernel,
     rows_of_a_block,
 )
+from xtrain.kernels.primitives.rows import row_plan
 from xtrain.simulator import KernelError, sim
 
 __all__ = ["nvvm"]
@@ -57,15 +58,15 @@ def numbers(codes, kind):
 
 
 CASES = [
-    # the last column: rows of a block. One warp per row, two with columns to spare, 16 rows of a block
+    # the last column: rows of a block. One warp per row, three with columns to spare, 16 rows of a block
     (TILE, TILE, True, np.float32, "e4m3", False, 32),
     (TILE, TILE, True, np.float32, "e4m3", True, 32),
     (2 * TILE, TILE, False, np.float32, "e5m2", True, 32),
     (TILE, 3 * TILE, True, BF16, "e4m3", False, 16),
-    (TILE, 1152, True, np.float32, "e4m3", False, 32),
+    (TILE, 2176, True, np.float32, "e4m3", False, 32),
 ] + [
     (N, C, add, np.float32, "e4m3", True, rows_of_a_block(C))
-    for N, C in ((16384, 768), (8192, 1024), (8192, 2048), (1024, 4096), (1024, 5120), (256, WIDEST))
+    for N, C in ((16384, 768), (8192, 1024), (8192, 2048), (2048, 2560), (1024, 4096), (1024, 5120), (256, WIDEST))
     for add in (True, False)
     if GPU
 ]  # fmt: skip
@@ -108,6 +109,16 @@ def test_the_kernels_have_the_codes_of_float64(rows, N, C, add, dtype, kind, cur
     assert (np.abs(a - b) <= step).all()
     counts, clamped = to_host(at.counts_2), (np.abs(scaled) > most).sum()
     assert bool(clamped) is not current and abs(counts[0] - clamped) <= 2 and counts[1] == 0
+
+
+def test_a_block_computes_its_rows_and_no_others():
+    """The rows at a time divide those of a block, for every width: 3 or 5 warps per row are no divisor of WARPS"""
+    widths = range(TILE, WIDEST + 1, TILE)
+    warps = {C: row_plan(C, file.VEC).W for C in widths}
+    assert {1, 3, 5} < set(warps.values())
+    for C, W in warps.items():
+        at_a_time = file.rows_at_a_time(W)
+        assert rows_of_a_block(C) % at_a_time == 0 and at_a_time * W <= max(file.WARPS, W)
 
 
 @pytest.mark.parametrize("add", [True, False])
@@ -222,7 +233,7 @@ def test_bad_input():
 
 
 # ----------------------------------------------------------------------------- without a GPU
-WIDTHS = (768, 1152, 2048, 5120, WIDEST)
+WIDTHS = (768, 1152, 2048, 2560, 5120, WIDEST)
 
 
 def launch_everything():

@@ -44,7 +44,7 @@ from .runtime.compiler import cuda, float32, int32, int64, rsqrtf, uint32
 from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
-WARPS = 16  # of a block, or those of one row if they are more
+WARPS = 16  # of a block at most, or those of one row if they are more
 # Warps per multiprocessor, for up to 24 columns per thread (80 registers) and beyond (128). With this limit ptxas issues all
 # loads of a row before it uses the first; without a limit it takes 72 registers, and some loads wait for the first sums.
 RESIDENT, RESIDENT_WIDE = 24, 16
@@ -59,6 +59,11 @@ def rows_of_a_block(C: int) -> int:
     return 32 if C <= WIDE else 16
 
 
+def rows_at_a_time(W: int) -> int:
+    """How many rows of W warps each a block computes at the same time: a power of two, so that it divides rows_of_a_block"""
+    return 1 << (max(WARPS // W, 1).bit_length() - 1)
+
+
 # ----------------------------------------------------------------------------- kernel
 @functools.cache
 def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
@@ -66,7 +71,7 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
     ops = make_row_ops(C, VEC, True)
     load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
     W, STEPS, STRIDE, FULL, INVERSE = ops.W, ops.STEPS, ops.STRIDE, C % ops.STRIDE == 0, 1 / C
-    GROUPS = max(WARPS // W, 1)  # rows at a time
+    GROUPS = rows_at_a_time(W)
     THREADS, ROWS, WORDS = 32 * W * GROUPS, rows_of_a_block(C), C // 4 + 1
     PIECES = ROWS // 16
     encode4, warps = make_encode4(kind), RESIDENT if STEPS * VEC <= 24 else RESIDENT_WIDE
