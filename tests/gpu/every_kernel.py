@@ -59,6 +59,7 @@ from xtrain.kernels.fp8_norm import fp8_norm
 from xtrain.kernels.grad_norm import grad_norm, norm_and_factor, sum_of_squares
 from xtrain.kernels.moving_average import moving_average
 from xtrain.kernels.muon import momentum, muon_update, orthogonalize
+from xtrain.kernels.peers import MOST, add_peers, copy_to_peers
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_bwd, qk_norm_rope_fwd
 from xtrain.kernels.quantize import CODES, dequantize, quantize
 from xtrain.kernels.rope import rope_tables
@@ -336,6 +337,10 @@ def rows(dtype):
         backward(F.cast(leaf(N, C, dtype=dtype), DTYPES[dtype == np.float32]))
         add_into(draw(N, C, dtype=dtype), draw(N, C, dtype=dtype))
         scale_into(draw(N, C, dtype=dtype), cp.ones(1, np.float32))
+        for count in (1, 3, MOST):
+            neighbours = [draw(N * C, dtype=dtype) for _ in range(count)]
+            add_peers(draw(N * C, dtype=dtype), neighbours)
+            copy_to_peers(neighbours, draw(N * C, dtype=dtype))
         targets = cp.asarray(RNG.integers(0, C, N))
         for factor in (1.0, 0.5):
             logits, inverse = F.scale(leaf(N, C, dtype=dtype), 1.0), count_targets(targets)

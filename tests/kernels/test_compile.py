@@ -26,6 +26,7 @@ from xtrain.kernels import (
     layout,
     moving_average,
     muon,
+    peers,
     qk_norm_rope,
     residual,
     rmsnorm,
@@ -78,6 +79,9 @@ def launch_everything(dtype):
     swiglu.silu_bwd(swiglu.silu_fwd(new(8)), new(8))
     elementwise.add_into(elementwise.add_fwd(new(8), new(8)), new(8))
     elementwise.scale_into(elementwise.scale_fwd(new(8), 0.5), f32(1))
+    for count in (1, 3, peers.MOST):  # GPUs of a machine with two, four and eight
+        peers.add_peers(new(8), [new(8)] * count)
+        peers.copy_to_peers([new(8) for _ in range(count)], new(8))
     inverse = cross_entropy.count_targets(ids)
     loss, _ = cross_entropy.cross_entropy(new(2, 128), ids, 100, inverse)
     cross_entropy.mean_loss(loss, inverse)

@@ -1,5 +1,6 @@
 """Gradient norm and clip factor: against PyTorch's clip_grad_norm_, kernel against reference."""
 
+import itertools
 import math
 
 import numpy as np
@@ -64,6 +65,16 @@ def test_parts_of_several_ranks(place):
     sums = np.concatenate([to_host(sum_of_squares(place(part))) for part in np.split(x, 3)])
     got = to_host(norm_and_factor(place(sums), 1.0))
     np.testing.assert_allclose(got, to_host(grad_norm(place(x), 1.0)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("place", [to_kernel, np.array])
+def test_parts_of_one_rank(place):
+    """One sum of several parts, of any sizes and addresses."""
+    x = normal(1, 3 * TILE)
+    whole, cuts = place(x), [0, 5, 5, TILE + 7, 3 * TILE]
+    got = to_host(sum_of_squares(*(whole[a:b] for a, b in itertools.pairwise(cuts))))
+    np.testing.assert_allclose(got, [np.square(x, dtype=np.float64).sum()], rtol=1e-6)
+    assert to_host(sum_of_squares(whole[:0], whole[3:3])) == [0]
 
 
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from xtrain.errors import UserError
+from xtrain.kernels import peers
 from xtrain.kernels.cast import BFLOAT16
 from xtrain.parallel import collectives, copy_collectives
 
@@ -42,6 +43,11 @@ class World:
             return found
 
         return SimpleNamespace(rank=rank, world=self.size, gather=gather, sum=lambda x: gather(x))
+
+
+def at_address(address, n, dtype):
+    nbytes = n * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype).view(Array)
 
 
 @pytest.fixture
@@ -92,9 +98,12 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(module, "empty", empty)
     driver = SimpleNamespace(cuStreamBatchMemOp=batch, CUresult=SimpleNamespace(CUDA_SUCCESS=0))
     monkeypatch.setattr(copy_collectives, "zeros", lambda _, shape, dtype: array(shape, dtype))
-    monkeypatch.setattr(copy_collectives, "add_into", lambda a, b: a.__iadd__(b))
-    there = lambda address, n: np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
-    monkeypatch.setattr(copy_collectives, "at_address", there)
+    for name in ("add_peers", "copy_to_peers"):
+        reference = getattr(peers, f"{name}_ref")
+        monkeypatch.setattr(
+            copy_collectives, name, lambda *arrays, f=reference: pause() or f(*arrays)
+        )
+    monkeypatch.setattr(copy_collectives, "at_address", at_address)
     monkeypatch.setattr(copy_collectives, "cuda_driver", lambda: driver)
     monkeypatch.setattr(copy_collectives, "write", lambda address, value: ("write", address, value))
     monkeypatch.setattr(copy_collectives, "wait", lambda address, value: ("wait", address, value))
@@ -180,7 +189,7 @@ def test_every_collective_at_random(fake_gpu, size, half):
             for target in (weights, norms, array(n)):
                 for start, end in c.own(target, 0, target.size):
                     target[start:end] = numbers(7, step, target.size)[start:end]
-                c.all_gather(target, 0, target.size)
+                c.all_gather(target, 0, target.size, idle=idle[step])
             c.join()
             assert np.array_equal(weights.astype(np.float32), numbers(7, step, n))
             assert np.array_equal(norms, numbers(7, step, n // 4))

@@ -127,7 +127,7 @@ def add_fwd(a: Array, b: Array) -> Array:
     Raises ValueError or TypeError if shapes or dtypes differ.
     """
     a, b = (x if x.flags.c_contiguous else x.copy() for x in (a, b))
-    _check_two("add", a, b)
+    check_two("add", a, b)
     if on_host(a, b):
         return add_ref(a, b)
     y = empty_like(a)
@@ -140,14 +140,15 @@ def add_into(a: Array, b: Array) -> None:
 
     Raises ValueError or TypeError if shapes or dtypes differ.
     """
-    _check_two("add_into", a, b)
+    check_two("add_into", a, b)
     if on_host(a, b):
         a += b
     else:
         launch_flat(add_kernel, a, a, b)
 
 
-def _check_two(op, a, b):
+def check_two(op: str, a: Array, b: Array) -> None:
+    """Raises ValueError or TypeError unless a and b are contiguous floats of the same shape and dtype."""
     check_array(op, "a", a, a.shape, FLOATS)
     check_array(op, "b", b, a.shape, (dtype_name(a.dtype),))
 

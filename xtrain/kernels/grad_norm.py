@@ -12,6 +12,7 @@ If the gradients are sharded over ranks, norm_and_factor takes the sums of squar
 Bytes moved: read g once.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -105,13 +106,14 @@ def norm_and_factor_kernel(stats_2, sums_P, max_norm):
 
 
 # ----------------------------------------------------------------------------- launchers
-def sum_of_squares(x_n: Array) -> Array:
-    """x (n,) float32, n >= 0 -> its sum of squares, (1,) float32, on the device of x. The same bits in every run."""
-    check_array("sum_of_squares", "x", x_n, (None,))
-    if on_host(x_n):
-        return sum_of_squares_ref(x_n)
-    total_1 = empty(x_n, 1)
-    launch(sum_kernel, 1, BLOCK, total_1, _partial_sums(x_n))
+def sum_of_squares(*parts: Array) -> Array:
+    """Parts (n,) float32, n >= 0 -> the sum of squares of all, (1,) float32, on their device. The same bits in every run."""
+    for x_n in parts:
+        check_array("sum_of_squares", "x", x_n, (None,))
+    if on_host(*parts):
+        return functools.reduce(np.add, map(sum_of_squares_ref, parts))
+    total_1 = empty(parts[0], 1)
+    launch(sum_kernel, 1, BLOCK, total_1, _partial_sums(*parts))
     return total_1
 
 
@@ -137,8 +139,11 @@ def grad_norm(grads_n: Array, max_norm: float) -> Array:
     return norm_and_factor(sums_P, max_norm)
 
 
-def _partial_sums(x_n):
-    P = min(PARTIALS, -(-x_n.size // TILE))
-    partial_P = empty(x_n, P)
-    launch(sum_of_squares_kernel, P, BLOCK, partial_P, x_n, on_16_bytes(x_n))
+def _partial_sums(*parts):
+    """(P,): the sums of the blocks for all parts."""
+    counts = [min(PARTIALS, -(-x_n.size // TILE)) for x_n in parts]
+    partial_P, first = empty(parts[0], sum(counts)), 0
+    for x_n, P in zip(parts, counts):
+        launch(sum_of_squares_kernel, P, BLOCK, partial_P[first : first + P], x_n, on_16_bytes(x_n))
+        first += P
     return partial_P

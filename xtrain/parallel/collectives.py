@@ -14,8 +14,8 @@ divided otherwise (Muon's whole matrices) is in `pieces`, which says what belong
     all_gather(array, a, b)      each rank's shard of array[a:b] to all ranks: the other half
     start_gather(own_1)          one number of each rank to all ranks
 
-idle=True: no other computation is running, so the first two may use the whole GPU. Every step ends with
-`join`.
+idle=True: no other computation needs the multiprocessors, so a collective on a GPU may use them. Every step ends
+with `join`.
 
 Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in
 one order.
@@ -121,7 +121,7 @@ class HostCollectives(Division):
         request = self.ranks.comm.Ireduce_scatter_block(x, received)
         self._started(request, self.grads[own], received)
 
-    def all_gather(self, array: np.ndarray, a: int, b: int) -> None:
+    def all_gather(self, array: np.ndarray, a: int, b: int, idle: bool = False) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
         comm, pieces = self.ranks.comm, self.pieces_of(array, a, b)
         if pieces is None:
@@ -297,7 +297,7 @@ class NcclCollectives(GpuCollectives):
             self.nccl.reduceScatter(x.data.ptr, to, n, kind, self.sum, stream)
             self._widen(own)
 
-    def all_gather(self, array: Array, a: int, b: int) -> None:
+    def all_gather(self, array: Array, a: int, b: int, idle: bool = False) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
         x = array[a:b]
         with self._on_own_stream() as stream:

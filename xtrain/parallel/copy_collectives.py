@@ -9,10 +9,11 @@ There are R ranks, each of which can read and write the others' memory. A slice 
 shards:
 
     reduce_scatter    barrier: the slice is complete on every rank
-                      rank r copies shard r of each neighbour's gradients to itself and adds it to its own; if
-                      the multiprocessors are idle, the addition reads the neighbour's memory instead
+                      rank r copies shard r of each neighbour's gradients to itself and adds them to its own; if
+                      the multiprocessors are idle, the addition reads the neighbours' memory instead
     all_gather        barrier: no rank reads the old values any more
-                      rank r copies its own shard to each neighbour
+                      rank r copies its own shard to each neighbour; if the multiprocessors are idle, a kernel
+                      writes it to all of them
     all_reduce        reduce_scatter, then rank r copies the sum to each neighbour
     join              barrier: the neighbours' copies have arrived
 
@@ -38,12 +39,14 @@ import numpy as np
 
 from ..device import Array, cupy
 from ..errors import UserError
-from ..kernels.elementwise import add_into
+from ..kernels.peers import add_peers, copy_to_peers
 from ..kernels.runtime.launch import empty, zeros
 from .collectives import GpuCollectives, NcclCollectives, Slices, equal_shards
 from .ranks import Ranks
 
-CHUNK = 1 << 22  # elements per copy, to the staging buffer or through the window
+CHUNK = (
+    1 << 22
+)  # elements per copy, to a staging buffer (with more than two ranks fewer) or through the window
 JOIN = 2  # the row of flags for `join`
 
 
@@ -52,7 +55,9 @@ class CopyCollectives(GpuCollectives):
 
     def __init__(self, ranks: Ranks, arena: Any):
         super().__init__(ranks, arena)
-        self.staging = empty(self.grads, CHUNK)  # a neighbour's gradients, before they are added
+        # A slice's shards are smaller with more ranks, and so are the staging buffers, one for each neighbour's gradients.
+        self.chunk = max(4, 2 * CHUNK // ranks.world // 4 * 4)
+        self.staging = [empty(self.grads, self.chunk) for _ in range(ranks.world - 1)]
         self.window = empty(self.grads, CHUNK)  # arrays that are not registered are sent through it
         self.flags = zeros(self.grads, (JOIN + 1, ranks.world), np.int32)
         # for start_gather: 16 bytes from each rank, in two rows that alternate
@@ -89,14 +94,14 @@ class CopyCollectives(GpuCollectives):
         """Start grads[a:b] = the sum over ranks."""
         with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
-            self._send(self.grads, self.own(self.grads, a, b), stream)
+            self._send(self.grads, self.own(self.grads, a, b), idle, stream)
 
     def reduce_scatter(self, a: int, b: int, idle: bool = False) -> None:
         """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
         with self._on_own_stream() as stream:
             self._reduce(a, b, idle, stream)
 
-    def all_gather(self, array: Array, a: int, b: int) -> None:
+    def all_gather(self, array: Array, a: int, b: int, idle: bool = False) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
         with self._on_own_stream() as stream:
             if array.data.ptr not in self.addresses:
@@ -105,7 +110,7 @@ class CopyCollectives(GpuCollectives):
             if not self.aligned:
                 self._barrier(stream)
                 self.aligned = True
-            self._send(array, self.own(array, a, b), stream)
+            self._send(array, self.own(array, a, b), idle, stream)
 
     def start_gather(self, own_1: Array) -> Array:
         """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
@@ -114,7 +119,7 @@ class CopyCollectives(GpuCollectives):
         self.input = own_1  # keep it alive: the other stream reads it after the return
         with self._on_own_stream() as stream:
             row[me, :1] = own_1
-            self._send(self.gathered, [(first, first + 4)], stream)
+            self._send(self.gathered, [(first, first + 4)], False, stream)
             self._barrier(stream)
             all_R[...] = row[:, 0]
         return all_R
@@ -138,31 +143,44 @@ class CopyCollectives(GpuCollectives):
     def _reduce(self, a: int, b: int, idle: bool, stream: int) -> None:
         """grads[own shard of [a, b)] += the same slice of every neighbour."""
         self._barrier(stream)
-        address = self.grads.data.ptr
-        for first, n in self._chunks(self.grads, a, b, self.ranks.rank):
-            for rank in self._neighbours():
-                theirs = self.addresses[address][rank] + first * self.grads.itemsize
-                if idle:
-                    x = at_address(theirs, n)
-                else:
-                    x = self.staging[:n]
-                    _copy(x.data.ptr, theirs, x.nbytes, stream)
-                add_into(self.grads[first : first + n], x)
+        for first, n in self._chunks(self.grads, a, b, self.ranks.rank, self.chunk):
+            own = self.grads[first : first + n]
+            theirs = self._at_neighbours(self.grads, first, first + n)
+            if not idle:
+                staged = [x[:n] for x in self.staging]
+                for x, there in zip(staged, theirs):
+                    _copy(x.data.ptr, there.data.ptr, own.nbytes, stream)
+                theirs = staged
+            add_peers(own, theirs)
 
-    def _chunks(self, array: Array, a: int, b: int, rank: int) -> list[tuple[int, int]]:
-        """(first, n) of chunks of at most CHUNK elements that cover what a rank owns of array[a:b]."""
+    def _chunks(
+        self, array: Array, a: int, b: int, rank: int, most: int = 0
+    ) -> list[tuple[int, int]]:
+        """(first, n) of chunks of at most `most` elements (0: CHUNK) that cover what a rank owns of array[a:b]."""
+        most = most or CHUNK
         return [
-            (first, min(CHUNK, end - first))
+            (first, min(most, end - first))
             for start, end in self.own(array, a, b, rank)
-            for first in range(start, end, CHUNK)
+            for first in range(start, end, most)
         ]
 
-    def _send(self, array: Array, parts: Slices, stream: int) -> None:
+    def _send(self, array: Array, parts: Slices, idle: bool, stream: int) -> None:
         """Copy these parts of the array to every neighbour."""
-        for rank in self._neighbours():
-            there, here, size = self.addresses[array.data.ptr][rank], array.data.ptr, array.itemsize
-            for start, end in parts:
-                _copy(there + start * size, here + start * size, (end - start) * size, stream)
+        for start, end in parts:
+            own, theirs = array.reshape(-1)[start:end], self._at_neighbours(array, start, end)
+            if idle:
+                copy_to_peers(theirs, own)
+                continue
+            for there in theirs:
+                _copy(there.data.ptr, own.data.ptr, own.nbytes, stream)
+
+    def _at_neighbours(self, array: Array, start: int, end: int) -> list[Array]:
+        """Elements [start, end) of the same array of each neighbour."""
+        offset, addresses = start * array.itemsize, self.addresses[array.data.ptr]
+        return [
+            at_address(addresses[rank] + offset, end - start, array.dtype)
+            for rank in self._neighbours()
+        ]
 
     def _gather_through_window(self, array: Array, a: int, b: int, stream: int) -> None:
         """all_gather of an array that is not registered, one chunk after the other."""
@@ -224,11 +242,11 @@ def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
     runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
 
 
-def at_address(address: int, n: int) -> Array:
-    """(n,) float32: the memory at this address, which may be a neighbour's, as an array."""
-    cp = cupy()
-    memory = cp.cuda.UnownedMemory(address, 4 * n, None, cp.cuda.Device().id)
-    return cp.ndarray(n, np.float32, cp.cuda.MemoryPointer(memory, 0))
+def at_address(address: int, n: int, dtype: Any) -> Array:
+    """(n,): the memory at this address, which may be a neighbour's, as an array."""
+    cp, nbytes = cupy(), n * np.dtype(dtype).itemsize
+    memory = cp.cuda.UnownedMemory(address, nbytes, None, cp.cuda.Device().id)
+    return cp.ndarray(n, dtype, cp.cuda.MemoryPointer(memory, 0))
 
 
 @functools.cache

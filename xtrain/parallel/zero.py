@@ -16,7 +16,6 @@ the same number of operations of Newton-Schulz. The rest of the arena is divided
 A moving average of the weights is divided like the moments.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy as np
 
 from ..device import Array, cupy, is_gpu, to_numpy
 from ..kernels.checksum import checksum, compare
-from ..kernels.elementwise import add_fwd
 from ..kernels.grad_norm import norm_and_factor, sum_of_squares
 from ..kernels.muon import newton_schulz_flops
 from ..kernels.runtime.launch import zeros
@@ -136,11 +134,11 @@ class ShardedAdamW(AdamW):
                     self.norms[norms] = self.weights(start, end, first)
                 first += end - start
             if self.master is None:
-                self.collectives.all_gather(self.arena.weights, a, b)
+                self.collectives.all_gather(self.arena.weights, a, b, idle=True)
             elif a < n_decay:
-                self.collectives.all_gather(self.arena.half, a, b)
+                self.collectives.all_gather(self.arena.half, a, b, idle=True)
             else:
-                self.collectives.all_gather(self.norms, a - n_decay, b - n_decay)
+                self.collectives.all_gather(self.norms, a - n_decay, b - n_decay, idle=True)
 
     def _state(self) -> list[Array]:
         """The arrays that only an update may change."""
@@ -169,10 +167,8 @@ class ShardedAdamW(AdamW):
         """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the same bits on all."""
         self._compare_state()  # before gather_1: after it, other ranks may already send new weights here
         grads: Array = self.arena.grads
-        squares = [sum_of_squares(grads[start:end]) for start, end in self.owned]
-        stats = norm_and_factor(
-            self.collectives.gather_1(functools.reduce(add_fwd, squares)), max_norm
-        )
+        square = sum_of_squares(*(grads[start:end] for start, end in self.owned))
+        stats = norm_and_factor(self.collectives.gather_1(square), max_norm)
         return stats[:1], stats[1:]
 
     def gather_moments(self) -> SimpleNamespace:
