@@ -337,14 +337,18 @@ def rows(dtype):
         backward(F.cast(leaf(N, C, dtype=dtype), DTYPES[dtype == np.float32]))
         add_into(draw(N, C, dtype=dtype), draw(N, C, dtype=dtype))
         scale_into(draw(N, C, dtype=dtype), cp.ones(1, np.float32))
-        for count in (1, 3, MOST):
-            neighbours = [draw(N * C, dtype=dtype) for _ in range(count)]
-            add_peers(draw(N * C, dtype=dtype), neighbours)
-            copy_to_peers(neighbours, draw(N * C, dtype=dtype))
         targets = cp.asarray(RNG.integers(0, C, N))
         for factor in (1.0, 0.5):
             logits, inverse = F.scale(leaf(N, C, dtype=dtype), 1.0), count_targets(targets)
             F.scale(F.cross_entropy(logits, targets, C, inverse), factor).backward()
+
+
+def peers(dtype):
+    """Sums of, and copies to, arrays of neighbours, here on one GPU."""
+    for n, count in itertools.product((1, 37, 4096, 300_001), range(1, MOST + 1)):
+        neighbours = [draw(n, dtype=dtype) for _ in range(count)]
+        add_peers(draw(n, dtype=dtype), neighbours)
+        copy_to_peers(neighbours, draw(n, dtype=dtype))
 
 
 def heads(dtype):
@@ -438,6 +442,7 @@ WORK = {
     "steps": steps,
     "choosing": choosing,
     "rows": rows,
+    "peers": peers,
     "heads": heads,
     "scores": scores,
     "flash": flash,
