@@ -166,8 +166,8 @@ TORCH = "torch DDP + compile"
 
 
 def _job(r: dict) -> tuple[str, ...]:
-    """The model and the number of GPUs of a record of bench_ddp."""
-    return tuple(r["name"].split(", ")[:2])
+    """The model, the number of GPUs and their kind, of a record of bench_ddp."""
+    return (*r["name"].split(", ")[:2], r["gpu"])
 
 
 def ddp(only: tuple[str, ...] = ()) -> str:
@@ -175,7 +175,8 @@ def ddp(only: tuple[str, ...] = ()) -> str:
 
     only: keep the records whose names end with one of these; empty: all.
     """
-    records = [r for r in latest("bench_ddp", per_peer=False) if not r["name"].endswith(TORCH)]
+    records = latest("bench_ddp", per_peer=False, per_gpu=True)
+    records = [r for r in records if not r["name"].endswith(TORCH)]
     records = [r for r in records if not only or r["name"].endswith(only)]
     records.sort(key=_job)
     rows = []
@@ -184,10 +185,11 @@ def ddp(only: tuple[str, ...] = ()) -> str:
         peer = f"{value:,.0f}" + (f" ({share:.0%})" if share else "") if value else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
-            [r["name"], f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
+            [f"{r['name']}, {gpu_name(r)}"]
+            + [f"{r['ms']:.2f}", f"{r['value']:,.0f}", f"{r['of_linear']:.1%}", exposed]
             + [number(r.get("state_bytes"), ".1f"), peer]
         )
-    header = ["model, GPUs, variant", "ms a step", "tokens/s", "of linear", "exposed ms"]
+    header = ["model, GPUs, variant, card", "ms a step", "tokens/s", "of linear", "exposed ms"]
     header += ["bytes a parameter and GPU", "torch DDP + compile (of linear)"]
     return table(header, rows, records, "Up to four")
 

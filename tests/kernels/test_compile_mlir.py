@@ -17,7 +17,7 @@ import every_signature
 import numpy as np
 import pytest
 
-from xtrain.kernels.runtime import compiler
+from xtrain.kernels.runtime import compile, compiler
 from xtrain.kernels.runtime.launch import struct_format
 
 ALL = os.environ.get("XTRAIN_COMPILE") == "all"
@@ -132,6 +132,19 @@ def test_other_cards(monkeypatch, card):
         few = named[OTHERS.index(card) :: EIGHTH]
         kernels = [pair for pair in kernels if pair[0].py_func.__name__ in few]
     assert len(check(monkeypatch, kernels, card)) >= 5
+
+
+def test_the_machine_code_is_that_of_a_whole_program(monkeypatch):
+    """Relocatable code has a function for the rare cases of a division, and with a call wgmma products wait for each other."""
+    from numba_cuda_mlir import tools
+
+    monkeypatch.setattr(tools, "_cached_cc", (9, 0))
+    groups = every_signature.every_signature((9, 0))
+    some = dict([*groups["training float32"][::EIGHTH], *groups["wgmma"]])
+    for kernel, signature in some.items():
+        name, code = compile._translate(kernel, signature)
+        functions = set(re.findall(rb"\0\.text\.([\w$]+)", code))
+        assert functions == {name.encode()}, f"{kernel.py_func.__name__}: {functions}"
 
 
 def test_an_index_costs_what_it_costs_with_numba_cuda(monkeypatch):

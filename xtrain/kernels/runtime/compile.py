@@ -92,7 +92,10 @@ def _compile(kernel, signature):
 
 def _translate(kernel, signature):
     if COMPILER == "mlir":
-        compiled = kernel.compile(signature).metadata
+        # With link-time optimization, which numba-cuda uses by default, the machine code is that of a whole program. A linker
+        # that gets PTX makes relocatable code: wgmma products wait for each other, and a division calls a function.
+        options = {**kernel.targetoptions, "lto": True}
+        compiled = type(kernel)(kernel.py_func, targetoptions=options).compile(signature).metadata
         return compiled["func_name"], bytes(compiled["cubin"])
     kernel.compile(signature)
     compiled = kernel.overloads[signature]
