@@ -362,7 +362,7 @@ def test_attention_with_two_kernels(tmp_path):
 
 
 def test_ddp(tmp_path):
-    """Each variant shows its newest record, with PyTorch's result if it ran in the same run."""
+    """Each variant shows its newest record on each card, with PyTorch's result if it ran in the same run."""
     line = lambda name, **more: {
         "name": name, "shape": "s", "dtype": "bf16", "ms": 2.0, "value": 1000.0, "of_linear": 0.9, "peer": None,
         "peer_value": None, "gpu": "Test GPU", "date": "2026-01-01", **more,
@@ -371,15 +371,24 @@ def test_ddp(tmp_path):
     own = line("m, 4 GPU, flat", exposed_ms=0.5, state_bytes=18.0)
     same_run = line("m, 2 GPU, flat", peer="torch", peer_value=700.0, peer_of_linear=0.7)
     theirs = line("m, 4 GPU, torch DDP + compile", value=500.0, of_linear=0.8)
-    lines = [older, own, line("m, 4 GPU, none"), theirs, same_run]
+    lines = [
+        older,
+        own,
+        line("m, 4 GPU, none"),
+        theirs,
+        same_run,
+        line("m, 2 GPU, flat", gpu="NVIDIA B"),
+    ]
     (tmp_path / "bench_ddp.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     module = tables(tmp_path)
     assert rows(module.ddp()) == [
-        ["m, 2 GPU, flat", "2.00", "1,000", "90.0%", "", "-", "700 (70%)"],
-        ["m, 4 GPU, flat", "2.00", "1,000", "90.0%", "0.50", "18.0", ""],
-        ["m, 4 GPU, none", "2.00", "1,000", "90.0%", "", "-", ""],
+        ["m, 2 GPU, flat, B", "2.00", "1,000", "90.0%", "", "-", ""],
+        ["m, 2 GPU, flat, Test GPU", "2.00", "1,000", "90.0%", "", "-", "700 (70%)"],
+        ["m, 4 GPU, flat, Test GPU", "2.00", "1,000", "90.0%", "0.50", "18.0", ""],
+        ["m, 4 GPU, none, Test GPU", "2.00", "1,000", "90.0%", "", "-", ""],
     ]
-    assert [row[0] for row in rows(module.ddp(("flat",)))] == ["m, 2 GPU, flat", "m, 4 GPU, flat"]
+    flat = [row[0].split(", ")[1:] for row in rows(module.ddp(("flat",)))]
+    assert [(gpus, name) for gpus, name, _ in flat] == [("2 GPU", "flat")] * 2 + [("4 GPU", "flat")]
 
 
 @pytest.mark.parametrize("words, code", [("--help", 0), ("--chek", 2)])
