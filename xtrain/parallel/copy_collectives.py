@@ -55,7 +55,7 @@ class CopyCollectives(GpuCollectives):
 
     def __init__(self, ranks: Ranks, arena: Any):
         super().__init__(ranks, arena)
-        # A slice's shards are smaller with more ranks, and so are the staging buffers, one for each neighbour's gradients.
+        # one for each neighbour's gradients; with more ranks a slice's shards are smaller
         self.chunk = max(4, 2 * CHUNK // ranks.world // 4 * 4)
         self.staging = [empty(self.grads, self.chunk) for _ in range(ranks.world - 1)]
         self.window = empty(self.grads, CHUNK)  # arrays that are not registered are sent through it
@@ -153,11 +153,8 @@ class CopyCollectives(GpuCollectives):
                 theirs = staged
             add_peers(own, theirs)
 
-    def _chunks(
-        self, array: Array, a: int, b: int, rank: int, most: int = 0
-    ) -> list[tuple[int, int]]:
-        """(first, n) of chunks of at most `most` elements (0: CHUNK) that cover what a rank owns of array[a:b]."""
-        most = most or CHUNK
+    def _chunks(self, array: Array, a: int, b: int, rank: int, most: int) -> list[tuple[int, int]]:
+        """(first, n) of chunks of at most `most` elements that cover what a rank owns of array[a:b]."""
         return [
             (first, min(most, end - first))
             for start, end in self.own(array, a, b, rank)
@@ -185,7 +182,7 @@ class CopyCollectives(GpuCollectives):
     def _gather_through_window(self, array: Array, a: int, b: int, stream: int) -> None:
         """all_gather of an array that is not registered, one chunk after the other."""
         window = self.window.view(array.dtype)
-        chunks = [self._chunks(array, a, b, rank) for rank in range(self.ranks.world)]
+        chunks = [self._chunks(array, a, b, rank, CHUNK) for rank in range(self.ranks.world)]
         for i in range(max(map(len, chunks))):
             for rank in (self.ranks.rank, *self._neighbours()):
                 first, n = chunks[rank][i] if i < len(chunks[rank]) else (0, 0)
