@@ -29,6 +29,7 @@ from .primitives.flat import (
 )
 from .primitives.ptx import device, kernel
 from .runtime.compiler import cuda, float32, int64
+from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, launch, on_host
 
 MOST = 7  # peers of one launch: those of a machine with 8 GPUs
@@ -95,6 +96,7 @@ def make_add_peers_kernel(COUNT: int):
         else:
             add_chunks(y_n, a_n, b_n, c_n, d_n, e_n, f_n, g_n, first, False)
 
+    declare_cost(add_peers_kernel, in_place=("y_n",))
     return add_peers_kernel
 
 
