@@ -447,8 +447,9 @@ print(peer.__doc__.split("\n\n")[1])
 # is your exercise 15.2 with one rank per GPU, `_copy` instead of `read`, and a barrier of flags in
 # GPU memory. Two things differ. First, an owner does not wait for the others to read its sum: it
 # *sends* the sum into memory that no rank needs any more, so the second barrier is unnecessary.
-# Second, when backward is over (`idle`), the addition reads the neighbour's memory directly: the
-# multiprocessors are idle then, and one copy less saves time.
+# Second, when backward is over (`idle`), the multiprocessors have nothing else to do. Then the
+# addition reads the memory of all neighbours directly, and a kernel sends to all of them at once
+# (`kernels/peers.py`): copies of a few megabytes, one after the other, do not fill the link.
 
 # %%
 lesson.source(peer.CopyCollectives.all_reduce)
