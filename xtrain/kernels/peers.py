@@ -33,9 +33,8 @@ from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, launch, on_host
 
 MOST = 7  # peers of one launch: those of a machine with 8 GPUs
-COPYING = (
-    64  # blocks that copy. They fill the link, and most multiprocessors are free for another kernel
-)
+# Blocks that copy. They fill the link, and most multiprocessors are free for another kernel.
+COPYING = 64
 
 
 # ----------------------------------------------------------------------------- references

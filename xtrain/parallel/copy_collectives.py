@@ -44,9 +44,8 @@ from ..kernels.runtime.launch import empty, zeros
 from .collectives import GpuCollectives, NcclCollectives, Slices, equal_shards
 from .ranks import Ranks
 
-CHUNK = (
-    1 << 22
-)  # elements per copy, to a staging buffer (with more than two ranks fewer) or through the window
+# elements per copy through the window, and with two ranks to a staging buffer
+CHUNK = 1 << 22
 JOIN = 2  # the row of flags for `join`
 
 
