@@ -449,7 +449,8 @@ print(peer.__doc__.split("\n\n")[1])
 # *sends* the sum into memory that no rank needs any more, so the second barrier is unnecessary.
 # Second, when backward is over (`idle`), the multiprocessors have nothing else to do. Then the
 # addition reads the memory of all neighbours directly, and a kernel sends to all of them at once
-# (`kernels/peers.py`): copies of a few megabytes, one after the other, do not fill the link.
+# (`kernels/peers.py`): copies of a few megabytes, one after the other, leave the link idle for a
+# part of the time.
 
 # %%
 lesson.source(peer.CopyCollectives.all_reduce)
