@@ -90,18 +90,24 @@ def signatures(monkeypatch, launch_all):
     return list(found)
 
 
-def with_cards(found, cards):
-    """[(kernel, argument types)] -> (kernel, argument types, GPUs to compile for)
+# A test of very many kernels compiles a share of them, so that several processes have work until the end.
+SHARES = 4
+every_share = pytest.mark.parametrize("share", range(SHARES))
+
+
+def with_cards(found, cards, share):
+    """[(kernel, argument types)] -> [(kernel, argument types, GPUs to compile for)], one of SHARES equal parts of them
 
     The first signature of each kernel is for all cards, the others for the oldest card and 9.0: whose local memory and registers
     are checked. PTX for another card differs in nothing else that is checked.
     """
-    seen = set()
+    seen, chosen = set(), []
     for kernel, signature in found:
         name = kernel.py_func.__module__, kernel.py_func.__name__
         few = [cc for cc in cards if cc in (cards[0], (9, 0))]
-        yield kernel, signature, few if name in seen else cards
+        chosen.append((kernel, signature, few if name in seen else cards))
         seen.add(name)
+    return chosen[share::SHARES]
 
 
 def ptx_for(monkeypatch, kernel, signature, cards):

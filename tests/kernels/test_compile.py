@@ -12,7 +12,16 @@ import every_signature
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, compiled, nvvm, ptx_for, signatures, with_cards
+from offline import (
+    CARDS,
+    CARDS_BF16,
+    compiled,
+    every_share,
+    nvvm,
+    ptx_for,
+    signatures,
+    with_cards,
+)
 
 from xtrain.kernels import (
     adamw,
@@ -133,12 +142,13 @@ def launch_plain():
     grad_norm.sum_of_squares(f32(8))
 
 
+@every_share
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
-def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards):
+def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards, share):
     found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
     named = {kernel.py_func.__name__ for kernel, _ in found}
     assert len(named) >= 25, sorted(named)
-    for kernel, signature, chosen in with_cards(found, cards):
+    for kernel, signature, chosen in with_cards(found, cards, share):
         compiled(monkeypatch, kernel, signature, chosen)
 
 

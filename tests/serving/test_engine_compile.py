@@ -8,7 +8,16 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, signatures, with_cards
+from offline import (
+    CARDS,
+    CARDS_BF16,
+    check_registers,
+    compiled,
+    every_share,
+    nvvm,
+    signatures,
+    with_cards,
+)
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import gemv, kv_cache, kv_codes, logprobs, padding, penalties, sampling
@@ -147,11 +156,12 @@ SHARED_ROWS = dict.fromkeys(
 )  # fmt: skip
 
 
+@every_share
 @pytest.mark.parametrize("dtype, cards", [(np.float32, CARDS), (BF16, CARDS_BF16)])
-def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards):
+def test_engine_kernels_compile(monkeypatch, tmp_path, nvvm, dtype, cards, share):
     monkeypatch.setattr(flash_attention, "HOPPER", False)  # test_flash_attention_hopper_compile.py
     found = signatures(monkeypatch, lambda: launch_engine([dtype]))
-    for kernel, signature, chosen in with_cards(found, cards):
+    for kernel, signature, chosen in with_cards(found, cards, share):
         name = kernel.py_func.__name__
         ptx = compiled(monkeypatch, kernel, signature, chosen, [] if name in LOCAL else [(9, 0)])
         if name in MERGES:  # the results of a weaker atomic would look the same
