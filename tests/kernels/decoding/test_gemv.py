@@ -1,5 +1,7 @@
 """gemv.py: every fused form against float64 and PyTorch; rows do not depend on each other."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -213,6 +215,17 @@ def test_planted_bugs_are_found(stage, old, new):
     scope = with_bug(
         gemv_tensor_cores, old, new, dict(__name__=name, __package__=name.rpartition(".")[0])
     )
+    without_a_bug(stage)
+    with pytest.raises(KernelError):
+        run_tensor_kernel(scope["make_tensor_kernel"], stage)
+
+
+@functools.cache
+def without_a_bug(stage):
+    run_tensor_kernel(gemv_tensor_cores.make_tensor_kernel, stage)
+
+
+def run_tensor_kernel(make, stage):
     x, delta, norm_w, w, *_, b = case(2, 128, 40, norm=True, delta=BF16, bias=True)
     y, h = sim(np.zeros((2, 40), np.float32)), sim(np.zeros((2, 128), np.float32))
     arrays = [
@@ -221,19 +234,8 @@ def test_planted_bugs_are_found(stage, old, new):
     variant = Variant(
         norm=True, add=True, half=False, swiglu=False, bias=True, overlap=True, ready=True, once=False, staged=stage
     )  # fmt: skip
-    go = lambda make: launch(
-        make(128, variant, Config(2, 1, 1)),
-        2,
-        64,
-        *arrays,
-        2,
-        40,
-        np.float32(EPS),
-        shared=shared_bytes(2, 128),
-    )
-    go(gemv_tensor_cores.make_tensor_kernel)
-    with pytest.raises(KernelError):
-        go(scope["make_tensor_kernel"])
+    tensor_kernel = make(128, variant, Config(2, 1, 1))
+    launch(tensor_kernel, 2, 64, *arrays, 2, 40, np.float32(EPS), shared=shared_bytes(2, 128))
 
 
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
@@ -249,12 +251,16 @@ def test_planted_bugs_are_found(stage, old, new):
 )
 def test_planted_bugs_of_the_bias_are_found(w, name, old, new):
     """By the simulator, or by wrong numbers."""
-    args = case(2, 64, 21, w=w, norm=True, swiglu=True, bias=True)
-    check(args)
+    check_the_bias(w)
     module = file if name == "make_multiply_row" else gemv_tensor_cores
     planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError)):
-        check(args)
+        check_the_bias.__wrapped__(w)
+
+
+@functools.cache  # the kernels without bugs run once
+def check_the_bias(w):
+    check(case(2, 64, 21, w=w, norm=True, swiglu=True, bias=True))
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """gemv.py with quantized weights: every form and every number of rows against float64; rows do not depend on each other."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -238,24 +240,25 @@ def test_the_products_of_a_decoder():
 )  # fmt: skip
 def test_planted_bugs_are_found(dtype, name, old, new):
     """By the simulator, or by wrong numbers."""
-    K = 64
-    norm_w, x, delta = normal(3, K), normal(1, 2, K), normal(4, 2, K).astype(dtype)
-    w, b = matrix("int8", 42, K, dtype), normal(5, 42)
-    many = normal(6, 11, K).astype(dtype)
-
-    def run():
-        y = fused(x, delta, norm_w, w, True, b, dtype=np.float32)[1]
-        reference = add_norm_gemv(x, delta, norm_w, w, EPS, True, b_O=b, dtype=np.float32)[1]
-        check(y, exactly(x, w, norm_w, delta, True, b), reference, dtype == BF16)
-        if dtype == BF16:
-            y = product(many, w, dtype=np.float32)
-            check(y, exactly(many, w), gemv(many, w, np.float32), False)
-
-    run()
+    check_fused_and_plain(dtype)
     module = file if name == "make_multiply_row" else gemv_tensor_cores
     planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
-        run()
+        check_fused_and_plain.__wrapped__(dtype)
+
+
+@functools.cache  # the kernels without bugs run once
+def check_fused_and_plain(dtype):
+    K = 64
+    norm_w, x, delta = normal(3, K), normal(1, 2, K), normal(4, 2, K).astype(dtype)
+    w, b = matrix("int8", 42, K, dtype), normal(5, 42)
+    y = fused(x, delta, norm_w, w, True, b, dtype=np.float32)[1]
+    reference = add_norm_gemv(x, delta, norm_w, w, EPS, True, b_O=b, dtype=np.float32)[1]
+    check(y, exactly(x, w, norm_w, delta, True, b), reference, dtype == BF16)
+    if dtype == BF16:
+        many = normal(6, 11, K).astype(dtype)
+        y = product(many, w, dtype=np.float32)
+        check(y, exactly(many, w), gemv(many, w, np.float32), False)
 
 
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
@@ -279,25 +282,32 @@ def test_planted_bugs_are_found(dtype, name, old, new):
         ("make_product", "words, fx, h, x, delta, w, norm_w, tile + grid, 0", "words, fx, h, x, delta, w, norm_w, tile, 0"),
     ],
 )  # fmt: skip
-def test_planted_bugs_of_several_tiles_are_found(monkeypatch, name, old, new):
+def test_planted_bugs_of_several_tiles_are_found(name, old, new):
     """By the simulator, or by other bits."""
-    # one warp: 3 steps of one chunk, or 2
-    monkeypatch.setattr(file, "choose", lambda *_: Config(1, 1, 1))
-    w = {K: matrix("int8", 53, K) for K in (128, 192)}
-    many, few = normal(6, 9, 192).astype(BF16), normal(7, 1, 128).astype(BF16)
-
-    def run():
-        y = product(many, w[192], dtype=np.float32), product(few, w[128], dtype=np.float32)
-        assert all(map(np.array_equal, y, expected))
-
-    with monkeypatch.context() as one:
-        one.setattr(file, "ROW_TILES", 1)
-        expected = product(many, w[192], dtype=np.float32), product(few, w[128], dtype=np.float32)
-    monkeypatch.setattr(file, "MULTIPROCESSORS", 1)
-    run()
+    expected = one_tile_at_a_time()
     planted = with_planted_bug([gemv_tensor_cores, file], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
-        run()
+        for y, one in zip(few_warps_and_blocks(MULTIPROCESSORS=1), expected):
+            assert np.array_equal(y, one)
+
+
+def few_warps_and_blocks(**sizes):
+    """Yields products of a block with one warp: 3 steps of one chunk with 9 rows of x, 2 with one"""
+    for N, K in ((9, 192), (1, 128)):
+        x, w = normal(N, N, K).astype(BF16), matrix("int8", 53, K)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "choose", lambda *_: Config(1, 1, 1))
+            for name, value in sizes.items():
+                patch.setattr(file, name, value)
+            y = product(x, w, dtype=np.float32)
+        yield y
+
+
+@functools.cache  # the kernels without bugs run once
+def one_tile_at_a_time():
+    expected = [*few_warps_and_blocks(ROW_TILES=1)]
+    assert all(map(np.array_equal, few_warps_and_blocks(MULTIPROCESSORS=1), expected))
+    return expected
 
 
 def test_bad_input():
