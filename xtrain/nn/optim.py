@@ -129,20 +129,31 @@ class AdamW:
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
         """Update the owned slices: one launch each if nothing is excluded."""
+        excluded = self.excluded()
         for start, end, first in self.owned_at():
-            self.update_trained(start, end, first, hyper_3, factor_1)
+            self.update_trained(start, end, first, hyper_3, factor_1, excluded)
 
     def excludes(self, parameter: Parameter) -> bool:
         """Whether `update` must leave this parameter unchanged."""
         return not parameter.requires_grad
 
+    def excluded(self) -> list[Parameter]:
+        """The parameters that `update` must leave unchanged, in the order of the arena."""
+        found = [p for _, p in self.model.storage() if self.excludes(p)]
+        return sorted(found, key=lambda p: p.offset)
+
     def update_trained(
-        self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array
+        self,
+        start: int,
+        end: int,
+        first: int,
+        hyper_3: Array,
+        factor_1: Array,
+        excluded: list[Parameter],
     ) -> None:
         """`update` of [start, end) without the excluded parameters: one call if there are none."""
-        excluded = [p for _, p in self.model.storage() if self.excludes(p)]
         at = start
-        for p in sorted(excluded, key=lambda p: p.offset):
+        for p in excluded:
             if p.offset >= end:
                 break
             if at < p.offset:

@@ -125,10 +125,10 @@ class ShardedAdamW(AdamW):
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
         """Update what this rank owns of each slice, then start the all-gather of its new weights."""
-        first, n_decay = 0, self.arena.n_decay
+        first, n_decay, excluded = 0, self.arena.n_decay, self.excluded()
         for (a, b), own in zip(self.slices, self.own):
             for start, end in own:
-                self.update_trained(start, end, first, hyper_3, factor_1)
+                self.update_trained(start, end, first, hyper_3, factor_1, excluded)
                 if self.master is not None and a >= n_decay:
                     norms = slice(start - n_decay, end - n_decay)
                     self.norms[norms] = self.weights(start, end, first)

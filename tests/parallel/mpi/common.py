@@ -1,5 +1,6 @@
 """Helpers of the scripts in this folder. test_ddp.py starts each of them with mpirun on several ranks."""
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ def wait():
 
 def run_checks(checks, folder):
     """Run every check on every process. A failure on one ends all, with its traceback."""
+    gc.freeze()  # every run collects garbage: without searching what was imported
     with AbortOnError(Ranks(WORLD), "check") as guard:
         for check in checks:
             started = time.perf_counter()

@@ -33,7 +33,7 @@ from xtrain.tuning.finetune import ParallelFinetuneConfig, finetune_parallel
 
 SILENT = Console(quiet=True)
 NO_REPORT = dict(write_report=lambda *about: None)
-STEPS = 12
+STEPS = 8
 FILES = ("model.safetensors", "optimizer.safetensors")
 EMA_FILES = ("ema/model.safetensors", "ema/manifest.json")
 MUON = dict(optimizer="muon", ema=0.9, schedule="wsd")
@@ -58,9 +58,9 @@ def elastic(folder):
             whole = losses(train(options(folder / f"alone{name}", steps=STEPS, **kind), SILENT))
         for zero in (1,) if kind else (0, 1):
             at = dict(out=folder / f"elastic{zero}{name}", steps=STEPS, **kind)
-            train_on(4, options(**at, zero=zero, stop_at=4))
+            train_on(4, options(**at, zero=zero, stop_at=3))
             loaded_state(at["out"] / "run", kind)
-            train_on(2, options(**at, zero=1 - zero, stop_at=8, resume=True))
+            train_on(2, options(**at, zero=1 - zero, stop_at=5, resume=True))
             run = train_on(1, options(**at, resume=True))
             if WORLD.rank == 0:
                 np.testing.assert_allclose(losses(run), whole, rtol=1e-6)
@@ -100,9 +100,9 @@ def loaded_state(run, kind):
 
 def the_same_world_is_byte_exact(folder):
     for i, kind in enumerate((dict(zero=0), dict(zero=1), dict(zero=1, **MUON))):
-        whole = train_on(4, options(folder / f"whole{i}", steps=STEPS, eval_every=5, **kind))
-        parts = dict(out=folder / f"parts{i}", steps=STEPS, eval_every=5, **kind)
-        train_on(4, options(**parts, stop_at=7))  # where nothing else is due
+        whole = train_on(4, options(folder / f"whole{i}", steps=STEPS, eval_every=3, **kind))
+        parts = dict(out=folder / f"parts{i}", steps=STEPS, eval_every=3, **kind)
+        train_on(4, options(**parts, stop_at=5))  # where nothing else is due
         halves = train_on(4, options(**parts, resume=True))
         if WORLD.rank == 0:
             files = FILES + EMA_FILES if "ema" in kind else FILES
