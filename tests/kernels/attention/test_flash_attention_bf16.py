@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checks import GPU, assert_as_good, to_host, to_kernel
 from flash_attention_cases import BF16, case, everything, exact, small_bf16_tiles, torch_sdpa
-from test_flash_attention import test_packed_arrays_are_read_and_written_in_place
+from test_flash_attention import test_packed_arrays_are_read_and_written_in_place as packed_arrays
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import TILES, WIDTHS, WholeTiles
@@ -13,7 +13,7 @@ __all__ = ["small_bf16_tiles"]
 # B, T, S, H, G, D, causal: one token; a whole tile; ragged and grouped; a past; few keys for many queries
 SHAPES = [
     (1, 1, 1, 1, 1, 16, True), (1, 32, 32, 1, 1, 32, True), (1, 70, 70, 1, 1, 16, True),
-    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False), (1, 34, 34, 3, 3, 16, True),
+    (2, 9, 41, 2, 2, 16, True), (1, 40, 13, 4, 2, 16, False),
 ]  # fmt: skip
 WIDE = [(1, 18, 34, 2, 1, 64, True), (1, 18, 20, 1, 1, 128, True), (1, 3, 5, 1, 1, 128, False)]
 if GPU:
@@ -62,7 +62,7 @@ def test_a_block_that_holds_all_keys(monkeypatch, keys, shape):
     *shape, causal = shape
     arrays, scale = case(*shape, dtype=BF16), shape[-1] ** -0.5
     q, k, v, do = map(to_kernel, arrays)
-    o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
+    o, lse = map(to_kernel, fa.flash_attention_fwd(*arrays[:3], scale, causal))
     monkeypatch.setattr(fa, "choose_whole", lambda *_: None)
     theirs = fa.flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
     always_whole(monkeypatch, keys)
@@ -76,9 +76,7 @@ def test_a_block_that_holds_all_keys(monkeypatch, keys, shape):
 def test_all_keys_with_values_in_a_packed_array(monkeypatch):
     always_whole(monkeypatch, 64)
     for which in ("qkv", "v") if GPU else ("v",):
-        test_packed_arrays_are_read_and_written_in_place(
-            BF16, 2, 200 if GPU else 5, 2, 1, 16, which
-        )
+        packed_arrays(BF16, 2, 200 if GPU else 5, 2, 1, 16, which)
 
 
 def test_keys_that_do_not_exist_have_no_weight(monkeypatch):

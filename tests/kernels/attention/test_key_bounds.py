@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_context_attention import case as context_case
 from test_decode_attention import case as decode_case
-from test_decode_attention import widened
+from test_decode_attention import few_warps, widened
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention.context_attention import context_attention, context_attention_ref
@@ -19,7 +19,7 @@ from xtrain.kernels.attention.key_bounds import (
     document_bounds_ref,
 )
 
-__all__ = ["small_bf16_tiles", "small_fp32_tiles"]
+__all__ = ["few_warps", "small_bf16_tiles", "small_fp32_tiles"]
 
 
 def starts_of(B, T, documents=3, seed=0):
@@ -156,7 +156,7 @@ def test_kernels(shape, monkeypatch, request):
 def test_prefill(dtype, window):
     for D in (16, 64) if GPU else (16,):
         *arrays, longest, scale = context_case(
-            [20, 3], [30, 0], 2, 1, D, dtype, S=64 if GPU else 16
+            [20, 3], [30, 0], *((2, 1) if GPU else (1, 1)), D, dtype, S=64 if GPU else 16
         )
         put = [to_kernel(x) for x in arrays]
         got = to_host(context_attention(*put, longest, scale, window))
@@ -169,7 +169,7 @@ def test_prefill(dtype, window):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("window", [1, 7, 20, 100])
-def test_decoding(dtype, window):
+def test_decoding(few_warps, dtype, window):
     args = decode_case([0, 70, 31], 2, 1, 16, 90, dtype)
     put = [to_kernel(a) if isinstance(a, np.ndarray) else a for a in args]
     got = to_host(decode_attention(*put, window=window))
