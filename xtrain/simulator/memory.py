@@ -208,9 +208,14 @@ class Array:
 
     def _like(self, dims, steps, start):
         new = type(self).__new__(type(self))
-        names = "memory", "flat", "dtype", "writeable", "bias", "span", "stride", "dense", "wrap"
-        for name in (*names, "convert"):
-            setattr(new, name, getattr(self, name))
+        new.memory, new.flat, new.dtype, new.writeable = (
+            self.memory,
+            self.flat,
+            self.dtype,
+            self.writeable,
+        )
+        new.bias, new.span, new.stride, new.dense = self.bias, self.span, self.stride, self.dense
+        new.wrap, new.convert = self.wrap, self.convert
         new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
         new.plane = (*dims, *steps, start)
         new.reader = new.run = None
