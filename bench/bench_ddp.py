@@ -1,9 +1,10 @@
 """Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP + torch.compile.
 
     python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
+    python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
 
-Batch 32 per GPU, bf16. A time is the mean of `steps` consecutive steps (without waiting in between, as in training), and
-the median of five such runs, on a chip warmed up by one second of the same work. Printed for each variant, in ms:
+Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without waiting in between, as in
+training), and the median of five such runs, on a chip warmed up by one second of the same work. Printed for each variant, in ms:
 
     step           the whole step
     alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with the variant:
@@ -34,7 +35,6 @@ from typing import Literal
 import numpy as np
 import tyro
 
-BATCH = 32  # sequences per GPU
 WARMUP = 1.0  # seconds: a warm chip is slower by 2 to 5 %
 RUNS = 5
 
@@ -54,6 +54,7 @@ class Options:
     grad_comm: list[str] = field(default_factory=lambda: ["fp32"])
     zero: list[int] = field(default_factory=lambda: [0, 1])
     precision: Literal["fp32", "bf16"] = "bf16"
+    batch: int = 32  # sequences per GPU
     steps: int = 20
     worker: str = ""  # internal: the task of a worker process, as JSON
 
@@ -87,10 +88,10 @@ def label(v: dict) -> str:
 class Batches:
     """A loader of random tokens that are already in memory."""
 
-    def __init__(self, config, T, rank):
+    def __init__(self, config, B, T, rank):
         from bench_train import batches
 
-        self.batches, self.taken = batches(config, BATCH, T, 8, seed=rank), 0
+        self.batches, self.taken = batches(config, B, T, 8, seed=rank), 0
 
     def next_batch(self):
         self.taken += 1
@@ -130,12 +131,12 @@ def alone(work, ranks, steps):
     return measure([SimpleNamespace(step=graph)], ranks, steps, warmup=0.1)[0][0]
 
 
-def kind_of(T, batch):
-    return dict(batch=batch, micro_batch=BATCH, seq_len=T, steps=10**6, lr=3e-4, warmup=100)
+def kind_of(T, batch, ranks=1):
+    return dict(batch=batch * ranks, micro_batch=batch, seq_len=T, steps=10**6, lr=3e-4, warmup=100)
 
 
 @functools.cache
-def run_alone(name, precision, rank):
+def run_alone(name, precision, batch, rank):
     """-> a run of xtrain.train, created once, with which every variant is compared; its initial weights, the same on
     all ranks"""
     from bench_train import model_config
@@ -146,9 +147,9 @@ def run_alone(name, precision, rank):
     from xtrain.training.single_process import SINGLE_PROCESS
 
     shape, _, T = model_config(name)
-    corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, rank))
+    corpus = SimpleNamespace(loader=lambda *_: Batches(shape, batch, T, rank))
     model = Transformer(shape, 0, "gpu", precision)
-    run = Run(TrainConfig(**kind_of(T, BATCH)), model, corpus, SINGLE_PROCESS)
+    run = Run(TrainConfig(**kind_of(T, batch)), model, corpus, SINGLE_PROCESS)
     first = [p.data.copy() for _, p in model.storage()]
     for _ in range(3):
         run.step()
@@ -166,15 +167,15 @@ def one_variant(o, name, v, ranks):
 
     shape, _, T = model_config(name)
     n, pool = ranks.world, cp.get_default_memory_pool()
-    by_itself, first = run_alone(name, o.precision, ranks.rank)
+    by_itself, first = run_alone(name, o.precision, o.batch, ranks.rank)
     pool.free_all_blocks()
     taken, runs = memory_peak_bytes("gpu"), [by_itself]
     if n > 1:
-        kind = kind_of(T, BATCH * n)
+        kind = kind_of(T, o.batch, n)
         model = Transformer(shape, None, "gpu", o.precision, world=n)
         for (_, p), values in zip(model.storage(), first):
             p.data = values
-        corpus = SimpleNamespace(loader=lambda *_: Batches(shape, T, ranks.rank))
+        corpus = SimpleNamespace(loader=lambda *_: Batches(shape, o.batch, T, ranks.rank))
         runs.insert(0, ParallelRun(ParallelConfig(**kind, **v), model, corpus, ranks))
         for _ in range(3):
             runs[0].step()
@@ -185,7 +186,7 @@ def one_variant(o, name, v, ranks):
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
-    found = dict(ms=list(ms), tokens=BATCH * n * T / ms[0] * 1e3, parameters=size)
+    found = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
     found["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
     hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
 
@@ -260,7 +261,7 @@ def torch_worker(o: Options) -> None:
     parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
     forward = torch.compile(parallel if n > 1 else model)
     bf16 = torch.autocast("cuda", torch.bfloat16, enabled=o.precision == "bf16")
-    loader = Batches(shape, T, rank)
+    loader = Batches(shape, o.batch, T, rank)
 
     def step():
         ids, targets = (
@@ -293,7 +294,7 @@ def torch_worker(o: Options) -> None:
         times.append((time.perf_counter() - start) / o.steps)
     if rank == 0:
         ms = 1e3 * np.median(times)
-        found = dict(ms=ms, tokens=BATCH * n * T / ms * 1e3)
+        found = dict(ms=ms, tokens=o.batch * n * T / ms * 1e3)
         found["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
         print("RESULT " + json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()
@@ -302,7 +303,8 @@ def torch_worker(o: Options) -> None:
 # ----------------------------------------------------------------------------- the whole
 def results(command, o, task):
     """Run one job -> the results that its rank 0 printed."""
-    task_options = ["--precision", o.precision, "--steps", o.steps, "--worker", json.dumps(task)]
+    task_options = ["--precision", o.precision, "--batch", o.batch, "--steps", o.steps]
+    task_options += ["--worker", json.dumps(task)]
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -354,7 +356,7 @@ def main(o: Options) -> None:
                     more["peer_of_linear"] = peer["of_linear"]
                 variant = label(found) if n > 1 else "one GPU"
                 record(
-                    "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {BATCH} per GPU", dtype=o.precision,
+                    "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {o.batch} per GPU", dtype=o.precision,
                     ms=found["ms"][0], value=found["tokens"], unit="tok/s", **more,
                 )  # fmt: skip
                 print("   ", more, flush=True)
