@@ -208,12 +208,8 @@ class Array:
 
     def _like(self, dims, steps, start):
         new = type(self).__new__(type(self))
-        new.memory, new.flat, new.dtype, new.writeable = (
-            self.memory,
-            self.flat,
-            self.dtype,
-            self.writeable,
-        )
+        new.memory, new.flat = self.memory, self.flat
+        new.dtype, new.writeable = self.dtype, self.writeable
         new.bias, new.span, new.stride, new.dense = self.bias, self.span, self.stride, self.dense
         new.wrap, new.convert = self.wrap, self.convert
         new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
