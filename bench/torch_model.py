@@ -68,7 +68,8 @@ class Block(nn.Module):
         self.c, self.ops, self.dims = c, ops, (c.n_heads, c.n_kv_heads, c.head_dim)
         H, G, D = self.dims
         self.norm1, self.norm2 = ops.norm(c.dim, c.norm_eps), ops.norm(c.dim, c.norm_eps)
-        self.q_norm, self.k_norm = ops.norm(D, c.norm_eps), ops.norm(D, c.norm_eps)
+        if c.qk_norm:  # unused parameters make DDP fail
+            self.q_norm, self.k_norm = ops.norm(D, c.norm_eps), ops.norm(D, c.norm_eps)
         self.qkv = nn.Linear(c.dim, (H + 2 * G) * D, bias=False)
         self.out = nn.Linear(H * D, c.dim, bias=False)
         self.gate_up = nn.Linear(c.dim, 2 * c.hidden_dim, bias=False)
@@ -139,8 +140,10 @@ def load_weights(model: Model, ours) -> None:
             p + "self_attn.o_proj.weight": b.out.weight, p + "mlp.gate_proj.weight": gate,
             p + "mlp.up_proj.weight": up, p + "mlp.down_proj.weight": b.down.weight,
             p + "input_layernorm.weight": b.norm1.weight, p + "post_attention_layernorm.weight": b.norm2.weight,
-            p + "self_attn.q_norm.weight": b.q_norm.weight, p + "self_attn.k_norm.weight": b.k_norm.weight,
         }  # fmt: skip
+        if model.c.qk_norm:
+            norms = {"q_norm": b.q_norm, "k_norm": b.k_norm}
+            theirs |= {f"{p}self_attn.{name}.weight": norm.weight for name, norm in norms.items()}
     with torch.no_grad():
         for name, tensor in ours.named_parameters():
             theirs[name][: tensor.shape[0]].copy_(torch.from_numpy(tensor.numpy()))
