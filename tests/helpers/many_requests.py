@@ -95,7 +95,8 @@ def serve(engine, n, draw):
 def measure(n, device):
     """-> usage after a quarter of n requests and after all, why they ended, how many were preempted"""
     engine = Engine(
-        random_model(small(**SHAPE), device=device), 8, 64, block_tokens=16, prefill_tokens=64, cache_bytes=8 << 11
+        random_model(small(**SHAPE), device=device), 8, 64, block_tokens=16, prefill_tokens=64, cache_bytes=8 << 11,
+        warm_up=True,  # a kernel that is compiled later would look like growth
     )  # fmt: skip
     engine.trace = collections.deque(maxlen=50)  # a full trace of 4096 steps would look like growth
     draw, tracing = np.random.default_rng(0), tracemalloc.is_tracing()

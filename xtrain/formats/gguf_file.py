@@ -61,14 +61,13 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
     instead of q8_0, as in llama.cpp. One tensor at a time is in memory.
     Raises UserError if llama.cpp could not compute the same, or if the file cannot be written.
     """
-    gguf = _library()
     if path.is_dir():
         raise UserError(
             f"{path} is a folder: give the name of a file, such as {path / 'model.gguf'}"
         )
     config, stored = open_weights(folder)
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
-    architecture = _architecture(config)
+    architecture, gguf = _architecture(config), _library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(folder, config, tokenizer)
     tensors = {

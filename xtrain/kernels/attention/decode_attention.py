@@ -243,9 +243,10 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
 
     @device
     def prefetch_tables(tables, count):
-        i = int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
-        for j in range(i * ENTRIES, count, int64(cuda.gridDim.x) * (THREADS * ENTRIES)):
-            prefetch(tables, j)
+        i = (int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x) * ENTRIES
+        while i < count:
+            prefetch(tables, i)
+            i += int64(cuda.gridDim.x) * (THREADS * ENTRIES)
 
     @device
     def prefetch_keys(k, v, scales, tables, pages, lo, hi):
@@ -345,7 +346,8 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None,
         o, partial, m_partial, l_partial, counters, k, v, scales, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
         splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, step, items, waits, i, target,
     ):  # fmt: skip
-        for item in range(begin, items, step):
+        item = begin
+        while item < items:  # a range would divide by step
             b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
             own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
             if EARLY:
@@ -353,6 +355,7 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None,
                     prefetch_keys(k, v, scales, tables, pages, lo, hi)
                 if item == begin:
                     wait(waits, i, target)
+            item += step
             out = (b * G + g) * GROUP * D
             if t < 0:
                 for j in range(cuda.threadIdx.x, GROUP * D, THREADS):

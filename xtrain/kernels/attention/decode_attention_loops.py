@@ -390,6 +390,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
             load_v(fv, v, start, last)
             if CODES:
                 load_scales(of_k, of_v, scales, start, last)
+            cuda.syncwarp()  # no instruction: the compiler does not move the loads of values behind the products with keys
             for b in range(BLOCKS):
                 for i in range(4):
                     s[b, i] = float32(0.0)

@@ -176,14 +176,16 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED):
     def load_staged_x(fx, x_s, step, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, words = lane >> 2, cuda.local.array(4, uint32)
+        n = n if n < N else N - 1  # a row that does not exist has results that nothing reads
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
                 k = c * WIDTH + E * (lane & 3) + e
-                for j in range(4):
-                    words[j] = uint32(0)
-                if n < N and (EVEN or c < CHUNKS):
+                if EVEN or c < CHUNKS:
                     load_words8_shared(words, x_s, n * (K + X_PAD) + k)
+                else:
+                    for j in range(4):
+                        words[j] = uint32(0)
                 for j in range(4):
                     fx[u, e // 4 + j // 2, j % 2] = words[j]
 

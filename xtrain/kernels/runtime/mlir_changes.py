@@ -46,6 +46,36 @@ mlir_optimization.get_base_pipeline = _pipeline
 mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
 
 
+# When NVVM inlines a function that calls another one, memory that is allocated after that call is no longer allocated at the
+# function's start: the kernel then saves and restores its stack pointer, which takes registers.
+_release_patterns = mlir_optimization.run_pre_codegen_patterns
+
+
+def _patterns(module):
+    _release_patterns(module)
+    for operation in mlir_optimization._get_single_gpu_module(module).bodyRegion.blocks[0]:
+        function = operation.operation
+        if function.name == "llvm.func" and len(function.regions[0].blocks):
+            _allocate_first(function.regions[0].blocks)
+
+
+def _allocate_first(blocks):
+    """Move the allocations of a constant size to the function's start."""
+    start = ir.InsertionPoint.at_block_begin(blocks[0])
+    for block in blocks:
+        for operation in list(block.operations):
+            old = operation.operation
+            if old.name != "llvm.alloca" or old.operands[0].owner.name != "llvm.mlir.constant":
+                continue
+            size, new = old.operands[0].owner.clone(ip=start), old.clone(ip=start)
+            new.operands[0] = size.result
+            old.result.replace_all_uses_with(new.result)
+            old.erase()
+
+
+mlir_optimization.run_pre_codegen_patterns = _patterns
+
+
 # ----------------------------------------------------------------------------- loops
 # NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a condition, and put the next
 # element and "is there one" into memory that they allocate in the loop.
