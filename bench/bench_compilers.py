@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tyro
@@ -138,8 +139,12 @@ def collect(o: Options) -> dict:
                 running[compiler] = subprocess.Popen(
                     command, env=environment, stdout=subprocess.PIPE, text=True
                 )
+            with ThreadPoolExecutor() as readers:  # of both: a process waits when its pipe is full
+                texts = dict(
+                    zip(running, readers.map(lambda p: p.communicate()[0], running.values()))
+                )
             for compiler, process in running.items():
-                for text in process.communicate()[0].splitlines():
+                for text in texts[compiler].splitlines():
                     line = json.loads(text)
                     where = line.pop("name"), line.pop("key"), line.pop("types")
                     found.setdefault(where, {}).setdefault(card, {})[compiler] = line

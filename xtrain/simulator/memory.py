@@ -16,6 +16,7 @@ noted as {key: site}. The notes become records at the first write of the same in
 barrier. So most reads need no record: Array.reader is the short way of Thread.load.
 """
 
+import functools
 import math
 from operator import index as as_int
 
@@ -296,6 +297,16 @@ class Array:
             self.memory, flat, self.dims, steps, 2 * self.start + i, self.bias, self.writeable
         )
 
+    def row(self, index):
+        """array[index] with one number, if there are several axes. None: the index is something else, or out of bounds."""
+        try:
+            i = as_int(index)
+        except TypeError:
+            return None
+        if self.ndim < 2 or not 0 <= i < self.dims[0]:
+            return None
+        return self._like(self.dims[1:], self.steps[1:], self.start + i * self.steps[0])
+
     def sliced(self, index):
         """array[index] with slices or with fewer indices than axes."""
         index = index if isinstance(index, tuple) else (index,)
@@ -489,6 +500,16 @@ def c_steps(shape) -> tuple:
 
 def new_array(kind, shape, dtype, bytewise=False) -> Array:
     """An unwritten shared or local array."""
+    first = _first_array(kind, shape, dtype, bytewise)
+    new = first._like(first.dims, first.steps, 0)
+    new.memory, new.flat = Memory(kind, first.memory.granule), first.flat.copy()
+    new.memory.local = first.memory.local
+    return new
+
+
+@functools.lru_cache(maxsize=256)
+def _first_array(kind, shape, dtype, bytewise):
+    """Never seen by a kernel: every thread's array is made after this one, which takes a third of the time."""
     flat = poisoned(math.prod(shape), dtype)
     memory = Memory(kind, 1 if bytewise else grain(dtype))
     memory.local = memory.local and memory.granule == dtype.itemsize

@@ -116,7 +116,8 @@ class Thread:
             return self._element_of(a, index, site)
         k = a.locate(index)
         if k is None:
-            k = self._find(a, index, site)
+            k = a.row(index)
+            k = self._find(a, index, site) if k is None else k
             if type(k) is not int:  # a view
                 return k
         if a.memory.local:  # no other thread has this memory
