@@ -457,14 +457,19 @@ PAIR = {"mlir": "numba-cuda-mlir", "numba": "numba-cuda"}
 
 
 def _compared(card: str = "9.0") -> tuple[list[dict], list[tuple[str, dict, dict]]]:
-    """Records of bench_compilers; (kernel, with mlir, with numba) of those that both compile for this compute capability."""
-    records, found = latest("bench_compilers"), []
+    """Records of bench_compilers; (kernel, with mlir, with numba) of those that both compile for this compute capability.
+
+    Of the last run only: a new kernel changes the numbers of the signatures after it.
+    """
+    records, found = [r for r in latest("bench_compilers") if card in r["cards"]], []
+    last = max(records, key=lambda r: r["line"], default={}).get("commit")
+    records = [r for r in records if r["commit"] == last]
     for r in records:
-        pair = r["cards"].get(card, {})
+        pair = r["cards"][card]
         both = [pair.get(compiler, {}) for compiler in PAIR]
         if all("ms" in m for m in both):
             found.append((f"`{r['name']}`, {r['shape']}", *both))
-    return [r for r in records if card in r["cards"]], found
+    return records, found
 
 
 def compilers() -> str:
