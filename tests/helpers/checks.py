@@ -35,6 +35,11 @@ def to_host(array) -> np.ndarray:
     return np.asarray(device.to_numpy(array))
 
 
+def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    """Are two arrays equal bit for bit? (`assert a.tobytes() == b.tobytes()` takes pytest minutes to explain when it fails.)"""
+    return a.tobytes() == b.tobytes()
+
+
 def rng(*seed) -> np.random.Generator:
     """A NumPy generator."""
     return np.random.default_rng(seed)
