@@ -509,7 +509,7 @@ def new_array(kind, shape, dtype, bytewise=False) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _first_array(kind, shape, dtype, bytewise):
-    """Never seen by a kernel: every thread's array is made after this one, which takes a third of the time."""
+    """Never seen by a kernel: every thread's array is made after this one, which takes half the time."""
     flat = poisoned(math.prod(shape), dtype)
     memory = Memory(kind, 1 if bytewise else grain(dtype))
     memory.local = memory.local and memory.granule == dtype.itemsize

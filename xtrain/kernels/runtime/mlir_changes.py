@@ -65,12 +65,12 @@ def _allocate_first(blocks):
     for block in blocks:
         for operation in list(block.operations):
             old = operation.operation
-            if old.name != "llvm.alloca" or old.operands[0].owner.name != "llvm.mlir.constant":
-                continue
-            size, new = old.operands[0].owner.clone(ip=start), old.clone(ip=start)
-            new.operands[0] = size.result
-            old.result.replace_all_uses_with(new.result)
-            old.erase()
+            size = old.operands[0].owner if old.name == "llvm.alloca" else None
+            if getattr(size, "name", "") == "llvm.mlir.constant":
+                size, new = size.clone(ip=start), old.clone(ip=start)
+                new.operands[0] = size.result
+                old.result.replace_all_uses_with(new.result)
+                old.erase()
 
 
 mlir_optimization.run_pre_codegen_patterns = _patterns
