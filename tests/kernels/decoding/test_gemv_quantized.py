@@ -234,7 +234,7 @@ def test_the_products_of_a_decoder():
         # 16 columns of w with 8 of x
         (BF16, "make_operands", "TILES, 16 if QUANTIZED else 8", "TILES, 8"),
         # a group of rows reads the first one
-        (BF16, "make_operands", "n, c = int64(8 * group + (lane >> 2))", "n, c = int64(lane >> 2)"),
+        (BF16, "make_operands", "first + (8 * group * K + c", "first + (c"),
         (BF16, "make_reduce", "8 * group + (i & 1)", "(i & 1)"),
     ],
 )  # fmt: skip

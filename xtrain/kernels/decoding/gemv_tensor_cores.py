@@ -95,16 +95,16 @@ def make_row_of_w(SWIGLU):
 
 
 @functools.cache
-def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED):
-    """-> load_w, load_x, load_staged_x, load_group: operands of mma_bf16
+def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS):
+    """-> load_w, load_x, load_staged_x, load_groups: operands of mma_bf16
 
     load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows: M = TILES, or 2 with
                                                     SWIGLU
     load_x(fx (U, E / 4, 2), h, x, delta, norm_w, step, share, shares, N)
                                                     the same chunks of x -> this lane's sum of squares
     load_staged_x(fx, x_s, step, N)                 the same chunks of x from shared memory
-    load_group(fx (GROUPS, 2, 2), x, group, step, u, e, N)
-                                                    fx[group] = 8 columns per lane, from its column e on, of a chunk of rows
+    load_groups(fx (GROUPS, 2, 2), x, warp, lane, step, u, e, N)
+                                                    fx[group] = 8 columns per lane, from its column e on, of chunk u of rows
                                                     8 group, ... of x, which is bf16 and used unchanged
     A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
@@ -190,17 +190,18 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED):
                     fx[u, e // 4 + j // 2, j % 2] = words[j]
 
     @device
-    def load_group(fx, x, group, step, u, e, N):
-        lane, words = cuda.threadIdx.x & 31, cuda.local.array(4, uint32)
-        n, c = int64(8 * group + (lane >> 2)), chunk_of(step, u, cuda.threadIdx.x >> 5)
-        for j in range(4):
-            words[j] = uint32(0)
-        if n < N and (EVEN or c < CHUNKS):
-            load_words8(words, x, n * K + c * WIDTH + E * (lane & 3) + e)
-        for j in range(4):
-            fx[group, j // 2, j % 2] = words[j]
+    def load_groups(fx, x, warp, lane, step, u, e, N):
+        words, row, c = cuda.local.array(4, uint32), lane >> 2, chunk_of(step, u, warp)
+        first = int64(row) * K + E * (lane & 3)  # the addresses of all groups are constants away from one
+        for group in range(GROUPS):
+            for j in range(4):
+                words[j] = uint32(0)
+            if row < N - 8 * group and (EVEN or c < CHUNKS):
+                load_words8(words, x, first + (8 * group * K + c * WIDTH + e))
+            for j in range(4):
+                fx[group, j // 2, j % 2] = words[j]
 
-    return load_w, load_x, load_staged_x, load_group
+    return load_w, load_x, load_staged_x, load_groups
 
 
 @functools.cache
@@ -291,7 +292,7 @@ def make_reduce(M, WARPS, GROUPS):
 
 
 @functools.cache
-def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
+def make_multiply(M, U, QUANTIZED, GROUPS, load_groups):
     """-> multiply(s (M, 4), words, fx, w): s += U chunks of w times x.  w: for its dtype
     multiply_groups(s (GROUPS M, 4), words, x, step, N, w): the same for all rows of x, which it reads itself
     copy_words(words, next_words), copy_fx(fx, next_fx)
@@ -321,11 +322,11 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_group):
 
     @device
     def multiply_groups(s, words, x, step, N, w):
+        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, 2, 2), uint32)
         for u in range(U):
             for first in range(0, STEPS, 2):
-                for group in range(GROUPS):
-                    load_group(fx, x, group, step, u, 4 * first, N)
+                load_groups(fx, x, warp, lane, step, u, 4 * first, N)
                 for m in range(M):
                     for i in range(2):
                         operand(fa, words, u, m, first + i, w)
@@ -441,9 +442,9 @@ def make_product(K: int, variant: Variant, config: Config):
     CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
     STEPS = -(-CHUNKS // (WARPS * U))
     PAIRS, ODD = STEPS // 2, STEPS % 2 == 1
-    operands = make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED)
-    load_w, load_x, load_staged_x, load_group = operands
-    products = make_multiply(M, U, QUANTIZED, GROUPS, load_group)
+    operands = make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS)
+    load_w, load_x, load_staged_x, load_groups = operands
+    products = make_multiply(M, U, QUANTIZED, GROUPS, load_groups)
     multiply_staged, multiply_groups, copy_words, copy_fx = products
     store_sums = make_reduce(M, WARPS, GROUPS)[0]
     load_scales, finish = make_finish(
