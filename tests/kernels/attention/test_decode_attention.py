@@ -373,7 +373,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     # the entry of an earlier tile is used again: a stale block
     (loops, "make_attend_tensor", "n0, entry = after, following", "n0 = after"),
     (loops, "make_attend_tensor", "        entry = worst\n", "        entry = uint32(0)\n"),
-    (loops, "make_attend_tensor", "row_total if valid else NAN", "row_total"),
+    (loops, "make_attend_tensor", "total[b, e] if valid else NAN", "total[b, e]"),
     (loops, "make_attend_plain", "k, base + d)", "k, start_of(entry, n, R, stride, head) + d)"),
     (loops, "make_attend_plain", "int32(here), 16 * half)", "int32(here), 0)"),
     (loops, "make_attend_plain", "total[h] if worst < R else NAN", "total[h]"),

@@ -206,7 +206,7 @@ def test_nothing_outside_the_output_and_the_same_bits_twice(monkeypatch, w):
             "        if ready:\n            load_first(words",
             "        if not ready:\n            load_first(words",
         ),
-        (False, "                if lane & 3 == 0:\n    ", "                if True:\n    "),
+        (False, "                if tid & 3 == 0:\n    ", "                if True:\n    "),
         (True, "            cuda.syncthreads()  # x is in shared memory\n", ""),
     ],
 )

@@ -291,10 +291,13 @@ def make_online_softmax(BLOCKS, TILES, WINDOWED):
         new, growth = cuda.local.array((BLOCKS, 2), float32), float32(0.0)
         for b in range(BLOCKS):
             for e in range(2):
-                x = fmax(s[b, e], s[b, 2 + e])
-                x = fmax(x, cuda.shfl_xor_sync(FULL, x, 4))
-                x = fmax(x, cuda.shfl_xor_sync(FULL, x, 8))
-                new[b, e] = fmax(x, cuda.shfl_xor_sync(FULL, x, 16))
+                new[b, e] = fmax(s[b, e], s[b, 2 + e])
+        for i in range(2, 5):  # of all heads: a shuffle does not wait for another head's
+            for b in range(BLOCKS):
+                for e in range(2):
+                    new[b, e] = fmax(new[b, e], cuda.shfl_xor_sync(FULL, new[b, e], 1 << i))
+        for b in range(BLOCKS):
+            for e in range(2):
                 growth = fmax(growth, new[b, e] - top[b, e])
         if cuda.any_sync(FULL, growth * scale > SLACK):
             for b in range(BLOCKS):
@@ -346,16 +349,17 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
     @device
     def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+        for i in range(2, 5):
+            for b in range(BLOCKS):
+                for e in range(2):
+                    total[b, e] += cuda.shfl_xor_sync(FULL, total[b, e], 1 << i)
         for b in range(BLOCKS):
             for e in range(2):
                 h = 8 * b + 2 * (lane & 3) + e
-                row_total = total[b, e]
-                for step in (4, 8, 16):
-                    row_total += cuda.shfl_xor_sync(FULL, row_total, step)
                 if h < LIVE:
                     if lane < 4:
                         m_s[warp * LIVE + h] = top[b, e] * scale
-                        l_s[warp * LIVE + h] = row_total if valid else NAN
+                        l_s[warp * LIVE + h] = total[b, e] if valid else NAN
                     for i in range(2 * TILES):
                         d = i // VALUES * (8 * VALUES) + VALUES * (lane >> 2) + i % VALUES
                         acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]

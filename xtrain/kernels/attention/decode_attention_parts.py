@@ -299,7 +299,9 @@ def make_merge_splits(D, HEADS, WARPS, finish):
                 if not ONCE or s > begin:
                     load_partials(values, partial, first, s, end, j)
                 for i in range(AT_ONCE):  # always in this order: same bits every run
-                    weight = weight_s[(s + i) * HEADS + j // D] if s + i < end else float32(0.0)
+                    split = s + i if s + i < end else end - 1
+                    weight = weight_s[split * HEADS + j // D]
+                    weight = weight if s + i < end else float32(0.0)
                     for e in range(4):
                         acc[e] += values[i, e] * weight
             if SHARES == 1:

@@ -38,7 +38,7 @@ from ..primitives.ptx import (
     store8_shared,
     wait_for_previous,
 )
-from ..primitives.reduce import FULL, warp_sum
+from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import high_bf16, low_bf16, mma_bf16, opaque, pack_bf16
 from ..primitives.words import load_words8, load_words8_shared, store_words8_shared
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint16, uint32, uint64
@@ -96,7 +96,7 @@ def make_row_of_w(SWIGLU):
 
 @functools.cache
 def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS):
-    """-> load_w, load_x, load_staged_x, load_groups: operands of mma_bf16
+    """-> load_w, load_x, load_staged_x, load_groups: operands of mma_bf16; exists(step, u, warp): there is chunk u of a step
 
     load_w(words (U, M, 2, 4), w, tile, step, F)    this warp's chunks step U .. step U + U - 1 of 16 M rows: M = TILES, or 2 with
                                                     SWIGLU
@@ -106,18 +106,24 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     load_groups(fx (GROUPS, 2, 2), x, warp, lane, step, u, e, N)
                                                     fx[group] = 8 columns per lane, from its column e on, of chunk u of rows
                                                     8 group, ... of x, which is bf16 and used unchanged
-    A warp has U adjacent chunks at a time; chunks beyond the last one are zeros. HALF: x is bf16 and used unchanged.
+    A warp has U adjacent chunks at a time; chunks beyond the last one are zeros, and rows of x beyond the last one are that one:
+    their results are not read. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
     """
     M, E = 2 if SWIGLU else TILES, 16 if QUANTIZED else 8  # E: columns of a lane in a chunk
     WIDTH, X_PAD = 4 * E, PAD_QUANTIZED if QUANTIZED else PAD
     CHUNKS, load_words = K // WIDTH, load_codes16 if QUANTIZED else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
+    WHOLE = CHUNKS // (WARPS * U)  # steps in which they have
     row_of_w = make_row_of_w(SWIGLU)
 
     @device
     def chunk_of(step, u, warp):
         return (step * WARPS + warp) * U + u
+
+    @device
+    def exists(step, u, warp):
+        return EVEN or step < WHOLE or chunk_of(step, u, warp) < CHUNKS
 
     @device
     def load_w(words, w, tile, step, F):
@@ -130,7 +136,7 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
             for m in range(M):
                 for r in range(2):
                     o = row_of_w(tile * TILES * TILE + 8 * r + (lane >> 2), m, F)
-                    if EVEN or c < CHUNKS:
+                    if exists(step, u, warp):
                         load_words(words[u, m, r], w, o * K + c * WIDTH + E * (lane & 3))
                     else:
                         for j in range(4):
@@ -140,34 +146,35 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     @device
     def load_x(fx, h, x, delta, norm_w, step, share, shares, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        n, squares = int64(lane >> 2), float32(0.0)
+        row, squares = lane >> 2, float32(0.0)
+        n = int64(row) if row < N else N - 1
         words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
         nw_8, delta_4 = cuda.local.array(8, float32), cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
                 k = c * WIDTH + E * (lane & 3) + e
-                for j in range(4):
-                    words[j] = uint32(0)
-                if n < N and (EVEN or c < CHUNKS):
-                    if HALF:
-                        load_words8(words, x, n * K + k)
-                    else:
-                        load8(x_8, x, n * K + k)
-                        if ADD:
-                            load_words8(delta_4, delta, n * K + k)
-                            for j in range(4):
-                                x_8[2 * j] += low_bf16(delta_4[j])
-                                x_8[2 * j + 1] += high_bf16(delta_4[j])
-                            if uint32(c) % uint32(shares) == uint32(share):
-                                store8(h, n * K + k, x_8)
-                        if NORM:
-                            load8(nw_8, norm_w, k)
-                            for j in range(8):
-                                squares += x_8[j] * x_8[j]
-                                x_8[j] *= nw_8[j]
+                if not exists(step, u, warp):
+                    for j in range(4):
+                        words[j] = uint32(0)
+                elif HALF:
+                    load_words8(words, x, n * K + k)
+                else:
+                    load8(x_8, x, n * K + k)
+                    if ADD:
+                        load_words8(delta_4, delta, n * K + k)
                         for j in range(4):
-                            words[j] = pack_bf16(x_8[2 * j], x_8[2 * j + 1])
+                            x_8[2 * j] += low_bf16(delta_4[j])
+                            x_8[2 * j + 1] += high_bf16(delta_4[j])
+                        if row < N and uint32(c) % uint32(shares) == uint32(share):
+                            store8(h, n * K + k, x_8)
+                    if NORM:
+                        load8(nw_8, norm_w, k)
+                        for j in range(8):
+                            squares += x_8[j] * x_8[j]
+                            x_8[j] *= nw_8[j]
+                    for j in range(4):
+                        words[j] = pack_bf16(x_8[2 * j], x_8[2 * j + 1])
                 for j in range(4):
                     fx[u, e // 4 + j // 2, j % 2] = words[j]
         return squares
@@ -176,12 +183,12 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     def load_staged_x(fx, x_s, step, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         n, words = lane >> 2, cuda.local.array(4, uint32)
-        n = n if n < N else N - 1  # a row that does not exist has results that nothing reads
+        n = n if n < N else N - 1
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
                 k = c * WIDTH + E * (lane & 3) + e
-                if EVEN or c < CHUNKS:
+                if exists(step, u, warp):
                     load_words8_shared(words, x_s, n * (K + X_PAD) + k)
                 else:
                     for j in range(4):
@@ -192,16 +199,17 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     @device
     def load_groups(fx, x, warp, lane, step, u, e, N):
         words, row, c = cuda.local.array(4, uint32), lane >> 2, chunk_of(step, u, warp)
-        first = int64(row) * K + E * (lane & 3)  # the addresses of all groups are constants away from one
+        # the addresses of all groups and chunks are constants away from one
+        first = int64(row) * K + E * (lane & 3)
         for group in range(GROUPS):
             for j in range(4):
                 words[j] = uint32(0)
-            if row < N - 8 * group and (EVEN or c < CHUNKS):
+            if row < N - 8 * group:
                 load_words8(words, x, first + (8 * group * K + c * WIDTH + e))
             for j in range(4):
                 fx[group, j // 2, j % 2] = words[j]
 
-    return load_w, load_x, load_staged_x, load_groups
+    return load_w, load_x, load_staged_x, load_groups, exists
 
 
 @functools.cache
@@ -235,7 +243,10 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
                             load8(x_R8[i], x, int64(low + i) * K + k)
                             if ADD:
                                 load_words8(delta_R4[i], delta, int64(low + i) * K + k)
-                mine = ADD and uint32(k) // uint32(SHARE) % uint32(shares) == uint32(share)
+                turn = k // SHARE
+                while ADD and turn >= shares:  # the remainder, without a division: usually no step
+                    turn -= shares
+                mine = ADD and turn == share
                 for i in range(ROWS_AT_ONCE):
                     at = (low + i) * (K + X_PAD) + k
                     if low + i < N:
@@ -254,25 +265,27 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
                                     x_R8[i, j] *= w_8[j]
                             store8_shared(x_s, at, x_R8[i])
             if NORM:
-                for i in range(ROWS_AT_ONCE):
-                    total = warp_sum(squares_R[i])
-                    if lane == 0:
-                        squares_s[warp * MAX_ROWS + low + i] = total
+                for j in range(5):  # of all rows: a shuffle does not wait for another row's
+                    for i in range(ROWS_AT_ONCE):
+                        squares_R[i] += cuda.shfl_xor_sync(FULL, squares_R[i], 16 >> j)
+                if lane == 0:
+                    for i in range(ROWS_AT_ONCE):
+                        squares_s[warp * MAX_ROWS + low + i] = squares_R[i]
 
     return stage
 
 
 @functools.cache
 def make_reduce(M, WARPS, GROUPS):
-    """-> store_sums(s (GROUPS M, 4), sums): write a warp's tiles to shared memory
+    """-> store_sums(s (GROUPS M, 4), sums, tid): write a warp's tiles to shared memory
     total(sums, m, row, n): add the warps in order
     """
     COLUMNS = GROUPS * MAX_ROWS
     SIZE = M * TILE * COLUMNS
 
     @device
-    def store_sums(s, sums):
-        warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
+    def store_sums(s, sums, tid):
+        warp, lane = tid >> 5, tid & 31
         # unsigned: no test for a negative index.  64 bits: the other indices are constants away from it
         first = uint64(warp * SIZE + (lane >> 2) * COLUMNS + 2 * (lane & 3))
         for group in range(GROUPS):
@@ -292,7 +305,7 @@ def make_reduce(M, WARPS, GROUPS):
 
 
 @functools.cache
-def make_multiply(M, U, QUANTIZED, GROUPS, load_groups):
+def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
     """-> multiply(s (M, 4), words, fx, w): s += U chunks of w times x.  w: for its dtype
     multiply_groups(s (GROUPS M, 4), words, x, step, N, w): the same for all rows of x, which it reads itself
     copy_words(words, next_words), copy_fx(fx, next_fx)
@@ -325,13 +338,14 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, 2, 2), uint32)
         for u in range(U):
-            for first in range(0, STEPS, 2):
-                load_groups(fx, x, warp, lane, step, u, 4 * first, N)
-                for m in range(M):
-                    for i in range(2):
-                        operand(fa, words, u, m, first + i, w)
-                        for group in range(GROUPS):
-                            mma_bf16(s[group * M + m], fa, fx[group, i])
+            if exists(step, u, warp):
+                for first in range(0, STEPS, 2):
+                    load_groups(fx, x, warp, lane, step, u, 4 * first, N)
+                    for m in range(M):
+                        for i in range(2):
+                            operand(fa, words, u, m, first + i, w)
+                            for group in range(GROUPS):
+                                mma_bf16(s[group * M + m], fa, fx[group, i])
 
     @device
     def copy_words(words, next_words):
@@ -353,7 +367,7 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups):
 @functools.cache
 def make_finish(K, NORM, SWIGLU, TILES, BIAS, WARPS, QUANTIZED, GROUPS):
     """-> load_scales(scales (M,), scale, tile, F): those of the rows of w that this thread finishes; unquantized: nothing
-    finish(y, sums, squares_s, scales, b, tile, N, F, eps): apply scale, r, b and SwiGLU to a tile of 16 TILES x 8 GROUPS
+    finish(y, sums, squares_s, scales, b, tile, N, F, eps, tid): apply scale, r, b and SwiGLU to a tile of 16 TILES x 8 GROUPS
     elements, and write y
     """
     M, THREADS = 2 if SWIGLU else TILES, 32 * WARPS
@@ -368,10 +382,10 @@ def make_finish(K, NORM, SWIGLU, TILES, BIAS, WARPS, QUANTIZED, GROUPS):
                 scales[m] = scale[row_of_w(o, m, F)] * float32(BF16_UNIT)
 
     @device
-    def finish(y, sums, squares_s, scales, b, tile, N, F, eps):
-        row = cuda.threadIdx.x & TILE - 1
+    def finish(y, sums, squares_s, scales, b, tile, N, F, eps, tid):
+        row = tid & TILE - 1
         for j in range(EACH):
-            n = cuda.threadIdx.x // TILE + j * (THREADS // TILE)
+            n = (tid >> 4) + j * (THREADS // TILE)
             r = float32(1.0)
             if NORM and n < N:
                 acc = float32(0.0)
@@ -443,8 +457,8 @@ def make_product(K: int, variant: Variant, config: Config):
     STEPS = -(-CHUNKS // (WARPS * U))
     PAIRS, ODD = STEPS // 2, STEPS % 2 == 1
     operands = make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS)
-    load_w, load_x, load_staged_x, load_groups = operands
-    products = make_multiply(M, U, QUANTIZED, GROUPS, load_groups)
+    load_w, load_x, load_staged_x, load_groups, exists = operands
+    products = make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists)
     multiply_staged, multiply_groups, copy_words, copy_fx = products
     store_sums = make_reduce(M, WARPS, GROUPS)[0]
     load_scales, finish = make_finish(
@@ -498,7 +512,7 @@ def make_product(K: int, variant: Variant, config: Config):
         eps,
     ):
         """After an even number of steps both sets of registers have their first roles again, so nothing is copied."""
-        lane = cuda.threadIdx.x & 31
+        tid = cuda.threadIdx.x
         next_words = cuda.local.array((U, M, 2, 4), uint32)
         fx = cuda.local.array((U, X_STEPS, 2), uint32)
         next_fx = cuda.local.array((U, X_STEPS, 2), uint32)
@@ -552,14 +566,14 @@ def make_product(K: int, variant: Variant, config: Config):
                     copy_words(words, next_words)
                     if DIRECT:
                         copy_fx(fx, next_fx)
-            store_sums(s, sums)
+            store_sums(s, sums, tid)
             if NORM and not STAGED and tile == first:
                 squares += cuda.shfl_xor_sync(FULL, squares, 1)
                 squares += cuda.shfl_xor_sync(FULL, squares, 2)
-                if lane & 3 == 0:
-                    squares_s[(cuda.threadIdx.x >> 5) * MAX_ROWS + (lane >> 2)] = squares
+                if tid & 3 == 0:
+                    squares_s[(tid >> 5) * MAX_ROWS + ((tid & 31) >> 2)] = squares
             cuda.syncthreads()
-            finish(y, sums, squares_s, scales, b, tile, N, F, eps)
+            finish(y, sums, squares_s, scales, b, tile, N, F, eps, tid)
             if once:
                 break
             cuda.syncthreads()  # the sums have been read
