@@ -385,7 +385,7 @@ def make_finish(K, NORM, SWIGLU, TILES, BIAS, WARPS, QUANTIZED, GROUPS):
     def finish(y, sums, squares_s, scales, b, tile, N, F, eps, tid):
         row = tid & TILE - 1
         for j in range(EACH):
-            n = (tid >> 4) + j * (THREADS // TILE)
+            n = (tid >> 4) + j * (THREADS // TILE)  # tid // TILE, for any sign
             r = float32(1.0)
             if NORM and n < N:
                 acc = float32(0.0)

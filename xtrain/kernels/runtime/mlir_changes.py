@@ -80,7 +80,7 @@ mlir_optimization.run_pre_codegen_patterns = _patterns
 # ----------------------------------------------------------------------------- indices of threads
 # The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for each use, computes what depends
 # on them in each iteration of a loop, and does not know that they are not negative. Calls of the intrinsics tell it. That makes
-# decoding 2 % faster. Other kernels stay as released: dim384 trains 0.5 to 2 % slower with calls, because more registers are
+# decoding 2 % faster. Other kernels stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are
 # taken, and decoding in one kernel spills more of them.
 CALLED = re.compile("gemv_tensor_kernel|decode_attention_kernel")
 SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.n?(cta|t)id\.[xyz]")
