@@ -1,7 +1,7 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
     python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
-        [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M] [--one-kernel]
+        [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
 weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
@@ -17,9 +17,6 @@ greedy tokens.
 
 --kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same weights, is the one to compare with.
 These records are in bench/results/bench_kv_codes.jsonl.
-
---one-kernel: also Engine(one_kernel=True), in the same run; batches of more than 8 are left out. The peer is then the graph of
-separate kernels. These records are in bench/results/bench_one_kernel.jsonl.
 
 --weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another one of the same shape, and
 `bytes of weights` are those of its codes and scales; the speed of `full` in the same run is the one to compare with.
@@ -77,12 +74,11 @@ class Options:
     peers: list[Literal["plain", "compile"]] = field(default_factory=list)
     # of the matrices; peers are measured with "full" alone
     weights: list[Literal["full", "int8", "fp8"]] = field(default_factory=lambda: ["full"])
-    # of keys and values; peers and one kernel are measured with "full" alone
+    # of keys and values; peers are measured with "full" alone
     kv_cache: list[Literal["full", "fp8"]] = field(default_factory=lambda: ["full"])
     profile: bool = False  # print which kernels a decoding step consists of
     layers: int | None = None  # fewer than the model has: for a quick look
     model: list[Literal["1.1B", "8B", "0.6B", "135M"]] = field(default_factory=lambda: ["1.1B"])
-    one_kernel: bool = False  # also with one kernel per step
 
 
 # ----------------------------------------------------------------------------- ours
@@ -99,14 +95,13 @@ def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
     return model
 
 
-def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
+def ours(model, prompts, new, kv_cache="full"):
     """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens
 
     Prompts of more tokens than one pass may have are prefilled while the first sequences decode: only the steps that decode all
     sequences count."""
     B, T = len(prompts), len(prompts[0])
-    options = dict(reuse_prefix=False, one_kernel=one_kernel, kv_cache=kv_cache)
-    engine = xtrain.Engine(model, B, T + new, **options)
+    engine = xtrain.Engine(model, B, T + new, reuse_prefix=False, kv_cache=kv_cache)
     first = None
     engine.generate(prompts, new)  # compiles the kernels, captures the graph, wakes the clocks
     engine.trace.clear()
@@ -214,17 +209,19 @@ def their_times(theirs, prompts, new, static):
 
 # ----------------------------------------------------------------------------- all of it
 def bench(
-    model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", one_kernel=False, kv_cache="full"
-):  # fmt: skip
-    """Measure and record. -> tokens per second. full: those of the same run with weights, or keys and values, in bf16, or with
-    separate kernels."""
+    model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", kv_cache="full"
+):
+    """Measure and record a case, and return its tokens per second.
+
+    full: tokens per second of the same run with weights, or keys and values, in bf16
+    """
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
-    engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel, kv_cache)
+    engine, first, ms, tokens = ours(model, prompts, o.new, kv_cache)
     gpu, step = step_ms(engine, B, T + o.new // 2)
     weights, kv = step_bytes(model, B, T, o.new, kv_cache)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"{size}, weights {kind}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
         f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
@@ -242,19 +239,15 @@ def bench(
     name, layers = SHAPES[size][0], SHAPES[size][1]["n_layers"]
     name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
     shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
-    plain = kind == kv_cache == "full" and not one_kernel
+    plain = kind == kv_cache == "full"
     dtype, peers = "bf16" if kind == "full" else kind, o.peers if plain else []
     found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
         found = [dict(peer="bf16 weights", peer_value=full)]
-    if one_kernel:
-        found = [dict(peer="separate kernels", peer_value=full)]
     if kv_cache != "full":
         dtype = f"{dtype}, cache {kv_cache}"
         found = [dict(peer="keys and values in bf16", peer_value=full)] if full else []
-    # bench_decode.jsonl has the tables' records: the model of 1.1 B
-    file = "bench_one_kernel" if o.one_kernel or size != "1.1B" else "bench_decode"
-    file = "bench_kv_codes" if kv_cache != "full" else file
+    file = "bench_decode" if kv_cache == "full" else "bench_kv_codes"
     for peer in [p for p in found if p] or [{}]:
         record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
     return speeds["value"]
@@ -298,8 +291,6 @@ def bench_model(o, size, kind, bandwidth, full) -> None:
             )
         if kind == "full" and "full" in values:
             full[size, B, T] = values["full"]
-        if kind == "full" and o.one_kernel and B <= 8 and "full" in values:
-            bench(model, theirs, B, T, o, bandwidth, kind, values["full"], size, True)
     del model, theirs
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()

@@ -2,8 +2,8 @@
 
     python bench/bench_handover.py [--columns 576 1536 2048] [--rounds 2000]
 
-In every round each block writes its share of a vector and then needs all of it: the hand-over between two stages of
-kernels/step/step_kernel.py, without the products.
+In every round each block writes its share of a vector and then needs all of it: the hand-over between two stages of a decoding
+step in one kernel (lesson 33), without the products.
 
     counter     the block writes, meets at a barrier, and one thread adds to a counter with release semantics. One thread of each
                 block polls the counter with acquiring loads; a barrier; then the threads load the vector

@@ -298,32 +298,6 @@ def in_codes(peer: str, *benches: str) -> str:
     return table([*header, "peak GB"], rows, records)
 
 
-def one_kernel() -> str:
-    """bench_decode --one-kernel: a step as one kernel, next to the separate kernels in the same run."""
-    records = [r for r in latest("bench_one_kernel") if r["peer"] == "separate kernels"]
-    rows = [
-        [f"{r['name']}, {r['shape']}", f"{r['value']:,.0f}", f"{r['peer_value']:,.0f}"]
-        + [f"{r['ratio']:.2f}", f"{r['share_of_bound']:.0%}"]
-        for r in records
-    ]
-    header = ["decoding, bf16", "one kernel, tokens/s", "separate kernels, same run", "ratio"]
-    return table([*header, "of the memory bound"], rows, records)
-
-
-def handover() -> str:
-    """bench_handover: a vector that the blocks of a kernel hand over to each other, by a counter and in sealed words."""
-    runs: dict[str, dict] = {}
-    records = latest("bench_handover")
-    for r in records:
-        runs.setdefault(r["shape"], {})[r["name"]] = r
-    rows = [
-        [shape, *(f"{r[key]:.2f}" for key in ("value", "alone_us") for r in pair.values())]
-        for shape, pair in runs.items()
-    ]
-    header = ["one round, us", "counter", "sealed words", "counter, one block alone"]
-    return table([*header, "sealed words, alone"], rows, records)
-
-
 def muon() -> str:
     """bench_muon --time-only: a step with each optimizer."""
     steps: dict[str, dict] = {}
@@ -528,8 +502,6 @@ TABLES = {
     "reinforce": reinforce,
     "quantized": quantized,
     "kv-codes": kv_codes,
-    "one-kernel": one_kernel,
-    "handover": handover,
     "muon": muon,
     "start": start,
     "simulator": simulator,

@@ -36,11 +36,15 @@ if "google.colab" in sys.modules and not os.path.exists("setup.cfg"):
     sys.path.insert(0, os.getcwd())
 
 # %% tags=["imports"]
-import numpy as np
-from numba import cuda, int64
+import math
 
+import numpy as np
+from numba import cuda, float32, int64
+
+import xtrain
 from xtrain import lesson, simulator
-from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire
+from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire, prefetch
+from xtrain.kernels.rope import rope_tables
 
 KIND, STAGE, SHARE, SHARES, WAIT, ARRIVALS, SIGNAL = range(7)  # columns of a table of tasks
 
@@ -333,15 +337,27 @@ print(f"... {len(tasks)} rows in all")
 # has come to this row. And the block runs, because all blocks are resident. So the task finishes: a
 # contradiction.
 #
-# The library checks the first property for every table that it makes. Exchange two rows of different stages, and it objects:
+# The first property can be checked on the host, once for every table. Exchange two rows of different stages, and the check objects:
+
 
 # %%
-from xtrain.kernels.step import step_tasks
+def check_tasks(tasks):
+    """Raise ValueError unless each task waits for all tasks that signal its counter, and these are in earlier rows."""
+    signals = [task[SIGNAL] for task in tasks]
+    for row, task in enumerate(tasks):
+        signallers = signals.count(task[WAIT])
+        earlier = signals[:row].count(task[WAIT])
+        if not signallers == earlier == task[ARRIVALS]:
+            raise ValueError(
+                f"task {row} waits for {task[ARRIVALS]} arrivals at counter {task[WAIT]}: "
+                f"{earlier} earlier tasks signal it, {signallers} in all"
+            )
 
-step_tasks.check_tasks(np.array(tasks))
+
+check_tasks(tasks)
 swapped = [*tasks[:3], tasks[4], tasks[3], *tasks[5:]]
 try:
-    step_tasks.check_tasks(np.array(swapped))
+    check_tasks(swapped)
 except ValueError as error:
     print(error)
 
@@ -359,8 +375,8 @@ except ValueError as error:
 #
 # ## Exercise 33.3: the kernel that works through the table
 #
-# Let all stages do what a round of 33.1 did, from row s of x to row s + 1. That is the whole structure of the library's kernel; it only
-# has seven kinds of task instead of one.
+# Let all stages do what a round of 33.1 did, from row s of x to row s + 1. A decoding step has the same structure, with seven kinds of
+# task instead of one.
 
 
 # %% tags=["exercise"]
@@ -434,7 +450,7 @@ for e in range(3):
     print(f"launch {e}: right: {right}, counters {lesson.host(count_S).tolist()}")
 
 # %% [markdown]
-# An int64 counter that grows by 132 in each of 2,000 steps per second lasts for a million years. The counters of the library are 128 bytes apart, so that
+# An int64 counter that grows by 132 in each of 2,000 steps per second lasts for a million years. On a GPU, keep counters 128 bytes apart, so that
 # blocks that wait at one do not slow down those that arrive at another.
 #
 # ## When does each task run?
@@ -526,7 +542,8 @@ for blocks in (1, 2, 3, 6):
 # %% [markdown]
 # ## Measure
 #
-# The library's kernel against the separate kernels, both in a CUDA graph, in bf16, with 128 keys, measured in one run:
+# A kernel with all seven kinds of task, in bf16 and on tensor cores, against xtrain's separate kernels. Both run in a CUDA graph,
+# with 128 keys, and were measured in one run. (xtrain does not contain this kernel, for the reason that you are about to see. A small version of it is below.)
 
 # %%
 STEPS = [
@@ -603,49 +620,212 @@ print(f"{least:.2f} ms of hand-overs, of {STEPS[0]['ms']:.3f} ms per step")
 #
 # In the first version a warp had 4 chunks of weights in flight. For gate/up and down that was half of a tile: a second round of loads came
 # after the wait, and its latency was added to the stage. That is why these two stages stand out among the products. Now a warp has up to
-# 8 chunks in flight, so that a tile is a single round (`CHUNKS` in `kernels/step/step_kernel.py`): gate/up takes 113 instead of 127 µs, down 69 instead of 90, all stages
+# 8 chunks in flight, so that a tile is a single round: gate/up takes 113 instead of 127 µs, down 69 instead of 90, all stages
 # 432 instead of 469. And the first version arrived by an atomic addition that returns the old value, for which the thread waited; without it (`red` instead of `atom`)
 # all stages take 416.
 #
-# With all of that the one kernel comes close to the separate kernels, and passes them in one case of six. So `Engine(one_kernel=True)` is an option, and
-# not the default.
+# With all of that the one kernel comes close to the separate kernels, and passes them in one case of six. That is not worth a second kernel for every model,
+# so the engine decodes with separate kernels.
 #
-# ## The library's kernel
+# ## A decoding step in one kernel
 #
-# The wait and the arrival, as in 33.1. Every task of the kernel goes through these two:
+# Here is the whole step, for one sequence in float32, without tensor cores. The wait and the arrival are those of 33.1, as device functions:
+
 
 # %%
-from xtrain.kernels.step import step_kernel
+@cuda.jit(device=True)
+def wait_for_count(counters, i, target):
+    """The block waits until counter i has reached the target."""
+    if cuda.threadIdx.x == 0:
+        while load_acquire(counters, i) < target:
+            pass
+    cuda.syncthreads()  # thread 0 has waited
 
-lesson.source(step_kernel.wait_for_count)
-lesson.source(step_kernel.arrive)
+
+@cuda.jit(device=True)
+def arrive(counters, i):
+    """The block signals counter i."""
+    cuda.syncthreads()  # all threads have written
+    if cuda.threadIdx.x == 0:
+        atomic_add_release(counters, i, int64(1))
+
 
 # %% [markdown]
-# The table, as in 33.2:
+# A product is divided by its rows, one thread a row. All weights of an xtrain model lie in one array, its *arena*, so a row of a matrix
+# is an index into it. Where a norm precedes the product, its factor 1 / rms(x) is the same for all columns, and one loop does both:
+
 
 # %%
-lesson.source(step_tasks.make_tasks)
-lesson.source(step_tasks.check_tasks)
+@cuda.jit(device=True)
+def dot(weights, row, x_K):
+    """weights[row : row + K] times x."""
+    acc = float32(0.0)
+    for k in range(x_K.size):
+        acc += weights[row + k] * x_K[k]
+    return acc
+
+
+@cuda.jit(device=True)
+def normed_dot(weights, row, norm, x_K, eps):
+    """weights[row : row + K] times RMSNorm(x), whose weights begin at `norm`."""
+    acc, squares = float32(0.0), float32(0.0)
+    for k in range(x_K.size):
+        acc += weights[row + k] * x_K[k] * weights[norm + k]
+        squares += x_K[k] * x_K[k]
+    return acc / math.sqrt(squares / float32(x_K.size) + eps)
+
 
 # %% [markdown]
-# A product: first the loads of the weights, then the wait, then the rest. The functions that load and multiply are those of the separate
-# kernel, so the bits are the same:
+# Attention of one head (lessons [18](18_kv_cache.ipynb) and [19](19_decode_attention.ipynb)): thread d owns channel d. Query heads that share a key head may be in different blocks, and
+# only one of them writes the new key and value to the cache. The others must not read them there, because nothing orders the two:
+
 
 # %%
-lesson.source(step_kernel.make_tensor_task)
+@cuda.jit(device=True)
+def rotated(qkv_P, start, d, D, cos, sin):
+    """Channel d of a head of qkv after RoPE. cos, sin (D / 2): those of the token's position."""
+    half = D // 2
+    x, c = qkv_P[start + d], d % half
+    if d < half:
+        return x * cos[c] - qkv_P[start + d + half] * sin[c]
+    return x * cos[c] + qkv_P[start + d - half] * sin[c]
+
+
+@cuda.jit(device=True)
+def attend(o_Q, qkv_P, k_SGD, v_SGD, cos, sin, t, head):
+    """Output of one query head for the token at position t, whose key and value are added to the cache. D <= 32."""
+    q_s, k_s = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
+    _, G, D = k_SGD.shape
+    H, d = o_Q.size // D, cuda.threadIdx.x
+    g = head // (H // G)
+    key, value = (H + g) * D, (H + G + g) * D  # where they begin in qkv
+    cuda.syncthreads()  # the head before has been computed
+    if d < D:
+        q_s[d] = rotated(qkv_P, head * D, d, D, cos, sin) / math.sqrt(float32(D))
+        k_s[d] = rotated(qkv_P, key, d, D, cos, sin)
+        if head % (H // G) == 0:
+            k_SGD[t, g, d] = k_s[d]
+            v_SGD[t, g, d] = qkv_P[value + d]
+    cuda.syncthreads()
+    if d < D:
+        top, total, acc = float32(-math.inf), float32(0.0), float32(0.0)
+        for s in range(t + 1):
+            score = float32(0.0)
+            for c in range(D):
+                score += q_s[c] * (k_s[c] if s == t else k_SGD[s, g, c])
+            new_top = max(top, score)
+            shrink, weight = math.exp(top - new_top), math.exp(score - new_top)
+            acc = acc * shrink + weight * (qkv_P[value + d] if s == t else v_SGD[s, g, d])
+            total = total * shrink + weight
+            top = new_top
+        o_Q[head * D + d] = acc / total
+
 
 # %% [markdown]
-# And the kernel, as in 33.3. It is long because every kind of task has its own arguments. Look for the step number, the loop
-# over rows, and the two arrivals at the end:
+# And the kernel, as in 33.3. Look for the step number e, the loop over rows, the loads of weights *before* the wait (here a prefetch of the first row of
+# weights), and the two arrivals at the end. The residual stream h is read by all tasks of a stage and written by those of the next stage but
+# one: a task that writes waits, through the stages between, until all that read are done.
 
 # %%
-lesson.source(step_kernel.make_step_kernel)
+EMBED, QKV, ATTEND, OUT, GATE_UP, DOWN, HEAD = range(7)
+
+
+@cuda.jit
+def step_kernel(
+    logits_V, h_C, qkv_P, o_Q, act_F, k_LSGD, v_LSGD, count_S, id_1, tasks_RF, weights, matrices_LK, norms_LK, cos_TR, sin_TR, t, eps,
+):  # fmt: skip
+    """Logits of the token after id_1[0], which is at position t. Grid P, block 32, all resident.
+
+    matrices, norms (layers + 1, kinds): where the matrix of a kind of task, and the norm before it, begin in `weights`. The head
+    is in the last row, the embedding in the first.
+    """
+    tid, C, Q, F = cuda.threadIdx.x, h_C.size, o_Q.size, act_F.size
+    e = load_acquire(count_S, 0) // cuda.gridDim.x
+    for row in range(cuda.blockIdx.x, tasks_RF.shape[0], cuda.gridDim.x):
+        kind, share, shares = tasks_RF[row, KIND], tasks_RF[row, SHARE], tasks_RF[row, SHARES]
+        layer = max(tasks_RF[row, STAGE] - 1, 0) // 5
+        w, norm = matrices_LK[layer, kind], norms_LK[layer, kind]
+        first, step = 32 * share + tid, 32 * shares
+        if kind != EMBED and kind != ATTEND:
+            columns = Q if kind == OUT else F if kind == DOWN else C
+            prefetch(weights, w + share * 32 * columns)
+        wait_for_count(count_S, tasks_RF[row, WAIT], tasks_RF[row, ARRIVALS] * (e + 1))
+        if kind == EMBED:
+            for i in range(first, C, step):
+                h_C[i] = weights[w + id_1[0] * C + i]
+        elif kind == QKV:
+            for i in range(first, qkv_P.size, step):
+                qkv_P[i] = normed_dot(weights, w + i * C, norm, h_C, eps)
+        elif kind == ATTEND:
+            for head in range(share, Q // k_LSGD.shape[3], shares):
+                attend(o_Q, qkv_P, k_LSGD[layer], v_LSGD[layer], cos_TR[t], sin_TR[t], t, head)
+        elif kind == OUT:
+            for i in range(first, C, step):
+                h_C[i] += dot(weights, w + i * Q, o_Q)
+        elif kind == GATE_UP:
+            for i in range(first, F, step):
+                gate = normed_dot(weights, w + i * C, norm, h_C, eps)
+                up = normed_dot(weights, w + (F + i) * C, norm, h_C, eps)
+                act_F[i] = gate / (float32(1.0) + math.exp(-gate)) * up
+        elif kind == DOWN:
+            for i in range(first, C, step):
+                h_C[i] += dot(weights, w + i * F, act_F)
+        else:
+            for i in range(first, logits_V.size, step):
+                logits_V[i] = normed_dot(weights, w + i * C, norm, h_C, eps)
+        arrive(count_S, tasks_RF[row, SIGNAL])
+    arrive(count_S, 0)  # this block has finished
+
 
 # %% [markdown]
-# `tests/serving/test_one_kernel.py` compares its bits with those of the separate kernels, and **plants bugs** in it: the barrier before the arrival is left
-# out, the addition does not release, a count is off by one, a thread runs ahead of the wait, an arrival never comes, a block is too many to be
-# resident. The simulator finds each of them.
-#
+# A tiny Llama with random weights, a table for three blocks, and four tokens, one launch each. The last column is the largest difference from the logits of the model itself:
+
+# %%
+shape = dict(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48)
+model = xtrain.Transformer(xtrain.ModelConfig(**shape, max_seq_len=16, qk_norm=False), 0, "cpu")
+c, decoder = model.config, model.model
+matrices, norms = np.zeros((2, c.n_layers + 1, 7), np.int64)
+for i, block in enumerate(decoder.layers):
+    matrices[i, QKV] = block.self_attn.qkv.weight.offset
+    matrices[i, OUT] = block.self_attn.o_proj.weight.offset
+    matrices[i, GATE_UP] = block.mlp.gate_up.weight.offset
+    matrices[i, DOWN] = block.mlp.down_proj.weight.offset
+    norms[i, QKV] = block.input_layernorm.weight.offset
+    norms[i, GATE_UP] = block.post_attention_layernorm.weight.offset
+matrices[0, EMBED] = decoder.embed_tokens.weight.offset
+matrices[-1, HEAD] = model.lm_head.offset
+norms[-1, HEAD] = decoder.norm.weight.offset
+
+query_width = c.n_heads * c.head_dim
+qkv_width = query_width + 2 * c.n_kv_heads * c.head_dim
+outputs = {EMBED: c.dim, QKV: qkv_width, OUT: c.dim, GATE_UP: c.hidden_dim}
+outputs |= {DOWN: c.dim, HEAD: c.vocab_size}
+units = {kind: -(-n // 32) for kind, n in outputs.items()} | {ATTEND: c.n_heads}
+stages = [EMBED, *[QKV, ATTEND, OUT, GATE_UP, DOWN] * c.n_layers, HEAD]
+tasks = make_tasks([(kind, units[kind]) for kind in stages], 3)
+check_tasks(tasks)
+
+zeros = lambda *shape: lesson.array(np.zeros(shape, np.float32))
+logits = zeros(c.vocab_size)
+buffers = zeros(c.dim), zeros(qkv_width), zeros(query_width), zeros(c.hidden_dim)
+cache = [zeros(c.n_layers, 16, c.n_kv_heads, c.head_dim) for _ in range(2)]
+count = lesson.array(np.zeros(len(stages) + 1, np.int64))
+constants = [np.array(tasks, np.int32), model.arena.weights, matrices, norms]
+constants = [lesson.array(x) for x in (*constants, *rope_tables(c.head_dim, 16, c.rope_theta))]
+ids = [3, 14, 15, 9]
+expected = model(np.array([ids])).data[0, :, : c.vocab_size]
+for t, token in enumerate(ids):
+    arguments = *buffers, *cache, count, lesson.array(np.array([token], np.int32)), *constants
+    lesson.launch(
+        step_kernel, 3, 32, logits, *arguments, np.int64(t), np.float32(c.norm_eps), resident=True
+    )
+    got = lesson.host(logits)
+    error = np.abs(got - expected[t]).max()
+    print(
+        f"token {t}: next is {got.argmax()}, in the model {expected[t].argmax()}, difference below 1e-6: {error < 1e-6}"
+    )
+
+# %% [markdown]
 # **A fault that no simulator found.** On the GPU the tokens of two sequences changed after a batch of another size had been decoded. Each batch size has its own CUDA
 # graph, and all graphs share one pool of memory: what is free after the capture of one graph may be used by the next capture. But a graph writes to its
 # addresses *in every replay*, also to those that were free again when its capture ended. The counters of a second step had been allocated at such addresses. They are

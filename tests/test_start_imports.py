@@ -11,7 +11,7 @@ LATE = {
     "cupyx", "datasets", "IPython", "jinja2", "lm_eval", "matplotlib", "mpi4py", "numba_cuda_mlir", "pandas", "PIL", "pyarrow",
     "pydantic", "pygments", "safetensors", "scipy", "starlette", "tensorboard", "torch", "trackio", "transformers", "uvicorn", "wandb",
     "zstandard", "xtrain.evaluation.run", "xtrain.serving", "xtrain.server", "xtrain.inspect", "xtrain.tuning", "xtrain.reinforcement",
-    "xtrain.parallel", "xtrain.kernels.step",
+    "xtrain.parallel",
 }  # fmt: skip
 # typeguard belongs to tyro, which needs it to check the defaults of lists.
 LATE_IN_LIBRARY = LATE | {"tyro", "typeguard", "tokenizers", "rich.progress", "xtrain.training"}

@@ -40,8 +40,6 @@ for B in (1, 32):
 decode.bench(model, None, 1, 4096, decode.Options(), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(layers=2), 2e12)
 decode.bench(model, None, 1, 128, decode.Options(peers=["plain"]), 2e12, "int8", 400.0)
-decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", None, "135M")
-decode.bench(model, None, 1, 128, decode.Options(one_kernel=True), 2e12, "full", 400.0, "135M", True)
 decode.bench(model, None, 1, 128, decode.Options(kv_cache=["full", "fp8"]), 2e12, "full", 400.0, kv_cache="fp8")
 
 import bench_handover as handover
@@ -258,15 +256,6 @@ def test_decode(written):
         "52%",
         "3.2",
     ]
-
-
-def test_one_kernel(written):
-    """Only the records that have the separate kernels of the same run."""
-    assert rows(written.one_kernel()) == [
-        ["SmolLM2-135M, B=1 context=128", "500", "400", "1.25", "52%"]
-    ]
-    # 4 ms for 1000 rounds
-    assert rows(written.handover()) == [["C=576 blocks=132", "4.00", "4.00", "4.00", "4.00"]]
 
 
 def test_a_newer_run_counts(written, tmp_path):

@@ -230,7 +230,7 @@ PROGRAMS = (
     "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
-    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--one-kernel", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
+    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
 }  # fmt: skip
 
 

@@ -69,8 +69,6 @@ from xtrain.kernels.softmax import causal_softmax_bwd, causal_softmax_fwd
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor
 from xtrain.nn.optim import clip
-from xtrain.serving.one_kernel import make_step
-from xtrain.serving.paged_cache import PagedCache
 
 padding, repeat_kv = lesson.load_checks("padding"), lesson.load_checks("repeat_kv").repeat_kv
 DTYPES = (np.dtype(np.float32), BFLOAT16)
@@ -284,24 +282,6 @@ def kv_codes():
             dequantize_blocks(*codes, scales, tables.reshape(-1), k, v)
 
 
-def steps(dtype):
-    """A decoding step in one kernel, twice: its counters are never reset."""
-    for n, G, qk_norm in ((1, 1, True), (3, 2, False)):
-        config = xtrain.ModelConfig(
-            vocab_size=70, dim=64, n_layers=2, n_heads=4, n_kv_heads=G, head_dim=16, hidden_dim=96, max_seq_len=512,
-            qk_norm=qk_norm, qkv_bias=not qk_norm,
-        )  # fmt: skip
-        model = xtrain.Transformer(config, 0, "gpu", "bf16" if dtype == BFLOAT16 else "fp32")
-        model.arena.refresh()
-        cache = PagedCache(model, 512, 64)
-        cache.allocate(8 * n)
-        step = make_step(model, cache, n)
-        tables = cp.asarray(np.arange(8 * n, dtype=np.int32).reshape(n, 8))
-        for t in (400, 401):
-            ids, lengths = np.full(n, 5, np.int32), np.arange(t, t - n, -1).astype(np.int32)
-            step(cp.asarray(ids), cp.asarray(lengths), tables)
-
-
 def choosing(dtype):
     """Sampling: greedy, few and many candidates, top-p, min-p, unused rows; penalties; log-probabilities."""
     for B, V, padded in ((1, 1, 128), (5, 517, 640), (7, 50257, 50304), (3, 131000, 131072)):
@@ -439,7 +419,6 @@ WORK = {
     "fp8_products": fp8_products,
     "serving": serving,
     "kv_codes": kv_codes,
-    "steps": steps,
     "choosing": choosing,
     "rows": rows,
     "peers": peers,

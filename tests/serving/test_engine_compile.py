@@ -22,7 +22,6 @@ from offline import (
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
 from xtrain.kernels.decoding import gemv, kv_cache, kv_codes, logprobs, padding, penalties, sampling
 from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
-from xtrain.kernels.step import step_kernel
 from xtrain.simulator import sim
 
 __all__ = ["nvvm"]
@@ -54,7 +53,6 @@ def launch_engine(dtypes=(np.float32, BF16)):
             where = ends, i32(0), tables(1), 3
             context_attention.context_attention(full(3, 2, D), *caches, *where, 0.1)
         multiply(full, dtype)
-        step(full, dtype)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         parameters = ints, floats, ints, floats, longs, longs, ints
@@ -87,19 +85,6 @@ def read_codes(full, D):
     (caches,), (scales,) = kv_codes.empty_kv_codes(full(1), 1, 1, 1, 64, D)
     kv_codes.append_codes(*caches, scales, full(2, 1, D), full(2, 1, D), i32(0, 0), i32(1, 2))
     kv_codes.dequantize_blocks(*caches, scales, i32(0), full(1, 1, 64, D), full(1, 1, 64, D))
-
-
-def step(full, dtype):
-    """A decoding step in one kernel, with the widths of a Llama of 135 M parameters."""
-    half = dtype == BF16
-    shape = step_kernel.StepShape(
-        N=1, C=576, H=9, G=3, D=64, F=1536, V=128, L=1, S=64, half=half, qk_norm=half, bias=not half
-    )
-    floats, offsets = sim(np.ones(8, np.float32)), np.zeros((2, step_kernel.OFFSETS), np.int64)
-    weights = step_kernel.StepWeights(full(8), full(8), floats, offsets)
-    angles, cache = sim(np.ones((256, 32), np.float32)), full(1, 2, 1, 3, 64, 64)
-    one = step_kernel.DecodingStep(shape, weights, cache, 4, angles, angles, 1e-6)
-    one(i32(0), i32(3), tables(1))
 
 
 def multiply(full, dtype):
@@ -146,7 +131,6 @@ LOCAL = {"decode_attention_kernel"}
 # The last block merges what the others wrote.
 MERGES = {
     "decode_attention_kernel",
-    "step_kernel",
     "top_key_kernel",
     "sample_weigh_kernel",
     "score_kernel",

@@ -81,7 +81,7 @@ mlir_optimization.run_pre_codegen_patterns = _patterns
 # The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for each use, computes what depends
 # on them in each iteration of a loop, and does not know that they are not negative. Calls of the intrinsics tell it. That makes
 # decoding 2 % faster. Other kernels stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are
-# taken, and decoding in one kernel spills more of them.
+# taken.
 CALLED = re.compile("gemv_tensor_kernel|decode_attention_kernel")
 SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.n?(cta|t)id\.[xyz]")
 _release_translation = mlir_optimization._call_llvm70_capi

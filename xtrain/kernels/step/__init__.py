@@ -1,1 +1,0 @@
-"""A decoding step in one kernel."""
