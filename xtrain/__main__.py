@@ -26,7 +26,6 @@ COMMANDS = {  # the command's name -> its module
     "profile": "xtrain.profile",
     "gradcheck": "xtrain.gradcheck",
     "export": "xtrain.export",
-    "convert_meta": "xtrain.convert_meta",
     "lesson": "xtrain.lesson",
     "doctor": "xtrain.doctor",
 }

@@ -142,7 +142,6 @@ def test_names_on_the_page_exist(page):
         "report",
         "compare",
         "profile",
-        "convert_meta",
         "export",
     ],
 )
@@ -227,7 +226,7 @@ def test_help_names_what_can_be_chosen():
 
 
 PROGRAMS = (
-    "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "convert_meta", "lesson", "doctor"
+    "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
     "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from xtrain import (
     chat,
     compare,
-    convert_meta,
     ddp,
     doctor,
     generate,
@@ -68,7 +67,6 @@ LINES = {
     "profile": (profile.main, profile.Options, (profile, ("profile",), model_config)),
     "report": (report.main, report.Options, None),
     "compare": (compare.main, compare.CompareConfig, None),
-    "convert_meta": (convert_meta.main, convert_meta.Options, None),
     "gradcheck": (gradcheck.main, None, (gradcheck, ("run",), known_op)),
     "lesson": (lesson.main, None, None),
     "doctor": (doctor.main, None, (doctor, ("examine",), list)),

@@ -1,1 +1,1 @@
-"""Weights in and out of files: safetensors, manifest, the Hugging Face layout, Meta's checkpoints."""
+"""Weights in and out of files: safetensors, manifest, the Hugging Face layout, GGUF."""
