@@ -57,7 +57,7 @@ WRONG = {
     "--stpes 4": "--steps", "--bacth 4": "--batch", "--seqlen 4": "--seq-len", "--presets tiny": "--preset",
     "--learning-rat 1": "--lr", "--warmups 3": "--warmup", "--evaluate-every 3": "--eval-every", "--outt x": "--out",
     "--weight-deacy 0": "--weight-decay", "--betas1 0": "--beta1", "--micro_batchsize 2": "--micro-batch",
-    "--checkpoint-intervall 2": "--save-every", "--num-layer 3": "--layers", "--vocabulary-size 5": "--vocab-size",
+    "--eval-intervall 2": "--eval-every", "--num-layer 3": "--layers", "--vocabulary-size 5": "--vocab-size",
     "--tokeniser x": "--tokenizer", "--resum": "--resume", "--no-grahp": "--no-graph", "--percision bf16": "--precision",
     # what xtrain does otherwise
     "--epochs 3": "--steps", "--num_train_epochs=3": "--steps", "--gradient_accumulation_steps 4": "--micro-batch",
