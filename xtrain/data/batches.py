@@ -1,4 +1,5 @@
-"""Batches of ids and targets from token shards: shuffled without end for training, fixed for validation."""
+"""Batches of ids and targets from token shards: shuffled without end for training, fixed for
+validation."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,8 +17,9 @@ MAX_EPOCHS_PER_BATCH = 1000
 class Shuffled:
     """Which windows of a text the batches have: in every epoch all of them, in another order.
 
-    The order follows from (seed, epoch) alone, so the state is one number, `position`: the number of sequences that all ranks
-    together have read. Rank r reads rows [r B/world, (r+1) B/world) of a batch: the batch is the same for every world.
+    The order follows from (seed, epoch) alone, so the state is one number, `position`: the number
+    of sequences that all ranks together have read. Rank r reads rows [r B/world, (r+1) B/world) of
+    a batch: the batch is the same for every world.
 
     windows: in an epoch.  B: sequences in the batch of all ranks.  T: tokens of a sequence.
     """
@@ -27,8 +29,13 @@ class Shuffled:
             raise UserError(
                 f"--batch {B} is not a multiple of the {world} ranks: choose one that is"
             )
-        self.windows, self.B, self.T, self.seed = windows, B, T, seed
-        self.rank, self.world, self.position = rank, world, 0
+        self.windows = windows
+        self.B = B
+        self.T = T
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.position = 0
         # a batch reads at most two epochs, unless the text is very short
         self.order = lru_cache(2)(self._order)
 
@@ -38,21 +45,21 @@ class Shuffled:
         return self.position / self.windows
 
     def next_windows(self) -> list[tuple[int, int]]:
-        """-> (epoch, index in its order) of each row of this rank's next batch"""
+        """Return the epoch, and the index in its order, of each row of this rank's next batch."""
         rows = self.B // self.world
         first = self.position + self.rank * rows
         self.position += self.B
         return [divmod(i, self.windows) for i in range(first, first + rows)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """-> (W,), a permutation of the windows"""
+        """Return a permutation of the windows, (W,)."""
         return self._random(epoch).permutation(self.windows)
 
     def _random(self, epoch: int) -> np.random.Generator:
         return np.random.default_rng((self.seed % 2**64, epoch))
 
     def state_dict(self) -> dict[str, int]:
-        """The position in the text, as integers, for a checkpoint."""
+        """Return the position in the text, as integers, for a checkpoint."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -84,8 +91,9 @@ class Loader(Shuffled):
     """Endless shuffled batches for next-token prediction.
 
     In an epoch each shard is a ring that starts at a random token and is cut into len // T windows,
-    so the windows differ from epoch to epoch and every token is used in some epoch. (A window may cross
-    the seam: the last document is followed by the first.) The first token, too, follows from (seed, epoch).
+    so the windows differ from epoch to epoch and every token is used in some epoch. (A window may
+    cross the seam: the last document is followed by the first.) The first token, too, follows from
+    (seed, epoch).
     """
 
     def __init__(
@@ -98,8 +106,13 @@ class Loader(Shuffled):
         world: int = 1,
         vocab_size: int | None = None,
     ):
-        """shards: .bin files, or parts of them. B: sequences in the batch of all ranks. T: tokens of a sequence.
-        vocab_size: an id that is not below it raises UserError."""
+        """Make a loader.
+
+        shards: .bin files, or parts of them
+        B: sequences in the batch of all ranks
+        T: tokens of a sequence
+        vocab_size: an id that is not below it raises UserError
+        """
         self._shards = [read_shard(path, vocab_size) for path in shards]
         # The target of the last token is one token further: a shard of T tokens has no window.
         windows_S = [len(tokens) // T if len(tokens) > T else 0 for tokens in self._shards]
@@ -115,19 +128,20 @@ class Loader(Shuffled):
         self.first = lru_cache(2)(self._first)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """-> ids, targets: (B/world, T) int32, targets[:, t] is the token after ids[:, t]."""
+        """Return ids and targets, (B/world, T) int32: targets[:, t] is the token after ids[:, t]."""
         tokens = np.stack([self._window(*which) for which in self.next_windows()])
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
     def _first(self, epoch: int) -> np.ndarray:
-        """-> (S,), the first token of each shard's ring"""
+        """Return the first token of each shard's ring, (S,)."""
         rng = self._random(epoch)
         rng.permutation(self.windows)  # the order was drawn first
         return rng.integers([len(tokens) for tokens in self._shards])
 
     def _window(self, epoch: int, i: int) -> np.ndarray:
-        """-> (T + 1,) int32: the i-th window of an epoch."""
-        w, start_S = self.order(epoch)[i], self.first(epoch)
+        """Return the i-th window of an epoch, (T + 1,) int32."""
+        w = self.order(epoch)[i]
+        start_S = self.first(epoch)
         s = np.searchsorted(self._ends_S, w, side="right")
         tokens = self._shards[s]
         before = self._ends_S[s - 1] if s else 0
@@ -138,7 +152,7 @@ class Loader(Shuffled):
 def val_batches(
     shards: Sequence[Shard], n: int, B: int, T: int, vocab_size: int | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """-> at most n batches of ids, targets, (B, T) int32, the same every time.
+    """Return at most n batches of ids and targets, (B, T) int32, the same every time.
 
     The windows are spread evenly over the text, in order. A text with fewer than n B windows gives
     fewer batches, and the last batch may have fewer rows. Raises UserError if there is no window.

@@ -1,4 +1,5 @@
-"""A byte-bigram model: the baseline that a language model must beat, in bits per byte of the same text."""
+"""A byte-bigram model: the baseline that a language model must beat, in bits per byte of the same
+text."""
 
 from typing import Any
 
@@ -8,13 +9,16 @@ PRIOR = 16  # the unigram distribution counts as this many observations in each 
 
 
 def byte_bigrams(documents: list[bytes]) -> np.ndarray:
-    """(256, 256) int64: how often byte b follows byte a; byte 0 comes before a document."""
+    """Count how often byte b follows byte a, (256, 256) int64; byte 0 comes before a document."""
     starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
     return count_bigrams(b"".join(documents), starts)
 
 
 def count_bigrams(raw: bytes, starts: Any, before: int = 0) -> np.ndarray:
-    """byte_bigrams of documents that begin at raw[i] for i in starts. before: the byte that raw[0] follows otherwise."""
+    """Count the bigrams of documents that begin at raw[i] for i in starts.
+
+    before: the byte that precedes raw[0] if no document begins there
+    """
     following = np.frombuffer(raw, np.uint8)
     before_n = np.roll(following, 1)
     before_n[:1] = before
@@ -30,16 +34,13 @@ def count_bigrams(raw: bytes, starts: Any, before: int = 0) -> np.ndarray:
 
 
 def bigram_bpb(train_AB: np.ndarray, val_AB: np.ndarray) -> float:
-    """Bits per byte of P(b|a) = (n_ab + K P(b)) / (n_a + K) with P(b) = (n_b + 1) / (n + 256), K = PRIOR.
+    """Return the bits per byte of a smoothed bigram model.
 
-    train_AB, val_AB: (256, 256) counts from byte_bigrams. n are the counts in train_AB.
+        P(b|a) = (n_ab + K P(b)) / (n_a + K)      P(b) = (n_b + 1) / (n + 256)      K = PRIOR
+
+    train_AB, val_AB: (256, 256) counts from byte_bigrams; n are those of train_AB
     """
     K = PRIOR
     unigram_B = (train_AB.sum(0) + 1) / (train_AB.sum() + 256)
     p_AB = (train_AB + K * unigram_B) / (train_AB.sum(1, keepdims=True) + K)
     return float(-(val_AB * np.log2(p_AB)).sum() / val_AB.sum())
-
-
-def byte_bigram_bpb(train_bytes: bytes, val_bytes: bytes) -> float:
-    """A smoothed byte-bigram model fitted on train_bytes, in bits per byte of val_bytes."""
-    return bigram_bpb(byte_bigrams([train_bytes]), byte_bigrams([val_bytes]))

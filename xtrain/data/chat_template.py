@@ -1,14 +1,17 @@
-"""The chat template: the Jinja template that comes with a tokenizer and renders a conversation as text.
+"""The chat template: the Jinja template that comes with a tokenizer and renders a conversation as
+text.
 
-    chat_template.jinja, or chat_template in tokenizer_config.json: one text, or a list of {"name", "template"} of which
-    "default" is used
+    chat_template.jinja, or chat_template in tokenizer_config.json: one text, or a list of {"name",
+    "template"} of which "default" is used
 
-It is rendered in Jinja's sandbox with the names that transformers defines for templates: messages, add_generation_prompt,
-tools, documents, bos_token and the other special tokens, raise_exception(text), strftime_now(format), the filter tojson,
-{% break %} and {% continue %}, and {% generation %} blocks.
+It is rendered in Jinja's sandbox with the names that transformers defines for templates: messages,
+add_generation_prompt, tools, documents, bos_token and the other special tokens,
+raise_exception(text), strftime_now(format), the filter tojson, {% break %} and {% continue %}, and
+{% generation %} blocks.
 
-The sandbox limits what a template may touch, but not its time and memory. So it is compiled and rendered in a process of its
-own, which runs template_worker.py with limits and stays alive between conversations.
+The sandbox limits what a template may touch, but not its time and memory. So it is compiled and
+rendered in a process of its own, which runs template_worker.py with limits and stays alive between
+conversations.
 """
 
 import contextlib
@@ -69,24 +72,28 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Does the template mark the model's text with {% generation %} blocks?"""
+        """True if the template marks the model's text with {% generation %} blocks."""
         return re.search(r"\{%-?\s*generation\b", self.source) is not None
 
     def render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None
     ) -> str:
-        """-> the text of the conversation
+        """Return the text of the conversation.
 
-        messages: {"role": ..., "content": ...} each, of values that JSON has.  add_generation_prompt: end with the text
-        that starts the model's answer.  tools: descriptions of functions, as the template expects them.
-        Raises UserError if the template rejects the messages, fails, or exceeds one of LIMITS.
+        messages: {"role": ..., "content": ...} each, of values that JSON has.
+        add_generation_prompt: end with the text that starts the model's answer.
+        tools: descriptions of functions, as the template expects them. Raises UserError if the
+        template rejects the messages, fails, or exceeds one of LIMITS.
         """
         return self._render(messages, add_generation_prompt, tools)["text"]
 
     def render_spans(
         self, messages: list[dict[str, Any]], tools: Any = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """-> the text of the conversation, and [start, end) of its {% generation %} blocks. Errors as in render."""
+        """Return the text of a conversation, and [start, end) of its {% generation %} blocks.
+
+        Errors are those of render.
+        """
         reply = self._render(messages, False, tools)
         if reply["spans"] is None:
             raise UserError(
@@ -137,7 +144,10 @@ class ChatTemplate:
         self.worker = None
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request to the worker. -> its reply. Raises UserError at a limit; the worker has ended then."""
+        """Send a request to the worker and return its reply.
+
+        Raises UserError at a limit; the worker has ended then.
+        """
         worker = self.worker
         assert worker is not None
         try:
@@ -151,7 +161,8 @@ class ChatTemplate:
             ended = not answer.endswith(b"\n")
             code = worker.wait() if ended else None
         except queue.Empty:
-            ended, code = True, OUT_OF_TIME
+            ended = True
+            code = OUT_OF_TIME
         except BaseException:  # Ctrl-C
             self._stop()
             raise
@@ -172,7 +183,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
-        """The template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
+        """Load the template of a Hugging Face folder; None if it has none.
+
+        Raises UserError if it cannot be read.
+        """
         source = template_source(folder)
         if source is None:
             return None
@@ -183,8 +197,12 @@ class ChatTemplate:
 
 
 def template_source(folder: Path) -> str | None:
-    """The Jinja template of a Hugging Face folder; None if it has none. Raises UserError if it cannot be read."""
-    file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    """Return the Jinja template of a Hugging Face folder; None if it has none.
+
+    Raises UserError if it cannot be read.
+    """
+    file = folder / "chat_template.jinja"
+    path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     source = config.get("chat_template")
     if file.is_file():
@@ -201,7 +219,7 @@ def template_source(folder: Path) -> str | None:
 
 
 def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:
-    """Send a line to the worker, and put the line that it answers into the queue; b"" if it has ended."""
+    """Send a line to the worker, and put its answer into the queue; b"" if it has ended."""
     assert worker.stdin and worker.stdout
     try:
         worker.stdin.write(line)

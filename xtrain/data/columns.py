@@ -1,7 +1,7 @@
 """The text in a column of a file: .parquet, and .arrow, in which the library `datasets` saves.
 
-A few rows are decoded at a time, but each value whole: in a .parquet it takes about five times its size in memory. A .arrow is
-mapped from the disk.
+A few rows are decoded at a time, but each value whole: in a .parquet it takes about five times its
+size in memory. A .arrow is mapped from the disk.
 """
 
 import importlib
@@ -15,14 +15,16 @@ from ..json_files import listed
 from .compressed import BadFile
 from .text_files import PART, decoded, with_end
 
-PARQUET_ROWS, PARQUET_BYTES = 64, 4 << 20  # decoded at once, at most and on average
+# decoded at once, at most and on average
+PARQUET_ROWS = 64
+PARQUET_BYTES = 4 << 20
 FILE_MAGIC = b"ARROW1"  # of a .arrow that is a file, not a stream
 
 
 def read_parquet(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
-    """The column `key`, strings or bytes in UTF-8, part by part; is it the last part? Rows without a value have no text.
+    """Yield the column `key`, strings or bytes in UTF-8: (part, is it the last one).
 
-    Raises BadFile; UserError without pyarrow. So does `read_arrow`.
+    Rows without a value have no text. Raises BadFile; UserError without pyarrow.
     """
     with _pyarrow(path) as pyarrow:
         parquet = importlib.import_module("pyarrow.parquet")
@@ -33,7 +35,7 @@ def read_parquet(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
 
 
 def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
-    """The same of a .arrow: a stream, as `datasets` writes it, or a file."""
+    """Yield the column as read_parquet does, from an .arrow stream (of `datasets`) or file."""
     with _pyarrow(path) as pyarrow, open(path, "rb") as file:
         is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
         with pyarrow.memory_map(str(path)) as mapped:
@@ -47,7 +49,7 @@ def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
 
 @contextmanager
 def _pyarrow(path: Path) -> Iterator[Any]:
-    """The package; its errors become BadFile."""
+    """Import the package; its errors become BadFile."""
     try:
         import pyarrow
     except ImportError:
@@ -92,7 +94,7 @@ def _texts(columns: Iterator[Any], path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _batches(file: Any, key: str) -> Iterator[Any]:
-    """The column, a few rows at a time: PARQUET_BYTES on average."""
+    """Yield the column a few rows at a time: PARQUET_BYTES on average."""
     for i in range(file.num_row_groups):
         group = file.metadata.row_group(i)
         columns = map(group.column, range(group.num_columns))
@@ -103,7 +105,7 @@ def _batches(file: Any, key: str) -> Iterator[Any]:
 
 
 def _is_text_type(pyarrow: Any, kind: Any) -> bool:
-    """Strings or bytes in any of Arrow's layouts, or a column of missing values."""
+    """Return True for strings or bytes in any of Arrow's layouts, or missing values only."""
     types = pyarrow.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         kind = kind.value_type

@@ -3,8 +3,8 @@
     with open_file(path) as file: ...       the bytes that were packed
     suffix(path)                            of the packed file: .jsonl for a.jsonl.gz
 
-A few small blocks of a packed file are in memory: even a file made to grow a thousandfold needs no more than some megabytes at
-a time.
+A few small blocks of a packed file are in memory: even a file made to grow a thousandfold needs no
+more than some megabytes at a time.
 """
 
 import io
@@ -33,13 +33,16 @@ def is_packed(path: Path) -> bool:
 
 
 def suffix(path: Path) -> str:
-    """The suffix, without that of a packed file."""
+    """Return the suffix of a name, without that of a packed file."""
     return Path(path.stem).suffix if is_packed(path) else path.suffix
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open to read. A packed file cannot seek. Raises OSError; UserError if a package is missing, BadFile, also on reading, if
-    the file is damaged."""
+    """Open a file to read. A packed file cannot seek.
+
+    Raises OSError; UserError if a package is missing; BadFile, also on reading, if the file is
+    damaged.
+    """
     if not is_packed(path):
         return open(path, "rb")
     make, errors = _gzip() if path.suffix == ".gz" else _zstd(path)
@@ -51,7 +54,7 @@ def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
 
 
 def _zstd(path: Path) -> tuple[Callable[[], Any], type[Exception]]:
-    """Makes a decompressor of one frame; the error that it raises."""
+    """Return what makes a decompressor of one frame, and the error that it raises."""
     try:
         from compression import zstd  # Python 3.14
 
@@ -68,10 +71,13 @@ def _zstd(path: Path) -> tuple[Callable[[], Any], type[Exception]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a packed file: of all its members (.gz) or frames (.zst), one after another."""
+    """The content of a packed file: of all its members (.gz) or frames (.zst), one after
+    another."""
 
     def __init__(self, path: Path, make: Callable[[], Any], errors: type[Exception]):
-        self.path, self.make, self.errors = path, make, errors
+        self.path = path
+        self.make = make
+        self.errors = errors
         self.file = open(path, "rb")  # noqa: SIM115
         self.member: Any = None  # the decompressor of the one that is being read
         self.rest = memoryview(b"")  # unpacked, not yet read
@@ -85,7 +91,7 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        """Raises OSError and BadFile."""
+        """Read into a buffer. Raises OSError and BadFile."""
         while not self.rest and (block := self.file.read(BLOCK)):
             self.rest = memoryview(self._unpack(block))
         if not self.rest and self.member is not None:

@@ -70,29 +70,33 @@ class Corpus:
 
     @property
     def skipped(self) -> int:
-        """How many files are not used."""
+        """Number of files that are not used."""
         return len(self.left_out)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer. May be fewer than requested: a short text has few repeated pairs."""
+        """Number of the tokenizer's tokens: fewer than requested if a short text has few pairs."""
         return self.tokenizer.vocab_size
 
     @property
     def token_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: bytes of text in each token."""
+        """Bytes of text in each token, (vocab_size,) int32."""
         return self.tokenizer.token_lengths
 
     def bits_per_byte(self, nats: float, targets: np.ndarray) -> float:
-        """-> bits per byte. nats: the sum of the losses of the targets. targets: their ids, any shape. The result is exact."""
+        """Return the bits per byte of targets. The result is exact.
+
+        nats: the sum of their losses
+        targets: their ids, in any shape
+        """
         return nats / math.log(2) / int(self.token_lengths[targets].sum())
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Loader:
-        """Endless shuffled batches of B sequences of T tokens. With several ranks, each reads its share of the rows."""
+        """Return endless shuffled batches of B sequences of T tokens. Ranks share the rows."""
         return Loader(self.train, B, T, seed, rank, world)  # prepare has verified the ids
 
     def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """At most n batches of the held-out text, always the same: ids and targets (B, T)."""
+        """Return at most n batches of held-out text, ids and targets (B, T), always the same."""
         return val_batches(self.val, n, B, T)
 
 
@@ -108,14 +112,15 @@ def prepare(
 ) -> Corpus:
     """Tokenize a text, or load it from the cache.
 
-    data: file, folder or glob, or several (sources.py); None: the source of the Python standard library. tokenizer: a
-    tokenizer.json to use instead of training one of vocab_size tokens. cache_dir: default
-    device.cache_folder(). progress(fraction, text) is called from time to time.
-    text_key: the field of a .jsonl, or the column, that holds the text. strict: a file that would be left out is an error.
-    A text is tokenized in bounded memory; a killed or failed process is continued by the next one
-    (tokenizing.py). Files of the text and shards of the cache whose size and times are as when they were
-    read (stamps.py) are not read again, unless verify. All other files of the cache are.
-    A damaged cache entry is built again, one that cannot be read at the moment is not. Raises UserError for every bad input.
+    data: file, folder or glob, or several (sources.py); None: the source of the Python standard
+    library. tokenizer: a tokenizer.json to use instead of training one of vocab_size tokens.
+    cache_dir: default device.cache_folder(). progress(fraction, text) is called from time to time.
+    text_key: the field of a .jsonl, or the column, that holds the text. strict: a file that would
+    be left out is an error. A text is tokenized in bounded memory; a killed or failed process is
+    continued by the next one (tokenizing.py). Files of the text and shards of the cache whose size
+    and times are as when they were read (stamps.py) are not read again, unless verify. All other
+    files of the cache are. A damaged cache entry is built again, one that cannot be read at the
+    moment is not. Raises UserError for every bad input.
     """
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
     documents = Documents(data, text_key)
@@ -138,7 +143,7 @@ def prepare(
 def _of_tokens(
     sources: list[Source], name: str, tokenizer: Tokenizer | None, cache: Path, progress: Progress, verify: bool, strict: bool
 ) -> Corpus:  # fmt: skip
-    """The corpus of files that hold tokens."""
+    """Return the corpus of files that hold tokens."""
     if tokenizer is None:
         raise UserError(
             f"{sources[0].path} holds tokens, not text: give the tokenizer that made them with --tokenizer FOLDER (it holds "
@@ -156,7 +161,7 @@ def _of_tokens(
 
 
 def _check_left_out(name: str, left_out: Collection[str], found: bool, strict: bool) -> None:
-    """Raises UserError if nothing is left of the data, or anything is left out although the user wants all."""
+    """Raise UserError if all of the data is left out, or any of it although the user wants all."""
     first = next(iter(left_out), "")
     if strict and left_out:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
@@ -179,25 +184,32 @@ class _Cache:
         vocab_size: int,
         verify: bool,
     ):
-        self.folder, self.documents, self.given = folder, documents, given
+        self.folder = folder
+        self.documents = documents
+        self.given = given
         self.vocab_size, self.verify = vocab_size, verify
         which = json.dumps([documents.sources.given, documents.key]).encode()
         self.text_name = f"text-{hashlib.sha256(which).hexdigest()[:16]}-f{FORMAT}"
 
     def entry(self, sha256: str) -> Path:
-        """The cache entry of a text with this hash. A given tokenizer may be the one that was trained on this text."""
+        """Return the cache entry of a text with this hash.
+
+        A given tokenizer may be the one that was trained on this text.
+        """
         entry = lambda which: self.folder / f"{sha256[:16]}-{which}-f{FORMAT}"
-        trained, given = entry(f"v{self.vocab_size}"), self.given
+        trained = entry(f"v{self.vocab_size}")
+        given = self.given
         if given is None or _has_tokenizer(trained, given):
             return trained
         return entry(f"t{given.sha256[:16]}e{given.eot_id}")
 
     def known_text(self) -> Corpus | None:
-        """The corpus of a text that has not changed since it was last read, if there is one."""
+        """Return the corpus of a text that has not changed since it was last read, or None."""
         known = {} if self.verify else stamps.load(self.folder, self.text_name)
         if not known or known.get("identity") != self.documents.identity():
             return None
-        self.documents.files, self.documents.left_out = known["files"], known["left_out"]
+        self.documents.files = known["files"]
+        self.documents.left_out = known["left_out"]
         return self.open(known["sha256"])
 
     def remember_text(self, sha256: str) -> None:
@@ -209,8 +221,12 @@ class _Cache:
             stamps.save(self.folder, self.text_name, known)
 
     def open(self, sha256: str) -> Corpus | None:
-        """The cache entry, None if it is missing or damaged. Raises UserError if it cannot be read at the moment."""
-        folder, documents = self.entry(sha256), self.documents
+        """Open the cache entry; None if it is missing or damaged.
+
+        Raises UserError if it cannot be read at the moment.
+        """
+        folder = self.entry(sha256)
+        documents = self.documents
         try:
             record = read_state(folder)
             if record.get("sha256") != sha256 or not self._is_intact(folder, record.pop("blake2b")):
@@ -231,12 +247,16 @@ class _Cache:
         )
 
     def _is_intact(self, folder: Path, expected: dict[str, str]) -> bool:
-        """Do the files have these digests? Large ones that have not changed since they were last read are not read."""
+        """Return True if the files have these digests.
+
+        Large files that have not changed since they were last read are not read.
+        """
         before = {} if self.verify else stamps.load(self.folder, f"entry-{folder.name}")
         known = {}
         try:
             for name, digest in expected.items():
-                read_at, now = time.time(), stamps.stamp(folder / name)
+                read_at = time.time()
+                now = stamps.stamp(folder / name)
                 unchanged = now[0] > ALWAYS_READ and before.get(name) == [digest, now]
                 if not unchanged and files.digest(folder / name) != digest:
                     return False
@@ -291,7 +311,10 @@ class _Cache:
 
 
 def _has_tokenizer(entry: Path, tokenizer: Tokenizer) -> bool:
-    """Is there a cache entry that was made with this tokenizer? Raises UserError if it cannot be read at the moment."""
+    """Return True if this tokenizer made a cache entry.
+
+    Raises UserError if it cannot be read at the moment.
+    """
     try:
         own = Tokenizer.load(entry)
     except UserError as error:
@@ -306,7 +329,9 @@ class _Counter:
 
     def __init__(self, documents: Documents, progress: Progress):
         self.documents, self.progress = documents, progress
-        self.n, self.told, self.started = 0, 0.0, time.perf_counter()
+        self.n = 0
+        self.told = 0.0
+        self.started = time.perf_counter()
 
     def __call__(self, characters: int) -> None:
         self.n += characters
@@ -320,7 +345,7 @@ class _Counter:
 
 
 def _sample(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[str]:
-    """About SAMPLE_BYTES of the training text, spread evenly over it."""
+    """Yield about SAMPLE_BYTES of the training text, spread evenly over it."""
     seen = sampled = 0
     for part in split(documents, found):
         for chunk in [] if part.held_out else chunks(part.text, SAMPLE_CHUNK):

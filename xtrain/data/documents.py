@@ -4,13 +4,13 @@
 "<|endoftext|>" inside a text also ends a document. Documents are read part by part (text_files.py),
 so the memory does not depend on their length.
 
-**Files that are left out.** The first pass, the survey, finds out which files cannot be read to their end as what they are. None
-of their documents is used, and later passes do not read them.
+**Files that are left out.** The first pass, the survey, finds out which files cannot be read to
+their end as what they are. None of their documents is used, and later passes do not read them.
 
 **Split.** A tenth of the text, at most 2 MB, is held out. Documents are drawn in the order of their
-SHA-256 until the held-out text is large enough: the choice looks random, is the same everywhere, and
-puts all copies of a document on one side. If a document, or the copies of a drawn one together, are
-longer than the text to hold out, the end of the text is held out instead.
+SHA-256 until the held-out text is large enough: the choice looks random, is the same everywhere,
+and puts all copies of a document on one side. If a document, or the copies of a drawn one together,
+are longer than the text to hold out, the end of the text is held out instead.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ from .stamps import is_settled, stamp
 from .text_files import unreadable
 from .tokenizer import END_OF_TEXT
 
-VAL_FRACTION, VAL_BYTES = 10, 2_000_000  # held out: 1/10 of the text, at most 2 MB
+# held out: 1/10 of the text, at most 2 MB
+VAL_FRACTION = 10
+VAL_BYTES = 2_000_000
 
 
 class Documents:
@@ -37,15 +39,17 @@ class Documents:
 
         for text, ends in Documents(data): ...      ends: is it the last part of its document?
 
-    data: a file, a folder, a glob, or several; None: the source of the Python standard library (sources.py). key: the field of a
-    .jsonl, or the column, that holds the text.
+    data: a file, a folder, a glob, or several; None: the source of the Python standard library
+    (sources.py). key: the field of a .jsonl, or the column, that holds the text.
 
-    files: how many have text.  left_out: {path: the sentence that says why it is not used}. Both are known after `survey`, with
+    files: how many have text.
+    left_out: {path: the sentence that says why it is not used}. Both are known after `survey`, with
     which the first loop begins.
     """
 
     def __init__(self, data: Data = None, key: str = "text"):
-        self.sources, self.key = Sources(data), key
+        self.sources = Sources(data)
+        self.key = key
         self.files = self.n_bytes = 0  # n_bytes: of the files, when they were listed
         self.left_out: dict[str, str] = {}
         self._used: list[Source] | None = None  # by the loops
@@ -58,10 +62,16 @@ class Documents:
         return self.sources.name
 
     def survey(self, tell: Callable[[int], None] = lambda characters: None) -> "Survey":
-        """Read all documents once. tell: called with the characters of each part. Raises UserError."""
+        """Read all documents once. Raises UserError.
+
+        tell: called with the characters of each part
+        """
         found = self.sources.find()
         self.identity_read = self._identify(found)
-        surveying, used, self.files, self.left_out = Surveying(), [], 0, {}
+        surveying = Surveying()
+        used = []
+        self.files = 0
+        self.left_out = {}
         for source in found:
             try:
                 self.files += surveying.add(_told(_separate(source.read(self.key)), tell))
@@ -79,7 +89,10 @@ class Documents:
             yield from _separate(source.read(self.key))
 
     def identity(self) -> str:
-        """A hash of the names, sizes and times of all files; it costs no reading. Raises UserError."""
+        """Return a hash of the names, sizes and times of all files, without reading them.
+
+        Raises UserError.
+        """
         return self._identify(self.sources.find())
 
     def _identify(self, found: list[Source]) -> str:
@@ -106,8 +119,12 @@ def _told(
 
 
 def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """End documents at END_OF_TEXT too, and leave out the empty ones. The last part of a document may be empty."""
-    rest, begun = "", False
+    """Also end documents at END_OF_TEXT, and leave out empty ones.
+
+    The last part of a document may be empty.
+    """
+    rest = ""
+    begun = False
     for text, ends in parts:
         *whole, rest = (rest + text).split(END_OF_TEXT)
         for document in whole:
@@ -117,7 +134,8 @@ def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         if ends:
             if rest or begun:
                 yield rest, True
-            rest, begun = "", False
+            rest = ""
+            begun = False
             continue
         kept = next(n for n in range(len(END_OF_TEXT), -1, -1) if rest.endswith(END_OF_TEXT[:n]))
         given, rest = rest[: len(rest) - kept], rest[len(rest) - kept :]
@@ -137,7 +155,8 @@ class Survey:
     n_bytes: int = 0
     sha256: str = ""  # of the SHA-256 of each document, in order
     longest: int = 0  # bytes of the longest document
-    # The first documents in the order of their hash, VAL_BYTES or a little more: hash -> bytes, with all copies.
+    # The first documents in the order of their hash, VAL_BYTES or a little more: hash -> bytes,
+    # with all copies.
     first: dict[bytes, int] = field(default_factory=dict)
 
     @property
@@ -171,9 +190,15 @@ class Surveying:
         self.first = _First()
 
     def add(self, documents: Iterable[tuple[str, bool]]) -> bool:
-        """Read the parts of a file. -> has it any document? If reading fails, nothing of it is added."""
-        total, whole, first = Survey(), self.whole.copy(), _First()
-        document, size = hashlib.sha256(), 0
+        """Read the parts of a file and return True if it has a document.
+
+        Nothing of the file is added if reading fails.
+        """
+        total = Survey()
+        whole = self.whole.copy()
+        first = _First()
+        document = hashlib.sha256()
+        size = 0
         for text, ends in documents:
             raw = text.encode()
             document.update(raw)
@@ -186,7 +211,8 @@ class Surveying:
             total.n_bytes += size
             total.longest = max(total.longest, size)
             first.add(digest[:12], size)
-            document, size = hashlib.sha256(), 0
+            document = hashlib.sha256()
+            size = 0
         self.whole = whole
         self.total.documents += total.documents
         self.total.n_bytes += total.n_bytes
@@ -201,9 +227,11 @@ class Surveying:
 
 
 class _First:
-    """The first documents in the order of their hash. What comes after VAL_BYTES of them is never drawn, and dropped.
+    """The first documents in the order of their hash. What comes after VAL_BYTES of them is never
+    drawn, and dropped.
 
-    So it may be dropped in each file, before the files are added: what comes after VAL_BYTES of one does in all together, too.
+    So it may be dropped in each file, before the files are added: what comes after VAL_BYTES of one
+    does in all together, too.
     """
 
     def __init__(self) -> None:
@@ -238,7 +266,7 @@ class Part(NamedTuple):
 
 
 def split(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[Part]:
-    """Training and validation text, in the order of the documents. The module's docstring states the rule.
+    """Yield training and validation text, in the order of the documents.
 
     found: the survey of the same documents. Raises UserError at the end if they have changed since.
     """
@@ -253,7 +281,9 @@ def _changed() -> UserError:
 
 
 def _drawn(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> Iterator[Part]:
-    drawn, texts, size = found.validation_hashes(), [], 0
+    drawn = found.validation_hashes()
+    texts = []
+    size = 0
     for text, ends in documents:
         texts.append(text)
         size += len(text)
@@ -264,11 +294,13 @@ def _drawn(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> 
             digest = hashlib.sha256(raw).digest()
             whole.update(digest)
             yield Part("".join(texts), raw, True, digest[:12] in drawn)
-            texts, size = [], 0
+            texts = []
+            size = 0
 
 
 def _tail(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> Iterator[Part]:
-    document, begun = hashlib.sha256(), False
+    document = hashlib.sha256()
+    begun = False
     to_come = found.n_bytes - found.held_out  # bytes of training text that are still to come
     for text, ends in documents:
         raw = text.encode()

@@ -1,16 +1,17 @@
 """Where a text may be cut so that the tokens of the pieces are those of the whole text.
 
-A tokenizer normalizes a text, its pre-tokenizer splits the result into words, and BPE merges within a
-word. So a cut changes no token if no word, and no match of the pre-tokenizer, depends on both sides.
-`rule` knows three such places, for tokenizers whose every part it knows:
+A tokenizer normalizes a text, its pre-tokenizer splits the result into words, and BPE merges within
+a word. So a cut changes no token if no word, and no match of the pre-tokenizer, depends on both
+sides. `rule` knows three such places, for tokenizers whose every part it knows:
 
     x| y     before a space after a visible character
     x\\n|y    after a single line break, before a letter
     x|。     between a letter and an ideographic punctuation mark
 
 **Regular expressions** (GPT-2, GPT-4, o200k, Llama 3, Qwen, DeepSeek): a word is letters, digits or
-punctuation with at most one character in front (never a line break), or it is white space, so no word
-spans any of these places. Their only lookaround, `\\s+(?!\\S)`, reads one character after white
+punctuation with at most one character in front (never a line break), or it is white space, so no
+word spans any of these places. Their only lookaround, `\\s+(?!\\S)`, reads one character after
+white
 space: the white space at x| y is all on the right, and a single line break is one word either way.
 **NFC** neither composes nor reorders across a space, a line break, or these punctuation marks.
 **SentencePiece** (Llama 2, Mistral, Gemma) writes a space as U+2581. There x| y is a place if the
@@ -20,9 +21,10 @@ A tokenizer that puts a space in front of a text that has none may only be cut b
 **Added tokens** are found in the text first and may take white space with them: no place is within
 their reach.
 
-A text without such a place in LONGEST characters, or of another tokenizer, is cut there all the same,
-after a line or before a space where possible. Only then may tokens next to the cut differ from those of
-the whole text; the bytes never do. A shorter document of another tokenizer is not cut.
+A text without such a place in LONGEST characters, or of another tokenizer, is cut there all the
+same, after a line or before a space where possible. Only then may tokens next to the cut differ
+from those of the whole text; the bytes never do. A shorter document of another tokenizer is not
+cut.
 """
 
 import re
@@ -42,7 +44,8 @@ ALL_PLACES = re.compile(f"{BEFORE_SPACE}|{AFTER_LINE}|{BEFORE_PUNCTUATION}")
 
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # regular expressions of Split that make a boundary at ALL_PLACES
 BOUNDARY = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -60,8 +63,11 @@ NEUTRAL = {r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"}
 class Rule:
     """Where texts of one tokenizer may be cut.
 
-    places: None if nowhere.  drops_space: the space at the cut is left out of the second piece, because the tokenizer puts one in
-    front.  added: the added tokens.  reach: characters on both sides of a cut that must hold none of them.
+    places: None if nowhere.
+    drops_space: the space at the cut is left out of the second piece, because the tokenizer puts
+    one in front.
+    added: the added tokens.
+    reach: characters on both sides of a cut that must hold none of them.
     """
 
     places: re.Pattern[str] | None = None
@@ -71,8 +77,10 @@ class Rule:
     normalize: Callable[[str], str] = str
 
     def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """The first cut in start..end, None if there is none. text must go on after `end` for at least reach + 2 characters,
-        unless the document ends."""
+        """Return the first cut in start..end, None if there is none.
+
+        text must continue for at least reach + 2 characters after `end`, unless the document ends.
+        """
         while self.places is not None and (found := self.places.search(text, start, end + 2)):
             at = found.start()
             if self._is_clear(text[max(0, at - self.reach) : at + self.reach]):
@@ -87,9 +95,14 @@ class Rule:
 
 
 def rule(spec: dict[str, Any], normalize: Callable[[str], str]) -> Rule:
-    """The rule for a tokenizer. spec: its tokenizer.json.  normalize: its normalizer."""
+    """Return the rule for a tokenizer.
+
+    spec: its tokenizer.json
+    normalize: its normalizer
+    """
     model = spec["model"]
-    normalizers, splitters = _steps(spec["normalizer"]), _steps(spec["pre_tokenizer"])
+    normalizers = _steps(spec["normalizer"])
+    splitters = _steps(spec["pre_tokenizer"])
     kinds = [step["type"] for step in normalizers]
     replaces = [s for s in normalizers if s["type"] == "Replace" and _is_space_to_sentencepiece(s)]
     known_normalizers = all(
@@ -124,7 +137,7 @@ def rule(spec: dict[str, Any], normalize: Callable[[str], str]) -> Rule:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, Sequences resolved."""
+    """Return the steps of a normalizer or pre-tokenizer, Sequences resolved."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -138,7 +151,11 @@ def _is_space_to_sentencepiece(step: dict[str, Any]) -> bool:
 
 
 def _role(step: dict[str, Any]) -> str | None:
-    """-> "boundary": the pre-tokenizer splits at every place; "neutral": a cut there changes nothing for it; None: unknown."""
+    """Return what a step does to cuts: "boundary", "neutral" or None.
+
+    "boundary": the pre-tokenizer splits at every place; "neutral": a cut there changes nothing for
+    it; None: unknown.
+    """
     kind = step["type"]
     if kind == "ByteLevel":
         return "boundary" if step.get("use_regex", True) else "neutral"
@@ -158,14 +175,19 @@ def _role(step: dict[str, Any]) -> str | None:
 
 
 def _no_merge_joins_words(model: dict[str, Any]) -> bool:
-    """Does no token hold U+2581 after another character? Then BPE, whose results are tokens, never joins two words."""
+    """Return True if no token holds U+2581 after another character.
+
+    Then BPE, whose results are tokens, never joins two words.
+    """
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     joined = re.compile(f"[^{SPACE}]{SPACE}")
     return not affixes and SPACE in model["vocab"] and not any(map(joined.search, model["vocab"]))
 
 
 def chunks(text: str, limit: int) -> Iterator[str]:
-    """Cut into chunks of at most `limit` characters, after a line or before a space where possible."""
+    """Cut text into chunks of at most `limit` characters, after a line or before a space if
+    possible.
+    """
     start = 0
     while len(text) - start > limit:
         end = start + limit
@@ -185,7 +207,11 @@ class Cutter:
         self._searched = PIECE  # no cut up to here
 
     def add(self, text: str, ends: bool) -> Iterator[tuple[str, bool]]:
-        """Yield (piece, does it end its document?). text: the next part of a document; ends: the last one."""
+        """Yield (piece, True if it ends its document).
+
+        text: the next part of a document
+        ends: True if it is the last one
+        """
         self._text += text
         while len(self._text) > PIECE:
             margin = 0 if ends else self.rule.reach + 2
@@ -198,7 +224,9 @@ class Cutter:
             if at is None:
                 at = len(next(chunks(self._text, LONGEST)))
             yield self._text[:at], False
-            self._text, self._searched = self._text[at + drop :], PIECE
+            self._text = self._text[at + drop :]
+            self._searched = PIECE
         if ends:
             yield self._text, True
-            self._text, self._searched = "", PIECE
+            self._text = ""
+            self._searched = PIECE

@@ -1,4 +1,5 @@
-"""The lines of a .jsonl file as records with checked fields. What is wrong is a UserError that names file and line."""
+"""The lines of a .jsonl file as records with checked fields. What is wrong is a UserError that
+names file and line."""
 
 import itertools
 import json
@@ -15,7 +16,8 @@ from .sources import Sources
 
 @dataclass(frozen=True)
 class Record:
-    """One line: its fields, read with checks. Each method raises UserError for a field that is missing or wrong."""
+    """One line: its fields, read with checks. Each method raises UserError for a field that is
+    missing or wrong."""
 
     path: Path
     line: int
@@ -31,14 +33,17 @@ class Record:
         return {name for name, value in self.fields.items() if value is not None}
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string with something in it; with a default it may be missing, or empty."""
+        """Return a non-empty string; with a default it may be missing, or empty."""
         value = self.fields.get(name, default)
         if value is None:
             raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
         return self.check_text(value, f'"{name}"', may_be_empty=default is not None)
 
     def check_text(self, value: Any, name: str, may_be_empty: bool = False) -> str:
-        """value, if it is valid text. name: as the message says it."""
+        """Return `value` if it is valid text.
+
+        name: as the message says it
+        """
         if not isinstance(value, str):
             raise UserError(
                 f"{self.where}: {name} must be a string, not {type(value).__name__}: fix or remove the line"
@@ -54,7 +59,7 @@ class Record:
         return value
 
     def texts(self, name: str, values: Any = None, least: int = 2) -> tuple[str, ...]:
-        """A list of at least two different strings."""
+        """Return a list of at least two different strings."""
         values = self.fields.get(name) if values is None else values
         if not isinstance(values, list):
             raise UserError(f'{self.where} needs a list of strings in "{name}": add it')
@@ -66,7 +71,7 @@ class Record:
         return found
 
     def index(self, name: str, n: int) -> int:
-        """A whole number from 0 to n - 1."""
+        """Return a whole number from 0 to n - 1."""
         value = self.fields.get(name)
         if value is None:
             raise UserError(f'{self.where} has no field "{name}": add it, or remove the line')
@@ -84,7 +89,7 @@ class Record:
 
 
 def record_files(names: Sequence[str | Path]) -> list[Path]:
-    """The files that names and globs say, in this order, each once. Raises UserError."""
+    """Return the files that names and globs match, in this order, each once. Raises UserError."""
     for name in map(Path, names):
         if name.is_dir():
             raise UserError(f"{name} is a folder: give .jsonl files")
@@ -92,10 +97,11 @@ def record_files(names: Sequence[str | Path]) -> list[Path]:
 
 
 def json_records(path: Path) -> Iterator[Record]:
-    """The lines of a .jsonl, also packed (.gz, .zst); empty ones are skipped."""
+    """Yield the lines of a .jsonl, also packed (.gz, .zst); empty ones are skipped."""
     with reading(path), open_file(path) as file:
         for number in itertools.count(1):
-            raw, where = file.readline(), f"{path} line {number}"
+            raw = file.readline()
+            where = f"{path} line {number}"
             if not raw:
                 return
             try:
@@ -119,5 +125,5 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def decoded(line: bytes) -> str:
-    """A line of UTF-8, without a byte order mark. Raises UnicodeDecodeError."""
+    """Decode a line of UTF-8, without a byte order mark. Raises UnicodeDecodeError."""
     return line.decode().removeprefix("\ufeff")

@@ -31,11 +31,15 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, vocab_size: int, resume_at: int | None = None):
-        """resume_at: continue a file, after this many tokens; what follows them is cut off. None: a new file."""
+        """Begin a file, or continue one.
+
+        resume_at: continue after this many tokens and cut off what follows; None: a new file
+        """
         self.path, self.vocab_size = path, vocab_size
         self._kind = 0 if vocab_size <= 1 << 16 else 1
         self._dtype = list(SHARD_KINDS.values())[self._kind]
-        self._hash, self.tokens = hashlib.blake2b(digest_size=16), 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.tokens = 0
         self._file = open(path, "wb" if resume_at is None else "r+b")  # noqa: SIM115
         try:
             self._file.seek(4 * HEADER_INTS)
@@ -59,7 +63,7 @@ class ShardWriter:
         return self._hash.hexdigest()
 
     def append(self, tokens: np.ndarray) -> None:
-        """tokens: (n,) integers. Raises UserError if one is not below vocab_size."""
+        """Append tokens, (n,) integers. Raises UserError if one is not below vocab_size."""
         _check_tokens(self.path, tokens, self.vocab_size)
         stored = tokens.astype(self._dtype).tobytes()
         self._file.write(stored)
@@ -88,7 +92,7 @@ class ShardWriter:
 
 
 def _check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises UserError if the file cannot hold the tokens."""
+    """Raise UserError if the file cannot hold the tokens."""
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(
             f"{path} cannot hold an array of {tokens.dtype} of shape {tokens.shape}: give integers of shape (n,)"
@@ -101,7 +105,9 @@ def _check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Write a .bin file atomically. tokens: (n,) integers from 0 to vocab_size - 1, 0 < n < 2^31.
+    """Write a .bin file atomically.
+
+    tokens: (n,) integers from 0 to vocab_size - 1, 0 < n < 2^31
 
     Raises OSError, and UserError, which names the file, for tokens that a shard cannot hold.
     """
@@ -136,9 +142,10 @@ Shard = Path | Span
 
 
 def read_shard(shard: str | Shard, vocab_size: int | None = None) -> np.ndarray:
-    """-> (n,) uint16 or uint32, memory-mapped.
+    """Map the tokens of a file into memory: (n,) uint16 or uint32.
 
-    Raises UserError, which names the file, if it is not a complete shard or has an id >= vocab_size.
+    Raises UserError, which names the file, if it is not a complete shard or has an id >=
+    vocab_size.
     """
     advice = "delete it and start again to rebuild it"
     span = shard if isinstance(shard, Span) else span_of(Path(shard), advice)
@@ -152,7 +159,10 @@ def read_shard(shard: str | Shard, vocab_size: int | None = None) -> np.ndarray:
 
 
 def span_of(path: Path, advice: str) -> Span:
-    """The tokens of a .bin file, from its header. advice: what to do if it is damaged. Raises UserError."""
+    """Return the tokens of a .bin file, from its header. Raises UserError.
+
+    advice: what to do if it is damaged
+    """
     with _reading(path):
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -174,7 +184,7 @@ def span_of(path: Path, advice: str) -> Span:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Inside, an OSError becomes a UserError. Only a missing file must be rebuilt."""
+    """Turn an OSError into a UserError. Only a missing file must be rebuilt."""
     try:
         yield
     except OSError as error:

@@ -3,8 +3,8 @@
     file            itself                              folder      its files, in sorted order, with those of its subfolders
     glob (quoted)   its matches, in sorted order        "-"         standard input: `from_standard_input` first
 
-A folder that `save_to_disk` of the library `datasets` has written is the .arrow files that its state.json names. Of several
-splits one is used. No file is read twice: the first name counts.
+A folder that `save_to_disk` of the library `datasets` has written is the .arrow files that its
+state.json names. Of several splits one is used. No file is read twice: the first name counts.
 """
 
 import contextlib
@@ -44,7 +44,8 @@ class Source(NamedTuple):
     is_named: bool
 
     def read(self, key: str) -> Iterator[tuple[str, bool]]:
-        """Its text, part by part; is it the last part of a document? key: of the field or column. Raises BadFile."""
+        """Its text, part by part; is it the last part of a document? key: of the field or column.
+        Raises BadFile."""
         if not os.path.isfile(self.path):
             what = "is not a regular file" if os.path.exists(self.path) else "does not exist"
             raise BadFile(f"{self.path} {what}: replace or remove it")
@@ -55,7 +56,8 @@ class Source(NamedTuple):
 
 
 class Sources:
-    """The files of --data. None: the source of the Python standard library. Raises UserError for what does not exist.
+    """The files of --data. None: the source of the Python standard library. Raises UserError for
+    what does not exist.
 
     name: of the text.  given: the paths, absolute.
     """
@@ -77,7 +79,7 @@ class Sources:
         return listed([str(path) for path in self.paths], 3) + splits
 
     def find(self) -> list[Source]:
-        """The files as they are now."""
+        """Return the files as they are now."""
         found: dict[str, Source] = {}
         real = functools.cache(os.path.realpath)
         for path in self.paths:
@@ -114,10 +116,14 @@ class Sources:
         return [Source(path, False) for path in found]
 
     def _walk(self, root: Path) -> Iterator[Path]:
-        """The files of a folder. Names that begin with a dot are not seen; links to folders are followed, none is read twice."""
+        """Yield the files of a folder.
+
+        Names that begin with a dot are skipped. Links to folders are followed; none is read twice.
+        """
         unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own else ()
         wanted = lambda name: name not in unwanted and not name.startswith(".")
-        roots, seen = [root], set()
+        roots = [root]
+        seen = set()
         for root in roots:  # grows inside the loop: linked folders are walked after real ones
             for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
                 real = os.path.realpath(folder)
@@ -126,16 +132,18 @@ class Sources:
                     continue
                 seen.add(real)
                 if "dataset_dict.json" in names:
-                    folders[:], names = [self._split(Path(folder))], []
+                    folders[:] = [self._split(Path(folder))]
+                    names = []
                 elif {"state.json", "dataset_info.json"} <= set(names):
-                    folders[:], names = [], _data_files(Path(folder))
+                    folders[:] = []
+                    names = _data_files(Path(folder))
                 folders[:] = sorted(filter(wanted, folders))  # the same on every machine
                 if not self.own:
                     roots += filter(os.path.islink, [Path(folder, name) for name in folders])
                 yield from (Path(folder, name) for name in names if not name.startswith("."))
 
     def _split(self, folder: Path) -> str:
-        """The split of a saved DatasetDict that is used: train, or the only one."""
+        """Return the split of a saved DatasetDict to use: train, or the only one."""
         splits: Any = read_json(folder / "dataset_dict.json").get("splits")
         if not _are_names(splits):
             raise UserError(
@@ -152,13 +160,13 @@ class Sources:
 
 
 def _are_names(found: Any) -> bool:
-    """A list of names of files or folders, none of which is a path?"""
+    """Return True for a list of names of files or folders, none of which is a path."""
     is_name = lambda x: isinstance(x, str) and x not in ("", ".", "..") and Path(x).name == x
     return isinstance(found, list) and bool(found) and all(map(is_name, found))
 
 
 def _data_files(folder: Path) -> list[str]:
-    """The .arrow files of a dataset that was saved on disk."""
+    """Return the .arrow files of a dataset that was saved on disk."""
     state = read_json(folder / "state.json")
     files = state.get("_data_files")
     names: Any = [x.get("filename") if isinstance(x, dict) else None for x in files or ()]
@@ -177,9 +185,12 @@ def _raise_unreadable(error: OSError) -> None:
 
 # ----------------------------------------------------------------------------- standard input
 def from_standard_input(data: Sequence[str], cache: Path, stream: BinaryIO | None = None) -> tuple[str, ...]:  # fmt: skip
-    """data, with a copy of standard input in the cache for "-": a text is read several times. stream: in its place.
+    """Replace "-" in `data` by a copy of standard input in the cache: a text is read several times.
 
-    The copy is named after its hash, so that a resumed run finds it without standard input. Raises UserError.
+    stream: read instead of standard input
+
+    The copy is named after its hash, so that a resumed run finds it without standard input. Raises
+    UserError.
     """
     if STANDARD_INPUT not in data:
         return tuple(data)
@@ -204,7 +215,8 @@ def _copy(stream: BinaryIO, cache: Path) -> Path:
         with contextlib.suppress(OSError):
             if time.time() - stray.stat().st_mtime > STRAY_SECONDS:
                 stray.unlink()
-    unfinished, digest = cache / f"stdin-{os.getpid()}.part", hashlib.sha256()
+    unfinished = cache / f"stdin-{os.getpid()}.part"
+    digest = hashlib.sha256()
     try:
         with open(unfinished, "wb") as file:
             while block := stream.read(1 << 20):

@@ -1,4 +1,5 @@
-"""The program that compiles and renders one chat template, under limits of time, memory and output. `ChatTemplate` starts it.
+"""The program that compiles and renders one chat template, under limits of time, memory and output.
+`ChatTemplate` starts it.
 
     python -I -S template_worker.py SECONDS BYTES CHARACTERS FOLDER ...
 
@@ -7,8 +8,8 @@ BYTES       of address space
 CHARACTERS  of a rendered conversation
 FOLDER      where the packages jinja2 and markupsafe are
 
-Requests and replies are JSON, one per line, on standard input and output. The first request compiles the template, every
-further one renders a conversation:
+Requests and replies are JSON, one per line, on standard input and output. The first request
+compiles the template, every further one renders a conversation:
 
     {"source": ...}                                     {}
     {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...]}
@@ -16,8 +17,9 @@ further one renders a conversation:
 
 spans: the characters of the text inside {% generation %} blocks.
 
-A template is a program of the model's author, and even a constant such as 10**(10**9) may take forever while it is compiled.
-At the limit of time the kernel ends this process (SIGXCPU). This file imports nothing of xtrain, so it starts quickly.
+A template is a program of the model's author, and even a constant such as 10**(10**9) may take
+forever while it is compiled. At the limit of time the kernel ends this process (SIGXCPU). This file
+imports nothing of xtrain, so it starts quickly.
 """
 
 import datetime
@@ -62,7 +64,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Replaces Jinja's own filter, which escapes characters for HTML."""
+    """Replace Jinja's own filter, which escapes characters for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -86,10 +88,12 @@ def compiled(source):
 
 
 def rendered(template, names, characters):
-    """-> the text, and [start, end) of every generation block in it"""
+    """Return the text, and [start, end) of every generation block in it."""
     generation = template.environment.extensions[Generation.identifier]
-    pieces, length = [], 0
-    generation.pieces, generation.marked = pieces, []
+    pieces = []
+    length = 0
+    generation.pieces = pieces
+    generation.marked = []
     for piece in template.generate(**names):
         length += len(piece)
         if length > characters:
@@ -110,7 +114,8 @@ def one_line(error):
 
 
 def limit(name, value):
-    """Lower a soft limit of this process. Windows has no such limits; there ChatTemplate's clock must suffice."""
+    """Lower a soft limit of this process. Windows has no such limits; there ChatTemplate's clock
+    must suffice."""
     try:
         import resource
     except ImportError:
@@ -131,7 +136,8 @@ def main():
         try:
             request = json.loads(line)
             if template is None:
-                template, reply = compiled(request["source"]), {}
+                template = compiled(request["source"])
+                reply = {}
             else:
                 reply = rendered(template, request, characters)
         except MemoryError:

@@ -1,9 +1,10 @@
 """The text of one file, part by part: text and .jsonl, also packed as .gz or .zst.
 
-No more than a few parts of a text are in memory. A long line of a .jsonl is read twice: first its structure, in which a
-number takes the place of each long string, so that `json` can check it and find the text; the number says where in the
-file the string begins, and the text is then decoded from there, part by part. (A packed file cannot go back: there such a line
-is first copied to a temporary file.) Only the numbers, short strings and brackets next to a text must fit in memory.
+No more than a few parts of a text are in memory. A long line of a .jsonl is read twice: first its
+structure, in which a number takes the place of each long string, so that `json` can check it and
+find the text; the number says where in the file the string begins, and the text is then decoded
+from there, part by part. (A packed file cannot go back: there such a line is first copied to a
+temporary file.) Only the numbers, short strings and brackets next to a text must fit in memory.
 """
 
 import codecs
@@ -25,7 +26,8 @@ from .compressed import BadFile, NotText, is_packed, open_file
 PART = 1 << 18  # bytes read at once, characters of a document given at once
 LINE = 1 << 20  # bytes; a longer line of a .jsonl is read part by part
 LASTING = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # errors of a file, not of a disk
-# bytes; longer strings are not part of the structure of such a line: the name of the text's field is shorter
+# bytes; longer strings are not part of the structure of such a line: the name of the text's field
+# is shorter
 SHORT = 64
 
 
@@ -41,13 +43,20 @@ def with_end(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def unreadable(error: OSError, path: Path | None = None) -> str:
-    where = error.filename if path is None else path  # an error while reading names no file
+    # an error while reading names no file
+    if path is None:
+        where = error.filename
+    else:
+        where = path
     return f"{where} cannot be read ({error.strerror or error}): check its permissions and the disk"
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """The file, open to read. Raises BadFile if it may not be read; UserError if that failed and may succeed another time."""
+    """Open the file to read.
+
+    Raises BadFile if it may not be read; UserError if reading failed and may succeed another time.
+    """
     try:
         with open_file(path) as file:
             yield file
@@ -57,14 +66,21 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The text of a file in blocks of PART bytes. Raises NotText, or another BadFile if it cannot be read."""
+    """Yield the text of a file in blocks of PART bytes.
+
+    Raises NotText, or another BadFile if it cannot be read.
+    """
     with reading(path) as file:
         yield from decoded(iter(lambda: file.read(PART), b""), path)
 
 
 def decoded(blocks: Iterable[bytes], where: Path | str, is_string: bool = False) -> Iterator[str]:
-    """is_string: known to be text, so a NUL is a character, too."""
-    decoder, n = codecs.getincrementaldecoder("utf-8" if is_string else "utf-8-sig")(), 0
+    """Decode the text.
+
+    is_string: True if it is known to be text, so a NUL is a character
+    """
+    decoder = codecs.getincrementaldecoder("utf-8" if is_string else "utf-8-sig")()
+    n = 0
     for block in itertools.chain(blocks, [b""]):
         if 0 in block and not is_string:
             _raise_binary(where, n + block.index(0))
@@ -95,11 +111,16 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def read_jsonl(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
-    """The field `key` of every line, part by part; is it the last part? Raises BadFile, which names the line."""
+    """Yield the field `key` of every line: (part, is it the last one).
+
+    Raises BadFile, which names the line.
+    """
     short = max(SHORT, sum(12 if ord(c) > 0xFFFF else 6 for c in key))  # all may be escaped
     with reading(path) as file:
         for number in itertools.count(1):
-            raw, where, long_line = file.readline(LINE), f"{path} line {number}", None
+            raw = file.readline(LINE)
+            where = f"{path} line {number}"
+            long_line = None
             if not raw:
                 return
             if len(raw) == LINE and not raw.endswith(b"\n"):
@@ -166,9 +187,11 @@ def _valid(text: str, where: str) -> str:
     return text
 
 
-# Parts of a line of JSON. A string is only cut between its characters, and not inside a surrogate pair.
+# Parts of a line of JSON. A string is only cut between its characters, and not inside a surrogate
+# pair.
 OUTSIDE = re.compile(rb'[^"]*+')
-# Not possessive, *+, which in Python 3.11.2 may end in the middle of an alternative that fails; the limit bounds its memory.
+# Not possessive, *+, which in Python 3.11.2 may end in the middle of an alternative that fails; the
+# limit bounds its memory.
 INSIDE = re.compile(
     rb"""(?: [^"\\\x00-\x1f]+
            | \\["\\/bfnrt]
@@ -182,17 +205,25 @@ PAIR = 12  # bytes of a surrogate pair: the longest escape sequence
 
 
 class _LongLine:
-    """A line of a .jsonl that begins where the file is now. Raises BadFile if it is not JSON in UTF-8."""
+    """The line of a .jsonl at which the file stands. Raises BadFile if it is not JSON in UTF-8."""
 
     def __init__(self, file: BinaryIO, where: str, short: int):
-        """short: bytes of the longest strings that stay in the structure."""
-        self.file, self.where, self.short, self.begin = file, where, short, file.tell()
-        self.buffer, self.at, self.ended = b"", 0, False  # at: where in the buffer
+        """Read one line.
+
+        short: bytes of the longest strings that stay in the structure
+        """
+        self.file = file
+        self.where = where
+        self.short = short
+        self.begin = file.tell()
+        self.buffer = b""
+        self.at = 0  # position in the buffer
+        self.ended = False
 
     def structure(self) -> bytes:
-        """The line with the position in the file, short + 1 digits, in place of each longer string.
+        """Return the line with a position in place of each longer string.
 
-        The file is then at the next line.
+        The position in the file has short + 1 digits. The file is then at the next line.
         """
         self._seek(self.begin)
         found = bytearray()
@@ -201,14 +232,19 @@ class _LongLine:
                 found += piece
             if self.at == len(self.buffer):
                 return bytes(found)
-            position, size, kept = self.file.tell() - len(self.buffer) + self.at, 0, b""
+            position = self.file.tell() - len(self.buffer) + self.at
+            size = 0
+            kept = b""
             for piece in self._string():
                 size += len(piece)
                 kept = kept + piece if size <= self.short else b"%0*d" % (self.short + 1, position)
             found += b'"' + kept + b'"'
 
     def string(self, position: int) -> Iterator[str]:
-        """The string at this position of the file, part by part. The file is then at the next line."""
+        """Yield the string at this position of the file, part by part.
+
+        The file is then at the next line.
+        """
         end = self.file.tell()
         self._seek(position)
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -218,7 +254,7 @@ class _LongLine:
         self.file.seek(end)
 
     def _string(self) -> Iterator[bytes]:
-        """The string that begins here, as it is in the file."""
+        """Yield the string that begins here, as it is in the file."""
         self.at += 1  # a quotation mark
         yield from self._match(INSIDE)
         if self.buffer[self.at : self.at + 1] != b'"':
@@ -226,7 +262,7 @@ class _LongLine:
         self.at += 1
 
     def _match(self, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
-        """What matches from here on, in pieces."""
+        """Yield what matches from here on, in pieces."""
         while True:
             while (found := pattern.match(self.buffer, self.at)) and found[0]:
                 self.at = found.end()
@@ -237,12 +273,14 @@ class _LongLine:
 
     def _seek(self, position: int) -> None:
         self.file.seek(position)
-        self.buffer, self.at, self.ended = b"", 0, False
+        self.buffer = b""
+        self.at = 0
+        self.ended = False
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self._read()
 
     def _read(self) -> bool:
-        """Read the next part of the line. -> was there one?"""
+        """Read the next part of the line, and return False if there was none."""
         part = b"" if self.ended else self.file.readline(PART)
         self.ended = not part or part.endswith(b"\n")
         read = self.file.tell() - self.begin
@@ -252,5 +290,6 @@ class _LongLine:
             self.decoder.decode(part, final=self.ended)
         except UnicodeDecodeError as error:
             _raise_not_utf8(self.where, read - len(error.object) + error.start)
-        self.buffer, self.at = self.buffer[self.at :] + part, 0
+        self.buffer = self.buffer[self.at :] + part
+        self.at = 0
         return bool(part)

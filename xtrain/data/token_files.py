@@ -1,12 +1,15 @@
-"""Files that hold tokens already: the .bin shards of llm.c (shards.py) and of nanoGPT, which are uint16 without a header.
+"""Files that hold tokens already: the .bin shards of llm.c (shards.py) and of nanoGPT, which are
+uint16 without a header.
 
     files = of(Sources(data))                    [] if it is text
     found = TokenFiles(files, tokenizer, ...)    checked; the tokens stay where they are
 
-Only the tokenizer knows what the tokens mean, so it must be given: --tokenizer. Every id is checked against its vocabulary.
-(nanoGPT keeps its own vocabularies in meta.pkl. A pickle can run any program, so it is not read.)
+Only the tokenizer knows what the tokens mean, so it must be given: --tokenizer. Every id is checked
+against its vocabulary. (nanoGPT keeps its own vocabularies in meta.pkl. A pickle can run any
+program, so it is not read.)
 
-A file with "val" in its name is validation text: val.bin, fineweb_val_000000.bin. Without one, the end of the last file is.
+A file with "val" in its name is validation text: val.bin, fineweb_val_000000.bin. Without one, the
+end of the last file is.
 """
 
 import hashlib
@@ -30,14 +33,17 @@ SUFFIX = ".bin"
 PICKLES = (".pkl", ".pickle")
 VALIDATION = re.compile(r"(^|[._-])val(id|idation)?([._-]|$)")
 LLM_C = range(20240000, 20300000)  # magic numbers of llm.c: dates
-VAL_FRACTION, VAL_TOKENS = 10, 500_000  # held out of the last file: 1/10 of the tokens, at most
+# held out of the last file: 1/10 of the tokens, at most
+VAL_FRACTION = 10
+VAL_TOKENS = 500_000
 BLOCK = 1 << 22  # tokens read at once
 
 
 def of(sources: Sources) -> list[Source]:
-    """The files of --data if they hold tokens, [] if they hold text. Raises UserError if some hold the one, some the other.
+    """Return the files of --data if they hold tokens, [] if they hold text.
 
-    In a folder of texts, a .bin is a file that is not text.
+    Raises UserError if some hold the one, some the other. In a folder of texts, a .bin is a file
+    that is not text.
     """
     found = [] if sources.own else sources.find()
     tokens = [source for source in found if source.path.suffix == SUFFIX]
@@ -53,7 +59,7 @@ def of(sources: Sources) -> list[Source]:
 
 
 class TokenFiles:
-    """Tokens in files, divided into training and validation. The facts are summed over the files that are used."""
+    """Tokens in files, divided into training and validation. The facts sum over the files in use."""
 
     def __init__(
         self,
@@ -63,16 +69,23 @@ class TokenFiles:
         tell: Callable[[float], None] = lambda fraction: None,
         verify: bool = False,
     ):
-        """cache: files that it says are unchanged are not read again, unless verify. tell: called with the share that is read.
+        """Find the tokens of the files, and hold out some for validation.
+
+        cache: files that it says are unchanged are not read again, unless verify
+        tell: called with the share that is read
 
         Raises UserError if there are too few tokens.
         """
-        self.tokenizer, self.cache, self.tell, self.verify = tokenizer, cache, tell, verify
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.tell = tell
+        self.verify = verify
         self.left_out: list[str] = []
         self._known: dict[Span, tuple[str, int, int]] = {}
         self.train: list[Span] = []
         self.val: list[Span] = []
-        self.done, self.total = 0, sum(_size(source.path) for source in sources)
+        self.done = 0
+        self.total = sum(_size(source.path) for source in sources)
         for source in sources:
             try:
                 span = _span(source.path)
@@ -83,11 +96,16 @@ class TokenFiles:
         self.files = len(self.train) + len(self.val)
         self.split = "files" if self.train and self.val else "tail"
         if self.files and self.split == "tail":
-            self.train, self.val = [*self.train, *self.val], []  # of val.bin alone, too
+            # of val.bin alone, too
+            self.train = [*self.train, *self.val]
+            self.val = []
             self._hold_out()
 
     def _hold_out(self) -> None:
-        """The end of the last file becomes validation text: all of it, if it is not larger and others are left."""
+        """Hold out the end of the last file for validation.
+
+        All of the file, if others are left and it is no longer than that.
+        """
         wanted = max(1, min(sum(span.n for span in self.train) // VAL_FRACTION, VAL_TOKENS))
         last = self.train.pop()
         n = last.n - wanted
@@ -99,7 +117,7 @@ class TokenFiles:
         self.val = [Span(last.path, last.dtype, offset, min(wanted, last.n))]
 
     def summary(self) -> dict[str, int | str]:
-        """Facts that a Corpus has, under their names there."""
+        """Return facts that a Corpus has, under their names there."""
         sides = {"train": self.train, "val": self.val}
         facts = {name: [self._facts(span) for span in spans] for name, spans in sides.items()}
         whole = hashlib.sha256()
@@ -120,7 +138,10 @@ class TokenFiles:
         }
 
     def _facts(self, span: Span) -> tuple[str, int, int]:
-        """-> (SHA-256 of the tokens, ends of text among them, bytes of their text). Raises BadFile."""
+        """Return SHA-256 of the tokens, ends of text among them, and bytes of their text.
+
+        Raises BadFile.
+        """
         if span not in self._known:
             self._known[span] = self._checked(span)
         return self._known[span]
@@ -143,7 +164,8 @@ class TokenFiles:
         return facts
 
     def _read(self, span: Span) -> tuple[str, int, int]:
-        V, digest = self.tokenizer.vocab_size, hashlib.sha256()
+        V = self.tokenizer.vocab_size
+        digest = hashlib.sha256()
         counts_V = np.zeros(V, np.int64)
         with reading(span.path) as file:
             file.seek(span.offset)
@@ -176,13 +198,14 @@ def _size(path: Path) -> int:
 
 
 def _span(path: Path) -> Span:
-    """The tokens of a file. Raises BadFile."""
+    """Return the tokens of a file. Raises BadFile."""
     if path.suffix in PICKLES:
         raise BadFile(
             f"{path} is a pickle, which can run any program: it is not read, --tokenizer has the vocabulary"
         )
     with reading(path) as file:
-        head, size = file.read(8), path.stat().st_size
+        head = file.read(8)
+        size = path.stat().st_size
     magic = int.from_bytes(head[:4], "little")
     if magic in MAGICS:
         try:

@@ -32,7 +32,8 @@ MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = 1 << 24  # a larger id means a damaged file, and its table would fill the memory
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
 COMPANION_FILES = (CONFIG, SPECIAL_MAP, "chat_template.jinja")  # of a tokenizer.json
 
 
@@ -56,11 +57,16 @@ class Tokenizer:
         eot: str = END_OF_TEXT,
         companions: dict[str, bytes] | None = None,
     ):
-        """companions: {name: content} of files that `save` writes back unchanged."""
-        backend.no_truncation()  # the file may hold a truncation setting, which would cut documents short
+        """Make a tokenizer.
+
+        companions: {name: content} of files that `save` writes back unchanged
+        """
+        # the file may hold a truncation setting, which would cut documents short
+        backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.eot, self.eos_token_id = eot, backend.token_to_id(eot)
+        self.eot = eot
+        self.eos_token_id = backend.token_to_id(eot)
         self._companions = companions or {}
         if CONFIG not in self._companions:
             own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
@@ -87,16 +93,19 @@ class Tokenizer:
 
     @property
     def eot_id(self) -> int:
-        """The token that ends a document. Raises UserError if there is none: such a tokenizer can serve, but not train."""
+        """The token that ends a document.
+
+        Raises UserError if there is none: such a tokenizer can serve, but not train.
+        """
         if self.eos_token_id is None:
             raise UserError(f"the tokenizer has no token {self.eot!r} to end a document with")
         return self.eos_token_id
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn the merges from texts. The same texts give the same file; a pair seen only once is not merged.
+        """Learn the merges from texts. A pair seen only once is not merged.
 
-        Raises UserError if vocab_size is below MIN_VOCAB.
+        The same texts give the same file. Raises UserError if vocab_size is below MIN_VOCAB.
         """
         if vocab_size < MIN_VOCAB:
             raise UserError(
@@ -118,7 +127,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """path: a tokenizer.json or its folder. Raises UserError if it is missing or cannot be used."""
+        """Load a tokenizer.json, or the one in a folder.
+
+        Raises UserError if it is missing or cannot be used.
+        """
         path = Path(path)
         if path.is_dir():
             path = path / "tokenizer.json"
@@ -156,8 +168,9 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and its companion files, for transformers.AutoTokenizer.
 
-        Makes the folder if its parent exists. Each file is replaced atomically, so after a kill some are of an earlier tokenizer;
-        `save_pretrained` of a model changes all at once. Raises OSError.
+        Makes the folder if its parent exists. Each file is replaced atomically, so after a kill
+        some are of an earlier tokenizer; `save_pretrained` of a model changes all at once. Raises
+        OSError.
         """
         folder = Path(folder)
         # without parents: a run's folder that was removed must not come back
@@ -166,7 +179,9 @@ class Tokenizer:
             write_whole(folder / name, content)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Text -> ids. special: add the tokens that the tokenizer puts around a text, such as <s>.
+        """Return the ids of a text.
+
+        special: add the tokens that the tokenizer puts around a text, such as <s>
 
         Raises UserError if the library fails on this text, as `encode_batch` and `decode` do.
         """
@@ -174,34 +189,43 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """-> ids, and the characters [start, end) of the text that each comes from; no tokens are put around the text."""
+        """Return the ids, and the characters [start, end) of the text that each comes from.
+
+        No tokens are put around the text.
+        """
         with _library("encode this text"):
             encoding = self._backend.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
 
     def encode_more(self, text: str) -> list[int]:
-        """The ids of a text that follows another one.
+        """Return the ids of a text that follows another one.
 
         Some tokenizers (Llama 2's) put a space in front of every text; this one is encoded after a
         line break, whose ids are then cut off.
         """
-        before, whole = self.encode("\n"), self.encode("\n" + text)
+        before = self.encode("\n")
+        whole = self.encode("\n" + text)
         n = len(before)
         # else the line break was merged with the text
         return whole[n:] if whole[:n] == before else self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """encode for many texts, on all cores."""
+        """Encode many texts, on all cores."""
         with _library("encode these texts"):
             return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        """Return the text of ids.
+
+        Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out.
+        """
         with _library("decode these tokens"):
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all ids."""
+        """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all
+        ids.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:
             text = decoder.decode(self.token_bytes[i] if i < self.vocab_size else b"")
@@ -216,7 +240,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _library(task: str) -> Iterator[None]:
-    """Inside, an error of the library becomes a UserError; those of Python, such as TypeError, stay."""
+    """Turn an error of the library into a UserError; Python's own, such as TypeError, stay."""
     try:
         yield
     except BaseException as error:
@@ -228,7 +252,10 @@ def _library(task: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Is it a panic in the library's Rust code? It is no Exception; other errors are, parse errors Exception itself."""
+    """Return True for a panic in the library's Rust code, which is no Exception.
+
+    Other errors are; parse errors are Exception itself.
+    """
     return type(error).__name__ == "PanicException"
 
 
@@ -237,20 +264,25 @@ def _reason(error: BaseException) -> str:
 
 
 def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
-    """eos_token of tokenizer_config.json, else the first known name in the vocabulary."""
+    """Return eos_token of tokenizer_config.json, else the first known name in the vocabulary."""
     known = (name for name in KNOWN_END_OF_TEXT if backend.token_to_id(name) is not None)
     return token_text(config.get("eos_token")) or next(known, END_OF_TEXT)
 
 
 def with_names(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json; an older one with the names of its special tokens in special_tokens_map.json, as in transformers."""
+    """Return tokenizer_config.json with the names of special tokens.
+
+    Older folders have these in special_tokens_map.json, as in transformers.
+    """
     return config if "added_tokens_decoder" in config else config | special_map
 
 
 def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -> None:
-    """Raises UserError if tokenizer_config.json adds a token that tokenizer.json lacks, and would split."""
+    """Raise UserError if tokenizer_config.json adds a token that tokenizer.json would split."""
     added = config.get("added_tokens_decoder")
-    texts = [token_text(token) for token in added.values()] if isinstance(added, dict) else []
+    texts = []
+    if isinstance(added, dict):
+        texts = [token_text(token) for token in added.values()]
     lacking = [text for text in texts if text and backend.token_to_id(text) is None]
     if lacking:
         raise UserError(
@@ -260,13 +292,16 @@ def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -
 
 
 def token_text(entry: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, which gives the text or an object that holds it."""
+    """Return the text of a token in tokenizer_config.json, also if an object holds it."""
     entry = entry.get("content") if isinstance(entry, dict) else entry
     return entry if isinstance(entry, str) else None
 
 
 def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> list[bytes]:
-    """The bytes of each token. A byte-level vocabulary writes a byte as one printable character."""
+    """Return the bytes of each token.
+
+    A byte-level vocabulary writes a byte as one printable character.
+    """
     if spec["model"]["type"] != "BPE":
         raise UserError(f"it is a {spec['model']['type']} tokenizer, xtrain needs BPE")
     byte_level = "ByteLevel" in json.dumps([spec["pre_tokenizer"], spec["decoder"]])
@@ -286,7 +321,7 @@ def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> 
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 is itself, the other bytes are U+0100, U+0101, ..."""
+    """Return GPT-2's table: printable Latin-1 is itself, the other bytes are U+0100, U+0101, ..."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [b for b in range(256) if b not in own]
     return {chr(b): b for b in own} | {chr(256 + n): b for n, b in enumerate(other)}

@@ -1,14 +1,14 @@
 """From documents to token shards, in bounded memory; continued after a kill.
 
-A text is encoded in batches of pieces (pieces.py), on all cores, while the next batch is read, and their
-tokens are appended to the shards. After COMMIT bytes of text the shards are synced, and STATE records how
-many tokens they hold and their checksums. A process that finds STATE verifies the tokens, cuts off what
-came later, reads the text again up to there without encoding it, and continues: every bit is that of an
-uninterrupted run.
+A text is encoded in batches of pieces (pieces.py), on all cores, while the next batch is read, and
+their tokens are appended to the shards. After COMMIT bytes of text the shards are synced, and STATE
+records how many tokens they hold and their checksums. A process that finds STATE verifies the
+tokens, cuts off what came later, reads the text again up to there without encoding it, and
+continues: every bit is that of an uninterrupted run.
 
-The work folder is `.tmp-NAME` next to the cache entry NAME that it becomes, locked by the process that
-writes it; another process waits. Where folders cannot be locked (Windows, some network disks), every
-process writes its own folder, and a killed one starts from the beginning.
+The work folder is `.tmp-NAME` next to the cache entry NAME that it becomes, locked by the process
+that writes it; another process waits. Where folders cannot be locked (Windows, some network disks),
+every process writes its own folder, and a killed one starts from the beginning.
 """
 
 import array
@@ -62,7 +62,10 @@ def write_state(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What write_state wrote; {} if it is missing or damaged. Raises OSError if it cannot be read at the moment."""
+    """Return what write_state wrote; {} if it is missing or damaged.
+
+    Raises OSError if it cannot be read at the moment.
+    """
     try:
         content = json.loads((folder / STATE).read_bytes())
     except (*MISSING, ValueError):
@@ -74,7 +77,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- the work folder
 @contextlib.contextmanager
 def work_folder_of(entry: Path, wait: Callable[[], None]) -> Iterator[Path]:
-    """The locked work folder of a cache entry, with what a killed process has left there.
+    """Yield the locked work folder of a cache entry, with what a killed process has left there.
 
     It is removed at the end, unless the caller has renamed it or STATE is in it. wait(): called
     from time to time while another process holds the lock. Raises OSError.
@@ -101,7 +104,10 @@ def work_folder_of(entry: Path, wait: Callable[[], None]) -> Iterator[Path]:
 
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> bool | None:
-    """Make and lock a folder until the stack closes. -> is it locked (False: not supported here)? None: another process has."""
+    """Make and lock a folder until the stack closes.
+
+    Returns True, False where locks are not supported, None if another process has it.
+    """
     folder.mkdir(exist_ok=True)
     try:
         inode = folder.stat().st_ino
@@ -129,14 +135,17 @@ class _Side:
     """The training or the validation text: its pieces, and the shards with their tokens."""
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer):
-        self.folder, self.name, self.tokenizer = folder, name, tokenizer
+        self.folder = folder
+        self.name = name
+        self.tokenizer = tokenizer
         self.cutter = Cutter(tokenizer.rule)
         self.bytes = 0
         self.bigrams_AB = np.zeros((256, 256), np.int64)
         self.written: list[tuple[int, str]] = []  # of each full shard: tokens, digest
         self.shard: ShardWriter | None = None
         # text whose bigrams are not yet counted, where its documents start, and the byte before it
-        self._raw, self._before = bytearray(), 0
+        self._raw = bytearray()
+        self._before = 0
         self._starts: list[int] = []
         self._ended = True  # is the document before the next part complete?
 
@@ -146,7 +155,7 @@ class _Side:
         return sum(n for n, _ in self.state())
 
     def add(self, part: Part) -> Iterator[tuple[str, bool]]:
-        """Count a part of the text. Yield (piece, does it end a document?)."""
+        """Count a part of the text. Yields (piece, True if it ends a document)."""
         if part.raw and self._ended:
             self._starts.append(len(self._raw))
             self._ended = False
@@ -160,10 +169,14 @@ class _Side:
         if self._raw:
             self.bigrams_AB += count_bigrams(bytes(self._raw), self._starts, self._before)
             self._before = self._raw[-1]
-            self._raw, self._starts = bytearray(), []
+            self._raw = bytearray()
+            self._starts = []
 
     def resume(self, written: list[list[Any]]) -> bool:
-        """Continue shards. written: their state(), from STATE. -> do they hold these tokens? Raises OSError."""
+        """Continue shards, and return True if they hold these tokens. Raises OSError.
+
+        written: their state(), from STATE
+        """
         for i, (tokens, digest_then) in enumerate(written):
             path = self.folder / self.file_name(i)
             shard = ShardWriter(path, self.tokenizer.vocab_size, resume_at=tokens)
@@ -205,14 +218,18 @@ class _Side:
         return f"{self.name}_{i:06d}.bin"
 
     def state(self) -> list[tuple[int, str]]:
-        """Tokens and their digest, of each shard."""
+        """Return tokens and their digest, of each shard."""
         open_shard = [(self.shard.tokens, self.shard.digest)] if self.shard is not None else []
         return self.written + open_shard
 
 
 # ----------------------------------------------------------------------------- the work
 class _Batch(NamedTuple):
-    """Pieces that are being encoded. number: of the batch, from 1.  done: bytes of text up to its end."""
+    """Pieces that are being encoded.
+
+    number: of the batch, from 1
+    done: bytes of text up to its end
+    """
 
     number: int
     done: int
@@ -230,9 +247,10 @@ class Tokenizing:
         train: Callable[[], Tokenizer],
         progress: Progress,
     ):
-        """given: the tokenizer; None: the one that train() returns. What a killed process has left in the folder is used.
+        """Begin, or continue what a killed process has left in the folder. Raises OSError,
+        UserError.
 
-        Raises OSError, and UserError.
+        given: the tokenizer; None: the one that train() returns
         """
         self.folder, self.progress = folder, progress
         self.committed = 0  # batches whose tokens are in the shards
@@ -273,7 +291,10 @@ class Tokenizing:
             self.val.close()
 
     def __call__(self, documents: Documents, found: Survey) -> None:
-        """Tokenize the text. Raises OSError; UserError if the text has changed or is too short."""
+        """Tokenize the text.
+
+        Raises OSError; UserError if the text has changed or is too short.
+        """
         if not self.complete:
             with ThreadPoolExecutor(1) as pool:
                 self._tokenize(documents, found, pool)
@@ -283,7 +304,9 @@ class Tokenizing:
         """Encode a batch in the pool, on all cores, while this thread reads the next one."""
         queue: list[tuple[_Side, str, bool]] = []
         queued = batches = last_commit = 0
-        started, skipped, encoding = time.perf_counter(), 0, None
+        started = time.perf_counter()
+        skipped = 0
+        encoding = None
         for part in itertools.chain(split(documents, found), [None]):
             if part is not None:
                 side = self.val if part.held_out else self.train
@@ -294,7 +317,8 @@ class Tokenizing:
                     continue
             for side in (self.train, self.val):
                 side.count()
-            done, batches = self.train.bytes + self.val.bytes, batches + 1
+            done = self.train.bytes + self.val.bytes
+            batches = batches + 1
             if batches > self.committed:
                 last_commit = self._append(encoding, last_commit)
                 texts = [piece for _, piece, _ in queue]
@@ -303,14 +327,20 @@ class Tokenizing:
                 speed = (done - skipped) / 1e6 / (time.perf_counter() - started)
                 text = f"tokenizing, {speed:.1f} MB/s"
             else:
-                started, skipped, last_commit = time.perf_counter(), done, done
+                started = time.perf_counter()
+                skipped = done
+                last_commit = done
                 text = "reading what is already tokenized"
-            queue, queued = [], 0
+            queue = []
+            queued = 0
             self.progress(done / found.n_bytes, text)
         self._append(encoding, last_commit)
 
     def _append(self, batch: "_Batch | None", last_commit: int) -> int:
-        """Append the tokens of a batch to the shards, and commit if it is time. -> the bytes of text at the last commit"""
+        """Append the tokens of a batch to the shards, and commit if it is time.
+
+        Returns the bytes of text at the last commit.
+        """
         if batch is None:
             return last_commit
         flat = {self.train: array.array("I"), self.val: array.array("I")}
@@ -366,7 +396,10 @@ class Tokenizing:
 
 
 def intact(folder: Path, files: dict[str, str]) -> bool:
-    """Do files of a folder have these digests? Raises OSError if one cannot be read at the moment."""
+    """Return True if files of a folder have these digests.
+
+    Raises OSError if one cannot be read at the moment.
+    """
     try:
         return all(digest(folder / name) == expected for name, expected in files.items())
     except MISSING:
@@ -374,7 +407,7 @@ def intact(folder: Path, files: dict[str, str]) -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """What decides the batches and their tokens."""
+    """Return what decides the batches and their tokens."""
     return {
         "tokenizers": tokenizers.__version__,
         "unicode": unicodedata.unidata_version,

@@ -1,10 +1,11 @@
-"""LoRA adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors.
+"""Read and write LoRA adapters in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      a (r, I)
-    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      b (O, r)        w of q_proj becomes w + factor b a
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight      b (O, r)
 
-The config names the folder of the model that they belong to. Whatever takes the folder of a model takes one with adapters, too:
-they are added to the weights while these are read.
+The weight w of q_proj becomes w + factor b a. The config names the folder of the model to which the
+adapters belong. A folder with adapters can be given wherever a model's folder can: they are added
+to the weights while these are read.
 """
 
 import json
@@ -18,7 +19,8 @@ from .architectures import VARIATION, architecture_of
 from .saved_runs import CONFIG, model_folder
 from .tensor_file import LowRank, Stored, read_header, write_safetensors
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # keys of adapter_config.json that change the result -> the values that mean "not used"
 UNUSED: dict[str, tuple] = {
@@ -38,18 +40,22 @@ UNUSED: dict[str, tuple] = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # pissa, olora, corda and others: peft changes the model's own weights before it adds such adapters
+    # pissa, olora, corda and others: peft changes the model's own weights before it adds such
+    # adapters
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
 def is_adapter(folder: Path) -> bool:
-    """Does the folder hold adapters instead of a whole model?"""
+    """Return True if the folder holds adapters instead of a whole model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model to which the adapters in `folder` belong; any other folder itself. Raises UserError."""
+    """Return the folder of the model that the adapters in `folder` belong to, or `folder` itself.
+
+    Raises UserError if the model cannot be found.
+    """
     if not is_adapter(folder):
         return folder
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -69,12 +75,12 @@ def base_folder(folder: Path) -> Path:
 
 
 def source_of(folder: Path, *names: str) -> Path:
-    """`folder` if it has one of these files, else that of the model to which its adapters belong."""
+    """Return `folder` if it has one of these files, else the folder of its adapters' model."""
     return folder if any((folder / n).is_file() for n in names) else base_folder(folder)
 
 
 def read_rank(folder: Path) -> tuple[int, float]:
-    """-> rank, factor of b a. Raises UserError for what xtrain does not support."""
+    """Return the rank and the factor of b a. Raises UserError for what xtrain does not support."""
     path = folder / ADAPTER_CONFIG
     content = read_json(path)
     if content.get("peft_type") != "LORA":
@@ -90,7 +96,7 @@ def read_rank(folder: Path) -> tuple[int, float]:
 
 
 def read_adapters(folder: Path) -> dict[str, Stored]:
-    """{name without PREFIX: tensor}. Raises UserError."""
+    """Return {name without PREFIX: tensor}. Raises UserError."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(
@@ -100,13 +106,18 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
 
 
 def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
-    """The tensors of a model with the adapters in `folder` added to them on reading. Raises UserError if they do not fit."""
+    """Add the adapters in `folder` to a model's tensors, on reading.
+
+    Raises UserError if they do not fit.
+    """
     (rank, factor), adapters, found = read_rank(folder), read_adapters(folder), dict(stored)
     unused = set(adapters)
     for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
         other = name.replace(".lora_A.", ".lora_B.")
         target = name.replace(".lora_A.", ".")
-        w, a, b = stored.get(target), adapters[name], adapters.get(other)
+        w = stored.get(target)
+        a = adapters[name]
+        b = adapters.get(other)
         if w is None or b is None:
             continue
         fits = len(w.shape) == 2 and a.shape == (rank, *w.shape[1:])
@@ -123,7 +134,10 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises UserError if adapters of this model would have other names in peft: its file packs or scales the matrices."""
+    """Raise UserError if PEFT has other names for this model's adapters.
+
+    This is so where the model's file packs or scales the matrices.
+    """
     content = read_json(folder / CONFIG)
     if VARIATION in content:
         return  # peft does not know such a model
@@ -136,7 +150,11 @@ def check_writable(folder: Path) -> None:
 
 
 def write_adapters(folder: Path, tensors: dict[str, Any], adapter: dict[str, Any]) -> None:
-    """Write both files into a folder. tensors: {name: tensor}.  adapter: keys of adapter_config.json. Raises OSError."""
+    """Write both files into a folder. Raises OSError.
+
+    tensors: {name: tensor}
+    adapter: keys of adapter_config.json
+    """
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,15 +1,17 @@
-"""The models of transformers that xtrain reads and writes: config.json <-> ModelConfig, and the names of the tensors.
+"""Map config.json and tensor names of transformers' models to ModelConfig and xtrain's names.
 
     LlamaForCausalLM    the decoder of nn/model.py without the following
     Qwen3ForCausalLM    qk_norm
     Qwen2ForCausalLM    qkv_bias; also Qwen2.5 and R1-Distill-Qwen
     SmolLM3ForCausalLM  no_rope_layers
     MistralForCausalLM  sliding_window in all layers; without it, a Llama
-    Phi3ForCausalLM     a Llama (with a window, a Mistral) whose file has q, k, v in one tensor, and gate and up; also Phi-4
-    GraniteForCausalLM  a Llama with four multipliers; they are multiplied into the weights, so its head is not tied
+    Phi3ForCausalLM     a Llama (with a window, a Mistral) that packs q, k, v, and gate and up
+    GraniteForCausalLM  a Llama with four multipliers, which are multiplied into the weights
 
-The last two are read as a Llama and written as one, which computes the same. Qwen and SmolLM3 may have a sliding_window in
-some layers. A window that is not shorter than the context is none.
+The last two are read as a Llama and written as one, which computes the same; Granite's head is then
+not tied. Phi3 includes Phi-4. Qwen and SmolLM3 may have a sliding_window in some layers. A window
+that is not shorter than the context is ignored.
+
 Both config styles are read and written: rope_theta and rope_scaling at the top (transformers 4) or
 inside rope_parameters (5), torch_dtype or dtype. A config that needs a feature that xtrain lacks
 raises UserError, which names the feature.
@@ -27,8 +29,11 @@ from .tensor_file import Stored
 
 MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
 MAX_LAYERS = 1 << 16
-# In the config.json of a model that transformers does not have: Transformer.variation, its ModelConfig, and Transformer.change.
-VARIATION, SHAPE, CHANGE = "xtrain_variation", "xtrain_config", "xtrain_change"
+# In the config.json of a model that transformers does not have: Transformer.variation, its
+# ModelConfig, and Transformer.change.
+VARIATION = "xtrain_variation"
+SHAPE = "xtrain_config"
+CHANGE = "xtrain_change"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 FIELDS = {  # Hugging Face's name -> ModelConfig's
     "vocab_size": "vocab_size",
@@ -65,11 +70,14 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 class Architecture:
     """What is particular about one class of transformers.
 
-    fields: of ModelConfig, that all its models have.  defaults: of transformers, for keys that config.json lacks.
+    fields: of ModelConfig, that all its models have.
+    defaults: of transformers, for keys that config.json lacks.
     written: keys of config.json that only this class has; None: its models are written as a Llama.
     ignored: keys of ALLOWED that it does not read.
-    window: "all": sliding_window is that of all layers; "some": of some, if use_sliding_window is true; "": it has none.
-    packed: {name of a tensor in the file: those whose rows it holds}.  multipliers: keys of config.json.
+    window: "all": sliding_window is that of all layers; "some": of some, if use_sliding_window is
+    true; "": it has none.
+    packed: {name of a tensor in the file: those whose rows it holds}.
+    multipliers: keys of config.json.
     """
 
     model_type: str
@@ -142,7 +150,7 @@ ARCHITECTURES = {
 
 # ----------------------------------------------------------------------------- config.json
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """ModelConfig -> the content of config.json, for transformers 4 and 5.
+    """Return the content of config.json for a ModelConfig, for transformers 4 and 5.
 
     A combination that no class of transformers has (ModelConfig.family) gets the name of a Llama.
     """
@@ -171,13 +179,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_flags(c):
-    """no_rope_layers as SmolLM3 has them, if there are any."""
+    """Return no_rope_layers as SmolLM3 has them, if there are any."""
     flags = [int(i not in c.no_rope_layers) for i in range(c.n_layers)]
     return {"no_rope_layers": flags} if c.no_rope_layers else {}
 
 
 def _window_flags(c):
-    """The window as Mistral has it, or as Qwen and SmolLM3, if there is one."""
+    """Return the keys of the window as Mistral has them, or as Qwen and SmolLM3."""
     if not c.sliding_window:
         return {}
     if c.family == "Mistral":
@@ -188,7 +196,10 @@ def _window_flags(c):
 
 
 def config_from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The content of a config.json -> ModelConfig. Raises UserError, which names what is missing or unsupported."""
+    """Return the ModelConfig of a config.json.
+
+    Raises UserError, which names what is missing or unsupported.
+    """
     if isinstance(config, dict) and isinstance(config.get(SHAPE), dict):
         return ModelConfig.from_dict(config[SHAPE])
     architecture = architecture_of(config)
@@ -238,7 +249,7 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
-    """Of the content of a config.json. Raises UserError with the name of one that xtrain does not support."""
+    """Return the architecture that a config.json names. Raises UserError if it is unsupported."""
     if not isinstance(config, dict):
         raise UserError("it must hold a JSON object")
     if VARIATION in config:
@@ -246,7 +257,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             f"the model is none that other programs know ({config[VARIATION]}): construct it as for training, "
             "then call model.load_weights(folder)"
         )
-    names, model_type = config.get("architectures"), config.get("model_type")
+    names = config.get("architectures")
+    model_type = config.get("model_type")
     known = listed(list(ARCHITECTURES), most=len(ARCHITECTURES))
     if names:
         name = names[0] if isinstance(names, list) else names
@@ -264,9 +276,14 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 def _window(
     config: dict[str, Any], architecture: Architecture, made: ModelConfig
 ) -> tuple[int, tuple[int, ...]]:
-    """-> the sliding window, 0 for none, and the layers without it. Raises UserError for what transformers would not do."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    layers, gated = range(made.n_layers), architecture.window != "all"
+    """Return the sliding window, 0 for none, and the layers without it.
+
+    Raises UserError for what transformers would not do.
+    """
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    layers = range(made.n_layers)
+    gated = architecture.window != "all"
     if gated and not config.get("use_sliding_window"):
         window = None
     if window is not None and not (type(window) is int and window > 0):
@@ -274,7 +291,10 @@ def _window(
     if not kinds or architecture.model_type == "phi3":  # which does not read layer_types
         kinds = [_layer_type(config, architecture, made, i) for i in layers]
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    known = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
+    if window is None:
+        known = ["full_attention"]
+    else:
+        known = ["full_attention", "sliding_attention"]
     unknown = [kind for kind in kinds if kind not in known]
     if unknown and not (window is None and architecture.window == "some"):
         raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
@@ -299,7 +319,7 @@ def _window(
 
 
 def _layer_type(config, architecture, made, i):
-    """Of layer i, if the config has no layer_types: as transformers chooses it."""
+    """Return the type of layer i as transformers chooses it without layer_types."""
     if architecture.model_type == "smollm3":
         windowed = i in made.no_rope_layers
     else:  # Qwen: from max_window_layers on
@@ -307,12 +327,18 @@ def _layer_type(config, architecture, made, i):
         windowed = not (type(first) is int and i < first) or architecture.window == "all"
     if architecture.window != "all" and not config.get("use_sliding_window"):
         windowed = False
-    return "sliding_attention" if windowed and config.get("sliding_window") else "full_attention"
+    if windowed and config.get("sliding_window"):
+        return "sliding_attention"
+    return "full_attention"
 
 
 def _no_rope_layers(config, n_layers):
-    """From a flag per layer, 0 for those without RoPE, or from the distance between two such layers."""
-    flags, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+    """Return the layers without RoPE.
+
+    The config has a flag per layer, 0 for those without, or the distance between two of them.
+    """
+    flags = config.get("no_rope_layers")
+    every = config.get("no_rope_layer_interval", 4)
     if type(every) is not int or every < 1:
         raise UserError(f"no_rope_layer_interval must be a positive whole number, got {every!r}")
     if flags is None and type(n_layers) is int:
@@ -325,7 +351,7 @@ def _no_rope_layers(config, n_layers):
 
 
 def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """-> (theta, scaling or None). If a config has both styles, the old one is used, as in transformers."""
+    """Return theta, and the scaling or None. The old style wins, as in transformers."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"it needs RoPE {rope!r}, xtrain supports one set of parameters")
@@ -340,7 +366,7 @@ def _rope(config: dict[str, Any], max_seq_len: int) -> tuple[float, dict[str, An
 
 
 def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict[str, Any] | None:
-    """-> {"rope_type": ..., the parameters of that type}, or None without scaling."""
+    """Return {"rope_type": ..., the parameters of that type}, or None without scaling."""
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in list(ROPE_SCALINGS):
@@ -355,7 +381,7 @@ def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict
 
 
 def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """With the values of the keys that are missing, as transformers has them."""
+    """Fill in the missing keys of a YaRN scaling as transformers does."""
     if scaling.get("truncate", True) is not True:
         raise UserError("it needs YaRN with truncate false, which xtrain does not support")
     known = {key: value for key, value in scaling.items() if value is not None}
@@ -377,9 +403,11 @@ def _is_positive(value):
 
 # ----------------------------------------------------------------------------- tensors
 def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a folder under the names that tensor_shapes has, without reading them.
+    """Return a folder's tensors under the names of tensor_shapes, without reading them.
 
-    content: of its config.json. Raises UserError for a packed tensor with another number of rows.
+    content: of config.json
+
+    Raises UserError for a packed tensor with another number of rows.
     """
     try:
         architecture = architecture_of(content)
@@ -388,7 +416,8 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
     if not (architecture.packed or architecture.multipliers):
         return stored
     config = config_from_hf(content)
-    shapes, found = tensor_shapes(config), {}
+    shapes = tensor_shapes(config)
+    found = {}
     for name, tensor in stored.items():
         whole = next((w for w in architecture.packed if name.endswith(f".{w}.weight")), None)
         if whole is None:
@@ -414,7 +443,7 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
 
 
 def _scales(content: dict[str, Any], config: ModelConfig) -> dict[str, float]:
-    """{end of a tensor's name: factor} that has the effect of Granite's multipliers."""
+    """Return {end of a tensor's name: factor} with the effect of Granite's multipliers."""
     embedding, attention, residual, logits = (content.get(key, 1.0) for key in _MULTIPLIERS)
     return {
         "embed_tokens.weight": embedding,
@@ -426,9 +455,13 @@ def _scales(content: dict[str, Any], config: ModelConfig) -> dict[str, float]:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """-> {name: shape} of every tensor that a folder must contain."""
+    """Return {name: shape} of every tensor that a folder must contain."""
     c = config
-    C, F, D, H, G = c.dim, c.hidden_dim, c.head_dim, c.n_heads, c.n_kv_heads
+    C = c.dim
+    F = c.hidden_dim
+    D = c.head_dim
+    H = c.n_heads
+    G = c.n_kv_heads
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (H * D, C),
         "self_attn.k_proj": (G * D, C),

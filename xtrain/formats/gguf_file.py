@@ -5,8 +5,9 @@
     Qwen3    qwen3     RMSNorm on q and k
     SmolLM3  smollm3   as llama; llama.cpp leaves out RoPE in every fourth layer
 
-Names of tensors and keys are those of the package `gguf`, which belongs to llama.cpp. What llama.cpp would compute in another way
-(a pre-tokenizer or a RoPE scaling that it lacks) raises UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
+Names of tensors and keys are those of the package `gguf`, which belongs to llama.cpp. What
+llama.cpp would compute in another way (a pre-tokenizer or a RoPE scaling that it lacks) raises
+UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
 """
 
 import importlib
@@ -40,9 +41,11 @@ Kind = Literal["f32", "f16", "q8_0"]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_QWEN2, _LLAMA3 = rf"{_WORDS}\p{{N}}|{_TAIL}", rf"{_WORDS}\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_WORDS}\p{{N}}|{_TAIL}"
+_LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}|{_TAIL}"
 _O200K = next(regex for regex in BOUNDARY if r"\p{Lu}" in regex)
-# the regular expressions that split a text one after the other, and ignore_merges -> llama.cpp's name of the pre-tokenizer
+# the regular expressions that split a text one after the other, and ignore_merges -> llama.cpp's
+# name of the pre-tokenizer
 PRE_TOKENIZERS = {
     ((_GPT2,), False): "gpt-2",
     ((r"\p{N}", _GPT2), False): "smollm",  # also StarCoder's and Granite's
@@ -55,10 +58,12 @@ PRE_TOKENIZERS = {
 
 # ----------------------------------------------------------------------------- the file
 def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None) -> None:
-    """Write the model in a Hugging Face folder as a GGUF file. An existing file is replaced when the new one is complete.
+    """Write the model in a Hugging Face folder as a GGUF file.
 
-    kind: of the matrices; biases and the weights of the norms are f32. A matrix whose rows are no multiple of 32 wide is f16
-    instead of q8_0, as in llama.cpp. One tensor at a time is in memory.
+    kind: of the matrices; biases and norm weights are f32. A matrix whose rows are not a multiple
+    of 32 wide is f16 instead of q8_0, as in llama.cpp.
+
+    One tensor at a time is in memory. An existing file is replaced when the new one is complete.
     Raises UserError if llama.cpp could not compute the same, or if the file cannot be written.
     """
     if path.is_dir():
@@ -67,7 +72,8 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
         )
     config, stored = open_weights(folder)
     tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
-    architecture, gguf = _architecture(config), _library()
+    architecture = _architecture(config)
+    gguf = _library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(folder, config, tokenizer)
     tensors = {
@@ -109,7 +115,10 @@ def _library() -> Any:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the file. heads: if its rows are permuted, how many heads they belong to, else 0."""
+    """One tensor of the file.
+
+    heads: how many heads its rows belong to if they are permuted, else 0
+    """
 
     gguf: Any
     stored: Stored
@@ -124,14 +133,17 @@ class _Tensor:
         return "Q8_0" if self.kind == "q8_0" and self.stored.shape[1] % 32 == 0 else "F16"
 
     def announce(self, writer: Any, name: str) -> None:
-        """Add its name, shape and type to the header."""
+        """Add the tensor's name, shape and type to the header."""
         dtype = self.gguf.GGMLQuantizationType[self.dtype]
         block, size = self.gguf.GGML_QUANT_SIZES[dtype]
         nbytes = math.prod(self.stored.shape) // block * size
         writer.add_tensor_info(name, self.stored.shape, np.dtype("f4"), nbytes, raw_dtype=dtype)
 
     def read(self) -> np.ndarray:
-        """Its values as they are in the file. Raises UserError if they are not finite, or too large for f16."""
+        """Return the values as the file has them.
+
+        Raises UserError if they are not finite, or too large for f16.
+        """
         values = self.stored.read_finite()
         if self.heads:
             values = pairs_from_halves(values, self.heads)
@@ -145,7 +157,7 @@ class _Tensor:
 
 
 def pairs_from_halves(w: np.ndarray, heads: int) -> np.ndarray:
-    """(H*D, C): rows i and i + D/2 of each head, which RoPE rotates together, become rows 2i and 2i + 1."""
+    """Move rows i and i + D/2 of each head, which RoPE rotates together, to rows 2i and 2i + 1."""
     halves = w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(w.shape))
 
@@ -158,8 +170,9 @@ def _heads(name: str, config: ModelConfig, architecture: str) -> int:
 
 # ----------------------------------------------------------------------------- the model
 def _architecture(config: ModelConfig) -> str:
-    """llama.cpp's name. Raises UserError if none computes the same."""
-    c, scaling = config, config.rope_scaling or {}
+    """Return llama.cpp's name of the architecture. Raises UserError if none computes the same."""
+    c = config
+    scaling = config.rope_scaling or {}
     if not c.family or c.sliding_window:
         raise UserError(f"llama.cpp has no model with {c.features}")
     name = ARCHITECTURES[c.family]
@@ -209,7 +222,7 @@ def _add_config(gguf: Any, writer: Any, c: ModelConfig, kind: Kind) -> None:
 
 
 def _rope_factors(c: ModelConfig) -> np.ndarray | None:
-    """(D/2,) float32: by which the scaling of Llama 3 divides each frequency; None for other models."""
+    """Return the divisors (D/2,) of the frequencies under Llama 3's scaling; None for other models."""
     if c.rope_type != "llama3":
         return None
     s: Any = c.rope_scaling
@@ -223,7 +236,11 @@ def _rope_factors(c: ModelConfig) -> np.ndarray | None:
 # ----------------------------------------------------------------------------- the tokenizer
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What llama.cpp needs of a tokenizer. ids: {bos, eos, eot, eom, pad: id}. adds: {bos, eos: is it put around a text?}"""
+    """What llama.cpp needs of a tokenizer.
+
+    ids: {bos, eos, eot, eom, pad: id}
+    adds: {bos, eos: True if it is put around a text}
+    """
 
     pre: str
     tokens: list[str]
@@ -234,7 +251,7 @@ class _Vocabulary:
 
 
 def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Vocabulary:
-    """Raises UserError if llama.cpp would tokenize in another way."""
+    """Return the tokenizer's vocabulary. Raises UserError if llama.cpp would tokenize differently."""
     content = json.loads(
         (source_of(folder, "tokenizer.json") / "tokenizer.json").read_text(encoding="utf-8")
     )
@@ -248,7 +265,8 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     types = [kinds.UNUSED] * config.vocab_size
     for token, i in content["model"]["vocab"].items():
-        tokens[i], types[i] = token, kinds.NORMAL
+        tokens[i] = token
+        types[i] = kinds.NORMAL
     for added in content["added_tokens"]:
         tokens[added["id"]] = added["content"]
         types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
@@ -262,7 +280,10 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
 
 
 def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
-    """llama.cpp's name of the pre-tokenizer in a tokenizer.json. Raises UserError if it has none that splits in the same way."""
+    """Return llama.cpp's name of the pre-tokenizer in a tokenizer.json.
+
+    Raises UserError if none splits in the same way.
+    """
     model, normalizer = content["model"], content["normalizer"]
     steps = _steps(content["pre_tokenizer"], "pretokenizers")
     if model.get("byte_fallback") or not any(s["type"] == "ByteLevel" for s in steps):
@@ -279,13 +300,24 @@ def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
 
 
 def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    return [] if part is None else part[inner] if part["type"] == "Sequence" else [part]
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return part[inner]
+    return [part]
 
 
 def _regex(step: dict[str, Any]) -> str | None:
-    """By which a step of a pre-tokenizer splits; "": not at all; None: in another way."""
+    """Return the regular expression by which a step of a pre-tokenizer splits.
+
+    "": it does not split; None: it splits in another way.
+    """
     if step["type"] == "ByteLevel":
-        return None if step["add_prefix_space"] else _GPT2 if step.get("use_regex", True) else ""
+        if step["add_prefix_space"]:
+            return None
+        if step.get("use_regex", True):
+            return _GPT2
+        return ""
     if step["type"] == "Digits" and step["individual_digits"]:
         return r"\p{N}"
     whole = (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True))
@@ -293,12 +325,14 @@ def _regex(step: dict[str, Any]) -> str | None:
 
 
 def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, bool]]:
-    """The special tokens, and which are put around a text."""
+    """Return the special tokens, and which of them are put around a text."""
     known = read_special_tokens(folder)
     single = lambda name: next(iter(as_ids(known.get(name))), None)
-    inside, around = tokenizer.encode("a"), tokenizer.encode("a", special=True)
+    inside = tokenizer.encode("a")
+    around = tokenizer.encode("a", special=True)
     at = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
-    before, after = around[:at], around[at + len(inside) :]
+    before = around[:at]
+    after = around[at + len(inside) :]
     bos = before[0] if before else tokenizer.bos_token_id
     ends = sorted(as_ids(known.get("eos_token_id")))
     own = tokenizer.eos_token_id

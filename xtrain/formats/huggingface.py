@@ -1,4 +1,4 @@
-"""Read and write Hugging Face folders: config.json, safetensors (one file, or shards and an index), tokenizer.
+"""Read and write Hugging Face folders: config.json, safetensors, tokenizer.
 
 Which models and how their configs are read: architectures.py.
 """
@@ -42,7 +42,8 @@ from .saved_runs import CONFIG
 from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")  # keys of config.json
 
@@ -54,12 +55,15 @@ def load(
     change: Callable[[Any], Any] | None = None,
     trainable: bool = True,
 ) -> Any:
-    """The model in a Hugging Face folder, or in the newest checkpoint of a run. Weights in fp32, bf16 or fp16 become fp32.
+    """Load the model in a Hugging Face folder, or in the newest checkpoint of a run, as fp32.
 
-    make(config) returns a model of that shape.  change(model) returns another one of it, before weights are read that were saved
-    with such a change; else afterwards, where parameters that the folder does not have are new, which `trainable` False forbids.
-    The file headers are checked before memory is allocated; in a checkpoint of a run, the checksums are checked too.
-    Raises UserError.
+    make: make(config) returns a model of that shape
+    change: change(model) returns a variation of it, before the weights are read if they were saved
+    with such a change, else afterwards. Then parameters that the folder does not have are new,
+    which trainable=False forbids.
+
+    The headers of the files are checked before memory is allocated; in a checkpoint of a run, the
+    checksums are checked too. Raises UserError.
     """
     folder = saved_runs.model_folder(Path(folder), _warn)
     identity = folder.stat().st_ino
@@ -99,12 +103,16 @@ def _other_variation(folder: Path, saved: str, made: str, changes: bool) -> str:
 
 
 def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, dict[str, Stored]]:
-    """The config of a Hugging Face folder, and its tensors without their values. Raises UserError if they do not fit.
+    """Return the config of a Hugging Face folder, and its tensors without their values.
 
-    variation: also of a model with a variation, whose tensors the caller then checks.
+    variation: also accept a model with a variation, whose tensors the caller then checks
+
+    Raises UserError if the tensors do not fit the config.
     """
     base = base_folder(folder)
-    config, found, content = read_config(base), _find_tensors(base), _content(base)
+    config = read_config(base)
+    found = _find_tensors(base)
+    content = _content(base)
     if base != folder:
         found = merged(found, folder)
         verify_weights(folder)
@@ -120,7 +128,7 @@ def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, di
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What config.json says; {} if there is none."""
+    """Return the content of config.json; {} if there is none."""
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
@@ -133,7 +141,7 @@ def _warn(sentence: str) -> None:
 
 
 def read_companions(model: Any, folder: Path) -> None:
-    """Set what a model keeps of its folder apart from the weights: special_tokens and generation. Raises UserError."""
+    """Set model.special_tokens and model.generation from its folder. Raises UserError."""
     path = source_of(folder, GENERATION) / GENERATION
     model.special_tokens = read_special_tokens(folder)
     content = read_json(path) if path.is_file() else None
@@ -141,7 +149,10 @@ def read_companions(model: Any, folder: Path) -> None:
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
-    """-> bos_token_id, eos_token_id, pad_token_id if given. generation_config.json overrides config.json."""
+    """Return bos_token_id, eos_token_id and pad_token_id where the folder has them.
+
+    generation_config.json overrides config.json.
+    """
     found: dict[str, Any] = {}
     files = (source_of(folder, name) / name for name in (CONFIG, GENERATION))
     for file in filter(Path.is_file, files):
@@ -151,13 +162,13 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def as_ids(value: Any) -> frozenset[int]:
-    """A token id or a list of them -> the ids; values that are not ids are ignored."""
+    """Return the ids in a token id or a list of them; values that are not ids are ignored."""
     values = value if isinstance(value, list) else [value]
     return frozenset(x for x in values if type(x) is int and x >= 0)
 
 
 def load_into(model: Any, folder: Path) -> None:
-    """Load the weights in a folder into a model, which need not be one that transformers has.
+    """Load the weights in a folder into a model, which transformers need not have.
 
     Raises UserError if they do not fit; the model is then unchanged.
     """
@@ -165,7 +176,10 @@ def load_into(model: Any, folder: Path) -> None:
 
 
 def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
-    """{name: tensor} of all parameters of the model, in a folder. Raises UserError if they do not fit or are not finite."""
+    """Return {name: tensor} of all parameters of the model, from a folder.
+
+    Raises UserError if they do not fit or are not finite.
+    """
     if model.adapter is not None and is_adapter(folder):
         stored = read_adapters(folder)
     elif is_adapter(folder):
@@ -187,7 +201,7 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder, or of the model of adapters. Raises UserError."""
+    """Return the ModelConfig of a Hugging Face folder, or of its adapters' model. Raises UserError."""
     folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")
@@ -199,7 +213,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def dropout_of(folder: Path) -> str:
-    """The dropout with which transformers trains the model of a folder, such as "attention_dropout 0.1"; "" without."""
+    """Return the dropout with which transformers would train a folder's model, or "".
+
+    Example: "attention_dropout 0.1"
+    """
     path = source_of(folder, CONFIG) / CONFIG
     content = read_json(path) if path.is_file() else {}
     found = {key: content.get(key) for key in DROPOUT}
@@ -207,12 +224,17 @@ def dropout_of(folder: Path) -> str:
 
 
 def _find_tensors(folder: Path) -> dict[str, Stored]:
-    """-> {name: Stored} of model.safetensors, or of the shards in the index. Raises UserError."""
+    """Return {name: Stored} of model.safetensors, or of the shards in the index.
+
+    Raises UserError.
+    """
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         other = [f.name for kind in ("bin", "pth", "pt", "gguf") for f in folder.glob(f"*.{kind}")]
-        hint = f"{other[0]} must be converted to safetensors first" if other else "download them"
+        hint = "download them"
+        if other:
+            hint = f"{other[0]} must be converted to safetensors first"
         raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
@@ -249,7 +271,7 @@ def _check_tensors(
     stored: dict[str, Stored],
     expected: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Raises UserError unless the files hold exactly the expected tensors.
+    """Raise UserError unless the files hold exactly the expected tensors.
 
     expected: {name: shape}; None: those of the config.
     """
@@ -264,7 +286,8 @@ def _check_tensors(
     if config.tie_embeddings and "lm_head.weight" in found:
         _check_tied(folder, stored)
         found.remove("lm_head.weight")
-    missing, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
+    missing = sorted(expected.keys() - found)
+    extra = sorted(found - expected.keys())
     wrong = [
         f"{name} has shape {stored[name].shape}, expected {shape}"
         for name, shape in expected.items()
@@ -278,8 +301,9 @@ def _check_tensors(
 
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
-    """Raises UserError if lm_head.weight differs from the embedding table."""
-    head, table = stored["lm_head.weight"], stored.get("model.embed_tokens.weight")
+    """Raise UserError if lm_head.weight differs from the embedding table."""
+    head = stored["lm_head.weight"]
+    table = stored.get("model.embed_tokens.weight")
     same = table is None or (
         head.shape == table.shape and np.array_equal(head.read(), table.read(), equal_nan=True)
     )
@@ -296,13 +320,15 @@ def save(
     tokenizer: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write model (fp32) and tokenizer as a Hugging Face folder. The same weights give the same bytes.
+    """Write a model (fp32) and its tokenizer as a Hugging Face folder, always with the same bytes.
 
-    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder). What the folder that the model was read from says of
-    special tokens and generation is written again, with the tokenizer's tokens. Files of the same name are replaced,
-    weights of an earlier export are removed, other files are kept. All of it changes at once: after
-    an error, a kill or a power cut the folder is the old one or the new one. Raises UserError if
-    writing fails.
+    tokenizer: an xtrain Tokenizer, or anything with save_pretrained(folder)
+
+    Special tokens and generation settings of the folder that the model was read from are written
+    again, with the tokenizer's tokens. Files of the same name are replaced, weights of an earlier
+    export are removed, other files are kept. All of it changes at once: after an error, a kill or a
+    power cut the folder is the old one or the new one.
+    Raises UserError if writing fails.
     """
     with replacing(folder) as new:
         write_files(model, new, tokenizer, max_shard_bytes)
@@ -311,7 +337,10 @@ def save(
 def write_files(
     model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """As save, into an existing folder, which the caller removes on failure. Raises OSError."""
+    """Write the files of `save` into an existing folder, which the caller removes on failure.
+
+    Raises OSError.
+    """
     if tokenizer is not None:
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
@@ -339,7 +368,10 @@ def write_files(
 
 
 def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
-    """Special token ids for config.json. Raises UserError if the tokenizer has more tokens than the model."""
+    """Return the special token ids for config.json.
+
+    Raises UserError if the tokenizer has more tokens than the model.
+    """
     if tokenizer is None:
         return {}
     ids = {key: getattr(tokenizer, key, None) for key in SPECIAL}
@@ -354,7 +386,7 @@ def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
 def write_weights(
     folder: Path, tensors: dict[str, Any], max_shard_bytes: int, config: dict[str, Any]
 ) -> None:
-    """Write config.json and the tensors (see write_safetensors), in shards if needed. Raises OSError."""
+    """Write config.json and the tensors, in shards if needed. Raises OSError."""
     dtype = next(iter(tensors.values())).dtype.name
     (folder / CONFIG).write_bytes(_dump(config | {"dtype": dtype, "torch_dtype": dtype}))
     shards: list[list[str]] = [[]]
@@ -383,6 +415,6 @@ def _dump(value: Any) -> bytes:
 
 
 def replacing(folder: str | Path) -> contextlib.AbstractContextManager[Path]:
-    """files.replacing, for a folder of weights: those of an earlier export do not stay."""
+    """Replace a folder of weights (files.replacing) without keeping those of an earlier export."""
     is_stale = lambda name: name in (MANIFEST, ADAPTER_CONFIG) or WEIGHT_FILES.fullmatch(name)
     return files.replacing(Path(folder).resolve(), is_stale)

@@ -5,9 +5,9 @@
      "tensors": {"model.norm.weight": 912384723, ...},        CRC-32 of the tensor's bytes, over all files
      "itself":  "..."}                                        BLAKE2b of everything above
 
-safetensors detects neither a flipped bit nor a file from another folder. The file checksums find any
-damage. The tensor checksums are computed in memory before anything is written, so they also find
-errors on the way to the disk, and they name the damaged tensor.
+safetensors detects neither a flipped bit nor a file from another folder. The file checksums find
+any damage. The tensor checksums are computed in memory before anything is written, so they also
+find errors on the way to the disk, and they name the damaged tensor.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ TEMPORARY = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE
 
 @contextlib.contextmanager
 def _checking_access(path: Path) -> Iterator[None]:
-    """Inside, an OSError that says nothing about the content becomes Unreadable."""
+    """Turn an OSError that says nothing about the content into Unreadable."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def _checking_access(path: Path) -> Iterator[None]:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Names of the files in `folder` that its manifest does not list, without hidden ones.
+    """Return the names of files in `folder` that its manifest does not list, except hidden ones.
 
     Raises Damaged if there is no valid manifest.
     """
@@ -67,16 +67,18 @@ def unlisted(folder: Path) -> list[str]:
 
 
 def tensor_checksum(values: np.ndarray) -> int:
-    """CRC-32 of the bytes that a tensor has in a file."""
+    """Return the CRC-32 of the bytes that a tensor has in a file."""
     stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     return zlib.crc32(stored.reshape(-1).view(np.uint8).data)
 
 
 def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
-    """Write the manifest of all files in `folder`, after reading them back. Of a folder inside, the manifest that it has counts.
+    """Write the manifest of all files in `folder`, after reading them back.
 
-    tensors: {name: tensor_checksum} of all tensors in them. Raises OSError if a file does not hold
-    the bytes that these checksums describe.
+    tensors: {name: tensor_checksum} of all tensors in them
+
+    A folder inside is covered by its own manifest. Raises OSError if a file does not hold these
+    tensors.
     """
     files = {}
     for path in sorted(folder.iterdir()):
@@ -92,9 +94,10 @@ def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Raises Damaged, which names every file that is missing, truncated or changed, and weights of other models.
+    """Raise Damaged if a file is missing, truncated or changed, or belongs to another model.
 
-    Other unlisted files are allowed. Raises Unreadable if a file cannot be read at the moment.
+    The error names every such file. Other unlisted files are allowed. Raises Unreadable if a file
+    cannot be read at the moment.
     """
     content = _read(folder / MANIFEST)
     with reading(folder), _checking_access(folder):
@@ -117,9 +120,10 @@ def verify(folder: Path) -> None:
 
 
 def verify_weights(folder: Path) -> None:
-    """Raises Damaged if the model's weights do not match the folder's manifest; other files are ignored.
+    """Raise Damaged if the model's weights do not match the folder's manifest.
 
-    A folder without a manifest, or with another program's manifest.json, is not checked.
+    Other files are ignored. A folder without a manifest, or with another program's manifest.json,
+    is not checked.
     """
     path = folder / MANIFEST
     with reading(path):
@@ -135,7 +139,7 @@ def verify_weights(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a manifest, without "itself". Raises Damaged or Unreadable."""
+    """Return the content of a manifest without "itself". Raises Damaged or Unreadable."""
     if not path.is_file():
         raise Damaged(f"{path.parent}: {MANIFEST} is missing")
     try:
@@ -158,7 +162,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    files, tensors = content.get("files"), content.get("tensors")
+    files = content.get("files")
+    tensors = content.get("tensors")
     return (
         isinstance(files, dict)
         and isinstance(tensors, dict)
@@ -176,7 +181,7 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[str]:
-    """What is wrong with one file: an empty list, or one sentence."""
+    """Return what is wrong with one file: an empty list, or one sentence."""
     if not path.is_file():
         return [f"{path.name} is not a file"]
     try:
@@ -198,14 +203,16 @@ def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[s
 
 
 def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
-    """Names of the tensors in a safetensors file whose bytes have a different checksum."""
+    """Return the names of tensors in a safetensors file whose checksums differ."""
     wrong = []
     with open(path, "rb") as file:
         for name, stored in read_header(path).items():
             file.seek(stored.start)
-            crc, left = 0, stored.nbytes
+            crc = 0
+            left = stored.nbytes
             while left and (block := file.read(min(left, BLOCK))):
-                crc, left = zlib.crc32(block, crc), left - len(block)
+                crc = zlib.crc32(block, crc)
+                left = left - len(block)
             if left or tensors.get(name) != crc:
                 wrong.append(name)
     return wrong

@@ -2,7 +2,8 @@
 
     runs/NAME/checkpoints/step-000200/      a folder in the Hugging Face layout, with a manifest of checksums, and state.json
 
-training/checkpoint.py writes them. Whatever takes the folder of a model takes the folder of a run, too (model_folder).
+training/checkpoint.py writes them. Whatever takes the folder of a model takes the folder of a run,
+too (model_folder).
 """
 
 import math
@@ -18,7 +19,8 @@ from ..errors import UserError
 from ..json_files import is_folder, read_json, reading
 from .manifest import Damaged, Unreadable, verify
 
-CONFIG, STATE = "config.json", "state.json"
+CONFIG = "config.json"
+STATE = "state.json"
 EMA = "ema"  # folder in a checkpoint: the same model with the moving average of the weights
 _natural = lambda x: type(x) is int and 0 <= x < 2**53
 _object = lambda x: isinstance(x, dict)
@@ -29,7 +31,8 @@ STATE_VALUES: dict[str, Callable[[Any], bool]] = {
     "loader": _object,  # the position in the data: Shuffled.state_dict
     "options": _object,  # Run.resume_options
     "made_on": _object,  # Run.made_on
-    # the length of samples.txt in bytes, to which a resumed run cuts it back; the .jsonl files are cut by their steps
+    # the length of samples.txt in bytes, to which a resumed run cuts it back; the .jsonl files are
+    # cut by their steps
     "logs": lambda x: _object(x) and all(map(_natural, x.values())),
     "row": _natural,  # skipped steps in a row up to this step
     "skipped": _natural,  # skipped steps in all
@@ -52,14 +55,14 @@ class Saved:
 
 
 def folders(run: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first."""
+    """Return all checkpoints of a run, oldest first."""
     with reading(run):
         found = list((run / "checkpoints").glob("step-*"))
     return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name[5:])
 
 
@@ -68,11 +71,15 @@ def newest(
     warn: Callable[[str], None] = lambda sentence: None,
     advice: str = "start again under another --name",
 ) -> Saved:
-    """The newest undamaged checkpoint of a run; warn(sentence) about each newer, damaged one.
+    """Return the newest undamaged checkpoint of a run.
 
-    Raises UserError if there is none, and Unreadable, instead of going back, if one cannot be read at the moment.
+    warn: called with a sentence about each newer, damaged one
+
+    Raises UserError if there is none, and Unreadable if one cannot be read at the moment; an older
+    checkpoint is not used instead.
     """
-    found, wrong = folders(run), []
+    found = folders(run)
+    wrong = []
     if not found:
         raise UserError(
             f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
@@ -109,11 +116,13 @@ def open_checkpoint(folder: Path) -> Saved:
 
 
 def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> Path:
-    """-> the folder itself, or of a run the newest undamaged checkpoint; warn(sentence) about each damaged one
+    """Return `folder` itself, or the newest undamaged checkpoint if it is a run.
 
-    RUN/ema: the moving average of the weights in that checkpoint.
-    The name of a model of the Hub, OWNER/NAME, is its folder in the cache of huggingface_hub, if it was downloaded there before.
-    Raises UserError if there is no such folder, or the run has no checkpoint that can be used.
+    warn: called with a sentence about each damaged checkpoint
+
+    RUN/ema is the moving average of the weights in that checkpoint. OWNER/NAME, a model of the Hub,
+    is its folder in the cache of huggingface_hub, if it was downloaded there before.
+    Raises UserError if there is no such folder, or the run has no usable checkpoint.
     """
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", folder.as_posix())
     if hub_name and not folder.exists() and (cached := _in_hub_cache(hub_name[0])):
@@ -141,7 +150,7 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
 
 
 def _in_hub_cache(name: str) -> Path | None:
-    """The newest revision that huggingface_hub has downloaded. Nothing is downloaded here."""
+    """Return the newest revision that huggingface_hub has downloaded. Downloads nothing."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -1,11 +1,13 @@
-"""safetensors files: every field of the header is checked on reading; tensors are written one at a time.
+"""Read and write safetensors files: each field of the header is checked, one tensor at a time
+written.
 
     8 bytes    length of the header, little endian
     header     JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
     data       the offsets count from here
 
-The safetensors library is not used, for three reasons: it cannot return bfloat16 to NumPy, a model on a
-GPU must pass through host memory one tensor at a time, and each kind of damage needs a separate message.
+The safetensors library is not used, for three reasons: it cannot return bfloat16 to NumPy, a model
+on a GPU must pass through host memory one tensor at a time, and each kind of damage needs a
+separate message.
 """
 
 import json
@@ -38,11 +40,11 @@ class LowRank:
     factor: float
 
     def rows(self, first: int, n: int) -> "LowRank":
-        """n rows of it from `first` on."""
+        """Return n rows of the matrix, from `first` on."""
         return replace(self, b=self.b.rows(first, n, self.b.name))
 
     def read(self) -> np.ndarray:
-        """-> the product in float32. Raises UserError as Stored.read_finite."""
+        """Return the product in float32. Raises UserError as Stored.read_finite."""
         return np.float32(self.factor) * (self.b.read_finite() @ self.a.read_finite())
 
 
@@ -60,18 +62,19 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data in the file."""
+        """Size of the data in the file, in bytes."""
         return tensor_bytes(self)
 
     def rows(self, first: int, n: int, name: str) -> "Stored":
-        """n rows of it from `first` on, as a tensor of their own."""
+        """Return n rows, from `first` on, as a tensor of their own."""
         each = math.prod(self.shape[1:]) * self.dtype.itemsize
         update = self.update and self.update.rows(first, n)
-        start, shape = self.start + first * each, (n, *self.shape[1:])
+        start = self.start + first * each
+        shape = (n, *self.shape[1:])
         return replace(self, name=name, shape=shape, start=start, update=update)
 
     def read(self) -> np.ndarray:
-        """-> the values in float32. Raises UserError if the file cannot be read."""
+        """Return the values in float32. Raises UserError if the file cannot be read."""
         data = np.empty(self.shape, self.dtype)
         with reading(self.path), open(self.path, "rb") as file:
             file.seek(self.start)
@@ -84,7 +87,7 @@ class Stored:
         return values if self.scale == 1 else values * np.float32(self.scale)
 
     def read_finite(self) -> np.ndarray:
-        """As read, but raises UserError if a value is infinite or NaN."""
+        """Return the values in float32. Raises UserError also if one is infinite or NaN."""
         data = self.read()
         if data.size and not np.isfinite([data.min(), data.max()]).all():
             raise UserError(
@@ -94,7 +97,10 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """{name: tensor}. Raises UserError if the file is truncated, damaged or not a safetensors file."""
+    """Return {name: tensor}.
+
+    Raises UserError if the file is truncated, damaged or not a safetensors file.
+    """
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         check_pointer(file.read(64), path)
@@ -128,7 +134,10 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
-    """One entry of the header. base: where the data begins. Raises UserError."""
+    """Return the tensor of one entry of the header. Raises UserError.
+
+    base: where the data begins
+    """
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -148,12 +157,12 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
 
 
 def _naturals(x: Any) -> bool:
-    """Is x a list of integers in [0, 2^62)?"""
+    """Return True if x is a list of integers in [0, 2^62)."""
     return isinstance(x, list) and all(type(n) is int and 0 <= n < 2**62 for n in x)
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """Bytes of the data of anything with shape and dtype."""
+    """Return the size in bytes of anything with shape and dtype."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -165,7 +174,8 @@ def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor_bytes(tensor)
+        start = end
+        end = end + tensor_bytes(tensor)
         dtype = DTYPE_NAMES[tensor.dtype.name]
         header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()

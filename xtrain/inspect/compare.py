@@ -1,4 +1,5 @@
-"""Compare two implementations of one model, stage by stage in the order of the forward pass, and find where they diverge."""
+"""Compare two implementations of one model, stage by stage in the order of the forward pass, and
+find where they diverge."""
 
 import contextlib
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one stage: the largest absolute difference, and that divided by the largest absolute value of the other model."""
+    """Of one stage: the largest absolute difference, and that divided by the largest absolute value
+    of the other model."""
 
     stage: str
     absolute: float
@@ -46,13 +48,15 @@ class Difference:
 
 
 def compare(model: Transformer, other: Any, ids: np.ndarray) -> list[Difference]:
-    """Run both models on ids (B, T), T > 1 -> the difference of every stage, in the order of the forward pass.
+    """Run both models on ids (B, T), T > 1, and return the difference of every stage in order.
 
-    other: a transformers model. Raises UserError when a stage has different shapes. Multipliers that xtrain has folded into the
-    weights (formats/architectures.py) act there after the stages "embedding" and "attention", which are then left out.
+    other: a transformers model. Raises UserError when a stage has different shapes. Multipliers
+    that xtrain has folded into the weights (formats/architectures.py) act there after the stages
+    "embedding" and "attention", which are then left out.
     """
     with no_grad():
-        ours, theirs = stages(model, ids), stages_of_transformers(other, ids)
+        ours = stages(model, ids)
+        theirs = stages_of_transformers(other, ids)
     folded = bool(architecture_of(other.config.to_dict()).multipliers)
     kept = [x for x in ours if not (folded and x.endswith(("embedding", "attention")))]
     return [_difference(name, ours[name], theirs[name]) for name in kept]
@@ -67,13 +71,16 @@ def _difference(name, a, b):
 
 
 def first_divergence(differences: list[Difference], tolerance: float) -> Difference | None:
-    """The first stage whose relative difference exceeds the tolerance or is NaN; None if there is none."""
+    """Return the first stage whose relative difference exceeds the tolerance or is NaN, or None."""
     return next((d for d in differences if not d.relative <= tolerance), None)
 
 
 # ----------------------------------------------------------------------------- the output of each stage
 def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """One forward pass of xtrain -> {stage: its output}: (B, T, C), logits (B, T, V), loss ()."""
+    """Return {stage: output} of one forward pass of xtrain.
+
+    Shapes: (B, T, C), logits (B, T, V), loss ()
+    """
     found: dict[str, np.ndarray] = {}
     attended: set[str] = set()  # layers whose attention output is not in the residual stream yet
 
@@ -91,7 +98,8 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
             attended.remove(op.layer)  # (h, delta, ...): what the attention adds to the stream
             keep(f"{op.layer} attention", op.inputs[1])
         elif op.layer and not op.name:
-            # a layer returns the residual stream and the branch output that still has to be added to it
+            # a layer returns the residual stream and the branch output that still has to be added
+            # to it
             keep(f"{op.layer} output", sum(op.outputs[1:], op.outputs[0]))
 
     with observe_ops(observer):
@@ -103,12 +111,12 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def next_tokens(ids: np.ndarray) -> np.ndarray:
-    """The targets (B, T) of ids (B, T): each token's successor, and -100 (ignored) for the last."""
+    """Return the targets (B, T): each token's successor, and -100 (ignored) for the last."""
     return np.concatenate([ids[:, 1:], np.full_like(ids[:, :1], -100)], axis=1)
 
 
 def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The same stages of a transformers model, taken by its forward hooks."""
+    """Return the same stages of a transformers model, taken by its forward hooks."""
     import torch
 
     found: dict[str, np.ndarray] = {}
@@ -136,7 +144,10 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
 
 
 def load_transformers(folder: Path) -> Any:
-    """Load the folder as a transformers model: fp32, eager attention, on the CPU. Raises UserError."""
+    """Load the folder as a transformers model: fp32, eager attention, on the CPU.
+
+    Raises UserError.
+    """
     try:
         import torch
         import transformers
@@ -157,7 +168,7 @@ def load_transformers(folder: Path) -> Any:
 
 # ----------------------------------------------------------------------------- command line
 def run(config: CompareConfig, console: Console) -> bool:
-    """Compare and print the table -> True if the two agree. Raises UserError."""
+    """Compare, print the table, and return True if the two agree. Raises UserError."""
     folder = model_folder(config.folder, say)
     open_weights(folder)  # refuses a changed model, which transformers does not have
     model = Transformer.from_pretrained(folder, config.device)

@@ -1,7 +1,9 @@
-"""Checks the machine: what xtrain finds, what is missing or incompatible, and the command that fixes it.
+"""Checks the machine: what xtrain finds, what is missing or incompatible, and the command that
+fixes it.
 
-This module must work in a broken installation: it imports only the standard library at the top. A package that a check
-needs is imported inside the check; if it is missing, the check fails with the install command.
+This module must work in a broken installation: it imports only the standard library at the top. A
+package that a check needs is imported inside the check; if it is missing, the check fails with the
+install command.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. gpu: the name of the first GPU. cuda: the major version of CUDA that it supports; None: unknown."""
+    """NVIDIA's driver. gpu: the name of the first GPU. cuda: the major version of CUDA that it
+    supports; None: unknown."""
 
     version: str
     gpu: str
@@ -74,20 +77,20 @@ def _first_line(error: BaseException) -> str:
 
 # ----------------------------------------------------------------------------- Python and its packages
 def python() -> Iterator[Check]:
-    """Is Python new enough?"""
+    """Check that Python is new enough."""
     version = platform.python_version()
     ok = sys.version_info >= (3, 11)
     yield Check("Python", ok, f"{version}, {platform.platform()}", "install Python 3.11 or newer")
 
 
 def packages() -> Iterator[Check]:
-    """Is every required package installed, in a version that works?"""
+    """Check that every required package is installed, in a version that works."""
     for name, bounds in NEEDED.items():
         yield _package(name, bounds, f"pip install '{name}{bounds}'")
 
 
 def _package(name: str, bounds: str, fix: str) -> Check:
-    """Is a package installed, and its version within bounds such as ">=2.0,<2.5"?"""
+    """Check that a package is installed, and its version within bounds such as ">=2.0,<2.5"."""
     found = _version(name)
     if found is None:
         return Check(name, False, "not installed", fix)
@@ -107,7 +110,7 @@ def _version(package: str) -> str | None:
 
 # ----------------------------------------------------------------------------- memory and disk
 def memory() -> Iterator[Check]:
-    """Is enough memory free?"""
+    """Check that enough memory is free."""
     free = machine.free_memory()
     if free is not None:
         fix = "end other programs, or train with a smaller --batch or --preset"
@@ -115,7 +118,7 @@ def memory() -> Iterator[Check]:
 
 
 def disk() -> Iterator[Check]:
-    """Do the folders of runs and of the cache have enough free space, and are they writable?"""
+    """Check that the folders of runs and of the cache are writable and have free space."""
     from ..device import cache_folder
 
     for name, folder, fix in (
@@ -135,7 +138,10 @@ def disk() -> Iterator[Check]:
 
 # ----------------------------------------------------------------------------- kernels
 def simulator() -> list[Check]:
-    """Does a kernel run in the simulator? In a subprocess, because a crash must not end the doctor."""
+    """Check that a kernel runs in the simulator.
+
+    In a subprocess, because a crash must not end the doctor.
+    """
     return _in_subprocess(
         "kernel in the simulator",
         "xtrain.inspect.doctor.try_simulator",
@@ -157,7 +163,8 @@ def _run_kernel(to_device: Callable) -> tuple[bool, str, str]:
     from ..device import to_numpy
     from ..kernels.rmsnorm import rmsnorm_fwd
 
-    x_NC, w_C = np.linspace(-2, 3, 2 * 64, dtype=np.float32).reshape(2, 64), np.ones(64, np.float32)
+    x_NC = np.linspace(-2, 3, 2 * 64, dtype=np.float32).reshape(2, 64)
+    w_C = np.ones(64, np.float32)
     expected, _ = rmsnorm_fwd(x_NC, w_C, 1e-5)
     got, _ = rmsnorm_fwd(to_device(x_NC), to_device(w_C), 1e-5)
     error = float(np.abs(np.asarray(to_numpy(got)) - expected).max())
@@ -166,7 +173,10 @@ def _run_kernel(to_device: Callable) -> tuple[bool, str, str]:
 
 # ----------------------------------------------------------------------------- GPU
 def gpu() -> list[Check]:
-    """Driver, GPUs, CUDA libraries, NCCL, and a kernel compiled and run. Without a driver, nothing is missing."""
+    """Check the driver, GPUs, CUDA libraries and NCCL, and compile and run a kernel.
+
+    Without a driver, nothing is missing.
+    """
     driver = _driver()
     if driver is None:
         fix = "if there is a GPU, install NVIDIA's driver"
@@ -193,7 +203,7 @@ def gpu() -> list[Check]:
 
 
 def _driver() -> Driver | None:
-    """NVIDIA's driver, queried through NVML (nvidia-ml-py). None: there is no driver."""
+    """Query NVIDIA's driver through NVML (nvidia-ml-py); None if there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -211,7 +221,7 @@ def _driver() -> Driver | None:
 
 
 def _driver_without_nvml(reason: str) -> Driver | None:
-    """The driver if NVML cannot be used: it exists if its device file or nvidia-smi does."""
+    """Return the driver if NVML cannot be used but its device file or nvidia-smi exists."""
     if not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         return None
     version = "unknown version"
@@ -221,7 +231,7 @@ def _driver_without_nvml(reason: str) -> Driver | None:
 
 
 def try_gpu() -> Iterator[Check]:
-    """Run a small kernel on the GPU, compare it with NumPy, and load the libraries that training calls."""
+    """Run a small kernel on the GPU, compare it with NumPy, and load training's libraries."""
     from ..device import cupy, device_name
 
     if cupy() is None:
@@ -252,13 +262,14 @@ def try_gpu() -> Iterator[Check]:
 
 
 def _libraries() -> Check:
-    """Can the CUDA libraries be found and loaded (cuda-pathfinder)?"""
+    """Check that the CUDA libraries can be found and loaded (cuda-pathfinder)."""
     try:
         from cuda import pathfinder
     except ImportError:
         found = "not checked: cuda-pathfinder is not installed"
         return Check("CUDA libraries", False, found, "pip install cuda-pathfinder")
-    folders, missing = {}, []
+    folders = {}
+    missing = []
     for name in LIBRARIES:
         try:
             path = pathfinder.load_nvidia_dynamic_lib(name).abs_path
@@ -286,7 +297,7 @@ def _nccl(gpus: int) -> Check:
 
 # ----------------------------------------------------------------------------- MPI
 def mpi() -> list[Check]:
-    """mpi4py, its MPI library, and whether the mpirun in PATH starts ranks that use it."""
+    """Check mpi4py, its MPI library, and that the mpirun in PATH starts ranks that use it."""
     if _version("mpi4py") is None:
         found = "mpi4py is not installed: one process only"
         return [Check("MPI", None, found, EXTRA.format("mpi"))]
@@ -306,7 +317,7 @@ def mpi() -> list[Check]:
 
 
 def try_mpi() -> Iterator[Check]:
-    """Load the MPI library, and look whether /dev/shm is large enough for it."""
+    """Load the MPI library, and check that /dev/shm is large enough for it."""
     from ..parallel.ranks import load_mpi, shared_memory_shortage
 
     library = load_mpi().Get_library_version()
@@ -320,10 +331,11 @@ def try_mpi() -> Iterator[Check]:
 
 
 def _ranks(launcher: str) -> Iterator[Check]:
-    """Start two ranks, and one more rank than this machine has cores, which some launchers refuse."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Start two ranks, and one more rank than cores, which some launchers refuse."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     # One write, also with PYTHONUNBUFFERED: other ranks could print between two writes.
     code = "from mpi4py import MPI; print(f'ranks {MPI.COMM_WORLD.size}\\n', end='')"
     for name, n in (("two ranks", 2), ("more ranks than cores", cores + 1)):
@@ -340,7 +352,7 @@ def _ranks(launcher: str) -> Iterator[Check]:
 
 
 def _diagnose(output: str, launcher: str) -> tuple[str, str]:
-    """Why a launcher that printed `output` did not start the ranks. Returns found, fix."""
+    """Return why a launcher that printed `output` did not start the ranks: found, fix."""
     if "root" in output and "ALLOW_RUN_AS_ROOT" in output:
         both = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         return "Open MPI does not run as root", f"export {both}"
@@ -367,9 +379,13 @@ def _run(
 
 
 def _in_subprocess(name: str, trial: str, fix: str) -> list[Check]:
-    """The checks that `trial` (module.function) yields in a subprocess. If it crashes or hangs, a failed check `name` follows."""
+    """Return the checks that `trial` (module.function) makes in a subprocess.
+
+    If it crashes or hangs, a failed check `name` follows.
+    """
     code = f"import {__name__}, {trial.rpartition('.')[0]}; {__name__}.print_checks({trial})"
-    # xtrain's folder comes last: an installed xtrain has other packages next to it, and those of PYTHONPATH come first.
+    # xtrain's folder comes last: an installed xtrain has other packages next to it, and those of
+    # PYTHONPATH come first.
     path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:

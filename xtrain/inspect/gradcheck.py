@@ -1,11 +1,12 @@
 """Checks backward passes: compares autograd with finite differences, in float64 on NumPy arrays.
 
-    L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input x:
-    (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
+    L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input
+    x: (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
 
-The left side needs two forward passes, the right side the gradient from backward(). One number checks a whole gradient, because a
-wrong element anywhere changes <dL/dx, v> for almost every v. e = 1e-5 balances the error e^2 of the formula against the rounding
-error 1e-16 / e of the subtraction; both stay below 1e-9 of the result.
+The left side needs two forward passes, the right side the gradient from backward(). One number
+checks a whole gradient, because a wrong element anywhere changes <dL/dx, v> for almost every v. e =
+1e-5 balances the error e^2 of the formula against the rounding error 1e-16 / e of the subtraction;
+both stay below 1e-9 of the result.
 
 To check another op:
 
@@ -50,11 +51,12 @@ class _Inner(Function):
 
 
 def check(f: Callable, inputs: list[np.ndarray], seed: int = 0, step: float = STEP) -> list[float]:
-    """Compare the gradients of f with finite differences. Returns the relative error for each input.
+    """Compare the gradients of f with finite differences and return each input's relative error.
 
-    f: takes Tensors, returns a Tensor or a tuple of Tensors. It is called several times with the same values and must return the
-    same result. inputs: float64 arrays. step: e, relative to the size of an input.
-    The gradients of the inputs start with random numbers, because backward must *add* to them. Raises TypeError for other dtypes.
+    f: takes Tensors, returns a Tensor or a tuple of Tensors. It is called several times with the
+    same values and must return the same result. inputs: float64 arrays. step: e, relative to the
+    size of an input. The gradients of the inputs start with random numbers, because backward must
+    *add* to them. Raises TypeError for other dtypes.
     """
     if not all(isinstance(x, np.ndarray) and x.dtype == np.float64 for x in inputs):
         raise TypeError("gradcheck.check needs float64 NumPy arrays: use x.astype(np.float64)")
@@ -93,7 +95,8 @@ def _norm(arrays):
 
 
 # ----------------------------------------------------------------------------- every op
-# The values of each size: 1, odd, larger than a block of the kernel. The smallest comes first, because hypothesis shrinks to it.
+# The values of each size: 1, odd, larger than a block of the kernel. The smallest comes first,
+# because hypothesis shrinks to it.
 SIZES = dict(
     N=(1, 2, 5, 67), C=(1, 2, 7, 300), I=(1, 3, 33), O=(1, 2, 65), V=(1, 2, 37, 1030), F=(1, 3, 257),
     B=(1, 2, 3), T=(1, 2, 5, 33), past=(0, 3), G=(1, 2, 3), rep=(1, 2, 3), R=(1, 2, 17), pad=(0, 1, 5),
@@ -102,7 +105,8 @@ SIZES = dict(
 
 
 class Draw:
-    """Sizes as attributes, drawn at the first access; sizes derived from them; and arguments of ops other than their inputs."""
+    """Sizes as attributes, drawn at the first access; sizes derived from them; and arguments of ops
+    other than their inputs."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -128,17 +132,17 @@ class Draw:
     positions = property(lambda d: d.ids(d.M, d.T) if d.given else None)
 
     def ids(self, n, below):
-        """n token ids below `below`, the same every time."""
+        """Return n token ids below `below`, the same every time."""
         return np.random.default_rng(n).integers(below, size=n)
 
     def targets(self, n, below):
-        """n target ids; every id that is a multiple of 3 becomes IGNORE."""
+        """Return n target ids; every id that is a multiple of 3 becomes IGNORE."""
         ids = self.ids(n, below)
         return np.where(ids % 3 == 0, IGNORE, ids)
 
     @functools.cached_property
     def model(self):
-        """A small model with the drawn heads and options."""
+        """Return a small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
         more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
         return Transformer(
@@ -147,7 +151,10 @@ class Draw:
 
 
 def _transformer(d, *weights):
-    """The loss of a whole model in float64. The parameters share the memory of the tensors, so gradients are added in place."""
+    """Return the loss of a whole model in float64.
+
+    The parameters share the memory of the tensors, so gradients are added in place.
+    """
     for (_, parameter), weight in zip(d.model.storage(), weights):
         parameter._data, parameter._grad = weight.data, weight.grad
     ids, targets = (x.reshape(d.B, d.T) for x in (d.ids(d.M, 11), d.targets(d.M, 11)))
@@ -182,15 +189,16 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "narrow": ("x: N P", lambda d, x: F.narrow(x, d.V)),
     "transformer": (None, _transformer),  # the inputs are all parameters
 }  # fmt: skip
-# A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long step is exact. A model is not linear.
+# A cast rounds to 24 bits, which a short step would magnify; it is linear, so a long step is exact.
+# A model is not linear.
 STEPS = {"cast": 1.0, "transformer": 3e-6}
 
 
 def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
     """Check one op on EXAMPLES random shapes, the same every time.
 
-    Returns {input: (shapes tried, worst error)} and a description of the smallest failure ("": no failure).
-    Raises UserError if the op is unknown or hypothesis is not installed.
+    Returns {input: (shapes tried, worst error)} and a description of the smallest failure ("": no
+    failure). Raises UserError if the op is unknown or hypothesis is not installed.
     """
     if op not in CASES:
         raise UserError(f"unknown op {op!r}: choose one of {', '.join(CASES)}")
@@ -204,7 +212,8 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
     @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=phases)
     @given(strategies.data())
     def explore(data):
-        wrong, d = [], Draw(lambda values: data.draw(strategies.sampled_from(values)))
+        wrong = []
+        d = Draw(lambda values: data.draw(strategies.sampled_from(values)))
         for name, shape, error in _check_case(op, d):
             shapes, worst = found.get(name, (set(), 0.0))
             found[name] = shapes | {shape}, max(worst, error)
@@ -219,7 +228,7 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
 
 
 def _check_case(op, d):
-    """[(input, shape, error)] for one draw."""
+    """Return [(input, shape, error)] for one draw."""
     inputs, call = CASES[op]
     if inputs is None:
         named = [(module + next(iter(p.parts)), p.shape) for module, p in d.model.storage()]

@@ -1,12 +1,13 @@
-"""The kernel table: when each kernel runs, for which op, and how close it comes to the limits of the GPU.
+"""The kernel table: when each kernel runs, for which op, and how close it comes to the limits of
+the GPU.
 
     record    one eager step with observers: the sequence of launches, each with its op, its layer, its bytes and operations
     time      CUPTI (package cupti-python) reports start and end of every kernel, also inside a CUDA graph; without CUPTI,
               CUDA events around each launch of an eager step
     match     a step always launches the same kernels in the same order, so the two lists are aligned
 
-The cost of a launch is declared next to each kernel (kernels/runtime/cost.py): the bytes that it must move, and its
-operations, where a multiply-add counts as two.
+The cost of a launch is declared next to each kernel (kernels/runtime/cost.py): the bytes that it
+must move, and its operations, where a multiply-add counts as two.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Timed:
-    """One activity of the GPU. start, end: nanoseconds. launch: None if xtrain did not launch it (CuPy's fills and copies)."""
+    """One activity of the GPU. start, end: nanoseconds. launch: None if xtrain did not launch it
+    (CuPy's fills and copies)."""
 
     name: str
     start: int
@@ -52,7 +54,8 @@ class Timed:
 class Recorder:
     """Records the launches of steps.
 
-    launches: in order.  events: with events=True, the two CUDA events around each launch; timed() reads them.
+    launches: in order.
+    events: with events=True, the two CUDA events around each launch; timed() reads them.
     """
 
     def __init__(self, events: bool = False):
@@ -61,7 +64,10 @@ class Recorder:
         self.open_ops = [Op("", "", "")]  # the last one is running
 
     def __call__(self, step: Callable[[], Any], observer: OpObserver | None = None) -> None:
-        """Run step() and record it. observer: also receives every op and layer (observe_ops)."""
+        """Run step() and record it.
+
+        observer: also receives every op and layer (observe_ops)
+        """
         with contextlib.ExitStack() as stack:
             if observer is not None:
                 stack.enter_context(observe_ops(observer))
@@ -78,20 +84,25 @@ class Recorder:
             self.open_ops.pop()
 
     def _record(self, event: LaunchEvent, start: Callable[[], None]) -> None:
-        op, cost = self.open_ops[-1], event.cost()
+        op = self.open_ops[-1]
+        cost = event.cost()
         launch = Launch(event.name, op.name, op.way, op.layer, cost.nbytes, cost.flops)
         self.launches.append(launch)
         if self.events is None:
             start()
             return
-        before, after = cupy().cuda.Event(), cupy().cuda.Event()
+        before = cupy().cuda.Event()
+        after = cupy().cuda.Event()
         before.record()
         start()
         after.record()
         self.events.append((before, after))
 
     def timed(self) -> list[Timed]:
-        """With events: the launches and their times. (An event takes some microseconds of GPU time too.)"""
+        """Return the launches and their times, recorded with events.
+
+        An event takes some microseconds of GPU time, too.
+        """
         if self.events is None:
             raise ValueError("this Recorder has no times: make it with events=True")
         cupy().cuda.Device().synchronize()
@@ -109,7 +120,10 @@ class NoTimes(Exception):
 
 
 def cupti_times(run: Callable[[], Any]) -> list[Timed]:
-    """Run run() under CUPTI -> all activities of the GPU during it, sorted by start. Raises NoTimes."""
+    """Call run() under CUPTI and return all activities of the GPU during it, sorted by start.
+
+    Raises NoTimes.
+    """
     try:
         from cupti import cupti
     except ImportError as error:  # cupti-python itself, or a package that it needs
@@ -142,12 +156,17 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
 
 
 def short_name(mangled: str) -> str:
-    """The function name in a mangled kernel name such as _ZN6xtrain...18rmsnorm_fwd_kernelB2v1..."""
+    """Return the function name in a mangled kernel name.
+
+    Example: _ZN6xtrain...18rmsnorm_fwd_kernelB2v1...
+    """
     if not mangled.startswith("_Z"):
         return mangled
-    rest, name = mangled[3 if mangled.startswith("_ZN") else 2 :], mangled
+    rest = mangled[3 if mangled.startswith("_ZN") else 2 :]
+    name = mangled
     while match := re.match(r"(\d+)", rest):
-        length, rest = int(match[1]), rest[match.end() :]
+        length = int(match[1])
+        rest = rest[match.end() :]
         name, rest = rest[:length], rest[length:]
         if name in ("Kernel", "Kernel2") and rest.startswith("I"):
             rest = rest[1:]  # CUTLASS: the name is the template argument
@@ -156,8 +175,13 @@ def short_name(mangled: str) -> str:
 
 # ----------------------------------------------------------------------------- match
 def match(times: list[Timed], launches: list[Launch]) -> list[Timed]:
-    """Give each time its launch. launches: of one step; times: of one or several steps, in order."""
-    ours, i = {launch.name for launch in launches}, 0
+    """Give each time its launch.
+
+    launches: of one step
+    times: of one or several steps, in order
+    """
+    ours = {launch.name for launch in launches}
+    i = 0
     out: list[Timed] = []
     for t in times:
         if t.name in ours:
@@ -188,13 +212,17 @@ class Row:
 
 
 def rows(times: list[Timed], steps: int) -> list[Row]:
-    """Sum the times by kernel and op, per step, longest first. steps: how many steps `times` covers."""
+    """Sum the times by kernel and op, per step, longest first.
+
+    steps: how many steps `times` covers
+    """
     table: dict[tuple, Row] = {}
     for t in times:
         launch = t.launch or Launch(t.name, "", "", "", None, None)
         op = f"{launch.op} {launch.way}".strip()
         row = table.setdefault((launch.name, op), Row(launch.name, op, 0, 0, 0, 0.0))
-        row.calls, row.ns = row.calls + 1, row.ns + t.end - t.start
+        row.calls = row.calls + 1
+        row.ns = row.ns + t.end - t.start
         row.nbytes = None if launch.nbytes is None else (row.nbytes or 0) + launch.nbytes
         row.flops = None if launch.flops is None else (row.flops or 0.0) + launch.flops
     for row in table.values():
@@ -205,14 +233,18 @@ def rows(times: list[Timed], steps: int) -> list[Row]:
 
 
 def without_first_step(times: list[Timed], launches: list[Launch]) -> list[Timed]:
-    """Drop the times before the second step's first launch. (The first step under CUPTI waits for its setup.)"""
+    """Drop the times before the second step's first launch.
+
+    The first step under CUPTI waits for its setup.
+    """
     starts = [i for i, t in enumerate(times) if t.launch is launches[0]]
     return times[starts[1] :]
 
 
 def busy_share(times: list[Timed]) -> float:
-    """The share of the time from the first start to the last end in which at least one kernel ran."""
-    busy, until = 0, times[0].start
+    """Return the share of the time from first to last in which at least one kernel ran."""
+    busy = 0
+    until = times[0].start
     for t in times:
         busy += max(0, t.end - max(t.start, until))
         until = max(until, t.end)
@@ -221,8 +253,10 @@ def busy_share(times: list[Timed]) -> float:
 
 # ----------------------------------------------------------------------------- limits and trace
 def limits(precision: str) -> tuple[float, float]:
-    """Measure the card -> (bytes per second of a copy on the device, read plus written; operations per second of an 8192^3
-    product), each the best of ten runs. A kernel whose data is still in the L2 cache can exceed the copy's rate.
+    """Measure the card: bytes per second of a copy on the device, and operations per second.
+
+    Read plus written bytes; a product of 8192^3; each the best of ten runs. A kernel whose data is
+    still in the L2 cache can exceed the copy's rate.
     """
     cp = cupy()
     a, b = (cp.empty(1 << 28, np.uint8) for _ in range(2))
@@ -235,7 +269,8 @@ def limits(precision: str) -> tuple[float, float]:
     x = cp.asarray(numbers if precision == "fp32" else numbers.astype(BFLOAT16))
     y = cp.empty_like(x)
     if precision == "fp8":
-        ones, bits = cp.ones(1, np.float32), cp.zeros(1, np.int32)
+        ones = cp.ones(1, np.float32)
+        bits = cp.zeros(1, np.int32)
         codes = fp8(x, Slot(ones, bits, cp.zeros(2, np.int64), "e4m3"))
         product = _seconds(lambda: fp8_matmul(y, codes.rows, codes.rows))
     else:
@@ -246,7 +281,8 @@ def limits(precision: str) -> tuple[float, float]:
 def _seconds(f, runs=10):
     times = []
     for _ in range(runs + 2):
-        start, end = cupy().cuda.Event(), cupy().cuda.Event()
+        start = cupy().cuda.Event()
+        end = cupy().cuda.Event()
         start.record()
         f()
         end.record()
@@ -256,7 +292,7 @@ def _seconds(f, runs=10):
 
 
 def chrome_trace(times: list[Timed]) -> dict[str, Any]:
-    """A trace for ui.perfetto.dev and chrome://tracing: the kernels, and above them their ops and layers."""
+    """Return a trace for ui.perfetto.dev and chrome://tracing: kernels, their ops and layers."""
     tracks = {"layers": 1, "ops": 2, "kernels": 3}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}

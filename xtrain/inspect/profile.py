@@ -1,4 +1,5 @@
-"""The time and the memory of a training step: its parts, its kernels compared with the limits of the GPU, the memory plan."""
+"""The time and the memory of a training step: its parts, its kernels compared with the limits of
+the GPU, the memory plan."""
 
 import contextlib
 import functools
@@ -63,7 +64,8 @@ LESS_MEMORY = "use a smaller --batch, --seq-len or model, or see what fits with 
 
 @dataclass(frozen=True)
 class Options(ShapeOptions):
-    """What to profile. The model is a preset; the shape options override it. With --plan, presets 1b and 7b exist, too."""
+    """What to profile. The model is a preset; the shape options override it. With --plan, presets
+    1b and 7b exist, too."""
 
     plan: bool = False  # only print the memory that a step needs
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
@@ -71,7 +73,8 @@ class Options(ShapeOptions):
     # sequences in one forward pass, on each GPU; none: the preset's
     batch: int | None = None
     seq_len: int | None = None  # tokens per sequence; none: the preset's
-    # of activations and matrix products; auto: as in xtrain.train, with --plan as on a GPU that supports bf16
+    # of activations and matrix products; auto: as in xtrain.train, with --plan as on a GPU that
+    # supports bf16
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     fp8_head: bool = False  # with --precision fp8: the products of the head in fp8, too
     # on a CPU, threads of a matrix product; none: measured at the start
@@ -92,12 +95,17 @@ class Options(ShapeOptions):
 
 
 def model_config(o: Options) -> tuple[ModelConfig, int, int]:
-    """-> the model's shape, sequences in a batch, tokens per sequence. Raises UserError."""
+    """Return the model's shape, sequences in a batch and tokens per sequence. Raises UserError."""
     if o.run is not None:
         return shape_of(o.run)
     presets = {**PRESETS, **(LARGE if o.plan else {})}
     gpu = o.device != "cpu" and gpu_available()
-    name = o.preset if o.preset != "auto" else "dim384" if gpu or o.plan else "tiny"
+    if o.preset != "auto":
+        name = o.preset
+    elif gpu or o.plan:
+        name = "dim384"
+    else:
+        name = "tiny"
     if name not in presets:
         raise UserError(f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}")
     preset = presets[name]
@@ -108,14 +116,15 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
             raise UserError(f"--{option.replace('_', '-')} must be positive, got {value}")
     if o.lora < 0:
         raise UserError(f"--lora must be a positive rank, or 0 for none, got {o.lora}")
-    T, batch = o.seq_len or preset.train["seq_len"], o.batch or preset.train["batch"]
+    T = o.seq_len or preset.train["seq_len"]
+    batch = o.batch or preset.train["batch"]
     small = preset.train.get("vocab_size", VOCAB_SIZE) if name == "tiny" else VOCAB_SIZE
     return ModelConfig(vocab_size=o.vocab_size or small, max_seq_len=T, **shape), batch, T
 
 
 # ----------------------------------------------------------------------------- the plan
 def show_plan(o: Options, console: Console) -> None:
-    """Print the memory plan of one step, the largest batches that fit, and the plan for several GPUs."""
+    """Print the memory plan of a step, the largest batches that fit, and the plan for several GPUs."""
     config, batch, T = model_config(o)
     gpus = _numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
@@ -184,7 +193,10 @@ def _fits(shape, gpu_gb, unit, batches):
 
 
 def _gb(shape, batch):
-    """GB that a step needs, infinite if a launcher rejects its arrays as too large. shape: config, T and what follows them."""
+    """Return the GB that a step needs, infinite if a launcher rejects its arrays as too large.
+
+    shape: config, T and what follows them
+    """
     config, T, precision, recompute, more = shape
     try:
         plan = memory.plan(config, batch, T, precision, recompute, **more)
@@ -221,7 +233,7 @@ def _card_gb() -> float:
 # ----------------------------------------------------------------------------- measuring
 @contextlib.contextmanager
 def a_run(o: Options) -> Any:
-    """A Run over random tokens, with the loader, the model, the optimizer and the step of training."""
+    """Return a Run over random tokens, with the loader, model, optimizer and step of training."""
     config, batch, T = model_config(o)
     device = resolve_device(o.device)
     c, _ = resolve(
@@ -245,20 +257,24 @@ def a_run(o: Options) -> Any:
 
 
 class _SynchronizedTimer(NoPhaseTimer):
-    """The phases of steps, each measured from an idle device to an idle device. ms: of each step so far.
+    """The phases of steps, each measured from an idle device to an idle device. ms: of each step so
+    far.
 
-    phases: those that are measured. Inside a step that is being captured nothing may wait for the GPU.
+    phases: those that are measured. Inside a step that is being captured nothing may wait for the
+    GPU.
     """
 
     def __init__(self, device: str, phases: tuple[str, ...]):
         self.device, self.phases = device, phases
-        self.phase, self.start = "", 0.0
+        self.phase = ""
+        self.start = 0.0
         self.ms: dict[str, list[float]] = {phase: [] for phase in phases}
 
     def begin(self, phase: str) -> None:
         if phase in self.phases:
             self.end()
-            self.phase, self.start = phase, time.perf_counter()
+            self.phase = phase
+            self.start = time.perf_counter()
 
     def end(self) -> None:
         synchronize(self.device)
@@ -268,11 +284,15 @@ class _SynchronizedTimer(NoPhaseTimer):
 
 
 def parts(run: Run, steps: int) -> dict[str, float]:
-    """Median milliseconds of each part of a step, and of the whole step, synchronized before and after.
+    """Return the median milliseconds of each part of a step, and of the whole step.
 
-    The parts of a step that is a CUDA graph are graphs of their own; backward is then (forward + backward) minus forward.
+    Each is synchronized before and after.
+
+    The parts of a step that is a CUDA graph are graphs of their own; backward is then (forward +
+    backward) minus forward.
     """
-    device, graph = run.model.device, run.model.device == "gpu" and run.config.graph
+    device = run.model.device
+    graph = run.model.device == "gpu" and run.config.graph
     for _ in range(3):  # a warm-up
         run.step()
     timer = _SynchronizedTimer(device, CAPTURED_PHASES if graph else EAGER_PHASES)
@@ -287,7 +307,8 @@ def parts(run: Run, steps: int) -> dict[str, float]:
 
 
 def _graph_parts(run: Run, steps: int) -> dict[str, float]:
-    model, hyper = run.model, run.optimizer.advance()
+    model = run.model
+    hyper = run.optimizer.advance()
     ids, targets = run.next_batch()
 
     def forward(ids, targets):
@@ -344,12 +365,18 @@ def check_files(o: Options) -> None:
 
 
 def measure(o: Options, console: Console) -> None:
-    """Run steps and print their parts, their kernels (on a CPU: their ops), and write the trace and the chart."""
+    """Run steps, print their parts and kernels (on a CPU: ops), and write the trace and the chart."""
     if o.steps < 1:
         raise UserError(f"--steps must be positive, got {o.steps}")
     with a_run(o) as run:
-        c, device = run.config, run.model.device
-        how = "" if device == "cpu" else ", one CUDA graph" if c.graph else ", launch by launch"
+        c = run.config
+        device = run.model.device
+        if device == "cpu":
+            how = ""
+        elif c.graph:
+            how = ", one CUDA graph"
+        else:
+            how = ", launch by launch"
         _say(console, f"[bold]{describe(run.model.config)}[/]")
         _say(
             console, f"{c.batch} x {c.seq_len} tokens, {c.precision}, on {device_name(device)}{how}"
@@ -357,7 +384,8 @@ def measure(o: Options, console: Console) -> None:
         for _ in range(3):  # compile, fill the pool, capture
             run.step()
         if device == "gpu":
-            planned, taken = _plan_of(run).reserved / 1e9, (memory_peak_bytes(device) or 0) / 1e9
+            planned = _plan_of(run).reserved / 1e9
+            taken = (memory_peak_bytes(device) or 0) / 1e9
             _say(console, f"memory: planned {planned:.3f} GB, used {taken:.3f} GB")
         ms = parts(run, o.steps)
         table = _table("a step", "part", "ms", "share")
@@ -408,7 +436,8 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     )
     try:
         times = kernel_times.cupti_times(lambda: [run.step() for _ in range(o.steps + 1)])
-        times, steps = kernel_times.match(times, recorder.launches), o.steps
+        times = kernel_times.match(times, recorder.launches)
+        steps = o.steps
         times = kernel_times.without_first_step(times, recorder.launches)
         _say(console, f"the GPU is busy {100 * kernel_times.busy_share(times):.1f} % of the time")
     except kernel_times.NoTimes as reason:
@@ -416,7 +445,8 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
             console,
             f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, each a few microseconds too long",
         )
-        events, steps = Recorder(events=True), 1
+        events = Recorder(events=True)
+        steps = 1
         events(lambda: _eager(run))
         times = events.timed()
     console.print(kernel_table(kernel_times.rows(times, steps), copy, product))
@@ -428,7 +458,9 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
 
 
 def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> Table:
-    """The kernel table. copy, product: the card's limits, bytes per second and operations per second.
+    """Return the kernel table.
+
+    copy, product: the card's limits, bytes per second and operations per second
 
     "of limit" compares kernels with known operations with `product`, all others with `copy`.
     """
@@ -439,7 +471,12 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
     for row in rows:
         rate = row.flops / row.ns / 1e3 if row.flops else None  # per ns, in 10^12 per s
         moved = row.nbytes / row.ns if row.nbytes else None  # in 10^9 per s
-        share = rate * 1e12 / product if rate else moved * 1e9 / copy if moved else None
+        if rate:
+            share = rate * 1e12 / product
+        elif moved:
+            share = moved * 1e9 / copy
+        else:
+            share = None
         table.add_row(
             row.name, row.op, f"{row.calls:g}", f"{row.ns / 1e6:.3f}", f"{100 * row.ns / total:.1f} %",
             "" if moved is None or rate else f"{moved:,.0f}", f"{rate:,.1f}" if rate else "",
@@ -450,7 +487,7 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
 
 
 def ops_table(run: Run, steps: int) -> Table:
-    """On a CPU: the time inside each op, forward and backward."""
+    """Return the time inside each op, forward and backward, on a CPU."""
     spent: dict[tuple[str, str], list[float]] = {}
 
     @contextlib.contextmanager
@@ -468,13 +505,14 @@ def ops_table(run: Run, steps: int) -> Table:
     table = _table("ops of a step", "op", "way", "calls", "ms", "share")
     for (name, way), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         t = sum(times)
-        calls, share = f"{len(times) / steps:g}", f"{100 * t / whole:.1f} %"
+        calls = f"{len(times) / steps:g}"
+        share = f"{100 * t / whole:.1f} %"
         table.add_row(name, way, calls, f"{1e3 * t / steps:.3f}", share)
     return table
 
 
 def nvtx_ranges() -> OpObserver | None:
-    """An observer that opens an NVTX range for each op and layer; None if the package nvtx is not installed."""
+    """Return an observer that opens an NVTX range per op and layer; None without nvtx."""
     try:
         import nvtx
     except ImportError:
@@ -483,7 +521,7 @@ def nvtx_ranges() -> OpObserver | None:
 
 
 def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
-    """Write a chart: the planned memory of a step by kind, and the measured bytes in the device's pool after each change."""
+    """Write a chart: the planned memory of a step by kind, and the measured bytes of the pool."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -525,7 +563,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def profile(o: Options) -> None:
-    """Run `xtrain.profile`. Raises UserError."""
+    """Run `xtrain profile`. Raises UserError."""
     console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
     o = o if o.run is None else with_options_of(o.run, o)
     if o.plan and o.change:
@@ -533,7 +571,12 @@ def profile(o: Options) -> None:
             f"--plan does not support --change {o.change}: plan a preset of about the same size"
         )
     config, batch, T = model_config(o)
-    device = resolve_device(o.device) if not o.plan else "gpu" if gpu_available() else "sim"
+    if not o.plan:
+        device = resolve_device(o.device)
+    elif gpu_available():
+        device = "gpu"
+    else:
+        device = "sim"
     o = replace(o, precision=choose_precision(o.precision, device, config.head_dim)[0])
     check_files(o)
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,14 @@
 """Write the page of a run:   python -m xtrain.report RUN [RUN2 ...] [--out FILE] [--sentence TEXT]
 Watch a run that trains:   python -m xtrain.report --live RUN [--port 8790]
 
-One run: RUN/report.html. Several runs: a comparison, compare.html, in the folder that contains the first run. A page is one
-file that loads nothing from a network. Training writes the page at its end; this command writes it at any time. With --live the
-page is not written but served, at http://127.0.0.1:8790/ for this machine alone, and follows the run until Ctrl-C.
+One run: RUN/report.html. Several runs: a comparison, compare.html, in the folder that contains the
+first run. A page is one file that loads nothing from a network. Training writes the page at its
+end; this command writes it at any time. With --live the page is not written but served, at
+http://127.0.0.1:8790/ for this machine alone, and follows the run until Ctrl-C.
 
-The page shows the model's attention and next tokens for one sentence. Training computes this from held-out text and
-stores it in RUN/sentence.json. If that file is missing, or with --sentence, the newest checkpoint computes it, on the CPU.
+The page shows the model's attention and next tokens for one sentence. Training computes this from
+held-out text and stores it in RUN/sentence.json. If that file is missing, or with --sentence, the
+newest checkpoint computes it, on the CPU.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from .page import Options, write_requested
 
 @command("xtrain.report")
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code."""
+    """Run the command and return its exit code."""
     o = parse(Options, "python -m xtrain.report", __doc__, arguments)
     o.validate()
     if o.live:

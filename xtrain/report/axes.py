@@ -1,4 +1,5 @@
-"""What a horizontal axis may show: steps, tokens, or the wall-clock time of a run, from the lines of its timing.jsonl."""
+"""What a horizontal axis may show: steps, tokens, or the wall-clock time of a run, from the lines
+of its timing.jsonl."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,15 @@ NAMES = {"steps": "steps", "tokens": "tokens", "time": "wall-clock"}
 
 @dataclass(frozen=True)
 class Axes:
-    """Tokens and seconds at some steps of a run, all in ascending order; between them they are interpolated."""
+    """Tokens and seconds at some steps of a run, all in ascending order; between them they are
+    interpolated."""
 
     steps: np.ndarray  # (N,) float64
     tokens: np.ndarray  # (N,) trained by the end of the step, padding included
     seconds: np.ndarray  # (N,) that the run had taken by the end of the step
 
     def at(self, steps: list[float]) -> dict[str, list[float]]:
-        """The positions of these steps on the axes "steps", "tokens" and "time"."""
+        """Return the positions of these steps on the axes "steps", "tokens" and "time"."""
         x = np.asarray(steps, np.float64)
         tokens, seconds = (
             np.interp(x, self.steps, values).tolist() for values in (self.tokens, self.seconds)
@@ -27,12 +29,15 @@ class Axes:
 
 
 def read(timing: list[dict[str, Any]]) -> Axes | None:
-    """The axes of a run. timing: the lines of timing.jsonl. None: they say nothing about tokens and time.
+    """Return the axes of a run; None if the lines say nothing about tokens and time.
 
-    Older runs did not record "seconds": then they are the sum of the time of all steps.
+    timing: the lines of timing.jsonl. Without "seconds" (older runs), the times of all steps are
+    added up.
     """
     lines = {line["step"]: line for line in timing if _positive(line, "ms", "tokens_per_s")}
-    steps, tokens, seconds = [0.0], [0.0], [0.0]
+    steps = [0.0]
+    tokens = [0.0]
+    seconds = [0.0]
     for step, line in sorted(lines.items()):
         if step > steps[-1]:
             n = step - steps[-1]  # a line stands for the steps before it whose lines are lost
@@ -46,7 +51,7 @@ def read(timing: list[dict[str, Any]]) -> Axes | None:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """(its seconds, its name) of the unit for an axis up to this time."""
+    """Return the unit for an axis up to this time: (its seconds, its name)."""
     return next((size, name) for least, size, name in UNITS if seconds >= least)
 
 

@@ -1,8 +1,11 @@
-"""Line charts as HTML: an SVG with the lines that scales with the page, and HTML labels of fixed size around it.
+"""Line charts as HTML: an SVG with the lines that scales with the page, and HTML labels of fixed
+size around it.
 
-The numbers are in data-chart: with them charts.js shows the values under the cursor and draws over tokens or time.
+The numbers are in data-chart: with them charts.js shows the values under the cursor and draws over
+tokens or time.
 
-Colours are CSS variables of the page (style.py), so a chart follows the light or dark theme of the page.
+Colours are CSS variables of the page (style.py), so a chart follows the light or dark theme of the
+page.
 """
 
 import html
@@ -22,7 +25,8 @@ Points = list[tuple[float, float | None]]  # (step, value); None: not finite, a 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart. color: any CSS colour. style: "line", "faint" or "dots". axes: of its run; None: steps only."""
+    """One line of a chart. color: any CSS colour. style: "line", "faint" or "dots". axes: of its
+    run; None: steps only."""
 
     name: str
     points: Points
@@ -32,38 +36,40 @@ class Curve:
 
 
 def palette(i: int) -> str:
-    """The i-th of the page's six colours."""
+    """Return the i-th of the page's six colours."""
     return f"var(--c{i % 6})"
 
 
 def by_depth(i: int, n: int) -> str:
-    """The colour of the i-th of n layers, from violet to yellow."""
+    """Return the colour of the i-th of n layers, from violet to yellow."""
     return f"hsl({280 - 230 * i / max(1, n - 1):.0f} 65% 52%)"
 
 
 def running_mean(points: Points, rate: float = 0.05) -> Points:
-    """Exponential moving average with bias correction: divided by the sum of its weights. Gaps are skipped."""
-    total, weight = 0.0, 0.0
+    """Return the exponential moving average, divided by the sum of its weights. Skips gaps."""
+    total = 0.0
+    weight = 0.0
     out: Points = []
     for x, y in points:
         if y is not None:
-            total, weight = total + rate * (y - total), weight + rate * (1 - weight)
+            total = total + rate * (y - total)
+            weight = weight + rate * (1 - weight)
             out.append((x, total / weight))
     return out
 
 
 def colors(n: int) -> list[str]:
-    """n different colours."""
+    """Return n different colours."""
     return [palette(i) for i in range(n)] if n <= 6 else [by_depth(i, n) for i in range(n)]
 
 
 def chart(
     title: str, unit: str, curves: list[Curve], log: bool = False, most_names: int = 8
 ) -> str:
-    """A <figure>, or "" if no curve has a finite value.
+    """Return a <figure>, or "" if no curve has a finite value.
 
-    log: a logarithmic vertical axis, without the values <= 0. If there are more than `most_names` curves (layers), the legend
-    names the first, the middle and the last.
+    log: a logarithmic vertical axis, without the values <= 0
+    most_names: with more curves (layers), the legend names the first, the middle and the last
     """
     curves = [replace(c, points=_thin(_drawable(c.points, log))) for c in curves]
     curves = [c for c in curves if any(y is not None for _, y in c.points)]
@@ -96,8 +102,9 @@ def chart(
 
 
 def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
-    """A horizontal axis: its ends and its ticks [[position, label], ...]."""
-    low, high = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+    """Return a horizontal axis: its ends and its ticks [[position, label], ...]."""
+    low = min(xs)
+    high = max(xs) if max(xs) > min(xs) else min(xs) + 1
     size, unit = unit_of(high) if name == "time" else (1.0, "")
     ticks = [x for x in _axis(low / size, high / size, log=False, most=5)[2]]
     ticks = [x for x in ticks if low <= x * size <= high]
@@ -107,7 +114,7 @@ def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
 
 
 def _data(title, curves, over_steps, y_ends, log):
-    """The JSON in data-chart. An axis is there if all curves have it."""
+    """Return the JSON in data-chart. An axis is there if all curves have it."""
     positions = [
         c.axes.at([x for x, _ in c.points]) if c.axes else {"steps": [x for x, _ in c.points]}
         for c in curves
@@ -130,7 +137,7 @@ def _data(title, curves, over_steps, y_ends, log):
 
 
 def _short(x, digits=6):
-    """A number with few digits, because a page has many."""
+    """Return a number with few digits, because a page has many."""
     if x is None:
         return None
     x = float(f"{x:.{digits}g}")
@@ -138,7 +145,10 @@ def _short(x, digits=6):
 
 
 def axis_switch(axes: Iterable[Axes | None]) -> str:
-    """Buttons for the horizontal axis of all charts, which charts.js shows; "" if a run has steps only. axes: of the runs."""
+    """Return buttons for the horizontal axis of all charts, which charts.js shows.
+
+    "" if a run has steps only. axes: of the runs
+    """
     if not all(axes):
         return ""
     buttons = "".join(
@@ -154,7 +164,9 @@ def _drawable(points, log):
 
 
 def _thin(points: Points) -> Points:
-    """Keep at most about MOST_POINTS points: the lowest and the highest of each interval, so that no peak is lost."""
+    """Keep about MOST_POINTS points: the lowest and the highest of each interval, so no peak is
+    lost.
+    """
     if len(points) <= MOST_POINTS:
         return points
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -163,7 +175,8 @@ def _thin(points: Points) -> Points:
         interval = points[i : i + width]
         known = [(y, x) for x, y in interval if y is not None]
         if known:
-            low, high = min(known, key=lambda p: p[0]), max(known, key=lambda p: p[0])
+            low = min(known, key=lambda p: p[0])
+            high = max(known, key=lambda p: p[0])
             out += sorted({(x, y) for y, x in (low, high)})
         if len(known) < len(interval):
             out.append((interval[-1][0], None))
@@ -201,13 +214,14 @@ def _legend(curves, most):
 # ----------------------------------------------------------------------------- axes
 def _scale(low, high, log):
     if log:
-        low, high = math.log(low), math.log(high)
+        low = math.log(low)
+        high = math.log(high)
         return lambda y: (math.log(y) - low) / (high - low)
     return lambda y: (y - low) / (high - low)
 
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
-    """The ends of an axis from low to high, and at most about `most` round numbers between them."""
+    """Return the ends of an axis from low to high, and at most about `most` round numbers between."""
     # a smaller range would need ticks with more digits than float64 has
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0
@@ -219,7 +233,8 @@ def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, 
             return low, high, ticks[:: max(1, math.ceil(len(ticks) / most))]
         return low, high, [t for t in _axis(low, high, False, most)[2] if low <= t <= high]
     step = next(s for s in _round_steps((high - low) / most))
-    first, last = math.floor(low / step), math.ceil(high / step)
+    first = math.floor(low / step)
+    last = math.ceil(high / step)
     return first * step, last * step, [i * step for i in range(first, last + 1)]
 
 
@@ -235,7 +250,10 @@ def _decades(low: float, high: float) -> Iterable[float]:
 
 
 def _numbers(ticks: list[float]) -> list[str]:
-    """The labels of an axis, in one format where possible and all different: 0, 2e-4, 4e-4 ... 1e-3; 1.23M."""
+    """Return the labels of an axis, all different, in one format if possible.
+
+    Examples: 0, 2e-4, 4e-4 ... 1e-3; 1.23M
+    """
     small = all(abs(x) < 0.0101 for x in ticks)
     labels: list[str] = []
     for more in range(14):  # digits beyond the usual ones, up to those that float64 has

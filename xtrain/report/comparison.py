@@ -1,4 +1,5 @@
-"""A page that compares several runs: final values, curves in the same charts, differences of the configurations, samples."""
+"""A page that compares several runs: final values, curves in the same charts, differences of the
+configurations, samples."""
 
 import html
 import json
@@ -9,7 +10,7 @@ from .style import table
 
 
 def sections(runs: list[Record]) -> list[str]:
-    """The sections of the page, as HTML."""
+    """Return the sections of the page, as HTML."""
     names = _names(runs)
     missing = "".join(
         f"<p>{html.escape(f'{n}: {text}')}</p>"
@@ -26,7 +27,7 @@ def sections(runs: list[Record]) -> list[str]:
 
 
 def _names(runs):
-    """The names of the folders; the whole path for names that occur twice."""
+    """Return the names of the folders, or the whole path of names that occur twice."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs)]
 
@@ -82,7 +83,7 @@ def _curves(runs, names):
 
 
 def _differences(runs, names):
-    """The values of config.json that are not the same in all runs."""
+    """Return a table of the values of config.json that differ between runs."""
     rows = []
     for section in ("train", "model", "data", "machine", "versions"):
         keys = dict.fromkeys(key for run in runs for key in run.section(section))

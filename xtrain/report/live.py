@@ -1,6 +1,8 @@
-"""The page of one run while it trains: xtrain report --live RUN serves it on this machine alone, and refreshes it.
+"""The page of one run while it trains: xtrain report --live RUN serves it on this machine alone,
+and refreshes it.
 
-Two addresses exist: / is the page, /content its sections if the files of the run have changed since. Files are never served.
+Two addresses exist: / is the page, /content its sections if the files of the run have changed
+since. Files are never served.
 """
 
 import json
@@ -23,23 +25,30 @@ class Content:
     """The sections of a run's page, made again when its files change. Threads share it."""
 
     def __init__(self, folder: Path):
-        self.folder, self.lock = folder, threading.Lock()
-        self.stamp, self.name = "", ""
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.stamp = ""
+        self.name = ""
         self.sections: list[str] = []
 
     def read(self) -> tuple[str, str, list[str]]:
-        """-> (stamp of the files, name of the run, sections as HTML). Raises UserError if the run is gone."""
+        """Return a stamp of the files, the name of the run, and the sections as HTML.
+
+        Raises UserError if the run is gone.
+        """
         with self.lock:
             stamp = self._stamp()
             if stamp != self.stamp:
                 run = record.read(self.folder)
                 self.sections = page.sections_of(run)
-                self.stamp, self.name = stamp, run.name
+                self.stamp = stamp
+                self.name = run.name
             return self.stamp, self.name, self.sections
 
     def _stamp(self) -> str:
-        """When the newest file changed, in seconds since 1970, and the sizes of all."""
-        times, sizes = [0.0], []
+        """Return the seconds since 1970 when the newest file changed, and the sizes of all."""
+        times = [0.0]
+        sizes = []
         for name in FILES:
             try:
                 stat = (self.folder / name).stat()
@@ -54,10 +63,12 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET / and GET /content?after=STAMP, to pages of this server only."""
 
     server: "Server"
-    server_version, sys_version, timeout = "xtrain", "", SECONDS
+    server_version = "xtrain"
+    sys_version = ""
+    timeout = SECONDS
 
     def do_GET(self) -> None:
-        """One request."""
+        """Answer one request."""
         names = {f"{host}:{self.server.server_port}" for host in (HOST, "localhost")}
         if self.headers.get("Host") not in names:  # a page of another site whose name leads here
             return self._answer(403, "text/plain", b"this page is for this machine alone")
@@ -92,7 +103,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one run until `shutdown`. Raises UserError if the folder is not a run or the port is in use."""
+    """Serves one run until `shutdown`. Raises UserError if the folder is not a run or the port is
+    in use."""
 
     daemon_threads = True
 
@@ -107,9 +119,9 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     def handle_error(self, *_: object) -> None:
-        """A browser that closes its connection is no error."""
+        """Ignore that a browser closes its connection."""
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{HOST}:{self.server_port}/"

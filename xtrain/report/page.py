@@ -31,7 +31,7 @@ class Options:
     port: int = 8790  # of --live; 0: any that is free
 
     def validate(self) -> None:
-        """Raises UserError on options that do not fit together."""
+        """Raise UserError if options do not fit together."""
         if not self.runs:
             raise UserError("no run was given: give one or more folders, such as runs/tiny")
         if self.live and (len(self.runs) > 1 or self.out is not None or self.sentence is not None):
@@ -43,7 +43,7 @@ class Options:
 
 
 def page(runs: list[Record]) -> str:
-    """The HTML of one run, or of several runs compared."""
+    """Return the HTML of one run, or of several runs compared."""
     if len(runs) > 1:
         return style.page(" / ".join(run.name for run in runs), comparison.sections(runs))
     (run,) = runs
@@ -51,7 +51,7 @@ def page(runs: list[Record]) -> str:
 
 
 def sections_of(run: Record) -> list[str]:
-    """The sections of the page of one run, as HTML; "" for those that have nothing to show."""
+    """Return the sections of the page of one run that have something to show, as HTML."""
     body = [
         section(run)
         for section in (
@@ -68,9 +68,10 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
     runs = [record.read(folder) for folder in folders]
     if out is None:
         several = len(runs) > 1
-        out = (
-            folders[0].resolve().parent / "compare.html" if several else folders[0] / "report.html"
-        )
+        if several:
+            out = folders[0].resolve().parent / "compare.html"
+        else:
+            out = folders[0] / "report.html"
     try:
         write_whole(out, page(runs).encode("utf-8", "replace"))
     except OSError as error:
@@ -80,7 +81,10 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
 
 # ----------------------------------------------------------------------------- end of training
 def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
-    """Write sentence.json and the page of a training run that has just ended. An error is only a warning: the run is saved."""
+    """Write sentence.json and the page of a training run that has just ended.
+
+    An error is only a warning: the run is saved.
+    """
     try:
         ((ids, _, *starts),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
         if starts:  # the first of several documents
@@ -92,7 +96,10 @@ def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
 
 
 def write_sentence(folder: Path, content: dict[str, Any]) -> None:
-    """Write sentence.json. content: as from sentence.look. Raises UserError."""
+    """Write sentence.json. Raises UserError.
+
+    content: as from sentence.look
+    """
     path = folder / "sentence.json"
     try:
         write_whole(path, (json.dumps(content) + "\n").encode())
@@ -101,7 +108,10 @@ def write_sentence(folder: Path, content: dict[str, Any]) -> None:
 
 
 def look_at_text(folder: Path, text: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the newest undamaged checkpoint of a run on a text. Returns the content of sentence.json. Raises UserError."""
+    """Run the newest undamaged checkpoint of a run on a text and return sentence.json's content.
+
+    Raises UserError.
+    """
     saved = saved_runs.newest(folder, say)
     tokenizer = Tokenizer.load(saved.folder)
     ids = tokenizer.encode(text)
@@ -113,7 +123,10 @@ def look_at_text(folder: Path, text: str, say: Callable[[str], None]) -> dict[st
 
 
 def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None]) -> None:
-    """Write sentence.json for `text`. Without a text: for the last sample, if the file is missing and there is a checkpoint."""
+    """Write sentence.json for `text`.
+
+    Without a text: for the last sample, if the file is missing and there is a checkpoint.
+    """
     if text is not None:
         write_sentence(folder, look_at_text(folder, text, say))
         return

@@ -1,4 +1,5 @@
-"""Heat maps inside a page: a matrix of values from 0 to 1 as a PNG. A value is an opacity, so the page's background shows."""
+"""Heat maps inside a page: a matrix of values from 0 to 1 as a PNG. A value is an opacity, so the
+page's background shows."""
 
 import base64
 import html
@@ -11,7 +12,10 @@ COLOR = (59, 130, 246)
 
 
 def png(alpha_YX: np.ndarray) -> bytes:
-    """Encode alpha (Y, X), values from 0 to 1, as a PNG with one pixel per value (W3C PNG: color type 6, 8 bits)."""
+    """Encode alpha (Y, X), values from 0 to 1, as a PNG with one pixel per value.
+
+    Color type 6, 8 bits (W3C PNG).
+    """
     Y, X = alpha_YX.shape
     pixels = np.empty((Y, X, 4), np.uint8)
     pixels[..., :3] = COLOR
@@ -31,7 +35,7 @@ def png(alpha_YX: np.ndarray) -> bytes:
 
 
 def image(alpha_YX: np.ndarray, description: str) -> str:
-    """An <img> of a matrix with values from 0 to 1."""
+    """Return an <img> of a matrix with values from 0 to 1."""
     data = base64.b64encode(png(alpha_YX)).decode()
     text = html.escape(description)
     return f'<img class="map" src="data:image/png;base64,{data}" alt="{text}" title="{text}">'

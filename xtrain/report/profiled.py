@@ -1,4 +1,5 @@
-"""The profile of a run: measured with its model and options, stored in its folder (profile.json) and shown on its page."""
+"""The profile of a run: measured with its model and options, stored in its folder (profile.json)
+and shown on its page."""
 
 import dataclasses
 import json
@@ -60,7 +61,7 @@ class RecordingConsole(PrintableConsole):
 
 
 def shape_of(folder: Path) -> tuple[ModelConfig, int, int]:
-    """The model of a run, its micro-batch size and its sequence length. Raises UserError."""
+    """Return the model of a run, its micro-batch size and its sequence length. Raises UserError."""
     run = read(folder)
     train = run.section("train")
     try:
@@ -76,7 +77,7 @@ def shape_of(folder: Path) -> tuple[ModelConfig, int, int]:
 
 
 def with_options_of(folder: Path, options: Any) -> Any:
-    """A copy of `options` (a dataclass) with the SHARED_OPTIONS of the run in `folder`."""
+    """Return a copy of `options` (a dataclass) with SHARED_OPTIONS of the run in `folder`."""
     train = read(folder).section("train")
     known = {name: train[name] for name in SHARED_OPTIONS if name in train}
     return dataclasses.replace(options, **known)

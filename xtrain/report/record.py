@@ -1,4 +1,5 @@
-"""Reads the folder of a run as far as possible: the run may still be training, have been killed or have damaged files."""
+"""Reads the folder of a run as far as possible: the run may still be training, have been killed or
+have damaged files."""
 
 import json
 import re
@@ -17,7 +18,8 @@ from .chart import Points
 class Record:
     """The content of the files of one run. missing: sentences about what could not be read.
 
-    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step, text).
+    metrics, layers, timing: the JSON lines of their files, each with a "step". samples: (step,
+    text).
     starts: the lines of starts.jsonl.
     """
 
@@ -35,27 +37,33 @@ class Record:
 
     @cached_property
     def axes(self) -> axes.Axes | None:
-        """What the steps are in tokens and in seconds; None if timing.jsonl does not say it."""
+        """The steps in tokens and in seconds; None if timing.jsonl does not say it."""
         return axes.read(self.timing)
 
     def points(self, key: str, lines: list[dict[str, Any]] | None = None) -> Points:
-        """(step, value) of every line that has the key, in ascending order. None: the value is not a finite number."""
+        """Return (step, value) of every line that has the key, in ascending order.
+
+        value None: not a finite number
+        """
         lines = self.metrics if lines is None else lines
         values = {line["step"]: _number(line[key]) for line in lines if key in line}
         return sorted(values.items())
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of config.json: "train", "model", "data", "machine" or "versions"; {} if it is missing."""
+        """Return a section of config.json, {} if it is missing.
+
+        name: "train", "model", "data", "machine" or "versions"
+        """
         value = self.config.get(name)
         return value if isinstance(value, dict) else {}
 
     def last(self, key: str) -> float | None:
-        """The last finite value of a metric."""
+        """Return the last finite value of a metric."""
         known = [y for _, y in self.points(key) if y is not None]
         return known[-1] if known else None
 
     def best(self, key: str) -> float | None:
-        """The lowest finite value of a metric."""
+        """Return the lowest finite value of a metric."""
         return min((y for _, y in self.points(key) if y is not None), default=None)
 
     @property
@@ -117,7 +125,8 @@ def _object(run, name):
 
 
 def _lines(run, name):
-    records, bad = [], 0
+    records = []
+    bad = 0
     for line in (_text(run, name) or "").splitlines():
         try:
             record = json.loads(line)

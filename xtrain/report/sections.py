@@ -13,13 +13,16 @@ from .pictures import image
 from .record import Record
 from .style import table, tiles
 
-MOST_EVENTS, MOST_SAMPLES = 30, 40
+MOST_EVENTS = 30
+MOST_SAMPLES = 40
 
 
 def head(run: Record) -> str:
-    """The name of the run, what could not be read, and the final values."""
-    goal, bigram = run.section("train").get("steps"), run.section("data").get("bigram_bpb")
-    val, bpb = run.last("val_loss"), run.last("val_bpb")
+    """Return the name of the run, what could not be read, and the final values."""
+    goal = run.section("train").get("steps")
+    bigram = run.section("data").get("bigram_bpb")
+    val = run.last("val_loss")
+    bpb = run.last("val_bpb")
     speed = _median([y for _, y in run.points("tokens_per_s", run.timing)])
     memory = _median([y for _, y in run.points("memory_bytes", run.timing)][-1:])
     items = [
@@ -47,9 +50,11 @@ def head(run: Record) -> str:
 
 
 def curves(run: Record) -> str:
-    """All charts over the steps of a run."""
-    loss, val = run.points("loss"), run.points("val_loss")
-    grad, lr = run.points("grad_norm"), run.points("lr")
+    """Return all charts over the steps of a run."""
+    loss = run.points("loss")
+    val = run.points("val_loss")
+    grad = run.points("grad_norm")
+    lr = run.points("lr")
     shown = [
         chart(
             run,
@@ -82,12 +87,12 @@ def curves(run: Record) -> str:
 
 
 def chart(run: Record, title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
-    """A chart of one run: see chart.chart."""
+    """Return a chart of one run: see chart.chart."""
     return charts.chart(title, unit, [replace(c, axes=run.axes) for c in curves], log)
 
 
 def tasks(run: Record) -> list[str]:
-    """A chart for each metric of the files of --eval-tasks."""
+    """Return a chart for each metric of the files of --eval-tasks."""
     keys = [k for k in dict.fromkeys(k for line in run.metrics for k in line) if "/" in k]
     names: dict[str, list[str]] = {}
     for key in keys:
@@ -109,7 +114,9 @@ def tasks(run: Record) -> list[str]:
 
 
 def rewards(run: Record) -> str:
-    """The charts of reinforcement learning, and what the log-probabilities of rollouts and training have in common."""
+    """Return the charts of reinforcement learning, and the difference between log-probabilities of
+    rollouts and training.
+    """
     reward, error, kl = (run.points(name) for name in ("reward", "ratio_error", "rollout_kl"))
     if not reward:
         return ""
@@ -162,7 +169,10 @@ def rewards(run: Record) -> str:
 
 
 def fp8(run: Record) -> str:
-    """The numbers of fp8 training that did not fit their scale, by kind of tensor. "" if the run was not in fp8."""
+    """Return the shares of numbers that did not fit their scale, by kind of tensor.
+
+    "" if the run was not in fp8.
+    """
     names = ("fp8_clamped", "fp8_nonfinite")
     lines = [m for m in run.metrics if names[0] in m]
     if not lines:
@@ -192,7 +202,7 @@ def fp8(run: Record) -> str:
 
 
 def layer_norms(run: Record) -> str:
-    """The chart of the gradient norm of each layer."""
+    """Return the chart of the gradient norm of each layer."""
     names = [
         name for name in dict.fromkeys(k for line in run.layers for k in line) if name != "step"
     ]
@@ -204,8 +214,9 @@ def layer_norms(run: Record) -> str:
 
 
 def timing(run: Record) -> list[str]:
-    """The charts of throughput, MFU, time by phase and memory."""
-    speed, mfu = run.points("tokens_per_s", run.timing), run.points("mfu", run.timing)
+    """Return the charts of throughput, MFU, time by phase and memory."""
+    speed = run.points("tokens_per_s", run.timing)
+    mfu = run.points("mfu", run.timing)
     memory = [(x, y and y / 1e9) for x, y in run.points("memory_bytes", run.timing)]
     timed = [t for t in run.timing if isinstance(t.get("phases_ms"), dict)]
     phases = {
@@ -242,7 +253,7 @@ def timing(run: Record) -> list[str]:
 
 
 def events(run: Record) -> str:
-    """The table of skipped steps and loss spikes."""
+    """Return the table of skipped steps and loss spikes."""
     rows = [[str(m["step"]), f"skipped: {m['skipped']}"] for m in run.metrics if m.get("skipped")]
     spike = "the loss jumps to {}, {} standard deviations above the previous losses"
     rows += [
@@ -263,7 +274,7 @@ def events(run: Record) -> str:
 
 # ----------------------------------------------------------------------------- a sentence
 def sentence(run: Record) -> str:
-    """Next tokens and attention for one sentence. "" if there is no sentence.json."""
+    """Return next tokens and attention for one sentence; "" if there is no sentence.json."""
     s = run.sentence
     try:
         return _sentence(s) if s else ""
@@ -317,7 +328,10 @@ def _layer_maps(layer, maps, tokens, is_open):
         f"<figure>{image(_square(p, len(tokens)), f'{layer}, head {h}')}<figcaption>head {html.escape(h)}</figcaption></figure>"
         for h, p in maps["heads"].items()
     )
-    of = f", {len(maps['heads'])} of {maps['of']} heads" if len(maps["heads"]) < maps["of"] else ""
+    if len(maps["heads"]) < maps["of"]:
+        of = f", {len(maps['heads'])} of {maps['of']} heads"
+    else:
+        of = ""
     return (
         f"<details{' open' if is_open else ''}><summary>{html.escape(layer)}{of}</summary>"
         f'<div class="maps"><figure class="mean" style="--side:{11 * len(tokens)}px"><div class="columns">{labels}</div>'
@@ -334,7 +348,7 @@ def _square(p, T):
 
 # ----------------------------------------------------------------------------- samples, profile, configuration
 def samples(run: Record) -> str:
-    """The generated samples, the newest first; at most about MOST_SAMPLES of them."""
+    """Return the generated samples, the newest first; at most about MOST_SAMPLES of them."""
     if not run.samples:
         return ""
     step = max(1, -(-len(run.samples) // MOST_SAMPLES))
@@ -347,7 +361,7 @@ def samples(run: Record) -> str:
 
 
 def profile(run: Record) -> str:
-    """The tables of profile.json."""
+    """Return the tables of profile.json."""
     tables = run.profile.get("tables")
     if not isinstance(tables, list):
         return ""
@@ -365,7 +379,7 @@ def profile(run: Record) -> str:
 
 
 def _source(start):
-    """Which code a start of a run ran."""
+    """Return which code a start of a run ran."""
     commit = start.get("commit")
     changed = ", with changes" if start.get("changed") else ""
     code = f"commit {str(commit)[:12]}{changed}" if commit else "not in a git repository"
@@ -373,7 +387,7 @@ def _source(start):
 
 
 def configuration(run: Record) -> str:
-    """The tables of config.json, and the starts of a run that was resumed."""
+    """Return the tables of config.json, and the starts of a run that was resumed."""
     names = {
         "train": "Options", "model": "Model", "data": "Text", "machine": "Machine", "versions": "Versions",
     }  # fmt: skip
@@ -382,14 +396,20 @@ def configuration(run: Record) -> str:
         for section, name in names.items()
     )
     rows = [[f"{s['step']:,}", _source(s), str(s.get("command", ""))] for s in run.starts]
-    starts = table(["after step", "code", "command"], rows, "Starts") if len(rows) > 1 else ""
+    starts = ""
+    if len(rows) > 1:
+        starts = table(["after step", "code", "command"], rows, "Starts")
     return f'<h2>Configuration</h2>{starts}<div class="configs">{shown}</div>'
 
 
 def _value(x):
     if x is None or x == []:
         return "-"
-    return f"{x:,}" if type(x) is int else f"{x:.6g}" if type(x) is float else str(x)
+    if type(x) is int:
+        return f"{x:,}"
+    if type(x) is float:
+        return f"{x:.6g}"
+    return str(x)
 
 
 def _last_mean(run):

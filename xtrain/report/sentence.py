@@ -1,4 +1,5 @@
-"""What a model computes for one sentence: the attention of each head in each layer, and the most likely next tokens."""
+"""What a model computes for one sentence: the attention of each head in each layer, and the most
+likely next tokens."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,16 +12,19 @@ from ..nn.autograd import no_grad
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 
-MOST_TOKENS, MOST_LAYERS, MOST_HEADS, TOP = 24, 12, 8, 5
+MOST_TOKENS = 24
+MOST_LAYERS = 12
+MOST_HEADS = 8
+TOP = 5
 
 
 @no_grad()
 def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[str, Any]:
-    """Run the model on ids, at least one token -> the content of sentence.json.
+    """Run the model on ids, at least one token, and return the content of sentence.json.
 
-    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}; a row is a query, a column a key. Of many layers
-    or heads, only an evenly spaced selection; the mean is over all heads.  next: for each token, the most likely next
-    tokens, and the probability of the actual one.
+    attention: {layer: {"mean": T x T, "heads": {head: T x T}}}; a row is a query, a column a key.
+    Of many layers or heads, only an evenly spaced selection; the mean is over all heads.
+    next: for each token, the most likely next tokens, and the probability of the actual one.
     """
     ids = list(ids)[: min(MOST_TOKENS, model.config.max_seq_len)]
     seen: dict[str, tuple] = {}
@@ -61,7 +65,9 @@ def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[
 
 
 def _maps(q_THD, k_TGD, scale):
-    H, G, T = q_THD.shape[1], k_TGD.shape[1], len(q_THD)
+    H = q_THD.shape[1]
+    G = k_TGD.shape[1]
+    T = len(q_THD)
     k_THD = np.repeat(k_TGD, H // G, axis=1)
     s_HTT = np.einsum("thd,shd->hts", q_THD, k_THD) * scale
     s_HTT = np.where(np.tri(T, dtype=bool), s_HTT, -np.inf)
@@ -73,7 +79,7 @@ def _maps(q_THD, k_TGD, scale):
 
 
 def _some(items: list, most: int) -> list:
-    """At most `most` of the items, evenly spaced, with the first and the last."""
+    """Return at most `most` of the items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -1,4 +1,5 @@
-"""The style of a page: light and dark, wide and narrow. Its security policy allows one script, charts.js, and no request.
+"""The style of a page: light and dark, wide and narrow. Its security policy allows one script,
+charts.js, and no request.
 
 A live page may also ask its own server (live.py).
 """
@@ -80,7 +81,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 
 
 def page(title: str, sections: list[str], live: str = "") -> str:
-    """A whole HTML document. sections: HTML.  live: of a live page, the stamp of the content."""
+    """Return a whole HTML document.
+
+    sections: HTML
+    live: of a live page, the stamp of the content
+    """
     name = html.escape(title)
     body = "\n".join(f"<section>{section}</section>" for section in sections if section or live)
     policy = POLICY + "; connect-src 'self'" * bool(live)
@@ -96,7 +101,10 @@ def page(title: str, sections: list[str], live: str = "") -> str:
 
 
 def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: str = "") -> str:
-    """An HTML table of text cells, or "" without rows. kind: "num" aligns all columns but the first to the right."""
+    """Return an HTML table of text cells, or "" without rows.
+
+    kind: "num" aligns all columns but the first to the right
+    """
     if not rows:
         return ""
     cells = lambda row, tag: "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row)
@@ -107,6 +115,6 @@ def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: st
 
 
 def tiles(items: list[tuple[str, str]]) -> str:
-    """A row of (name, value) tiles."""
+    """Return a row of (name, value) tiles."""
     shown = "".join(f"<div>{html.escape(k)}<b>{html.escape(v)}</b></div>" for k, v in items)
     return f'<div class="tiles">{shown}</div>'
