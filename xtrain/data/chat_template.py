@@ -97,7 +97,8 @@ class ChatTemplate:
         reply = self._render(messages, False, tools)
         if reply["spans"] is None:
             raise UserError(
-                "the model's chat template has a generation block whose place in the text is unknown: "
+                "the model's chat template has a generation block whose place in the text is "
+                "unknown: "
                 "move it out of its macro"
             )
         return reply["text"], [(start, end) for start, end in reply["spans"]]
@@ -131,7 +132,8 @@ class ChatTemplate:
             )
         except OSError as error:
             raise UserError(
-                f"the chat template needs a process of its own, and {sys.executable} cannot be started: {error.strerror}"
+                f"the chat template needs a process of its own, and {sys.executable} cannot be "
+                f"started: {error.strerror}"
             ) from None
         self._end_worker = weakref.finalize(self, _end, self.worker)  # also at exit
         reply = self._ask({"source": self.source})
@@ -176,7 +178,8 @@ class ChatTemplate:
             self._stop()
         if "limit" in reply:
             raise UserError(
-                f"the model's chat template needs more than {LIMITS[reply['limit']]}, so it was stopped: "
+                f"the model's chat template needs more than {LIMITS[reply['limit']]}, so it was "
+                "stopped: "
                 "use a copy of the model with another template"
             )
         return reply

@@ -75,7 +75,8 @@ def _check_column(pyarrow: Any, path: Path, schema: Any, key: str) -> None:
         )
     if not _is_text_type(pyarrow, columns[0]):
         raise BadFile(
-            f"{path}: the column {key} has the type {columns[0]}, which is not text: convert it to strings, or choose another "
+            f"{path}: the column {key} has the type {columns[0]}, which is not text: convert it to "
+            "strings, or choose another "
             "with --text-key"
         )
 
@@ -109,6 +110,14 @@ def _is_text_type(pyarrow: Any, kind: Any) -> bool:
     types = pyarrow.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         kind = kind.value_type
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")  # fmt: skip
+    names = (
+        "string",
+        "large_string",
+        "string_view",
+        "binary",
+        "large_binary",
+        "binary_view",
+        "null",
+    )
     checks = (getattr(types, f"is_{name}", None) for name in names)  # older versions have no views
     return any(check is not None and check(kind) for check in checks)

@@ -65,7 +65,8 @@ def _zstd(path: Path) -> tuple[Callable[[], Any], type[Exception]]:
         import zstandard
     except ImportError:
         raise UserError(
-            f"{path} is a .zst file, which needs zstandard before Python 3.14: pip install zstandard"
+            f"{path} is a .zst file, which needs zstandard before Python 3.14: pip install "
+            "zstandard"
         ) from None
     return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
 
@@ -115,6 +116,7 @@ class _Unpacked(io.RawIOBase):
         except self.errors as error:
             what = str(error).splitlines()[0] if str(error) else "it cannot be unpacked"
             raise BadFile(
-                f"{self.path} is damaged or no {self.path.suffix} file ({what}): copy or pack it again"
+                f"{self.path} is damaged or no {self.path.suffix} file ({what}): copy or pack it "
+                "again"
             ) from None
         return b"".join(found)

@@ -141,12 +141,19 @@ def prepare(
 
 
 def _of_tokens(
-    sources: list[Source], name: str, tokenizer: Tokenizer | None, cache: Path, progress: Progress, verify: bool, strict: bool
-) -> Corpus:  # fmt: skip
+    sources: list[Source],
+    name: str,
+    tokenizer: Tokenizer | None,
+    cache: Path,
+    progress: Progress,
+    verify: bool,
+    strict: bool,
+) -> Corpus:
     """Return the corpus of files that hold tokens."""
     if tokenizer is None:
         raise UserError(
-            f"{sources[0].path} holds tokens, not text: give the tokenizer that made them with --tokenizer FOLDER (it holds "
+            f"{sources[0].path} holds tokens, not text: give the tokenizer that made them with "
+            "--tokenizer FOLDER (it holds "
             "tokenizer.json)"
         )
     tell = lambda fraction: progress(fraction, "checking the tokens")
@@ -155,9 +162,17 @@ def _of_tokens(
     facts: dict[str, Any] = found.summary()
     progress(1.0, "ready")
     return Corpus(
-        name=name, files=found.files, left_out=tuple(found.left_out), split=found.split, bigram_bpb=None, folder=cache,
-        train=found.train, val=found.val, tokenizer=tokenizer, **facts,
-    )  # fmt: skip
+        name=name,
+        files=found.files,
+        left_out=tuple(found.left_out),
+        split=found.split,
+        bigram_bpb=None,
+        folder=cache,
+        train=found.train,
+        val=found.val,
+        tokenizer=tokenizer,
+        **facts,
+    )
 
 
 def _check_left_out(name: str, left_out: Collection[str], found: bool, strict: bool) -> None:
@@ -233,7 +248,8 @@ class _Cache:
                 return None
         except OSError as error:
             raise UserError(
-                f"the cache entry {folder} cannot be read ({error.strerror or error}): fix that, then try again; it is kept"
+                f"the cache entry {folder} cannot be read ({error.strerror or error}): fix that, "
+                "then try again; it is kept"
             ) from None
         record["train"] = [folder / name for name in record["train"]]
         record["val"] = [folder / name for name in record["val"]]
@@ -287,7 +303,8 @@ class _Cache:
                 files.sync(entry.parent)
         except OSError as error:
             raise UserError(
-                f"the cache folder {entry.parent} cannot be written ({error.strerror or error}): make room, or set XTRAIN_CACHE to another "
+                f"the cache folder {entry.parent} cannot be written ({error.strerror or error}): "
+                "make room, or set XTRAIN_CACHE to another "
                 "folder; what is already tokenized is kept for the next run"
             ) from None
         corpus = self.open(found.sha256)

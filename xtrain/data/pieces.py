@@ -54,7 +54,7 @@ BOUNDARY = {
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-}  # fmt: skip
+}
 # those that make none there, and match the same on both sides of it
 NEUTRAL = {r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"}
 
@@ -106,9 +106,11 @@ def rule(spec: dict[str, Any], normalize: Callable[[str], str]) -> Rule:
     kinds = [step["type"] for step in normalizers]
     replaces = [s for s in normalizers if s["type"] == "Replace" and _is_space_to_sentencepiece(s)]
     known_normalizers = all(
-        step["type"] == "NFC" or (step["type"] == "Prepend" and step["prepend"] == SPACE) or step in replaces
+        step["type"] == "NFC"
+        or (step["type"] == "Prepend" and step["prepend"] == SPACE)
+        or step in replaces
         for step in normalizers
-    ) and kinds in ([], ["NFC"], ["Replace"], ["Prepend", "Replace"])  # fmt: skip
+    ) and kinds in ([], ["NFC"], ["Replace"], ["Prepend", "Replace"])
     if model["type"] != "BPE" or model.get("dropout") or not known_normalizers:
         return Rule()
     if replaces:  # no space is left to split at

@@ -46,7 +46,8 @@ class Record:
         """
         if not isinstance(value, str):
             raise UserError(
-                f"{self.where}: {name} must be a string, not {type(value).__name__}: fix or remove the line"
+                f"{self.where}: {name} must be a string, not {type(value).__name__}: fix or remove "
+                "the line"
             )
         if not (may_be_empty or value.strip()):
             raise UserError(f"{self.where}: {name} is empty: fill it in, or remove the line")
@@ -54,7 +55,8 @@ class Record:
             value.encode()
         except UnicodeEncodeError:
             raise UserError(
-                f"{self.where}: {name} has half a surrogate pair, which is not valid text: fix or remove the line"
+                f"{self.where}: {name} has half a surrogate pair, which is not valid text: fix or "
+                "remove the line"
             ) from None
         return value
 
@@ -66,7 +68,8 @@ class Record:
         found = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))
         if len(found) < least:
             raise UserError(
-                f'{self.where} has {len(found)} in the list "{name}": give at least {least} to choose from'
+                f'{self.where} has {len(found)} in the list "{name}": give at least {least} to '
+                "choose from"
             )
         return found
 

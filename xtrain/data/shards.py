@@ -95,12 +95,14 @@ def _check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
     """Raise UserError if the file cannot hold the tokens."""
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(
-            f"{path} cannot hold an array of {tokens.dtype} of shape {tokens.shape}: give integers of shape (n,)"
+            f"{path} cannot hold an array of {tokens.dtype} of shape {tokens.shape}: give integers "
+            "of shape (n,)"
         )
     for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
         if not 0 <= token < min(vocab_size, 1 << 32):
             raise UserError(
-                f"{path} cannot hold the id {token}, the vocabulary has {vocab_size} tokens: give ids of this vocabulary"
+                f"{path} cannot hold the id {token}, the vocabulary has {vocab_size} tokens: give "
+                "ids of this vocabulary"
             )
 
 

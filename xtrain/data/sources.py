@@ -151,7 +151,8 @@ class Sources:
             )
         if "train" not in splits and len(splits) > 1:
             raise UserError(
-                f"{folder} has the splits {listed(splits)} and no train: give the folder of one, such as {folder / splits[0]}"
+                f"{folder} has the splits {listed(splits)} and no train: give the folder of one, "
+                f"such as {folder / splits[0]}"
             )
         used = "train" if "train" in splits else splits[0]
         others = [split for split in splits if split != used]
@@ -174,7 +175,8 @@ def _data_files(folder: Path) -> list[str]:
         raise UserError(f"{folder / 'state.json'} names no data files: save the dataset again")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(
-            f"{folder} is a selection of rows, saved by an old version of datasets: load and save it again"
+            f"{folder} is a selection of rows, saved by an old version of datasets: load and save "
+            "it again"
         )
     return names
 
@@ -184,7 +186,9 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 # ----------------------------------------------------------------------------- standard input
-def from_standard_input(data: Sequence[str], cache: Path, stream: BinaryIO | None = None) -> tuple[str, ...]:  # fmt: skip
+def from_standard_input(
+    data: Sequence[str], cache: Path, stream: BinaryIO | None = None
+) -> tuple[str, ...]:
     """Replace "-" in `data` by a copy of standard input in the cache: a text is read several times.
 
     stream: read instead of standard input
@@ -197,14 +201,16 @@ def from_standard_input(data: Sequence[str], cache: Path, stream: BinaryIO | Non
     stream = sys.stdin.buffer if stream is None else stream
     if stream.isatty():
         raise UserError(
-            "--data - reads standard input, which is a terminal: pipe a text to the program, or give a path"
+            "--data - reads standard input, which is a terminal: pipe a text to the program, or "
+            "give a path"
         )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         copy = os.path.abspath(_copy(stream, cache))
     except OSError as error:
         raise UserError(
-            f"standard input cannot be copied to {cache} ({error.strerror or error}): make room, or set XTRAIN_CACHE to another "
+            f"standard input cannot be copied to {cache} ({error.strerror or error}): make room, "
+            "or set XTRAIN_CACHE to another "
             "folder"
         ) from None
     return tuple(copy if path == STANDARD_INPUT else path for path in data)

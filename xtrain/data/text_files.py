@@ -148,7 +148,8 @@ def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
             copy.write(raw)
         except OSError as error:
             raise UserError(
-                f"a temporary file cannot be written in {tempfile.gettempdir()} ({error.strerror}): make room, or set TMPDIR to "
+                f"a temporary file cannot be written in {tempfile.gettempdir()} "
+                f"({error.strerror}): make room, or set TMPDIR to "
                 "another folder"
             ) from None
         raw = b"" if raw.endswith(b"\n") else file.readline(PART)

@@ -52,7 +52,8 @@ def of(sources: Sources) -> list[Source]:
         named = [source for source in tokens if source.is_named]
         if named:
             raise UserError(
-                f"{named[0].path} holds tokens, {text[0].path} does not: give either tokens or text with --data"
+                f"{named[0].path} holds tokens, {text[0].path} does not: give either tokens or "
+                "text with --data"
             )
         return []
     return found if tokens else []
@@ -179,7 +180,8 @@ class TokenFiles:
                     )
                 if (largest := int(tokens.max())) >= V:
                     raise BadFile(
-                        f"{span.path} has the id {largest}, the tokenizer has {V} tokens: give the tokenizer that made the file with "
+                        f"{span.path} has the id {largest}, the tokenizer has {V} tokens: give the "
+                        "tokenizer that made the file with "
                         "--tokenizer"
                     )
                 digest.update(raw)
@@ -201,7 +203,8 @@ def _span(path: Path) -> Span:
     """Return the tokens of a file. Raises BadFile."""
     if path.suffix in PICKLES:
         raise BadFile(
-            f"{path} is a pickle, which can run any program: it is not read, --tokenizer has the vocabulary"
+            f"{path} is a pickle, which can run any program: it is not read, --tokenizer has the "
+            "vocabulary"
         )
     with reading(path) as file:
         head = file.read(8)
@@ -217,6 +220,7 @@ def _span(path: Path) -> Span:
         raise BadFile(f"{path} is a file {what}, which holds no tokens: leave it out")
     if not size or size % 2:
         raise BadFile(
-            f"{path} has {size} bytes: without llm.c's header it must be tokens of two bytes, as nanoGPT writes them"
+            f"{path} has {size} bytes: without llm.c's header it must be tokens of two bytes, as "
+            "nanoGPT writes them"
         )
     return Span(path, "<u2", 0, size // 2)

@@ -69,8 +69,12 @@ class Tokenizer:
         self.eos_token_id = backend.token_to_id(eot)
         self._companions = companions or {}
         if CONFIG not in self._companions:
-            own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
-                   "clean_up_tokenization_spaces": False}  # fmt: skip
+            own = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": eot,
+                "eos_token": eot,
+                "clean_up_tokenization_spaces": False,
+            }
             self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
         read = lambda name: json.loads(self._companions.get(name, b"{}"))
         bos = token_text(with_names(read(CONFIG), read(SPECIAL_MAP)).get("bos_token"))
@@ -79,7 +83,8 @@ class Tokenizer:
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
             raise UserError(
-                f"the tokenizer has the id {self.vocab_size - 1}, xtrain supports ids below {MAX_VOCAB}"
+                f"the tokenizer has the id {self.vocab_size - 1}, xtrain supports ids below "
+                f"{MAX_VOCAB}"
             )
         content = json.loads(backend.to_str())
         self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
@@ -138,8 +143,10 @@ class Tokenizer:
             for other in (path.with_name(name) for name in ("tokenizer.model", "vocab.json")):
                 if other.is_file():
                     raise UserError(
-                        f"{path.parent} has a {other.name}, but no tokenizer.json: make one with transformers.AutoTokenizer."
-                        "from_pretrained(folder).save_pretrained(folder), or copy it from a newer release of the model"
+                        f"{path.parent} has a {other.name}, but no tokenizer.json: make one with "
+                        "transformers.AutoTokenizer."
+                        "from_pretrained(folder).save_pretrained(folder), or copy it from a newer "
+                        "release of the model"
                     )
             raise UserError(
                 f"there is no tokenizer at {path}: give a tokenizer.json or a folder that holds one"
@@ -158,7 +165,8 @@ class Tokenizer:
             raise UserError(f"{path} cannot be used: {error}") from None
         except OSError as error:
             raise UserError(
-                f"{error.filename or path} cannot be read ({error.strerror}): fix that, then try again"
+                f"{error.filename or path} cannot be read ({error.strerror}): fix that, then try "
+                "again"
             ) from None
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
@@ -286,8 +294,10 @@ def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -
     lacking = [text for text in texts if text and backend.token_to_id(text) is None]
     if lacking:
         raise UserError(
-            f"it lacks tokens that {CONFIG} adds ({listed(lacking)}): write both files again with transformers.AutoTokenizer."
-            "from_pretrained(folder).save_pretrained(folder), or remove them from added_tokens_decoder if the model lacks them too"
+            f"it lacks tokens that {CONFIG} adds ({listed(lacking)}): write both files again with "
+            "transformers.AutoTokenizer."
+            "from_pretrained(folder).save_pretrained(folder), or remove them from "
+            "added_tokens_decoder if the model lacks them too"
         )
 
 

@@ -67,7 +67,8 @@ def base_folder(folder: Path) -> Path:
         found = model_folder(Path(base))
     except UserError as error:
         raise UserError(
-            f"{folder} holds adapters of a model that cannot be read: {error}, or set base_model_name_or_path in its {ADAPTER_CONFIG}"
+            f"{folder} holds adapters of a model that cannot be read: {error}, or set "
+            f"base_model_name_or_path in its {ADAPTER_CONFIG}"
         ) from None
     if is_adapter(found):
         raise UserError(f"{folder} holds adapters of adapters, in {found}: merge those first")
@@ -100,7 +101,8 @@ def read_adapters(folder: Path) -> dict[str, Stored]:
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(
-            f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}: copy it there, or save the adapters as safetensors"
+            f"{folder} has an {ADAPTER_CONFIG}, but no {ADAPTER_WEIGHTS}: copy it there, or save "
+            "the adapters as safetensors"
         )
     return {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
 
@@ -128,7 +130,8 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         unused -= {name, other}
     if unused:
         raise UserError(
-            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it is the right one, merge them with peft"
+            f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it "
+            "is the right one, merge them with peft"
         )
     return found
 
@@ -144,8 +147,10 @@ def check_writable(folder: Path) -> None:
     architecture = architecture_of(content)
     if architecture.packed or architecture.multipliers:
         raise UserError(
-            f"{folder}: the files of a {architecture.model_type} hold other matrices than peft's adapters would need: write it as a "
-            "Llama first, Transformer.from_pretrained(folder).save_pretrained(new folder, tokenizer)"
+            f"{folder}: the files of a {architecture.model_type} hold other matrices than peft's "
+            "adapters would need: write it as a "
+            "Llama first, Transformer.from_pretrained(folder).save_pretrained(new folder, "
+            "tokenizer)"
         )
 
 

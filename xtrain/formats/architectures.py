@@ -93,8 +93,11 @@ class Architecture:
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 _MULTIPLIERS = (
-    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
-)  # fmt: skip
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(
@@ -237,7 +240,8 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
     if made.context > MAX_POSITIONS:
         raise UserError(
-            f"max_position_embeddings x the RoPE factor is {made.context}, more than {MAX_POSITIONS}"
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than "
+            f"{MAX_POSITIONS}"
         )
     window, full_layers = _window(values, architecture, made)
     made = replace(made, sliding_window=window, full_attention_layers=full_layers)
@@ -254,7 +258,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         raise UserError("it must hold a JSON object")
     if VARIATION in config:
         raise UserError(
-            f"the model is none that other programs know ({config[VARIATION]}): construct it as for training, "
+            f"the model is none that other programs know ({config[VARIATION]}): construct it as "
+            "for training, "
             "then call model.load_weights(folder)"
         )
     names = config.get("architectures")
@@ -300,7 +305,8 @@ def _window(
         raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
     if unknown:
         raise UserError(
-            f"it needs the layer type {unknown[0]!r}, but has no sliding_window: set use_sliding_window to true"
+            f"it needs the layer type {unknown[0]!r}, but has no sliding_window: set "
+            "use_sliding_window to true"
         )
     if window is None or window >= made.context or "sliding_attention" not in kinds:
         return 0, ()
@@ -313,7 +319,8 @@ def _window(
     full = tuple(i for i in layers if kinds[i] == "full_attention")
     if full and not gated:
         raise UserError(
-            f"it needs a sliding window in some layers only (layer_types), which {architecture.model_type} has not"
+            "it needs a sliding window in some layers only (layer_types), which "
+            f"{architecture.model_type} has not"
         )
     return window, full
 

@@ -77,9 +77,11 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     vocabulary = _vocabulary(folder, config, tokenizer)
     tensors = {
-        names.get_name(name, (".weight", ".bias")): _Tensor(gguf, stored[name], kind, _heads(name, config, architecture))
+        names.get_name(name, (".weight", ".bias")): _Tensor(
+            gguf, stored[name], kind, _heads(name, config, architecture)
+        )
         for name in tensor_shapes(config)
-    }  # fmt: skip
+    }
     factors = _rope_factors(config)
     try:
         with files.replaced(path) as temporary:
@@ -88,7 +90,9 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
                 _add_config(gguf, writer, config, kind)
                 _add_vocabulary(writer, vocabulary, chat_template)
                 if factors is not None:
-                    writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)  # fmt: skip
+                    writer.add_tensor_info(
+                        "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes
+                    )
                 for name, tensor in tensors.items():
                     tensor.announce(writer, name)
                 writer.write_header_to_file()
@@ -151,7 +155,8 @@ class _Tensor:
             return self.gguf.quants.quantize(values, self.gguf.GGMLQuantizationType.Q8_0)
         if self.dtype == "F16" and np.abs(values).max() > LARGEST_F16:
             raise UserError(
-                f"{listed([self.stored.name])} holds values above {LARGEST_F16:.0f}, the largest of f16: use --type f32"
+                f"{listed([self.stored.name])} holds values above {LARGEST_F16:.0f}, the largest "
+                "of f16: use --type f32"
             )
         return np.ascontiguousarray(values, np.float32 if self.dtype == "F32" else np.float16)
 
@@ -176,16 +181,22 @@ def _architecture(config: ModelConfig) -> str:
     if not c.family or c.sliding_window:
         raise UserError(f"llama.cpp has no model with {c.features}")
     name = ARCHITECTURES[c.family]
-    if name == "smollm3" and c.no_rope_layers != tuple(range(NO_ROPE_EVERY - 1, c.n_layers, NO_ROPE_EVERY)):  # fmt: skip
+    if name == "smollm3" and c.no_rope_layers != tuple(
+        range(NO_ROPE_EVERY - 1, c.n_layers, NO_ROPE_EVERY)
+    ):
         raise UserError(
-            f"llama.cpp leaves out RoPE in every {NO_ROPE_EVERY}th layer, this model in the layers {list(c.no_rope_layers)}"
+            f"llama.cpp leaves out RoPE in every {NO_ROPE_EVERY}th layer, this model in the layers "
+            f"{list(c.no_rope_layers)}"
         )
     if name == "qwen2" and c.head_dim * c.n_heads != c.dim:
         raise UserError(
-            f"llama.cpp needs heads of width {c.dim // c.n_heads} for a Qwen2 of width {c.dim}, this one has {c.head_dim}"
+            f"llama.cpp needs heads of width {c.dim // c.n_heads} for a Qwen2 of width {c.dim}, "
+            f"this one has {c.head_dim}"
         )
     if c.rope_type == "llama3" and name != "llama":
-        raise UserError(f"llama.cpp has the RoPE scaling llama3 only for a Llama, not for {c.family}")  # fmt: skip
+        raise UserError(
+            f"llama.cpp has the RoPE scaling llama3 only for a Llama, not for {c.family}"
+        )
     if c.rope_type == "yarn" and (scaling["beta_fast"], scaling["beta_slow"]) != YARN_BETAS:
         raise UserError(
             "llama.cpp has YaRN with beta_fast {} and beta_slow {}".format(*YARN_BETAS)
@@ -195,7 +206,9 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def _add_config(gguf: Any, writer: Any, c: ModelConfig, kind: Kind) -> None:
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])  # fmt: skip
+    writer.add_file_type(
+        gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"]
+    )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(c.vocab_size)
     writer.add_block_count(c.n_layers)
@@ -257,7 +270,8 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
     )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
+            f"{config.vocab_size}: "
             "use the tokenizer that belongs to the model"
         )
     gguf = _library()
@@ -272,7 +286,9 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
         types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
     twice = len(tokens) - len(set(tokens))
     if twice:
-        raise UserError(f"{folder}: {twice} tokens have the text of another, llama.cpp needs different ones")  # fmt: skip
+        raise UserError(
+            f"{folder}: {twice} tokens have the text of another, llama.cpp needs different ones"
+        )
     merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
     pre = pre_tokenizer(folder, content)
     ids, adds = _special(folder, tokenizer)
@@ -287,15 +303,23 @@ def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
     model, normalizer = content["model"], content["normalizer"]
     steps = _steps(content["pre_tokenizer"], "pretokenizers")
     if model.get("byte_fallback") or not any(s["type"] == "ByteLevel" for s in steps):
-        raise UserError(f"{folder}: the tokenizer is SentencePiece's, xtrain writes only byte-level BPE to GGUF: {ELSEWHERE}")  # fmt: skip
-    plain = not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))  # fmt: skip
+        raise UserError(
+            f"{folder}: the tokenizer is SentencePiece's, xtrain writes only byte-level BPE to "
+            f"GGUF: {ELSEWHERE}"
+        )
+    plain = not any(
+        model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    )
     # llama.cpp does not normalize: for texts in NFC, nearly all are, the tokens are the same
     plain &= all(s["type"] == "NFC" for s in _steps(normalizer, "normalizers"))
     found = [_regex(step) for step in steps]
     regexes = tuple(regex for regex in found if regex)
     name = PRE_TOKENIZERS.get((regexes, bool(model.get("ignore_merges"))))
     if not plain or None in found or steps[-1]["type"] != "ByteLevel" or name is None:
-        raise UserError(f"{folder}: its tokenizer splits a text in a way that xtrain knows no name of in llama.cpp: {ELSEWHERE}")  # fmt: skip
+        raise UserError(
+            f"{folder}: its tokenizer splits a text in a way that xtrain knows no name of in "
+            f"llama.cpp: {ELSEWHERE}"
+        )
     return name
 
 
@@ -339,7 +363,10 @@ def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[s
     if own is not None and (own in ends or not ends):  # the first, as in the tokenizer
         ends = [own, *(i for i in ends if i != own)]
     if len(before) > 1 or len(after) > 1 or (after and after != ends[:1]):
-        raise UserError(f"{folder}: the tokenizer puts {before} before and {after} behind a text, llama.cpp only one token for begin and end")  # fmt: skip
+        raise UserError(
+            f"{folder}: the tokenizer puts {before} before and {after} behind a text, llama.cpp "
+            "only one token for begin and end"
+        )
     ids = {"bos": single("bos_token_id") if bos is None else bos, "pad": single("pad_token_id")}
     ids |= dict(zip(("eos", "eot", "eom"), ends))
     found = {name: i for name, i in ids.items() if i is not None}

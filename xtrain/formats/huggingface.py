@@ -71,7 +71,8 @@ def load(
     saved = content.get(VARIATION)
     if CHANGE in content and change is None:
         raise UserError(
-            f"{folder} was changed by {content[CHANGE]}: add --change {content[CHANGE]}, where that module can be imported"
+            f"{folder} was changed by {content[CHANGE]}: add --change {content[CHANGE]}, where "
+            "that module can be imported"
         )
     config, stored = open_weights(folder, saved is not None)
     model = make(config)
@@ -93,12 +94,15 @@ def load(
 def _other_variation(folder: Path, saved: str, made: str, changes: bool) -> str:
     if changes:
         return (
-            f"{folder} was saved as another model ({saved}) than this change makes ({made or 'a plain one'}): "
+            f"{folder} was saved as another model ({saved}) than this change makes "
+            f"({made or 'a plain one'}): "
             "give the change with which it was trained"
         )
     return (
-        f"{folder / CONFIG} cannot be used: the model is none that other programs know ({saved}): construct it as for training, "
-        "then call model.load_weights(folder); or give the function that changes a plain model into it with --change"
+        f"{folder / CONFIG} cannot be used: the model is none that other programs know ({saved}): "
+        "construct it as for training, "
+        "then call model.load_weights(folder); or give the function that changes a plain model "
+        "into it with --change"
     )
 
 
@@ -248,7 +252,8 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
         for name, tensor in read_header(folder / file).items():
             if name in tensors:
                 raise UserError(
-                    f"{folder} holds {listed([name])} twice: in {tensors[name].path.name} and {file}"
+                    f"{folder} holds {listed([name])} twice: in {tensors[name].path.name} and "
+                    f"{file}"
                 )
             tensors[name] = tensor
     misplaced = [
@@ -309,7 +314,8 @@ def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
     )
     if not same:
         raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight differs from the embedding table"
+            f"{folder}: {CONFIG} says tie_word_embeddings, but lm_head.weight differs from the "
+            "embedding table"
         )
 
 

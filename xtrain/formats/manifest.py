@@ -154,7 +154,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.parent}: {MANIFEST} is damaged")
     if content.get("format") != FORMAT:
         raise Damaged(
-            f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}: use the version that wrote it"
+            f"{path} has format {content.get('format')!r}, this xtrain reads {FORMAT}: use the "
+            "version that wrote it"
         )
     if not _well_formed(content):
         raise Damaged(f"{path} does not describe files and tensors")

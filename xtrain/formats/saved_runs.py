@@ -82,7 +82,8 @@ def newest(
     wrong = []
     if not found:
         raise UserError(
-            f"{run} holds no checkpoint to resume from: start without --resume, or check --name and --out"
+            f"{run} holds no checkpoint to resume from: start without --resume, or check --name "
+            "and --out"
         )
     for folder in reversed(found):
         try:

@@ -142,7 +142,8 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(
-            f"{path}: {listed([name])} is stored as {listed([dtype])}, xtrain reads {', '.join(DTYPES)}"
+            f"{path}: {listed([name])} is stored as {listed([dtype])}, xtrain reads "
+            f"{', '.join(DTYPES)}"
         )
     valid = (
         isinstance(dtype, str)

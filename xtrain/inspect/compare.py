@@ -153,7 +153,8 @@ def load_transformers(folder: Path) -> Any:
         import transformers
     except ImportError as error:
         raise UserError(
-            f"comparing needs torch and transformers, and {error.name} is not installed: pip install torch transformers"
+            f"comparing needs torch and transformers, and {error.name} is not installed: pip "
+            "install torch transformers"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

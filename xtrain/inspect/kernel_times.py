@@ -303,9 +303,14 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
 
     def span(track, name, t, args):
         event = {
-            "ph": "X", "pid": 0, "tid": tracks[track], "name": name, "ts": (t.start - zero) / 1e3,
-            "dur": (t.end - t.start) / 1e3, "args": args,
-        }  # fmt: skip
+            "ph": "X",
+            "pid": 0,
+            "tid": tracks[track],
+            "name": name,
+            "ts": (t.start - zero) / 1e3,
+            "dur": (t.end - t.start) / 1e3,
+            "args": args,
+        }
         events.append(event)
         return event
 

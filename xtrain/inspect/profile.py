@@ -140,15 +140,18 @@ def show_plan(o: Options, console: Console) -> None:
     console.print(_plan_table(plan))
     _say(
         console,
-        f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take {memory.OUTSIDE / 1e9:.1f} GB.",
+        f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take "
+        f"{memory.OUTSIDE / 1e9:.1f} GB.",
     )
     precisions = ("fp32", "bf16", "fp8") if o.precision == "fp8" else ("fp32", "bf16")
     console.print(_fit_table(config, batch, T, gpu_gb, more, precisions))
     console.print(_gpus_table(gpus, plan, gpu_gb))
     _say(
         console,
-        "This is a plan, computed from the arrays that the code allocates. With several GPUs, each has the batch above and all\n"
-        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's buffers are not counted.",
+        "This is a plan, computed from the arrays that the code allocates. With several GPUs, each "
+        "has the batch above and all\n"
+        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's "
+        "buffers are not counted.",
     )
 
 
@@ -174,8 +177,12 @@ def _fit_table(
     precisions: tuple[str, ...],
 ) -> Table:
     table = _table(
-        f"what fits on a GPU of {gpu_gb:.0f} GB", "precision", "recompute", f"GB at batch {batch}", "largest batch"
-    )  # fmt: skip
+        f"what fits on a GPU of {gpu_gb:.0f} GB",
+        "precision",
+        "recompute",
+        f"GB at batch {batch}",
+        "largest batch",
+    )
     for precision in precisions:
         # in fp8 a forward pass has a multiple of TILE tokens
         unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
@@ -238,11 +245,18 @@ def a_run(o: Options) -> Any:
     device = resolve_device(o.device)
     c, _ = resolve(
         TrainConfig(
-            preset="tiny", batch=batch, seq_len=T, precision=o.precision, recompute=o.recompute, graph=o.graph,
-            steps=1000, device=o.device, fp8_head=o.fp8_head,
+            preset="tiny",
+            batch=batch,
+            seq_len=T,
+            precision=o.precision,
+            recompute=o.recompute,
+            graph=o.graph,
+            steps=1000,
+            device=o.device,
+            fp8_head=o.fp8_head,
         ),
         device == "gpu",
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         shard = Path(folder) / "tokens.bin"
         draws = np.random.default_rng(0).random(max(64 * T, batch * T) + T + 1) ** 4
@@ -432,7 +446,8 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     copy, product = kernel_times.limits(run.config.precision)
     _say(
         console,
-        f"this card's limits: copy {copy / 1e9:,.0f} GB/s, product 8192^3 {product / 1e12:,.0f} TFLOP/s ({run.config.precision})",
+        f"this card's limits: copy {copy / 1e9:,.0f} GB/s, product 8192^3 {product / 1e12:,.0f} "
+        f"TFLOP/s ({run.config.precision})",
     )
     try:
         times = kernel_times.cupti_times(lambda: [run.step() for _ in range(o.steps + 1)])
@@ -443,7 +458,8 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     except kernel_times.NoTimes as reason:
         _say(
             console,
-            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager step, each a few microseconds too long",
+            f"{escape(str(reason))}: times are from CUDA events around the launches of an eager "
+            "step, each a few microseconds too long",
         )
         events = Recorder(events=True)
         steps = 1
@@ -478,10 +494,15 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
         else:
             share = None
         table.add_row(
-            row.name, row.op, f"{row.calls:g}", f"{row.ns / 1e6:.3f}", f"{100 * row.ns / total:.1f} %",
-            "" if moved is None or rate else f"{moved:,.0f}", f"{rate:,.1f}" if rate else "",
+            row.name,
+            row.op,
+            f"{row.calls:g}",
+            f"{row.ns / 1e6:.3f}",
+            f"{100 * row.ns / total:.1f} %",
+            "" if moved is None or rate else f"{moved:,.0f}",
+            f"{rate:,.1f}" if rate else "",
             "" if share is None else f"{100 * share:.0f} %",
-        )  # fmt: skip
+        )
     table.add_row("[bold]all[/]", "", "", f"{total / 1e6:.3f}", "")
     return table
 

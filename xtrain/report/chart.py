@@ -96,8 +96,10 @@ def chart(
     data = _data(title, curves, drawn_over, (y_low, y_high), log)
     return (
         f'<figure class="chart"><figcaption>{name} <small>{html.escape(unit)}</small></figcaption>'
-        f'<div class="plot" tabindex="0" data-chart="{html.escape(data)}"><svg viewBox="0 0 {SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{name} over steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
+        f'<div class="plot" tabindex="0" data-chart="{html.escape(data)}"><svg viewBox="0 0 '
+        f'{SIDE:.0f} {SIDE:.0f}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{name} over '
+        f'steps">{grid}{drawn}</svg>{labels}</div>{_legend(curves, most_names)}</figure>'
     )
 
 
@@ -124,15 +126,21 @@ def _data(title, curves, over_steps, y_ends, log):
         if all(name in p for p in positions):
             axes[name] = _horizontal(name, [x for p in positions for x in p[name]])
     content = {
-        "title": title, "log": log, "y": list(y_ends), "axes": axes,
+        "title": title,
+        "log": log,
+        "y": list(y_ends),
+        "axes": axes,
         "curves": [
             {
-                "name": c.name, "color": c.color, "style": c.style, "values": [_short(y) for _, y in c.points],
+                "name": c.name,
+                "color": c.color,
+                "style": c.style,
+                "values": [_short(y) for _, y in c.points],
                 **{name: [_short(x, 9) for x in xs] for name, xs in p.items()},
             }
             for c, p in zip(curves, positions)
         ],
-    }  # fmt: skip
+    }
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
@@ -152,7 +160,8 @@ def axis_switch(axes: Iterable[Axes | None]) -> str:
     if not all(axes):
         return ""
     buttons = "".join(
-        f'<button type="button" data-axis="{key}" aria-pressed="{str(key == "steps").lower()}">{name}</button>'
+        f'<button type="button" data-axis="{key}" '
+        f'aria-pressed="{str(key == "steps").lower()}">{name}</button>'
         for key, name in NAMES.items()
     )
     return f'<div class="axis" role="group" aria-label="horizontal axis" hidden>{buttons}</div>'

@@ -46,11 +46,17 @@ def _ends(runs, names):
     for name, run in zip(names, runs):
         loss = running_mean(run.points("loss"))
         speed = running_mean(run.points("tokens_per_s", run.timing))
-        rows.append([
-            name, f"{run.steps:,}", _shown(loss[-1][1] if loss else None, "{:.4f}"),
-            _shown(run.best("val_loss"), "{:.4f}"), _shown(run.best("val_bpb"), "{:.3f}"),
-            _shown(speed[-1][1] if speed else None, "{:,.0f}"), str(sum("skipped" in m for m in run.metrics)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{run.steps:,}",
+                _shown(loss[-1][1] if loss else None, "{:.4f}"),
+                _shown(run.best("val_loss"), "{:.4f}"),
+                _shown(run.best("val_bpb"), "{:.3f}"),
+                _shown(speed[-1][1] if speed else None, "{:,.0f}"),
+                str(sum("skipped" in m for m in run.metrics)),
+            ]
+        )
     return table(columns, rows, kind="num")
 
 

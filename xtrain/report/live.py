@@ -16,8 +16,15 @@ from . import page, record, style
 
 HOST = "127.0.0.1"
 FILES = (
-    "config.json", "metrics.jsonl", "layers.jsonl", "timing.jsonl", "samples.txt", "sentence.json", "profile.json", "starts.jsonl",
-)  # fmt: skip
+    "config.json",
+    "metrics.jsonl",
+    "layers.jsonl",
+    "timing.jsonl",
+    "samples.txt",
+    "sentence.json",
+    "profile.json",
+    "starts.jsonl",
+)
 SECONDS = 30  # for a request
 
 

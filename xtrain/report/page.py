@@ -55,10 +55,16 @@ def sections_of(run: Record) -> list[str]:
     body = [
         section(run)
         for section in (
-            sections.rewards, sections.curves, sections.events, sections.fp8, sections.sentence, sections.samples, sections.profile,
+            sections.rewards,
+            sections.curves,
+            sections.events,
+            sections.fp8,
+            sections.sentence,
+            sections.samples,
+            sections.profile,
             sections.configuration,
         )
-    ]  # fmt: skip
+    ]
     # The head comes last: it lists what the other sections could not read.
     return [sections.head(run), *body]
 

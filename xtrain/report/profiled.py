@@ -72,7 +72,8 @@ def shape_of(folder: Path) -> tuple[ModelConfig, int, int]:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / 'config.json'} does not describe a model ({error}): give the folder of another run"
+            f"{folder / 'config.json'} does not describe a model ({error}): give the folder of "
+            "another run"
         ) from None
 
 

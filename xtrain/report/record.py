@@ -78,7 +78,8 @@ def read(folder: Path) -> Record:
         raise UserError(f"{folder} is not a folder: give that of a run, such as runs/tiny")
     if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
         raise UserError(
-            f"{folder} is not a run, because it has no config.json and no metrics.jsonl: give a folder such as runs/tiny"
+            f"{folder} is not a run, because it has no config.json and no metrics.jsonl: give a "
+            "folder such as runs/tiny"
         )
     run = Record(folder.resolve().name, folder)
     run.config = _object(run, "config.json")

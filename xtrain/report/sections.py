@@ -295,10 +295,13 @@ def _sentence(s: dict[str, Any]) -> str:
     fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
     return (
         f"<h2>One sentence, step {int(s['step'])}</h2><pre>{text}</pre>"
-        "<h3>Next tokens</h3><p>After each token: the probability of the actual next token, and the most likely next tokens.</p>"
-        f'<div class="scroll"><table class="next"><thead><tr><th>after</th><th>actual next</th><th colspan="{most}">most likely next'
+        "<h3>Next tokens</h3><p>After each token: the probability of the actual next token, and "
+        "the most likely next tokens.</p>"
+        '<div class="scroll"><table class="next"><thead><tr><th>after</th><th>actual next</th><th '
+        f'colspan="{most}">most likely next'
         f"</th></tr></thead><tbody>{rows}</tbody></table></div>"
-        "<h3>Attention</h3><p>Rows are queries, columns are keys; darker blue is a larger weight, and each row sums to 1. "
+        "<h3>Attention</h3><p>Rows are queries, columns are keys; darker blue is a larger weight, "
+        "and each row sums to 1. "
         f"The heads have the same rows and columns as the mean.{fewer}</p>{maps}"
     )
 
@@ -307,7 +310,8 @@ def _next_row(token, following):
     real = following["real"]
     chance = "" if real is None else f"{100 * float(real):.1f} %"
     cells = "".join(
-        f'<td>{_token(t)}<span class="bar" style="width:{60 * float(p):.1f}px"></span>{100 * float(p):.1f} %</td>'
+        f'<td>{_token(t)}<span class="bar" '
+        f'style="width:{60 * float(p):.1f}px"></span>{100 * float(p):.1f} %</td>'
         for t, p in following["top"]
     )
     return f'<tr><td>{_token(token)}</td><td class="real">{chance}</td>{cells}</tr>'
@@ -325,7 +329,8 @@ def _layer_maps(layer, maps, tokens, is_open):
     mean = image(_square(maps["mean"], len(tokens)), f"{layer}, mean of all heads")
     labels = "".join(f"<span>{html.escape(_visible(t))}</span>" for t in tokens)
     heads = "".join(
-        f"<figure>{image(_square(p, len(tokens)), f'{layer}, head {h}')}<figcaption>head {html.escape(h)}</figcaption></figure>"
+        f"<figure>{image(_square(p, len(tokens)), f'{layer}, head {h}')}<figcaption>head "
+        f"{html.escape(h)}</figcaption></figure>"
         for h, p in maps["heads"].items()
     )
     if len(maps["heads"]) < maps["of"]:
@@ -334,8 +339,10 @@ def _layer_maps(layer, maps, tokens, is_open):
         of = ""
     return (
         f"<details{' open' if is_open else ''}><summary>{html.escape(layer)}{of}</summary>"
-        f'<div class="maps"><figure class="mean" style="--side:{11 * len(tokens)}px"><div class="columns">{labels}</div>'
-        f'<div class="rows">{labels}</div>{mean}<figcaption>mean of all heads</figcaption></figure>{heads}</div></details>'
+        f'<div class="maps"><figure class="mean" style="--side:{11 * len(tokens)}px"><div '
+        f'class="columns">{labels}</div>'
+        f'<div class="rows">{labels}</div>{mean}<figcaption>mean of all '
+        f"heads</figcaption></figure>{heads}</div></details>"
     )
 
 
@@ -354,7 +361,8 @@ def samples(run: Record) -> str:
     step = max(1, -(-len(run.samples) // MOST_SAMPLES))
     chosen = run.samples[::-1][::step]  # the newest first
     shown = "".join(
-        f"<details{' open' if i == 0 else ''}><summary>step {n:,}</summary><pre>{html.escape(text)}</pre></details>"
+        f"<details{' open' if i == 0 else ''}><summary>step "
+        f"{n:,}</summary><pre>{html.escape(text)}</pre></details>"
         for i, (n, text) in enumerate(chosen)
     )
     return f"<h2>Samples over time</h2>{shown}"
@@ -389,8 +397,12 @@ def _source(start):
 def configuration(run: Record) -> str:
     """Return the tables of config.json, and the starts of a run that was resumed."""
     names = {
-        "train": "Options", "model": "Model", "data": "Text", "machine": "Machine", "versions": "Versions",
-    }  # fmt: skip
+        "train": "Options",
+        "model": "Model",
+        "data": "Text",
+        "machine": "Machine",
+        "versions": "Versions",
+    }
     shown = "".join(
         f"<div>{table([], [[k, _value(v)] for k, v in run.section(section).items()], name)}</div>"
         for section, name in names.items()
