@@ -260,17 +260,17 @@ def test_tokens_and_seconds_of_a_step():
     found = axes.read(
         [line(1, 1.0, 100), line(2, 2.0, 100), line(3, 13.0, 300), line(5, 15.0, 300)]
     )
-    at = found.at([0, 1, 2, 2.5, 3, 4, 5])
+    at = found.positions([0, 1, 2, 2.5, 3, 4, 5])
     assert at["tokens"] == [0, 100, 200, 350, 500, 800, 1100]
     assert at["time"] == [0, 1, 2, 7.5, 13, 14, 15]
     older = axes.read([{"step": s, "ms": 500.0, "tokens_per_s": 200.0} for s in (1, 2, 4)])
-    assert older.at([1, 2, 3, 4])["time"] == [0.5, 1, 1.5, 2]
+    assert older.positions([1, 2, 3, 4])["time"] == [0.5, 1, 1.5, 2]
     assert axes.read([]) is None and axes.read([{"step": 1}]) is None
 
 
 def test_the_axes_are_those_of_the_run(folder):
     run = report.record.read(folder)
-    at = run.axes.at([1, 12])
+    at = run.axes.positions([1, 12])
     assert at["tokens"] == [4 * 32, 12 * 4 * 32]
     np.testing.assert_allclose(at["time"][1], run.timing[-1]["seconds"])
     drawn = re.findall(r'data-chart="(.*?)"', (folder / "report.html").read_text())

@@ -162,12 +162,12 @@ def val_batches(
     windows = (len(tokens) - 1) // T
     if not windows:
         raise _too_short("validation", len(tokens), T)
-    wanted = min(n * B, windows)
-    first = np.arange(wanted) * windows // wanted * T
+    n_windows = min(n * B, windows)
+    first = np.arange(n_windows) * windows // n_windows * T
     rows = tokens[first[:, None] + np.arange(T + 1)].astype(np.int32)
     return [
         (np.ascontiguousarray(rows[i : i + B, :-1]), np.ascontiguousarray(rows[i : i + B, 1:]))
-        for i in range(0, wanted, B)
+        for i in range(0, n_windows, B)
     ]
 
 

@@ -41,10 +41,10 @@ def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
         with pyarrow.memory_map(str(path)) as mapped:
             reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
             _check_column(pyarrow, path, reader.schema, key)
-            at = reader.schema.get_field_index(key)
+            column = reader.schema.get_field_index(key)
             n = reader.num_record_batches if is_file else 0
             batches = map(reader.get_batch, range(n)) if is_file else reader
-            yield from _texts((batch.column(at) for batch in batches), path)
+            yield from _texts((batch.column(column) for batch in batches), path)
 
 
 @contextmanager
@@ -69,9 +69,9 @@ def _pyarrow(path: Path) -> Iterator[Any]:
 def _check_column(pyarrow: Any, path: Path, schema: Any, key: str) -> None:
     columns = [field.type for field in schema if field.name == key]
     if len(columns) != 1:
-        found = "no column" if not columns else f"{len(columns)} columns"
+        count = "no column" if not columns else f"{len(columns)} columns"
         raise BadFile(
-            f"{path} has {found} named {key}: choose with --text-key from {listed(schema.names)}"
+            f"{path} has {count} named {key}: choose with --text-key from {listed(schema.names)}"
         )
     if not _is_text_type(pyarrow, columns[0]):
         raise BadFile(

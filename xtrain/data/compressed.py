@@ -81,7 +81,7 @@ class _Unpacked(io.RawIOBase):
         self.errors = errors
         self.file = open(path, "rb")  # noqa: SIM115
         self.member: Any = None  # the decompressor of the one that is being read
-        self.rest = memoryview(b"")  # unpacked, not yet read
+        self.unread = memoryview(b"")  # unpacked
 
     def readable(self) -> bool:
         return True
@@ -93,16 +93,16 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer. Raises OSError and BadFile."""
-        while not self.rest and (block := self.file.read(BLOCK)):
-            self.rest = memoryview(self._unpack(block))
-        if not self.rest and self.member is not None:
+        while not self.unread and (block := self.file.read(BLOCK)):
+            self.unread = memoryview(self._unpack(block))
+        if not self.unread and self.member is not None:
             raise BadFile(f"{self.path} is cut off: its end is missing, copy or pack it again")
-        n = min(len(buffer), len(self.rest))
-        buffer[:n], self.rest = self.rest[:n], self.rest[n:]
+        n = min(len(buffer), len(self.unread))
+        buffer[:n], self.unread = self.unread[:n], self.unread[n:]
         return n
 
     def _unpack(self, block: bytes) -> bytes:
-        found = []
+        pieces = []
         try:
             while block:
                 if self.member is None:
@@ -110,7 +110,7 @@ class _Unpacked(io.RawIOBase):
                     if not block:
                         break
                     self.member = self.make()
-                found.append(self.member.decompress(block))
+                pieces.append(self.member.decompress(block))
                 block = self.member.unused_data if self.member.eof else b""
                 self.member = None if self.member.eof else self.member
         except self.errors as error:
@@ -119,4 +119,4 @@ class _Unpacked(io.RawIOBase):
                 f"{self.path} is damaged or no {self.path.suffix} file ({what}): copy or pack it "
                 "again"
             ) from None
-        return b"".join(found)
+        return b"".join(pieces)

@@ -122,19 +122,19 @@ def prepare(
     files of the cache are. A damaged cache entry is built again, one that cannot be read at the
     moment is not. Raises UserError for every bad input.
     """
-    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+    own_tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
     documents = Documents(data, text_key)
     folder = Path(cache_dir or cache_folder())
     if sources := token_files.of(documents.sources):
-        return _of_tokens(sources, documents.name, given, folder, progress, verify, strict)
-    cache = _Cache(folder, documents, given, vocab_size, verify)
+        return _of_tokens(sources, documents.name, own_tokenizer, folder, progress, verify, strict)
+    cache = _Cache(folder, documents, own_tokenizer, vocab_size, verify)
     corpus = cache.known_text()
     if corpus is None:
         progress(0.0, "reading the text")
-        found = documents.survey(_Counter(documents, progress))
-        _check_left_out(documents.name, documents.left_out.values(), found.documents > 0, strict)
-        corpus = cache.open(found.sha256) or cache.build(found, progress)
-        cache.remember_text(found.sha256)
+        survey = documents.survey(_Counter(documents, progress))
+        _check_left_out(documents.name, documents.left_out.values(), survey.documents > 0, strict)
+        corpus = cache.open(survey.sha256) or cache.build(survey, progress)
+        cache.remember_text(survey.sha256)
     _check_left_out(documents.name, corpus.left_out, True, strict)
     progress(1.0, "ready")
     return corpus
@@ -157,33 +157,33 @@ def _of_tokens(
             "tokenizer.json)"
         )
     tell = lambda fraction: progress(fraction, "checking the tokens")
-    found = TokenFiles(sources, tokenizer, cache, tell, verify)
-    _check_left_out(name, found.left_out, bool(found.train), strict)
-    facts: dict[str, Any] = found.summary()
+    tokens = TokenFiles(sources, tokenizer, cache, tell, verify)
+    _check_left_out(name, tokens.left_out, bool(tokens.train), strict)
+    facts: dict[str, Any] = tokens.summary()
     progress(1.0, "ready")
     return Corpus(
         name=name,
-        files=found.files,
-        left_out=tuple(found.left_out),
-        split=found.split,
+        files=tokens.files,
+        left_out=tuple(tokens.left_out),
+        split=tokens.split,
         bigram_bpb=None,
         folder=cache,
-        train=found.train,
-        val=found.val,
+        train=tokens.train,
+        val=tokens.val,
         tokenizer=tokenizer,
         **facts,
     )
 
 
-def _check_left_out(name: str, left_out: Collection[str], found: bool, strict: bool) -> None:
+def _check_left_out(name: str, left_out: Collection[str], has_data: bool, strict: bool) -> None:
     """Raise UserError if all of the data is left out, or any of it although the user wants all."""
     first = next(iter(left_out), "")
     if strict and left_out:
-        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        raise UserError(f"{first}{more}; without --strict-data it is left out")
-    if not found and len(left_out) == 1:
+        others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UserError(f"{first}{others}; without --strict-data it is left out")
+    if not has_data and len(left_out) == 1:
         raise UserError(first)
-    if not found:
+    if not has_data:
         why = f" ({len(left_out)} files are left out; {first})" if left_out else ""
         raise UserError(f"{name} has no text: give other --data{why}")
 
@@ -195,15 +195,15 @@ class _Cache:
         self,
         folder: Path,
         documents: Documents,
-        given: Tokenizer | None,
+        tokenizer: Tokenizer | None,
         vocab_size: int,
         verify: bool,
     ):
         self.folder = folder
         self.documents = documents
-        self.given = given
+        self.tokenizer = tokenizer
         self.vocab_size, self.verify = vocab_size, verify
-        which = json.dumps([documents.sources.given, documents.key]).encode()
+        which = json.dumps([documents.sources.absolute_paths, documents.key]).encode()
         self.text_name = f"text-{hashlib.sha256(which).hexdigest()[:16]}-f{FORMAT}"
 
     def entry(self, sha256: str) -> Path:
@@ -213,27 +213,27 @@ class _Cache:
         """
         entry = lambda which: self.folder / f"{sha256[:16]}-{which}-f{FORMAT}"
         trained = entry(f"v{self.vocab_size}")
-        given = self.given
-        if given is None or _has_tokenizer(trained, given):
+        tokenizer = self.tokenizer
+        if tokenizer is None or _has_tokenizer(trained, tokenizer):
             return trained
-        return entry(f"t{given.sha256[:16]}e{given.eot_id}")
+        return entry(f"t{tokenizer.sha256[:16]}e{tokenizer.eot_id}")
 
     def known_text(self) -> Corpus | None:
         """Return the corpus of a text that has not changed since it was last read, or None."""
-        known = {} if self.verify else stamps.load(self.folder, self.text_name)
-        if not known or known.get("identity") != self.documents.identity():
+        stored = {} if self.verify else stamps.load(self.folder, self.text_name)
+        if not stored or stored.get("identity") != self.documents.identity():
             return None
-        self.documents.files = known["files"]
-        self.documents.left_out = known["left_out"]
-        return self.open(known["sha256"])
+        self.documents.files = stored["files"]
+        self.documents.left_out = stored["left_out"]
+        return self.open(stored["sha256"])
 
     def remember_text(self, sha256: str) -> None:
         """Store that the text, as it was when last read, has this hash."""
         documents = self.documents
         if documents.settled:
             facts = {"files": documents.files, "left_out": documents.left_out, "sha256": sha256}
-            known = {"identity": documents.identity_read, **facts}
-            stamps.save(self.folder, self.text_name, known)
+            stored = {"identity": documents.identity_read, **facts}
+            stamps.save(self.folder, self.text_name, stored)
 
     def open(self, sha256: str) -> Corpus | None:
         """Open the cache entry; None if it is missing or damaged.
@@ -258,7 +258,7 @@ class _Cache:
             files=documents.files,
             left_out=tuple(documents.left_out.values()),
             folder=folder,
-            tokenizer=self.given or Tokenizer.load(folder),
+            tokenizer=self.tokenizer or Tokenizer.load(folder),
             **record,
         )
 
@@ -268,7 +268,7 @@ class _Cache:
         Large files that have not changed since they were last read are not read.
         """
         before = {} if self.verify else stamps.load(self.folder, f"entry-{folder.name}")
-        known = {}
+        stored = {}
         try:
             for name, digest in expected.items():
                 read_at = time.time()
@@ -277,23 +277,23 @@ class _Cache:
                 if not unchanged and files.digest(folder / name) != digest:
                     return False
                 if unchanged or stamps.is_settled([now], read_at):
-                    known[name] = [digest, now]
+                    stored[name] = [digest, now]
         except MISSING:
             return False
-        if known != before:
-            stamps.save(self.folder, f"entry-{folder.name}", known)
+        if stored != before:
+            stamps.save(self.folder, f"entry-{folder.name}", stored)
         return True
 
-    def build(self, found: Survey, progress: Progress) -> Corpus:
+    def build(self, survey: Survey, progress: Progress) -> Corpus:
         """Tokenize the text and put the result into the cache. Raises UserError."""
-        entry = self.entry(found.sha256)
+        entry = self.entry(survey.sha256)
         waiting = lambda: progress(0.1, "waiting for another process that tokenizes the same text")
         try:
             with work_folder_of(entry, waiting) as work:
-                corpus = self.open(found.sha256)  # of another process
+                corpus = self.open(survey.sha256)  # of another process
                 if corpus is not None:
                     return corpus
-                self._tokenize(work, found, progress)
+                self._tokenize(work, survey, progress)
                 shutil.rmtree(entry, ignore_errors=True)  # damaged
                 try:
                     os.rename(work, entry)
@@ -307,23 +307,23 @@ class _Cache:
                 "make room, or set XTRAIN_CACHE to another "
                 "folder; what is already tokenized is kept for the next run"
             ) from None
-        corpus = self.open(found.sha256)
+        corpus = self.open(survey.sha256)
         if corpus is None:
             raise UserError(
                 f"{entry} cannot be read back: set XTRAIN_CACHE to a folder on another disk"
             )
         return corpus
 
-    def _tokenize(self, work: Path, found: Survey, progress: Progress) -> None:
+    def _tokenize(self, work: Path, survey: Survey, progress: Progress) -> None:
         documents = self.documents
 
         def train() -> Tokenizer:
             progress(0.15, "training the tokenizer")
-            return Tokenizer.train(_sample(documents, found), self.vocab_size)
+            return Tokenizer.train(_sample(documents, survey), self.vocab_size)
 
         tell = lambda fraction, text: progress(0.25 + 0.75 * fraction, text)
-        with Tokenizing(work, self.given, train, tell) as tokenizing:
-            tokenizing(documents, found)
+        with Tokenizing(work, self.tokenizer, train, tell) as tokenizing:
+            tokenizing(documents, survey)
         files.sync_folder(work)
 
 
@@ -361,13 +361,13 @@ class _Counter:
             self.progress(0.1 * fraction, text)
 
 
-def _sample(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[str]:
+def _sample(documents: Iterable[tuple[str, bool]], survey: Survey) -> Iterator[str]:
     """Yield about SAMPLE_BYTES of the training text, spread evenly over it."""
     seen = sampled = 0
-    for part in split(documents, found):
+    for part in split(documents, survey):
         for chunk in [] if part.held_out else chunks(part.text, SAMPLE_CHUNK):
             size = len(chunk.encode())
             seen += size
-            if sampled * found.n_bytes <= seen * SAMPLE_BYTES:
+            if sampled * survey.n_bytes <= seen * SAMPLE_BYTES:
                 sampled += size
                 yield chunk

@@ -66,13 +66,13 @@ class Documents:
 
         tell: called with the characters of each part
         """
-        found = self.sources.find()
-        self.identity_read = self._identify(found)
+        sources = self.sources.find()
+        self.identity_read = self._identify(sources)
         surveying = Surveying()
         used = []
         self.files = 0
         self.left_out = {}
-        for source in found:
+        for source in sources:
             try:
                 self.files += surveying.add(_told(_separate(source.read(self.key)), tell))
                 used.append(source)
@@ -80,7 +80,7 @@ class Documents:
                 if not self.sources.own:  # Python's own tests have files in other encodings
                     self.left_out[str(source.path)] = str(error)
         self._used = used
-        return surveying.found()
+        return surveying.survey()
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         if self._used is None:
@@ -95,10 +95,10 @@ class Documents:
         """
         return self._identify(self.sources.find())
 
-    def _identify(self, found: list[Source]) -> str:
+    def _identify(self, sources: list[Source]) -> str:
         read_at = time.time()
         stamps = {}
-        for source in found:
+        for source in sources:
             try:
                 is_file = os.path.isfile(source.path)  # else a link to nothing, a socket
                 stamps[str(source.path)] = stamp(source.path) if is_file else [0, 0, 0, 0]
@@ -106,7 +106,7 @@ class Documents:
                 raise UserError(unreadable(error)) from None
         self.n_bytes = sum(size for size, *_ in stamps.values())
         self.settled = is_settled(list(stamps.values()), read_at)
-        content = json.dumps([self.sources.given, self.key, stamps])  # ASCII
+        content = json.dumps([self.sources.absolute_paths, self.key, stamps])  # ASCII
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -123,24 +123,24 @@ def _separate(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
 
     The last part of a document may be empty.
     """
-    rest = ""
+    tail = ""
     begun = False
     for text, ends in parts:
-        *whole, rest = (rest + text).split(END_OF_TEXT)
+        *whole, tail = (tail + text).split(END_OF_TEXT)
         for document in whole:
             if document or begun:
                 yield document, True
             begun = False
         if ends:
-            if rest or begun:
-                yield rest, True
-            rest = ""
+            if tail or begun:
+                yield tail, True
+            tail = ""
             begun = False
             continue
-        kept = next(n for n in range(len(END_OF_TEXT), -1, -1) if rest.endswith(END_OF_TEXT[:n]))
-        given, rest = rest[: len(rest) - kept], rest[len(rest) - kept :]
-        if given:
-            yield given, False
+        kept = next(n for n in range(len(END_OF_TEXT), -1, -1) if tail.endswith(END_OF_TEXT[:n]))
+        ready, tail = tail[: len(tail) - kept], tail[len(tail) - kept :]
+        if ready:
+            yield ready, False
             begun = True
 
 
@@ -221,8 +221,8 @@ class Surveying:
             self.first.add(key, n_bytes)
         return total.documents > 0
 
-    def found(self) -> Survey:
-        """What the survey has found so far."""
+    def survey(self) -> Survey:
+        """Return the survey of what has been read so far."""
         return replace(self.total, sha256=self.whole.hexdigest(), first=dict(self.first.sizes))
 
 
@@ -253,7 +253,7 @@ def survey(documents: Iterable[tuple[str, bool]]) -> Survey:
     """Read all documents once. documents: parts, as from Documents."""
     surveying = Surveying()
     surveying.add(documents)
-    return surveying.found()
+    return surveying.survey()
 
 
 class Part(NamedTuple):
@@ -265,14 +265,17 @@ class Part(NamedTuple):
     held_out: bool
 
 
-def split(documents: Iterable[tuple[str, bool]], found: Survey) -> Iterator[Part]:
+def split(documents: Iterable[tuple[str, bool]], survey: Survey) -> Iterator[Part]:
     """Yield training and validation text, in the order of the documents.
 
-    found: the survey of the same documents. Raises UserError at the end if they have changed since.
+    survey: of the same documents
+
+    The module's docstring states the rule. Raises UserError at the end if the documents have
+    changed since the survey.
     """
     whole = hashlib.sha256()
-    yield from (_drawn if found.by_document else _tail)(documents, found, whole)
-    if whole.hexdigest() != found.sha256:
+    yield from (_drawn if survey.by_document else _tail)(documents, survey, whole)
+    if whole.hexdigest() != survey.sha256:
         raise _changed()
 
 
@@ -280,14 +283,14 @@ def _changed() -> UserError:
     return UserError("the text changed while it was being read: start again")
 
 
-def _drawn(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> Iterator[Part]:
-    drawn = found.validation_hashes()
+def _drawn(documents: Iterable[tuple[str, bool]], survey: Survey, whole: Any) -> Iterator[Part]:
+    drawn = survey.validation_hashes()
     texts = []
     size = 0
     for text, ends in documents:
         texts.append(text)
         size += len(text)
-        if size > found.longest:  # in characters, which are not more than the bytes
+        if size > survey.longest:  # in characters, which are not more than the bytes
             raise _changed()
         if ends:
             raw = "".join(texts).encode()
@@ -298,20 +301,20 @@ def _drawn(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> 
             size = 0
 
 
-def _tail(documents: Iterable[tuple[str, bool]], found: Survey, whole: Any) -> Iterator[Part]:
+def _tail(documents: Iterable[tuple[str, bool]], survey: Survey, whole: Any) -> Iterator[Part]:
     document = hashlib.sha256()
     begun = False
-    to_come = found.n_bytes - found.held_out  # bytes of training text that are still to come
+    to_come = survey.n_bytes - survey.held_out  # bytes of training text that are still to come
     for text, ends in documents:
         raw = text.encode()
         document.update(raw)
         if 0 <= to_come < len(raw):
-            at = to_come
-            while raw[at] & 0xC0 == 0x80:  # inside a character: move back to its first byte
-                at -= 1
-            if at or begun:
-                yield Part(raw[:at].decode(), raw[:at], True, False)
-            yield Part(raw[at:].decode(), raw[at:], ends, True)
+            start = to_come
+            while raw[start] & 0xC0 == 0x80:  # inside a character: move back to its first byte
+                start -= 1
+            if start or begun:
+                yield Part(raw[:start].decode(), raw[:start], True, False)
+            yield Part(raw[start:].decode(), raw[start:], ends, True)
             to_come = -1
         else:
             yield Part(text, raw, ends, to_come < 0)

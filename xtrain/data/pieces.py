@@ -81,11 +81,11 @@ class Rule:
 
         text must continue for at least reach + 2 characters after `end`, unless the document ends.
         """
-        while self.places is not None and (found := self.places.search(text, start, end + 2)):
-            at = found.start()
-            if self._is_clear(text[max(0, at - self.reach) : at + self.reach]):
-                return at
-            start = at + 1
+        while self.places is not None and (place := self.places.search(text, start, end + 2)):
+            cut = place.start()
+            if self._is_clear(text[max(0, cut - self.reach) : cut + self.reach]):
+                return cut
+            start = cut + 1
         return None
 
     def _is_clear(self, around: str) -> bool:
@@ -193,8 +193,8 @@ def chunks(text: str, limit: int) -> Iterator[str]:
     start = 0
     while len(text) - start > limit:
         end = start + limit
-        at = text.rfind("\n", start, end) + 1 or text.rfind(" ", start + 1, end)
-        end = at if at > 0 else end
+        cut = text.rfind("\n", start, end) + 1 or text.rfind(" ", start + 1, end)
+        end = cut if cut > 0 else end
         yield text[start:end]
         start = end
     yield text[start:]
@@ -218,15 +218,15 @@ class Cutter:
         while len(self._text) > PIECE:
             margin = 0 if ends else self.rule.reach + 2
             end = min(len(self._text) - margin, LONGEST)
-            at = self.rule.next_cut(self._text, self._searched, end)
-            if at is None and len(self._text) <= LONGEST + margin:
+            cut = self.rule.next_cut(self._text, self._searched, end)
+            if cut is None and len(self._text) <= LONGEST + margin:
                 self._searched = max(PIECE, end)
                 break
-            drop = self.rule.drops_space and at is not None
-            if at is None:
-                at = len(next(chunks(self._text, LONGEST)))
-            yield self._text[:at], False
-            self._text = self._text[at + drop :]
+            drop = self.rule.drops_space and cut is not None
+            if cut is None:
+                cut = len(next(chunks(self._text, LONGEST)))
+            yield self._text[:cut], False
+            self._text = self._text[cut + drop :]
             self._searched = PIECE
         if ends:
             yield self._text, True

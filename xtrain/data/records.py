@@ -28,7 +28,7 @@ class Record:
         return f"{self.path} line {self.line}"
 
     @property
-    def given(self) -> set[str]:
+    def non_null(self) -> set[str]:
         """The names of the fields that are not null."""
         return {name for name, value in self.fields.items() if value is not None}
 
@@ -65,13 +65,13 @@ class Record:
         values = self.fields.get(name) if values is None else values
         if not isinstance(values, list):
             raise UserError(f'{self.where} needs a list of strings in "{name}": add it')
-        found = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))
-        if len(found) < least:
+        checked = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))
+        if len(checked) < least:
             raise UserError(
-                f'{self.where} has {len(found)} in the list "{name}": give at least {least} to '
+                f'{self.where} has {len(checked)} in the list "{name}": give at least {least} to '
                 "choose from"
             )
-        return found
+        return checked
 
     def index(self, name: str, n: int) -> int:
         """Return a whole number from 0 to n - 1."""

@@ -59,7 +59,7 @@ class Sources:
     """The files of --data. None: the source of the Python standard library. Raises UserError for
     what does not exist.
 
-    name: of the text.  given: the paths, absolute.
+    name: of the text
     """
 
     def __init__(self, data: Data = None):
@@ -68,7 +68,7 @@ class Sources:
         if self.own:
             paths = [sysconfig.get_path("stdlib")]
         self.paths = list(map(Path, paths))
-        self.given = [os.path.abspath(path) for path in self.paths]
+        self.absolute_paths = [os.path.abspath(path) for path in self.paths]
         self._splits: dict[Path, str] = {}  # of each saved DatasetDict
 
     @property
@@ -80,15 +80,15 @@ class Sources:
 
     def find(self) -> list[Source]:
         """Return the files as they are now."""
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         real = functools.cache(os.path.realpath)
         for path in self.paths:
             for source in self._of(path):
                 folder, name = os.path.split(source.path)
                 is_link = os.path.islink(source.path)
                 same = real(source.path) if is_link else os.path.join(real(folder), name)
-                found.setdefault(same, source)
-        return list(found.values())
+                sources.setdefault(same, source)
+        return list(sources.values())
 
     def _of(self, path: Path) -> Iterable[Source]:
         if os.path.isfile(path):
@@ -109,11 +109,11 @@ class Sources:
         raise UserError(f"{path} {what}: {hint}")
 
     def _in_folder(self, root: Path) -> list[Source]:
-        found = list(self._walk(root))
+        files = list(self._walk(root))
         if self.own:
-            found = [path for path in found if path.suffix == ".py" and os.path.isfile(path)]
-        found.sort(key=lambda path: path.relative_to(root).as_posix())
-        return [Source(path, False) for path in found]
+            files = [path for path in files if path.suffix == ".py" and os.path.isfile(path)]
+        files.sort(key=lambda path: path.relative_to(root).as_posix())
+        return [Source(path, False) for path in files]
 
     def _walk(self, root: Path) -> Iterator[Path]:
         """Yield the files of a folder.
@@ -121,7 +121,7 @@ class Sources:
         Names that begin with a dot are skipped. Links to folders are followed; none is read twice.
         """
         unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own else ()
-        wanted = lambda name: name not in unwanted and not name.startswith(".")
+        is_seen = lambda name: name not in unwanted and not name.startswith(".")
         roots = [root]
         seen = set()
         for root in roots:  # grows inside the loop: linked folders are walked after real ones
@@ -137,7 +137,7 @@ class Sources:
                 elif {"state.json", "dataset_info.json"} <= set(names):
                     folders[:] = []
                     names = _data_files(Path(folder))
-                folders[:] = sorted(filter(wanted, folders))  # the same on every machine
+                folders[:] = sorted(filter(is_seen, folders))  # the same on every machine
                 if not self.own:
                     roots += filter(os.path.islink, [Path(folder, name) for name in folders])
                 yield from (Path(folder, name) for name in names if not name.startswith("."))
@@ -160,10 +160,10 @@ class Sources:
         return used
 
 
-def _are_names(found: Any) -> bool:
+def _are_names(names: Any) -> bool:
     """Return True for a list of names of files or folders, none of which is a path."""
     is_name = lambda x: isinstance(x, str) and x not in ("", ".", "..") and Path(x).name == x
-    return isinstance(found, list) and bool(found) and all(map(is_name, found))
+    return isinstance(names, list) and bool(names) and all(map(is_name, names))
 
 
 def _data_files(folder: Path) -> list[str]:

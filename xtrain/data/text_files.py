@@ -93,12 +93,14 @@ def decoded(blocks: Iterable[bytes], where: Path | str, is_string: bool = False)
             yield text
 
 
-def _raise_binary(where: Path | str, at: int) -> NoReturn:
-    raise NotText(f"{where} is binary or UTF-16 (a NUL at byte {at}): give UTF-8 text") from None
+def _raise_binary(where: Path | str, position: int) -> NoReturn:
+    raise NotText(
+        f"{where} is binary or UTF-16 (a NUL at byte {position}): give UTF-8 text"
+    ) from None
 
 
-def _raise_not_utf8(where: Path | str, at: int) -> NoReturn:
-    raise NotText(f"{where} is not UTF-8 (byte {at}): convert it to UTF-8") from None
+def _raise_not_utf8(where: Path | str, position: int) -> NoReturn:
+    raise NotText(f"{where} is not UTF-8 (byte {position}): convert it to UTF-8") from None
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -227,19 +229,19 @@ class _LongLine:
         The position in the file has short + 1 digits. The file is then at the next line.
         """
         self._seek(self.begin)
-        found = bytearray()
+        line = bytearray()
         while True:
             for piece in self._match(OUTSIDE):
-                found += piece
+                line += piece
             if self.at == len(self.buffer):
-                return bytes(found)
+                return bytes(line)
             position = self.file.tell() - len(self.buffer) + self.at
             size = 0
             kept = b""
             for piece in self._string():
                 size += len(piece)
                 kept = kept + piece if size <= self.short else b"%0*d" % (self.short + 1, position)
-            found += b'"' + kept + b'"'
+            line += b'"' + kept + b'"'
 
     def string(self, position: int) -> Iterator[str]:
         """Yield the string at this position of the file, part by part.
@@ -265,9 +267,9 @@ class _LongLine:
     def _match(self, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
         """Yield what matches from here on, in pieces."""
         while True:
-            while (found := pattern.match(self.buffer, self.at)) and found[0]:
-                self.at = found.end()
-                yield found[0]
+            while (match := pattern.match(self.buffer, self.at)) and match[0]:
+                self.at = match.end()
+                yield match[0]
             # an escape sequence may be longer than what has been read of it
             if len(self.buffer) - self.at >= PAIR or not self._read():
                 return

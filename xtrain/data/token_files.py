@@ -2,7 +2,7 @@
 uint16 without a header.
 
     files = of(Sources(data))                    [] if it is text
-    found = TokenFiles(files, tokenizer, ...)    checked; the tokens stay where they are
+    tokens = TokenFiles(files, tokenizer, ...)    checked; the tokens stay where they are
 
 Only the tokenizer knows what the tokens mean, so it must be given: --tokenizer. Every id is checked
 against its vocabulary. (nanoGPT keeps its own vocabularies in meta.pkl. A pickle can run any
@@ -45,9 +45,9 @@ def of(sources: Sources) -> list[Source]:
     Raises UserError if some hold the one, some the other. In a folder of texts, a .bin is a file
     that is not text.
     """
-    found = [] if sources.own else sources.find()
-    tokens = [source for source in found if source.path.suffix == SUFFIX]
-    text = [source for source in found if source.path.suffix not in (SUFFIX, *PICKLES)]
+    files = [] if sources.own else sources.find()
+    tokens = [source for source in files if source.path.suffix == SUFFIX]
+    text = [source for source in files if source.path.suffix not in (SUFFIX, *PICKLES)]
     if tokens and text:
         named = [source for source in tokens if source.is_named]
         if named:
@@ -56,7 +56,7 @@ def of(sources: Sources) -> list[Source]:
                 "text with --data"
             )
         return []
-    return found if tokens else []
+    return files if tokens else []
 
 
 class TokenFiles:
@@ -107,26 +107,26 @@ class TokenFiles:
 
         All of the file, if others are left and it is no longer than that.
         """
-        wanted = max(1, min(sum(span.n for span in self.train) // VAL_FRACTION, VAL_TOKENS))
+        n_tokens = max(1, min(sum(span.n for span in self.train) // VAL_FRACTION, VAL_TOKENS))
         last = self.train.pop()
-        n = last.n - wanted
+        n = last.n - n_tokens
         if n > 0:
             self.train.append(Span(last.path, last.dtype, last.offset, n))
         elif not self.train:
             raise UserError(f"{last.path} has {last.n} tokens, too few to hold some out")
         offset = last.offset + max(0, n) * np.dtype(last.dtype).itemsize
-        self.val = [Span(last.path, last.dtype, offset, min(wanted, last.n))]
+        self.val = [Span(last.path, last.dtype, offset, min(n_tokens, last.n))]
 
     def summary(self) -> dict[str, int | str]:
         """Return facts that a Corpus has, under their names there."""
         sides = {"train": self.train, "val": self.val}
         facts = {name: [self._facts(span) for span in spans] for name, spans in sides.items()}
         whole = hashlib.sha256()
-        for name, found in facts.items():
-            whole.update(f"{name} {[sha256 for sha256, *_ in found]}".encode())
+        for name, value in facts.items():
+            whole.update(f"{name} {[sha256 for sha256, *_ in value]}".encode())
         sums = {
-            name: [sum(ends for _, ends, _ in found), sum(n for _, _, n in found)]
-            for name, found in facts.items()
+            name: [sum(ends for _, ends, _ in value), sum(n for _, _, n in value)]
+            for name, value in facts.items()
         }
         return {
             "sha256": whole.hexdigest(),
@@ -152,16 +152,16 @@ class TokenFiles:
         path = os.fsencode(span.path.resolve())
         which = f" {span.dtype} {span.offset} {span.n} {tokenizer.sha256} {tokenizer.eot_id}"
         name = f"tokens-{hashlib.sha256(path + which.encode()).hexdigest()[:16]}"
-        known = {} if self.verify else stamps.load(self.cache, name)
+        stored = {} if self.verify else stamps.load(self.cache, name)
         read_at = time.time()
         with reading(span.path):
             now = stamps.stamp(span.path)
-        if known.get("stamp") == now:
-            return known["sha256"], known["documents"], known["bytes"]
+        if stored.get("stamp") == now:
+            return stored["sha256"], stored["documents"], stored["bytes"]
         facts = self._read(span)
         if stamps.is_settled([now], read_at):
-            found = dict(zip(("sha256", "documents", "bytes"), facts))
-            stamps.save(self.cache, name, {"stamp": now, **found})
+            checked = dict(zip(("sha256", "documents", "bytes"), facts))
+            stamps.save(self.cache, name, {"stamp": now, **checked})
         return facts
 
     def _read(self, span: Span) -> tuple[str, int, int]:

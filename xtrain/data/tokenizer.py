@@ -239,8 +239,8 @@ class Tokenizer:
             text = decoder.decode(self.token_bytes[i] if i < self.vocab_size else b"")
             if text:
                 yield text
-        if rest := decoder.decode(b"", final=True):
-            yield rest
+        if tail := decoder.decode(b"", final=True):
+            yield tail
 
     def _json(self) -> bytes:
         return (self._backend.to_str(pretty=True) + "\n").encode()
@@ -273,8 +273,8 @@ def _reason(error: BaseException) -> str:
 
 def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
     """Return eos_token of tokenizer_config.json, else the first known name in the vocabulary."""
-    known = (name for name in KNOWN_END_OF_TEXT if backend.token_to_id(name) is not None)
-    return token_text(config.get("eos_token")) or next(known, END_OF_TEXT)
+    names = (name for name in KNOWN_END_OF_TEXT if backend.token_to_id(name) is not None)
+    return token_text(config.get("eos_token")) or next(names, END_OF_TEXT)
 
 
 def with_names(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, Any]:

@@ -243,24 +243,24 @@ class Tokenizing:
     def __init__(
         self,
         folder: Path,
-        given: Tokenizer | None,
+        tokenizer: Tokenizer | None,
         train: Callable[[], Tokenizer],
         progress: Progress,
     ):
         """Begin, or continue what a killed process has left in the folder. Raises OSError,
         UserError.
 
-        given: the tokenizer; None: the one that train() returns
+        tokenizer: None: the one that train() returns
         """
         self.folder, self.progress = folder, progress
         self.committed = 0  # batches whose tokens are in the shards
         state = read_state(folder)
         self.complete = "blake2b" in state and intact(folder, state["blake2b"])
-        if self.complete or self._resume(state, given):
+        if self.complete or self._resume(state, tokenizer):
             return
         for path in folder.iterdir():
             path.unlink()
-        self._begin(given or train())
+        self._begin(tokenizer or train())
         self.tokenizer.save(folder)
         self.files = {path.name: digest(path) for path in sorted(folder.iterdir())}
 
@@ -268,11 +268,11 @@ class Tokenizing:
         self.tokenizer = tokenizer
         self.train, self.val = (_Side(self.folder, name, tokenizer) for name in ("train", "val"))
 
-    def _resume(self, state: dict[str, Any], given: Tokenizer | None) -> bool:
+    def _resume(self, state: dict[str, Any], tokenizer: Tokenizer | None) -> bool:
         """Continue what a killed process has left, if it is undamaged and of the same settings."""
         if state.get("settings") != _settings() or not intact(self.folder, state["files"]):
             return False
-        self._begin(given or Tokenizer.load(self.folder))
+        self._begin(tokenizer or Tokenizer.load(self.folder))
         try:
             if self.train.resume(state["train"]) and self.val.resume(state["val"]):
                 self.committed, self.files = state["batches"], state["files"]
@@ -290,24 +290,24 @@ class Tokenizing:
             self.train.close()
             self.val.close()
 
-    def __call__(self, documents: Documents, found: Survey) -> None:
+    def __call__(self, documents: Documents, survey: Survey) -> None:
         """Tokenize the text.
 
         Raises OSError; UserError if the text has changed or is too short.
         """
         if not self.complete:
             with ThreadPoolExecutor(1) as pool:
-                self._tokenize(documents, found, pool)
-            self._finish(found)
+                self._tokenize(documents, survey, pool)
+            self._finish(survey)
 
-    def _tokenize(self, documents: Documents, found: Survey, pool: ThreadPoolExecutor) -> None:
+    def _tokenize(self, documents: Documents, survey: Survey, pool: ThreadPoolExecutor) -> None:
         """Encode a batch in the pool, on all cores, while this thread reads the next one."""
         queue: list[tuple[_Side, str, bool]] = []
         queued = batches = last_commit = 0
         started = time.perf_counter()
         skipped = 0
         encoding = None
-        for part in itertools.chain(split(documents, found), [None]):
+        for part in itertools.chain(split(documents, survey), [None]):
             if part is not None:
                 side = self.val if part.held_out else self.train
                 for piece, ends in side.add(part):
@@ -333,7 +333,7 @@ class Tokenizing:
                 text = "reading what is already tokenized"
             queue = []
             queued = 0
-            self.progress(done / found.n_bytes, text)
+            self.progress(done / survey.n_bytes, text)
         self._append(encoding, last_commit)
 
     def _append(self, batch: "_Batch | None", last_commit: int) -> int:
@@ -364,11 +364,11 @@ class Tokenizing:
         write_state(self.folder, content)
         sync(self.folder)
 
-    def _finish(self, found: Survey) -> None:
+    def _finish(self, survey: Survey) -> None:
         for side in (self.train, self.val):
             if not side.bytes:
                 raise UserError(
-                    f"the text has {found.n_bytes} bytes, too few to hold some out for validation: "
+                    f"the text has {survey.n_bytes} bytes, too few to hold some out for validation: "
                     "give more text"
                 )
             side.finish()
@@ -381,10 +381,10 @@ class Tokenizing:
         write_state(
             self.folder,
             {
-                "documents": found.documents,
-                "bytes": found.n_bytes,
-                "sha256": found.sha256,
-                "split": "documents" if found.by_document else "tail",
+                "documents": survey.documents,
+                "bytes": survey.n_bytes,
+                "sha256": survey.sha256,
+                "split": "documents" if survey.by_document else "tail",
                 "train_bytes": train.bytes,
                 "val_bytes": val.bytes,
                 "train_tokens": train.tokens,

@@ -192,7 +192,7 @@ MMLU_COLUMNS = ["question", "A", "B", "C", "D", "answer"]
 
 def _kind_of(record: Record, kinds: dict[str, Kind]) -> str:
     for name, kind in kinds.items():
-        if kind.fields <= record.given:
+        if kind.fields <= record.non_null:
             return name
     known = "; ".join(f"{name}: {', '.join(sorted(kind.fields))}" for name, kind in kinds.items())
     raise UserError(

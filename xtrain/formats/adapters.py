@@ -64,15 +64,15 @@ def base_folder(folder: Path) -> Path:
             f"{folder / ADAPTER_CONFIG} names no model: set base_model_name_or_path to its folder"
         )
     try:
-        found = model_folder(Path(base))
+        model = model_folder(Path(base))
     except UserError as error:
         raise UserError(
             f"{folder} holds adapters of a model that cannot be read: {error}, or set "
             f"base_model_name_or_path in its {ADAPTER_CONFIG}"
         ) from None
-    if is_adapter(found):
-        raise UserError(f"{folder} holds adapters of adapters, in {found}: merge those first")
-    return found
+    if is_adapter(model):
+        raise UserError(f"{folder} holds adapters of adapters, in {model}: merge those first")
+    return model
 
 
 def source_of(folder: Path, *names: str) -> Path:
@@ -112,7 +112,7 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
 
     Raises UserError if they do not fit.
     """
-    (rank, factor), adapters, found = read_rank(folder), read_adapters(folder), dict(stored)
+    (rank, factor), adapters, updated = read_rank(folder), read_adapters(folder), dict(stored)
     unused = set(adapters)
     for name in [n for n in adapters if n.endswith(".lora_A.weight")]:
         other = name.replace(".lora_A.", ".lora_B.")
@@ -126,14 +126,14 @@ def merged(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
         if not fits or b.shape != (w.shape[0], rank):
             shapes = f"{a.shape} and {b.shape} with rank {rank}, {target} {w.shape}"
             raise UserError(f"{folder}: the adapters do not fit the model: {name} has {shapes}")
-        found[target] = replace(w, update=LowRank(a, b, factor))
+        updated[target] = replace(w, update=LowRank(a, b, factor))
         unused -= {name, other}
     if unused:
         raise UserError(
             f"{folder}: the model has no matrices for the adapters {listed(sorted(unused))}: if it "
             "is the right one, merge them with peft"
         )
-    return found
+    return updated
 
 
 def check_writable(folder: Path) -> None:

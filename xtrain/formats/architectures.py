@@ -264,18 +264,20 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         )
     names = config.get("architectures")
     model_type = config.get("model_type")
-    known = listed(list(ARCHITECTURES), most=len(ARCHITECTURES))
+    supported = listed(list(ARCHITECTURES), most=len(ARCHITECTURES))
     if names:
         name = names[0] if isinstance(names, list) else names
         if name not in list(ARCHITECTURES):
-            raise UserError(f"the architecture {name!r} is not supported: xtrain supports {known}")
+            raise UserError(
+                f"the architecture {name!r} is not supported: xtrain supports {supported}"
+            )
         if model_type not in (None, ARCHITECTURES[name].model_type):
             raise UserError(f"model_type {model_type!r} does not belong to {name}")
         return ARCHITECTURES[name]
     for architecture in ARCHITECTURES.values():
         if architecture.model_type == model_type:
             return architecture
-    raise UserError(f"model_type {model_type!r} is not supported: xtrain supports {known}")
+    raise UserError(f"model_type {model_type!r} is not supported: xtrain supports {supported}")
 
 
 def _window(
@@ -297,10 +299,10 @@ def _window(
         kinds = [_layer_type(config, architecture, made, i) for i in layers]
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if window is None:
-        known = ["full_attention"]
+        supported = ["full_attention"]
     else:
-        known = ["full_attention", "sliding_attention"]
-    unknown = [kind for kind in kinds if kind not in known]
+        supported = ["full_attention", "sliding_attention"]
+    unknown = [kind for kind in kinds if kind not in supported]
     if unknown and not (window is None and architecture.window == "some"):
         raise UserError(f"it needs the layer type {unknown[0]!r}, which xtrain does not support")
     if unknown:
@@ -381,27 +383,27 @@ def _normalize_scaling(scaling: dict[str, Any] | None, max_seq_len: int) -> dict
         raise UserError(f"it needs the RoPE type {kind!r}: xtrain supports {supported}")
     if kind == "default":
         return None
-    known = {"original_max_position_embeddings": max_seq_len, **scaling}
+    parameters = {"original_max_position_embeddings": max_seq_len, **scaling}
     if kind == "yarn":
-        known = _yarn(known, max_seq_len)
-    return {"rope_type": kind, **{key: known.get(key) for key in ROPE_SCALINGS[kind]}}
+        parameters = _yarn(parameters, max_seq_len)
+    return {"rope_type": kind, **{key: parameters.get(key) for key in ROPE_SCALINGS[kind]}}
 
 
 def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
     """Fill in the missing keys of a YaRN scaling as transformers does."""
     if scaling.get("truncate", True) is not True:
         raise UserError("it needs YaRN with truncate false, which xtrain does not support")
-    known = {key: value for key, value in scaling.items() if value is not None}
-    known = {"beta_fast": 32, "beta_slow": 1} | known
+    parameters = {key: value for key, value in scaling.items() if value is not None}
+    parameters = {"beta_fast": 32, "beta_slow": 1} | parameters
     numbers = ("original_max_position_embeddings", "factor", "mscale", "mscale_all_dim")
-    if not all(_is_positive(known[key]) for key in numbers if key in known):
-        return known  # ModelConfig names what is wrong
-    if "factor" not in known:
-        known["factor"] = max_seq_len / known["original_max_position_embeddings"]
-    size = lambda m: 1 + 0.1 * m * math.log(max(known["factor"], 1))
-    both = "mscale" in known and "mscale_all_dim" in known
-    factor = size(known["mscale"]) / size(known["mscale_all_dim"]) if both else size(1)
-    return {"attention_factor": factor} | known
+    if not all(_is_positive(parameters[key]) for key in numbers if key in parameters):
+        return parameters  # ModelConfig names what is wrong
+    if "factor" not in parameters:
+        parameters["factor"] = max_seq_len / parameters["original_max_position_embeddings"]
+    size = lambda m: 1 + 0.1 * m * math.log(max(parameters["factor"], 1))
+    both = "mscale" in parameters and "mscale_all_dim" in parameters
+    factor = size(parameters["mscale"]) / size(parameters["mscale_all_dim"]) if both else size(1)
+    return {"attention_factor": factor} | parameters
 
 
 def _is_positive(value):
@@ -424,11 +426,11 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
         return stored
     config = config_from_hf(content)
     shapes = tensor_shapes(config)
-    found = {}
+    translated = {}
     for name, tensor in stored.items():
         whole = next((w for w in architecture.packed if name.endswith(f".{w}.weight")), None)
         if whole is None:
-            found[name] = tensor
+            translated[name] = tensor
             continue
         parts = [name.replace(whole, part) for part in architecture.packed[whole]]
         rows = [shapes[part][0] for part in parts if part in shapes]
@@ -437,16 +439,16 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
             raise UserError(f"{tensor.path}: the weights do not fit the config: {shape}")
         begin = 0
         for part, n in zip(parts, rows):
-            found[part] = tensor.rows(begin, n, name)
+            translated[part] = tensor.rows(begin, n, name)
             begin += n
     if architecture.multipliers:
-        if content.get("tie_word_embeddings") and "model.embed_tokens.weight" in found:
-            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        if content.get("tie_word_embeddings") and "model.embed_tokens.weight" in translated:
+            translated["lm_head.weight"] = translated["model.embed_tokens.weight"]
         scales = _scales(content, config)
-        for name, tensor in found.items():
+        for name, tensor in translated.items():
             scale = next((x for end, x in scales.items() if name.endswith(end)), 1.0)
-            found[name] = replace(tensor, scale=scale)
-    return found
+            translated[name] = replace(tensor, scale=scale)
+    return translated
 
 
 def _scales(content: dict[str, Any], config: ModelConfig) -> dict[str, float]:

@@ -312,10 +312,10 @@ def pre_tokenizer(folder: Path, content: dict[str, Any]) -> str:
     )
     # llama.cpp does not normalize: for texts in NFC, nearly all are, the tokens are the same
     plain &= all(s["type"] == "NFC" for s in _steps(normalizer, "normalizers"))
-    found = [_regex(step) for step in steps]
-    regexes = tuple(regex for regex in found if regex)
+    patterns = [_regex(step) for step in steps]
+    regexes = tuple(regex for regex in patterns if regex)
     name = PRE_TOKENIZERS.get((regexes, bool(model.get("ignore_merges"))))
-    if not plain or None in found or steps[-1]["type"] != "ByteLevel" or name is None:
+    if not plain or None in patterns or steps[-1]["type"] != "ByteLevel" or name is None:
         raise UserError(
             f"{folder}: its tokenizer splits a text in a way that xtrain knows no name of in "
             f"llama.cpp: {ELSEWHERE}"
@@ -350,15 +350,15 @@ def _regex(step: dict[str, Any]) -> str | None:
 
 def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, bool]]:
     """Return the special tokens, and which of them are put around a text."""
-    known = read_special_tokens(folder)
-    single = lambda name: next(iter(as_ids(known.get(name))), None)
+    named = read_special_tokens(folder)
+    single = lambda name: next(iter(as_ids(named.get(name))), None)
     inside = tokenizer.encode("a")
     around = tokenizer.encode("a", special=True)
-    at = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
-    before = around[:at]
-    after = around[at + len(inside) :]
+    start = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
+    before = around[:start]
+    after = around[start + len(inside) :]
     bos = before[0] if before else tokenizer.bos_token_id
-    ends = sorted(as_ids(known.get("eos_token_id")))
+    ends = sorted(as_ids(named.get("eos_token_id")))
     own = tokenizer.eos_token_id
     if own is not None and (own in ends or not ends):  # the first, as in the tokenizer
         ends = [own, *(i for i in ends if i != own)]
@@ -369,8 +369,8 @@ def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[s
         )
     ids = {"bos": single("bos_token_id") if bos is None else bos, "pad": single("pad_token_id")}
     ids |= dict(zip(("eos", "eot", "eom"), ends))
-    found = {name: i for name, i in ids.items() if i is not None}
-    return found, {"bos": bool(before), "eos": bool(after)}
+    present = {name: i for name, i in ids.items() if i is not None}
+    return present, {"bos": bool(before), "eos": bool(after)}
 
 
 def _add_vocabulary(writer: Any, v: _Vocabulary, chat_template: str | None) -> None:

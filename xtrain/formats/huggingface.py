@@ -115,12 +115,12 @@ def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, di
     """
     base = base_folder(folder)
     config = read_config(base)
-    found = _find_tensors(base)
+    tensors = _find_tensors(base)
     content = _content(base)
     if base != folder:
-        found = merged(found, folder)
+        tensors = merged(tensors, folder)
         verify_weights(folder)
-    stored = translate(content, found)
+    stored = translate(content, tensors)
     if not variation:
         if VARIATION in content:
             raise UserError(
@@ -157,12 +157,12 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
     generation_config.json overrides config.json.
     """
-    found: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     files = (source_of(folder, name) / name for name in (CONFIG, GENERATION))
     for file in filter(Path.is_file, files):
         content = read_json(file)
-        found |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
-    return found
+        tokens |= {key: content[key] for key in SPECIAL if as_ids(content.get(key))}
+    return tokens
 
 
 def as_ids(value: Any) -> frozenset[int]:
@@ -223,8 +223,8 @@ def dropout_of(folder: Path) -> str:
     """
     path = source_of(folder, CONFIG) / CONFIG
     content = read_json(path) if path.is_file() else {}
-    found = {key: content.get(key) for key in DROPOUT}
-    return listed([f"{key} {x!r}" for key, x in found.items() if isinstance(x, float) and x > 0])
+    values = {key: content.get(key) for key in DROPOUT}
+    return listed([f"{key} {x!r}" for key, x in values.items() if isinstance(x, float) and x > 0])
 
 
 def _find_tensors(folder: Path) -> dict[str, Stored]:
@@ -286,17 +286,17 @@ def _check_tensors(
             f"the weights hold only {len(stored)} tensors"
         )
     # Older transformers stored the RoPE frequencies, which follow from the config.
-    found = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
+    names = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
     expected = expected or tensor_shapes(config)
-    if config.tie_embeddings and "lm_head.weight" in found:
+    if config.tie_embeddings and "lm_head.weight" in names:
         _check_tied(folder, stored)
-        found.remove("lm_head.weight")
-    missing = sorted(expected.keys() - found)
-    extra = sorted(found - expected.keys())
+        names.remove("lm_head.weight")
+    missing = sorted(expected.keys() - names)
+    extra = sorted(names - expected.keys())
     wrong = [
         f"{name} has shape {stored[name].shape}, expected {shape}"
         for name, shape in expected.items()
-        if name in found and stored[name].shape != shape
+        if name in names and stored[name].shape != shape
     ]
     faults = [f"missing tensors: {listed(missing)}"] if missing else []
     faults += [f"unexpected tensors: {listed(extra)}"] if extra else []
@@ -350,16 +350,16 @@ def write_files(
     if tokenizer is not None:
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
-    known = model.special_tokens
+    special_tokens = model.special_tokens
     for key, i in _special_tokens(tokenizer, model.config).items():
-        if i is not None and i not in as_ids(known.get(key)):
-            known = known | {key: i}
+        if i is not None and i not in as_ids(special_tokens.get(key)):
+            special_tokens = special_tokens | {key: i}
     if model.generation is not None:
-        (folder / GENERATION).write_bytes(_dump(model.generation | known))
+        (folder / GENERATION).write_bytes(_dump(model.generation | special_tokens))
     if model.adapter is not None:
         write_adapters(folder, dict(model.named_parameters()), model.adapter)
         return
-    content = config_to_hf(model.config) | known
+    content = config_to_hf(model.config) | special_tokens
     # the names of the tensors may match a Llama's, so other readers must reject the folder
     if model.variation:
         content |= {

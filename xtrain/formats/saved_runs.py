@@ -57,8 +57,8 @@ class Saved:
 def folders(run: Path) -> list[Path]:
     """Return all checkpoints of a run, oldest first."""
     with reading(run):
-        found = list((run / "checkpoints").glob("step-*"))
-    return sorted((p for p in found if re.fullmatch(r"step-\d+", p.name)), key=step_of)
+        paths = list((run / "checkpoints").glob("step-*"))
+    return sorted((p for p in paths if re.fullmatch(r"step-\d+", p.name)), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -78,14 +78,14 @@ def newest(
     Raises UserError if there is none, and Unreadable if one cannot be read at the moment; an older
     checkpoint is not used instead.
     """
-    found = folders(run)
+    checkpoints = folders(run)
     wrong = []
-    if not found:
+    if not checkpoints:
         raise UserError(
             f"{run} holds no checkpoint to resume from: start without --resume, or check --name "
             "and --out"
         )
-    for folder in reversed(found):
+    for folder in reversed(checkpoints):
         try:
             saved = open_checkpoint(folder)
         except Unreadable:
@@ -129,12 +129,12 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
     if hub_name and not folder.exists() and (cached := _in_hub_cache(hub_name[0])):
         return cached
     if folder.name == EMA and not folder.exists() and folders(folder.parent):
-        found = newest(folder.parent, warn, "there is nothing to load").folder / EMA
-        if not is_folder(found):
+        average = newest(folder.parent, warn, "there is nothing to load").folder / EMA
+        if not is_folder(average):
             raise UserError(
-                f"{found.parent} has no moving average of the weights: train with --ema 0.999"
+                f"{average.parent} has no moving average of the weights: train with --ema 0.999"
             )
-        return found
+        return average
     if not is_folder(folder):
         what = "is a file" if folder.exists() else "does not exist"
         hint = ""

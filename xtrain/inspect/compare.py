@@ -81,11 +81,11 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
 
     Shapes: (B, T, C), logits (B, T, V), loss ()
     """
-    found: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
     attended: set[str] = set()  # layers whose attention output is not in the residual stream yet
 
     def keep(name: str, array: Array) -> None:
-        found[name] = to_numpy(array).reshape(*ids.shape, -1).copy()
+        outputs[name] = to_numpy(array).reshape(*ids.shape, -1).copy()
 
     @contextlib.contextmanager
     def observer(op: Op) -> Iterator[None]:
@@ -106,8 +106,8 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
         x_NC = model.hidden(ids)
     keep("final norm", x_NC.data)
     keep("logits", model.logits(x_NC).data[:, : model.config.vocab_size])
-    found["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
-    return found
+    outputs["loss"] = to_numpy(model.loss(ids, next_tokens(ids)).data)
+    return outputs
 
 
 def next_tokens(ids: np.ndarray) -> np.ndarray:
@@ -119,12 +119,12 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
     """Return the same stages of a transformers model, taken by its forward hooks."""
     import torch
 
-    found: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
     handles = []
 
     def keep(name, module):
         def hook(_module, _inputs, out):
-            found[name] = (out[0] if isinstance(out, tuple) else out).detach().numpy().copy()
+            outputs[name] = (out[0] if isinstance(out, tuple) else out).detach().numpy().copy()
 
         handles.append(module.register_forward_hook(hook))
 
@@ -140,7 +140,7 @@ def stages_of_transformers(other: Any, ids: np.ndarray) -> dict[str, np.ndarray]
     finally:
         for handle in handles:
             handle.remove()
-    return found | {"logits": out.logits.numpy(), "loss": out.loss.numpy()}
+    return outputs | {"logits": out.logits.numpy(), "loss": out.loss.numpy()}
 
 
 def load_transformers(folder: Path) -> Any:

@@ -91,14 +91,14 @@ def packages() -> Iterator[Check]:
 
 def _package(name: str, bounds: str, fix: str) -> Check:
     """Check that a package is installed, and its version within bounds such as ">=2.0,<2.5"."""
-    found = _version(name)
-    if found is None:
+    installed = _version(name)
+    if installed is None:
         return Check(name, False, "not installed", fix)
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:
-        return Check(name, True, f"{found} (not compared: packaging is not installed)", fix)
-    return Check(name, SpecifierSet(bounds).contains(found, prereleases=True), found, fix)
+        return Check(name, True, f"{installed} (not compared: packaging is not installed)", fix)
+    return Check(name, SpecifierSet(bounds).contains(installed, prereleases=True), installed, fix)
 
 
 def _version(package: str) -> str | None:

@@ -144,9 +144,9 @@ class Draw:
     def model(self):
         """Return a small model with the drawn heads and options."""
         shape = dict(vocab_size=11, dim=6, n_layers=2, n_heads=self.H, n_kv_heads=self.G)
-        more = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
+        sizes = dict(head_dim=4, hidden_dim=5, max_seq_len=64, norm_eps=EPS, qk_norm=self.norm)
         return Transformer(
-            ModelConfig(**shape, **more, qkv_bias=self.biased, tie_embeddings=self.tied)
+            ModelConfig(**shape, **sizes, qkv_bias=self.biased, tie_embeddings=self.tied)
         )
 
 
@@ -206,7 +206,7 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
         from hypothesis import Phase, given, settings, strategies
     except ImportError:
         raise UserError("gradcheck needs hypothesis: pip install hypothesis") from None
-    found: dict[str, tuple[set, float]] = {}
+    errors: dict[str, tuple[set, float]] = {}
     phases = [Phase.generate, Phase.shrink]  # the last failure is the smallest
 
     @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, phases=phases)
@@ -215,16 +215,16 @@ def run(op: str) -> tuple[dict[str, tuple[set, float]], str]:
         wrong = []
         d = Draw(lambda values: data.draw(strategies.sampled_from(values)))
         for name, shape, error in _check_case(op, d):
-            shapes, worst = found.get(name, (set(), 0.0))
-            found[name] = shapes | {shape}, max(worst, error)
+            shapes, worst = errors.get(name, (set(), 0.0))
+            errors[name] = shapes | {shape}, max(worst, error)
             wrong += [f"{name} {shape}"] if error > TOLERANCE else []
         assert not wrong, ", ".join(wrong)
 
     try:
         explore()
-        return found, ""
+        return errors, ""
     except AssertionError as error:
-        return found, str(error)
+        return errors, str(error)
 
 
 def _check_case(op, d):

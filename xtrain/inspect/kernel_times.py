@@ -130,14 +130,14 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
         raise NoTimes(f"{error} (pip install cupti-python)") from None
     except (OSError, RuntimeError) as error:
         raise NoTimes(f"cupti-python does not find its library ({error})") from None
-    found: list[Timed] = []
+    timed: list[Timed] = []
     kinds = cupti.ActivityKind
     watched = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
     names = {kinds.MEMCPY: "copy", kinds.MEMSET: "memset"}
 
     def completed(activities):  # CUPTI owns the records: copy the fields
         for a in activities:
-            found.append(Timed(names.get(a.kind) or short_name(a.name), a.start, a.end))
+            timed.append(Timed(names.get(a.kind) or short_name(a.name), a.start, a.end))
 
     try:
         cupti.activity_register_callbacks(lambda: (8 << 20, 0), completed)
@@ -152,7 +152,7 @@ def cupti_times(run: Callable[[], Any]) -> list[Timed]:
         cupti.activity_flush_all(1)
         for kind in watched:
             cupti.activity_disable(kind)
-    return sorted(found, key=lambda t: t.start)
+    return sorted(timed, key=lambda t: t.start)
 
 
 def short_name(mangled: str) -> str:
@@ -162,14 +162,14 @@ def short_name(mangled: str) -> str:
     """
     if not mangled.startswith("_Z"):
         return mangled
-    rest = mangled[3 if mangled.startswith("_ZN") else 2 :]
+    encoded = mangled[3 if mangled.startswith("_ZN") else 2 :]
     name = mangled
-    while match := re.match(r"(\d+)", rest):
+    while match := re.match(r"(\d+)", encoded):
         length = int(match[1])
-        rest = rest[match.end() :]
-        name, rest = rest[:length], rest[length:]
-        if name in ("Kernel", "Kernel2") and rest.startswith("I"):
-            rest = rest[1:]  # CUTLASS: the name is the template argument
+        encoded = encoded[match.end() :]
+        name, encoded = encoded[:length], encoded[length:]
+        if name in ("Kernel", "Kernel2") and encoded.startswith("I"):
+            encoded = encoded[1:]  # CUTLASS: the name is the template argument
     return name
 
 
@@ -316,8 +316,8 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
 
     for t in times:
         launch = t.launch
-        known = {} if launch is None else {"bytes": launch.nbytes, "operations": launch.flops}
-        span("kernels", t.name, t, known | ({"launch": launch.name} if launch else {}))
+        facts = {} if launch is None else {"bytes": launch.nbytes, "operations": launch.flops}
+        span("kernels", t.name, t, facts | ({"launch": launch.name} if launch else {}))
         for track in ("layers", "ops"):
             owner = ""
             if launch is not None:

@@ -128,8 +128,8 @@ def show_plan(o: Options, console: Console) -> None:
     config, batch, T = model_config(o)
     gpus = _numbers(o.gpus)
     gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
-    more: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
-    plan = memory.plan(config, batch, T, o.precision, o.recompute, **more)
+    options: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
+    plan = memory.plan(config, batch, T, o.precision, o.recompute, **options)
     parameters = memory.parameters(config)
     _say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
     _say(
@@ -144,7 +144,7 @@ def show_plan(o: Options, console: Console) -> None:
         f"{memory.OUTSIDE / 1e9:.1f} GB.",
     )
     precisions = ("fp32", "bf16", "fp8") if o.precision == "fp8" else ("fp32", "bf16")
-    console.print(_fit_table(config, batch, T, gpu_gb, more, precisions))
+    console.print(_fit_table(config, batch, T, gpu_gb, options, precisions))
     console.print(_gpus_table(gpus, plan, gpu_gb))
     _say(
         console,
@@ -173,7 +173,7 @@ def _fit_table(
     batch: int,
     T: int,
     gpu_gb: float,
-    more: dict[str, Any],
+    options: dict[str, Any],
     precisions: tuple[str, ...],
 ) -> Table:
     table = _table(
@@ -186,9 +186,9 @@ def _fit_table(
     for precision in precisions:
         # in fp8 a forward pass has a multiple of TILE tokens
         unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
-        more = more | {"fp8_head": more["fp8_head"] and precision == "fp8"}
+        options = options | {"fp8_head": options["fp8_head"] and precision == "fp8"}
         for recompute in ("none", "attention", "block"):
-            shape = config, T, precision, recompute, more
+            shape = config, T, precision, recompute, options
             largest = unit * memory.largest(functools.partial(_fits, shape, gpu_gb, unit))
             row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
             table.add_row(*row)
@@ -204,9 +204,9 @@ def _gb(shape, batch):
 
     shape: config, T and what follows them
     """
-    config, T, precision, recompute, more = shape
+    config, T, precision, recompute, options = shape
     try:
-        plan = memory.plan(config, batch, T, precision, recompute, **more)
+        plan = memory.plan(config, batch, T, precision, recompute, **options)
     except ValueError:  # a launcher rejects so large an array
         return math.inf
     return (plan.reserved + memory.OUTSIDE) / 1e9
@@ -429,8 +429,8 @@ def _writing(path: str) -> Iterator[None]:
 def _plan_of(run: Run) -> memory.Plan:
     c, model = run.config, run.model
     shape = c.micro_batch, c.seq_len, c.precision, c.recompute
-    more: dict[str, Any] = dict(optimizer=c.optimizer, ema=c.ema, fp8_head=c.fp8_head)
-    return memory.plan(model.config, *shape, **more)
+    options: dict[str, Any] = dict(optimizer=c.optimizer, ema=c.ema, fp8_head=c.fp8_head)
+    return memory.plan(model.config, *shape, **options)
 
 
 def _eager(run: Run) -> None:
@@ -550,8 +550,8 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
     constant = {k for k, n in plan.timeline[0][1].items() if n}
-    most = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
-    kinds = [k for k in most if most[k] > 5e-4 * plan.peak]
+    peaks = {k: max(now.get(k, 0) for _, now in plan.timeline) for k in plan.timeline[-1][1]}
+    kinds = [k for k in peaks if peaks[k] > 5e-4 * plan.peak]
     # constant kinds at the bottom
     kinds.sort(key=lambda k: (k not in constant, -plan.kinds.get(k, 0)))
     gb = np.array([[now.get(k, 0) / 1e9 for _, now in plan.timeline] for k in kinds])

@@ -41,7 +41,7 @@ def read_prompts(
         before = len(found)
         for record in json_records(file):
             ids = tokenizer.encode(_text(record, template))
-            if "messages" not in record.given:
+            if "messages" not in record.non_null:
                 ids = beginning(tokenizer) + ids
             found.append(Prompt(record.where, ids, record.fields))
         if len(found) == before:

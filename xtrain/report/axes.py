@@ -19,7 +19,7 @@ class Axes:
     tokens: np.ndarray  # (N,) trained by the end of the step, padding included
     seconds: np.ndarray  # (N,) that the run had taken by the end of the step
 
-    def at(self, steps: list[float]) -> dict[str, list[float]]:
+    def positions(self, steps: list[float]) -> dict[str, list[float]]:
         """Return the positions of these steps on the axes "steps", "tokens" and "time"."""
         x = np.asarray(steps, np.float64)
         tokens, seconds = (

@@ -118,7 +118,9 @@ def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
 def _data(title, curves, over_steps, y_ends, log):
     """Return the JSON in data-chart. An axis is there if all curves have it."""
     positions = [
-        c.axes.at([x for x, _ in c.points]) if c.axes else {"steps": [x for x, _ in c.points]}
+        c.axes.positions([x for x, _ in c.points])
+        if c.axes
+        else {"steps": [x for x, _ in c.points]}
         for c in curves
     ]
     axes = {"steps": over_steps}
@@ -182,12 +184,12 @@ def _thin(points: Points) -> Points:
     out: Points = []
     for i in range(0, len(points), width):
         interval = points[i : i + width]
-        known = [(y, x) for x, y in interval if y is not None]
-        if known:
-            low = min(known, key=lambda p: p[0])
-            high = max(known, key=lambda p: p[0])
+        finite = [(y, x) for x, y in interval if y is not None]
+        if finite:
+            low = min(finite, key=lambda p: p[0])
+            high = max(finite, key=lambda p: p[0])
             out += sorted({(x, y) for y, x in (low, high)})
-        if len(known) < len(interval):
+        if len(finite) < len(interval):
             out.append((interval[-1][0], None))
     return [*out, points[-1]]  # the last point: the axis ends at the last step
 
@@ -265,8 +267,8 @@ def _numbers(ticks: list[float]) -> list[str]:
     """
     small = all(abs(x) < 0.0101 for x in ticks)
     labels: list[str] = []
-    for more in range(14):  # digits beyond the usual ones, up to those that float64 has
-        labels = [_small(x, 4 + more) if small and x else _number(x, more) for x in ticks]
+    for digits in range(14):  # digits beyond the usual ones, up to those that float64 has
+        labels = [_small(x, 4 + digits) if small and x else _number(x, digits) for x in ticks]
         if len(set(labels)) == len(set(ticks)):
             break
     return labels
@@ -277,11 +279,11 @@ def _small(x: float, digits: int = 4) -> str:
     return f"{float(mantissa):.{digits}g}e{int(power)}"
 
 
-def _number(x: float, more: int = 0) -> str:
+def _number(x: float, digits: int = 0) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:
-            return f"{x / (1e3 if letter == 'k' else size):.{3 + more}g}{letter}"
-    return f"{x:.{4 + more}g}" if x == 0 or abs(x) >= 1e-3 else _small(x, 4 + more)
+            return f"{x / (1e3 if letter == 'k' else size):.{3 + digits}g}{letter}"
+    return f"{x:.{4 + digits}g}" if x == 0 or abs(x) >= 1e-3 else _small(x, 4 + digits)
 
 
 def _n(x):

@@ -80,5 +80,5 @@ def shape_of(folder: Path) -> tuple[ModelConfig, int, int]:
 def with_options_of(folder: Path, options: Any) -> Any:
     """Return a copy of `options` (a dataclass) with SHARED_OPTIONS of the run in `folder`."""
     train = read(folder).section("train")
-    known = {name: train[name] for name in SHARED_OPTIONS if name in train}
-    return dataclasses.replace(options, **known)
+    shared = {name: train[name] for name in SHARED_OPTIONS if name in train}
+    return dataclasses.replace(options, **shared)

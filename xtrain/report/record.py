@@ -59,8 +59,8 @@ class Record:
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric."""
-        known = [y for _, y in self.points(key) if y is not None]
-        return known[-1] if known else None
+        values = [y for _, y in self.points(key) if y is not None]
+        return values[-1] if values else None
 
     def best(self, key: str) -> float | None:
         """Return the lowest finite value of a metric."""

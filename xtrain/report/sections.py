@@ -264,11 +264,11 @@ def events(run: Record) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: int(row[0]))
-    more = f"<p>and {len(rows) - MOST_EVENTS} more</p>" if len(rows) > MOST_EVENTS else ""
+    others = f"<p>and {len(rows) - MOST_EVENTS} more</p>" if len(rows) > MOST_EVENTS else ""
     return (
         "<h2>Skipped steps and loss spikes</h2>"
         + table(["step", "event"], rows[:MOST_EVENTS])
-        + more
+        + others
     )
 
 
@@ -290,7 +290,7 @@ def _sentence(s: dict[str, Any]) -> str:
     maps = "".join(
         _layer_maps(layer, m, tokens, i == 0) for i, (layer, m) in enumerate(s["attention"].items())
     )
-    most = max((len(x["top"]) for x in s["next"]), default=1)
+    n_columns = max((len(x["top"]) for x in s["next"]), default=1)
     some = len(s["attention"]) < s["layers"]
     fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
     return (
@@ -298,7 +298,7 @@ def _sentence(s: dict[str, Any]) -> str:
         "<h3>Next tokens</h3><p>After each token: the probability of the actual next token, and "
         "the most likely next tokens.</p>"
         '<div class="scroll"><table class="next"><thead><tr><th>after</th><th>actual next</th><th '
-        f'colspan="{most}">most likely next'
+        f'colspan="{n_columns}">most likely next'
         f"</th></tr></thead><tbody>{rows}</tbody></table></div>"
         "<h3>Attention</h3><p>Rows are queries, columns are keys; darker blue is a larger weight, "
         "and each row sums to 1. "
@@ -430,8 +430,8 @@ def _last_mean(run):
 
 
 def _median(values):
-    known = [y for y in values if y is not None]
-    return float(np.median(known)) if known else None
+    finite = [y for y in values if y is not None]
+    return float(np.median(finite)) if finite else None
 
 
 def _float(x):

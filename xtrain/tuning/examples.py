@@ -75,7 +75,7 @@ def read_examples(
 def _tokens(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str
 ) -> tuple[list[int], list[bool]]:
-    fields = record.given
+    fields = record.non_null
     if "messages" in fields:
         if template is None:
             raise UserError(
