@@ -12,6 +12,7 @@ from .errors import UserError
 from .files import restore
 
 MAX_JSON_BYTES = 16 << 20  # the safetensors header of a model with 100 B parameters has 0.2 MB
+LONGEST = 160  # characters of one item in a message
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,6 +24,11 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is larger than {MAX_JSON_BYTES >> 20} MB: it is damaged or the wrong file"
         )
     return parse_json(text, path)
+
+
+def read_json_if_present(path: Path) -> dict[str, Any]:
+    """Return the object in a small JSON file, {} if there is no file. Raises UserError."""
+    return read_json(path) if path.is_file() else {}
 
 
 def check_pointer(text: bytes, path: Path) -> None:
@@ -73,9 +79,11 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
 
 
-def listed(items: list[str], most: int = 10, longest: int = 160) -> str:
-    """A list for a message: `most` items, each cut to `longest` characters. Names from a file may be
-    long or contain line breaks."""
+def listed(items: list[str], most: int = 10) -> str:
+    """Return a list for a message: `most` items, each cut to LONGEST characters.
+
+    Names from a file may be long or contain line breaks.
+    """
     short = [repr(item)[1:-1] for item in items[:most]]
-    shown = ", ".join(s if len(s) <= longest else s[: longest - 3] + "..." for s in short)
+    shown = ", ".join(s if len(s) <= LONGEST else s[: LONGEST - 3] + "..." for s in short)
     return shown + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..json_files import read_json, reading
+from ..json_files import read_json_if_present, reading
 from .tokenizer import CONFIG, SPECIAL_MAP, token_text, with_names
 
 TOKENS = (
@@ -194,7 +194,7 @@ class ChatTemplate:
         if source is None:
             return None
         files = (folder / name for name in (CONFIG, SPECIAL_MAP))
-        config = with_names(*(read_json(file) if file.is_file() else {} for file in files))
+        config = with_names(*map(read_json_if_present, files))
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in tokens.items() if text is not None})
 
@@ -206,7 +206,7 @@ def template_source(folder: Path) -> str | None:
     """
     file = folder / "chat_template.jinja"
     path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json_if_present(path)
     source = config.get("chat_template")
     if file.is_file():
         with reading(file), open(file, encoding="utf-8", errors="replace") as opened:

@@ -39,7 +39,10 @@ def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
     with _pyarrow(path) as pyarrow, open(path, "rb") as file:
         is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
         with pyarrow.memory_map(str(path)) as mapped:
-            reader = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+            if is_file:
+                reader = pyarrow.ipc.open_file(mapped)
+            else:
+                reader = pyarrow.ipc.open_stream(mapped)
             _check_column(pyarrow, path, reader.schema, key)
             column = reader.schema.get_field_index(key)
             n = reader.num_record_batches if is_file else 0

@@ -114,7 +114,9 @@ class _Unpacked(io.RawIOBase):
                 block = self.member.unused_data if self.member.eof else b""
                 self.member = None if self.member.eof else self.member
         except self.errors as error:
-            what = str(error).splitlines()[0] if str(error) else "it cannot be unpacked"
+            what = "it cannot be unpacked"
+            if str(error):
+                what = str(error).splitlines()[0]
             raise BadFile(
                 f"{self.path} is damaged or no {self.path.suffix} file ({what}): copy or pack it "
                 "again"

@@ -122,7 +122,9 @@ def prepare(
     files of the cache are. A damaged cache entry is built again, one that cannot be read at the
     moment is not. Raises UserError for every bad input.
     """
-    own_tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+    own_tokenizer = None
+    if tokenizer is not None:
+        own_tokenizer = Tokenizer.load(tokenizer)
     documents = Documents(data, text_key)
     folder = Path(cache_dir or cache_folder())
     if sources := token_files.of(documents.sources):
@@ -179,12 +181,16 @@ def _check_left_out(name: str, left_out: Collection[str], has_data: bool, strict
     """Raise UserError if all of the data is left out, or any of it although the user wants all."""
     first = next(iter(left_out), "")
     if strict and left_out:
-        others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        others = ""
+        if len(left_out) > 1:
+            others = f" (and {len(left_out) - 1} more)"
         raise UserError(f"{first}{others}; without --strict-data it is left out")
     if not has_data and len(left_out) == 1:
         raise UserError(first)
     if not has_data:
-        why = f" ({len(left_out)} files are left out; {first})" if left_out else ""
+        why = ""
+        if left_out:
+            why = f" ({len(left_out)} files are left out; {first})"
         raise UserError(f"{name} has no text: give other --data{why}")
 
 
@@ -220,7 +226,9 @@ class _Cache:
 
     def known_text(self) -> Corpus | None:
         """Return the corpus of a text that has not changed since it was last read, or None."""
-        stored = {} if self.verify else stamps.load(self.folder, self.text_name)
+        stored = {}
+        if not self.verify:
+            stored = stamps.load(self.folder, self.text_name)
         if not stored or stored.get("identity") != self.documents.identity():
             return None
         self.documents.files = stored["files"]
@@ -267,7 +275,9 @@ class _Cache:
 
         Large files that have not changed since they were last read are not read.
         """
-        before = {} if self.verify else stamps.load(self.folder, f"entry-{folder.name}")
+        before = {}
+        if not self.verify:
+            before = stamps.load(self.folder, f"entry-{folder.name}")
         stored = {}
         try:
             for name, digest in expected.items():

@@ -101,7 +101,10 @@ class Documents:
         for source in sources:
             try:
                 is_file = os.path.isfile(source.path)  # else a link to nothing, a socket
-                stamps[str(source.path)] = stamp(source.path) if is_file else [0, 0, 0, 0]
+                if is_file:
+                    stamps[str(source.path)] = stamp(source.path)
+                else:
+                    stamps[str(source.path)] = [0, 0, 0, 0]
             except OSError as error:
                 raise UserError(unreadable(error)) from None
         self.n_bytes = sum(size for size, *_ in stamps.values())

@@ -172,7 +172,9 @@ def _role(step: dict[str, Any]) -> str | None:
         pattern = step["pattern"].get("Regex")
         if pattern in BOUNDARY:
             return "boundary"
-        return "neutral" if pattern in NEUTRAL and step["behavior"] == "Isolated" else None
+        if pattern in NEUTRAL and step["behavior"] == "Isolated":
+            return "neutral"
+        return None
     return None
 
 

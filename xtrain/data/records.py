@@ -96,7 +96,9 @@ def record_files(names: Sequence[str | Path]) -> list[Path]:
     for name in map(Path, names):
         if name.is_dir():
             raise UserError(f"{name} is a folder: give .jsonl files")
-    return [source.path for source in Sources(names).find()] if names else []
+    if names:
+        return [source.path for source in Sources(names).find()]
+    return []
 
 
 def json_records(path: Path) -> Iterator[Record]:

@@ -150,7 +150,10 @@ def read_shard(shard: str | Shard, vocab_size: int | None = None) -> np.ndarray:
     vocab_size.
     """
     advice = "delete it and start again to rebuild it"
-    span = shard if isinstance(shard, Span) else span_of(Path(shard), advice)
+    if isinstance(shard, Span):
+        span = shard
+    else:
+        span = span_of(Path(shard), advice)
     with _reading(span.path):
         tokens = np.memmap(span.path, span.dtype, mode="r", offset=span.offset, shape=(span.n,))
     if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
@@ -191,7 +194,9 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
-        advice = "start again to rebuild it" if missing else "fix that, then try again"
+        advice = "fix that, then try again"
+        if missing:
+            advice = "start again to rebuild it"
         raise UserError(
             f"the token shard {path} cannot be read ({error.strerror}): {advice}"
         ) from None

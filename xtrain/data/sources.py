@@ -47,12 +47,16 @@ class Source(NamedTuple):
         """Its text, part by part; is it the last part of a document? key: of the field or column.
         Raises BadFile."""
         if not os.path.isfile(self.path):
-            what = "is not a regular file" if os.path.exists(self.path) else "does not exist"
+            what = "does not exist"
+            if os.path.exists(self.path):
+                what = "is not a regular file"
             raise BadFile(f"{self.path} {what}: replace or remove it")
         reader = READERS.get(suffix(self.path))
         if is_packed(self.path) and reader in (read_parquet, read_arrow):
             raise BadFile(f"{self.path} cannot be read in its {self.path.suffix}: unpack it")
-        return with_end(read_text(self.path)) if reader is None else reader(self.path, key)
+        if reader is None:
+            return with_end(read_text(self.path))
+        return reader(self.path, key)
 
 
 class Sources:
@@ -75,7 +79,10 @@ class Sources:
     def name(self) -> str:
         if self.own:
             return f"Python {sys.version.split()[0]} standard library"
-        splits = f" ({', '.join(self._splits.values())})" if self._splits else ""
+        if self._splits:
+            splits = f" ({', '.join(self._splits.values())})"
+        else:
+            splits = ""
         return listed([str(path) for path in self.paths], 3) + splits
 
     def find(self) -> list[Source]:
@@ -86,7 +93,10 @@ class Sources:
             for source in self._of(path):
                 folder, name = os.path.split(source.path)
                 is_link = os.path.islink(source.path)
-                same = real(source.path) if is_link else os.path.join(real(folder), name)
+                if is_link:
+                    same = real(source.path)
+                else:
+                    same = os.path.join(real(folder), name)
                 sources.setdefault(same, source)
         return list(sources.values())
 
@@ -105,7 +115,9 @@ class Sources:
             return [s for match in sorted(kept, key=Path.as_posix) for s in self._of(match)]
         exists = "\0" not in str(path) and os.path.exists(path)
         what = "is neither a file nor a folder" if exists else "does not exist"
-        hint = "give a text with --data" if self.own else "give a file, a folder or a glob"
+        hint = "give a file, a folder or a glob"
+        if self.own:
+            hint = "give a text with --data"
         raise UserError(f"{path} {what}: {hint}")
 
     def _in_folder(self, root: Path) -> list[Source]:
@@ -120,7 +132,9 @@ class Sources:
 
         Names that begin with a dot are skipped. Links to folders are followed; none is read twice.
         """
-        unwanted = ("site-packages", "dist-packages", "__pycache__") if self.own else ()
+        unwanted = ()
+        if self.own:
+            unwanted = ("site-packages", "dist-packages", "__pycache__")
         is_seen = lambda name: name not in unwanted and not name.startswith(".")
         roots = [root]
         seen = set()

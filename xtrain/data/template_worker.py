@@ -109,7 +109,10 @@ def rendered(template, names, characters):
 
 def one_line(error):
     from_template = isinstance(error, jinja2.TemplateError) and str(error)
-    text = str(error) if from_template else f"{type(error).__name__} {error}"
+    if from_template:
+        text = str(error)
+    else:
+        text = f"{type(error).__name__} {error}"
     return " ".join(text.split())[:300]
 
 

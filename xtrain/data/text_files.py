@@ -169,9 +169,15 @@ def _field(line: str, where: str, key: str) -> str:
     text = record.get(key)
     if not isinstance(text, str):
         name = json.dumps(key, ensure_ascii=False)
-        what = f"has a {name} that is not a string" if key in record else f"has no {name}"
+        if key in record:
+            what = f"has a {name} that is not a string"
+        else:
+            what = f"has no {name}"
         others = [field for field in record if field != key]
-        choose = f"choose with --text-key from {listed(others)}" if others else "fix the line"
+        if others:
+            choose = f"choose with --text-key from {listed(others)}"
+        else:
+            choose = "fix the line"
         raise BadFile(f"{where} {what}: {choose}")
     return text
 
@@ -240,7 +246,10 @@ class _LongLine:
             kept = b""
             for piece in self._string():
                 size += len(piece)
-                kept = kept + piece if size <= self.short else b"%0*d" % (self.short + 1, position)
+                if size <= self.short:
+                    kept = kept + piece
+                else:
+                    kept = b"%0*d" % (self.short + 1, position)
             line += b'"' + kept + b'"'
 
     def string(self, position: int) -> Iterator[str]:

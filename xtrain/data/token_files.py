@@ -216,7 +216,9 @@ def _span(path: Path) -> Span:
         except UserError as error:
             raise BadFile(str(error)) from None
     if magic in LLM_C or head.startswith(b"PK\3\4"):
-        what = f"of llm.c with the magic number {magic}" if magic in LLM_C else "of PyTorch"
+        what = "of PyTorch"
+        if magic in LLM_C:
+            what = f"of llm.c with the magic number {magic}"
         raise BadFile(f"{path} is a file {what}, which holds no tokens: leave it out")
     if not size or size % 2:
         raise BadFile(

@@ -268,7 +268,9 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    if str(error).strip():
+        return str(error).splitlines()[0][:300]
+    return type(error).__name__
 
 
 def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
@@ -282,7 +284,9 @@ def with_names(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str,
 
     Older folders have these in special_tokens_map.json, as in transformers.
     """
-    return config if "added_tokens_decoder" in config else config | special_map
+    if "added_tokens_decoder" in config:
+        return config
+    return config | special_map
 
 
 def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -> None:

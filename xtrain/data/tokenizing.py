@@ -70,8 +70,12 @@ def read_state(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / STATE).read_bytes())
     except (*MISSING, ValueError):
         return {}
-    itself = content.pop("itself", None) if isinstance(content, dict) else None
-    return content if itself is not None and itself == _hash_of(content) else {}
+    if not isinstance(content, dict):
+        return {}
+    itself = content.pop("itself", None)
+    if itself is not None and itself == _hash_of(content):
+        return content
+    return {}
 
 
 # ----------------------------------------------------------------------------- the work folder
@@ -219,7 +223,9 @@ class _Side:
 
     def state(self) -> list[tuple[int, str]]:
         """Return tokens and their digest, of each shard."""
-        open_shard = [(self.shard.tokens, self.shard.digest)] if self.shard is not None else []
+        open_shard = []
+        if self.shard is not None:
+            open_shard = [(self.shard.tokens, self.shard.digest)]
         return self.written + open_shard
 
 

@@ -77,7 +77,9 @@ def base_folder(folder: Path) -> Path:
 
 def source_of(folder: Path, *names: str) -> Path:
     """Return `folder` if it has one of these files, else the folder of its adapters' model."""
-    return folder if any((folder / n).is_file() for n in names) else base_folder(folder)
+    if any((folder / n).is_file() for n in names):
+        return folder
+    return base_folder(folder)
 
 
 def read_rank(folder: Path) -> tuple[int, float]:

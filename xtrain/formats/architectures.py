@@ -402,7 +402,10 @@ def _yarn(scaling: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
         parameters["factor"] = max_seq_len / parameters["original_max_position_embeddings"]
     size = lambda m: 1 + 0.1 * m * math.log(max(parameters["factor"], 1))
     both = "mscale" in parameters and "mscale_all_dim" in parameters
-    factor = size(parameters["mscale"]) / size(parameters["mscale_all_dim"]) if both else size(1)
+    if both:
+        factor = size(parameters["mscale"]) / size(parameters["mscale_all_dim"])
+    else:
+        factor = size(1)
     return {"attention_factor": factor} | parameters
 
 

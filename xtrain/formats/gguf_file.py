@@ -134,7 +134,9 @@ class _Tensor:
         """F32, F16 or Q8_0."""
         if len(self.stored.shape) < 2 or self.kind == "f32":
             return "F32"
-        return "Q8_0" if self.kind == "q8_0" and self.stored.shape[1] % 32 == 0 else "F16"
+        if self.kind == "q8_0" and self.stored.shape[1] % 32 == 0:
+            return "Q8_0"
+        return "F16"
 
     def announce(self, writer: Any, name: str) -> None:
         """Add the tensor's name, shape and type to the header."""
@@ -283,7 +285,10 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
         types[i] = kinds.NORMAL
     for added in content["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+        if added["special"]:
+            types[added["id"]] = kinds.CONTROL
+        else:
+            types[added["id"]] = kinds.USER_DEFINED
     twice = len(tokens) - len(set(tokens))
     if twice:
         raise UserError(
@@ -345,7 +350,9 @@ def _regex(step: dict[str, Any]) -> str | None:
     if step["type"] == "Digits" and step["individual_digits"]:
         return r"\p{N}"
     whole = (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True))
-    return step["pattern"].get("Regex") if step["type"] == "Split" and whole else None
+    if step["type"] == "Split" and whole:
+        return step["pattern"].get("Regex")
+    return None
 
 
 def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, bool]]:

@@ -16,7 +16,7 @@ from .. import files
 from ..config import ModelConfig
 from ..device import to_device
 from ..errors import UserError
-from ..json_files import is_folder, listed, read_json
+from ..json_files import is_folder, listed, read_json, read_json_if_present
 from . import saved_runs
 from .adapters import (
     ADAPTER_CONFIG,
@@ -133,7 +133,7 @@ def open_weights(folder: Path, variation: bool = False) -> tuple[ModelConfig, di
 
 def _content(folder: Path) -> dict[str, Any]:
     """Return the content of config.json; {} if there is none."""
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    return read_json_if_present(folder / CONFIG)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -222,7 +222,7 @@ def dropout_of(folder: Path) -> str:
     Example: "attention_dropout 0.1"
     """
     path = source_of(folder, CONFIG) / CONFIG
-    content = read_json(path) if path.is_file() else {}
+    content = read_json_if_present(path)
     values = {key: content.get(key) for key in DROPOUT}
     return listed([f"{key} {x!r}" for key, x in values.items() if isinstance(x, float) and x > 0])
 
@@ -381,7 +381,10 @@ def _special_tokens(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     ids = {key: getattr(tokenizer, key, None) for key in SPECIAL}
-    size = len(tokenizer) if hasattr(tokenizer, "__len__") else tokenizer.vocab_size
+    if hasattr(tokenizer, "__len__"):
+        size = len(tokenizer)
+    else:
+        size = tokenizer.vocab_size
     if size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {size} tokens, the model only {config.vocab_size} (vocab_size)"

@@ -83,7 +83,7 @@ def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         path = path / MANIFEST if path.is_dir() else path
-        wrong = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
+        wrong = _wrong_tensors(path, tensors)
         if wrong:
             raise OSError(f"{path.name} was not written correctly: {listed(wrong)}")
         name = path.relative_to(folder).as_posix()
@@ -195,7 +195,7 @@ def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[s
             if digest(path) == entry["blake2b"]:
                 return []
         try:
-            where = _wrong_tensors(path, tensors) if path.suffix == ".safetensors" else []
+            where = _wrong_tensors(path, tensors)
         except UserError:
             return [f"{path.name} is damaged in its header"]
         return [f"{path.name} is damaged" + (f" in {listed(where, 3)}" if where else "")]
@@ -204,8 +204,10 @@ def _wrong(path: Path, entry: dict[str, Any], tensors: dict[str, int]) -> list[s
 
 
 def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
-    """Return the names of tensors in a safetensors file whose checksums differ."""
-    wrong = []
+    """Return the names of tensors whose checksums differ; none if it is no safetensors file."""
+    wrong: list[str] = []
+    if path.suffix != ".safetensors":
+        return wrong
     with open(path, "rb") as file:
         for name, stored in read_header(path).items():
             file.seek(stored.start)
@@ -213,7 +215,7 @@ def _wrong_tensors(path: Path, tensors: dict[str, int]) -> list[str]:
             left = stored.nbytes
             while left and (block := file.read(min(left, BLOCK))):
                 crc = zlib.crc32(block, crc)
-                left = left - len(block)
+                left -= len(block)
             if left or tensors.get(name) != crc:
                 wrong.append(name)
     return wrong

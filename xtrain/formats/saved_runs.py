@@ -139,7 +139,9 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
         what = "is a file" if folder.exists() else "does not exist"
         hint = ""
         if hub_name and not folder.parent.exists():  # else it is a name in that folder, misspelt
-            install = "" if find_spec("huggingface_hub") else "pip install huggingface_hub && "
+            install = "pip install huggingface_hub && "
+            if find_spec("huggingface_hub"):
+                install = ""
             hint = f" (nothing is downloaded; if it is a model of the Hub: `{install}hf download {hub_name[0]}`, then try again)"
         raise UserError(f"{folder} {what}: give the folder of a model or of a run{hint}")
     if folders(folder):

@@ -398,7 +398,10 @@ def _in_subprocess(name: str, trial: str, fix: str) -> list[Check]:
             checks.append(Check(**json.loads(line)))
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.strip()]
-        found = errors[-1].strip() if errors else f"it ended with {done.returncode}"
+        if errors:
+            found = errors[-1].strip()
+        else:
+            found = f"it ended with {done.returncode}"
         checks.append(Check(name, False, found, fix))
     return checks
 

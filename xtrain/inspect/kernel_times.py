@@ -223,8 +223,14 @@ def rows(times: list[Timed], steps: int) -> list[Row]:
         row = table.setdefault((launch.name, op), Row(launch.name, op, 0, 0, 0, 0.0))
         row.calls = row.calls + 1
         row.ns = row.ns + t.end - t.start
-        row.nbytes = None if launch.nbytes is None else (row.nbytes or 0) + launch.nbytes
-        row.flops = None if launch.flops is None else (row.flops or 0.0) + launch.flops
+        if launch.nbytes is None:
+            row.nbytes = None
+        else:
+            row.nbytes = (row.nbytes or 0) + launch.nbytes
+        if launch.flops is None:
+            row.flops = None
+        else:
+            row.flops = (row.flops or 0.0) + launch.flops
     for row in table.values():
         row.ns, row.calls = row.ns / steps, row.calls / steps
         row.nbytes = row.nbytes and row.nbytes / steps
@@ -316,7 +322,9 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
 
     for t in times:
         launch = t.launch
-        facts = {} if launch is None else {"bytes": launch.nbytes, "operations": launch.flops}
+        facts = {}
+        if launch is not None:
+            facts = {"bytes": launch.nbytes, "operations": launch.flops}
         span("kernels", t.name, t, facts | ({"launch": launch.name} if launch else {}))
         for track in ("layers", "ops"):
             owner = ""

@@ -1,8 +1,6 @@
-"""The time and the memory of a training step: its parts, its kernels compared with the limits of
-the GPU, the memory plan."""
+"""The time and memory of a training step: its parts, and its kernels next to the GPU's limits."""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -25,7 +23,6 @@ from ..config import PRESETS, ModelConfig, Preset, ShapeOptions, TrainConfig, re
 from ..data.batches import Loader
 from ..data.shards import write_shard
 from ..device import (
-    cupy,
     device_name,
     gpu_available,
     memory_peak_bytes,
@@ -34,7 +31,6 @@ from ..device import (
     to_device,
 )
 from ..errors import UserError
-from ..kernels.fp8 import TILE
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer, choose_precision
 from ..nn.observers import Op, OpObserver, observe_ops
@@ -46,6 +42,7 @@ from ..training.phase_timer import CAPTURED_PHASES, EAGER_PHASES, NoPhaseTimer
 from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
+from .plan_tables import new_table, say, show_plan
 
 VOCAB_SIZE = 50257  # GPT-2's; used if neither the preset nor an option gives one
 LARGE = {  # shapes for --plan only: larger than one GPU trains in an hour
@@ -118,123 +115,11 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
         raise UserError(f"--lora must be a positive rank, or 0 for none, got {o.lora}")
     T = o.seq_len or preset.train["seq_len"]
     batch = o.batch or preset.train["batch"]
-    small = preset.train.get("vocab_size", VOCAB_SIZE) if name == "tiny" else VOCAB_SIZE
+    if name == "tiny":
+        small = preset.train.get("vocab_size", VOCAB_SIZE)
+    else:
+        small = VOCAB_SIZE
     return ModelConfig(vocab_size=o.vocab_size or small, max_seq_len=T, **shape), batch, T
-
-
-# ----------------------------------------------------------------------------- the plan
-def show_plan(o: Options, console: Console) -> None:
-    """Print the memory plan of a step, the largest batches that fit, and the plan for several GPUs."""
-    config, batch, T = model_config(o)
-    gpus = _numbers(o.gpus)
-    gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
-    options: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
-    plan = memory.plan(config, batch, T, o.precision, o.recompute, **options)
-    parameters = memory.parameters(config)
-    _say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
-    _say(
-        console,
-        f"{o.precision}, recompute {o.recompute}, {batch} sequences of {T} tokens at once"
-        + (f", LoRA of rank {o.lora} on frozen weights" if o.lora else ""),
-    )
-    console.print(_plan_table(plan))
-    _say(
-        console,
-        f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take "
-        f"{memory.OUTSIDE / 1e9:.1f} GB.",
-    )
-    precisions = ("fp32", "bf16", "fp8") if o.precision == "fp8" else ("fp32", "bf16")
-    console.print(_fit_table(config, batch, T, gpu_gb, options, precisions))
-    console.print(_gpus_table(gpus, plan, gpu_gb))
-    _say(
-        console,
-        "This is a plan, computed from the arrays that the code allocates. With several GPUs, each "
-        "has the batch above and all\n"
-        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's "
-        "buffers are not counted.",
-    )
-
-
-def _plan_table(plan: memory.Plan) -> Table:
-    table = _table("one step", "what", "when backward begins, GB", "at the peak, GB")
-    for kind in dict.fromkeys([*plan.kinds, *plan.kept]):
-        sizes = (plan.kept.get(kind, 0), plan.kinds.get(kind, 0))
-        if max(sizes) >= 2e-4 * plan.peak:
-            table.add_row(kind, *(f"{n / 1e9:.3f}" for n in sizes))
-    table.add_row("holes in the memory pool", "", f"{(plan.reserved - plan.peak) / 1e9:.3f}")
-    table.add_row(
-        "[bold]all[/]", f"{sum(plan.kept.values()) / 1e9:.3f}", f"{plan.reserved / 1e9:.3f}"
-    )
-    return table
-
-
-def _fit_table(
-    config: ModelConfig,
-    batch: int,
-    T: int,
-    gpu_gb: float,
-    options: dict[str, Any],
-    precisions: tuple[str, ...],
-) -> Table:
-    table = _table(
-        f"what fits on a GPU of {gpu_gb:.0f} GB",
-        "precision",
-        "recompute",
-        f"GB at batch {batch}",
-        "largest batch",
-    )
-    for precision in precisions:
-        # in fp8 a forward pass has a multiple of TILE tokens
-        unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
-        options = options | {"fp8_head": options["fp8_head"] and precision == "fp8"}
-        for recompute in ("none", "attention", "block"):
-            shape = config, T, precision, recompute, options
-            largest = unit * memory.largest(functools.partial(_fits, shape, gpu_gb, unit))
-            row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
-            table.add_row(*row)
-    return table
-
-
-def _fits(shape, gpu_gb, unit, batches):
-    return _gb(shape, unit * batches) <= gpu_gb
-
-
-def _gb(shape, batch):
-    """Return the GB that a step needs, infinite if a launcher rejects its arrays as too large.
-
-    shape: config, T and what follows them
-    """
-    config, T, precision, recompute, options = shape
-    try:
-        plan = memory.plan(config, batch, T, precision, recompute, **options)
-    except ValueError:  # a launcher rejects so large an array
-        return math.inf
-    return (plan.reserved + memory.OUTSIDE) / 1e9
-
-
-def _gpus_table(gpus: list[int], plan: memory.Plan, gpu_gb: float) -> Table:
-    table = _table("data parallel", "GPUs", "each as now, GB", "fits", "with ZeRO-1, GB", "fits")
-    for n in gpus:
-        sizes = [plan.reserved + memory.OUTSIDE, memory.zero1(plan, n) + memory.OUTSIDE]
-        cells = [(f"{s / 1e9:.2f}", "yes" if s <= gpu_gb * 1e9 else "no") for s in sizes]
-        table.add_row(str(n), *cells[0], *cells[1])
-    return table
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(n) for n in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(
-            f"--gpus takes whole numbers separated by commas, such as 1,4,8, not {text!r}"
-        )
-    return numbers
-
-
-def _card_gb() -> float:
-    return cupy().cuda.runtime.memGetInfo()[1] / 1e9
 
 
 # ----------------------------------------------------------------------------- measuring
@@ -391,8 +276,8 @@ def measure(o: Options, console: Console) -> None:
             how = ", one CUDA graph"
         else:
             how = ", launch by launch"
-        _say(console, f"[bold]{describe(run.model.config)}[/]")
-        _say(
+        say(console, f"[bold]{describe(run.model.config)}[/]")
+        say(
             console, f"{c.batch} x {c.seq_len} tokens, {c.precision}, on {device_name(device)}{how}"
         )
         for _ in range(3):  # compile, fill the pool, capture
@@ -400,22 +285,24 @@ def measure(o: Options, console: Console) -> None:
         if device == "gpu":
             planned = _plan_of(run).reserved / 1e9
             taken = (memory_peak_bytes(device) or 0) / 1e9
-            _say(console, f"memory: planned {planned:.3f} GB, used {taken:.3f} GB")
+            say(console, f"memory: planned {planned:.3f} GB, used {taken:.3f} GB")
         ms = parts(run, o.steps)
-        table = _table("a step", "part", "ms", "share")
+        table = new_table("a step", "part", "ms", "share")
         for name, t in ms.items():
             table.add_row(name, f"{t:.3f}", f"{100 * t / ms['whole step']:.1f} %")
         console.print(table)
-        _say(console, f"{c.batch * c.seq_len / ms['whole step'] * 1e3:,.0f} tokens per second")
+        say(console, f"{c.batch * c.seq_len / ms['whole step'] * 1e3:,.0f} tokens per second")
         if device == "cpu":
             console.print(ops_table(run, o.steps))
         else:
             _kernels(o, run, console)
         if o.picture:
-            points = None if device == "cpu" else memory.measured_timeline(lambda: _eager(run))
+            points = None
+            if device != "cpu":
+                points = memory.measured_timeline(lambda: _eager(run))
             with _writing(o.picture):
                 draw(_plan_of(run), points, o.picture)
-            _say(console, f"memory over a step: {escape(str(o.picture))}")
+            say(console, f"memory over a step: {escape(str(o.picture))}")
 
 
 @contextlib.contextmanager
@@ -444,7 +331,7 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
     recorder = Recorder()
     recorder(lambda: _eager(run), nvtx_ranges())
     copy, product = kernel_times.limits(run.config.precision)
-    _say(
+    say(
         console,
         f"this card's limits: copy {copy / 1e9:,.0f} GB/s, product 8192^3 {product / 1e12:,.0f} "
         f"TFLOP/s ({run.config.precision})",
@@ -454,9 +341,9 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
         times = kernel_times.match(times, recorder.launches)
         steps = o.steps
         times = kernel_times.without_first_step(times, recorder.launches)
-        _say(console, f"the GPU is busy {100 * kernel_times.busy_share(times):.1f} % of the time")
+        say(console, f"the GPU is busy {100 * kernel_times.busy_share(times):.1f} % of the time")
     except kernel_times.NoTimes as reason:
-        _say(
+        say(
             console,
             f"{escape(str(reason))}: times are from CUDA events around the launches of an eager "
             "step, each a few microseconds too long",
@@ -470,7 +357,7 @@ def _kernels(o: Options, run: Run, console: Console) -> None:
         text = json.dumps(kernel_times.chrome_trace(times))
         with _writing(o.trace):
             Path(o.trace).write_text(text, encoding="utf-8")
-        _say(console, f"trace: {escape(str(o.trace))} (open it in ui.perfetto.dev)")
+        say(console, f"trace: {escape(str(o.trace))} (open it in ui.perfetto.dev)")
 
 
 def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> Table:
@@ -481,11 +368,13 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
     "of limit" compares kernels with known operations with `product`, all others with `copy`.
     """
     total = sum(row.ns for row in rows)
-    table = _table(
+    table = new_table(
         "kernels of a step", "kernel", "op", "calls", "ms", "share", "GB/s", "TFLOP/s", "of limit"
     )
     for row in rows:
-        rate = row.flops / row.ns / 1e3 if row.flops else None  # per ns, in 10^12 per s
+        rate = None  # in 10^12 per s
+        if row.flops:
+            rate = row.flops / row.ns / 1e3
         moved = row.nbytes / row.ns if row.nbytes else None  # in 10^9 per s
         if rate:
             share = rate * 1e12 / product
@@ -523,7 +412,7 @@ def ops_table(run: Run, steps: int) -> Table:
         for _ in range(steps):
             run.step()
     whole = time.perf_counter() - start
-    table = _table("ops of a step", "op", "way", "calls", "ms", "share")
+    table = new_table("ops of a step", "op", "way", "calls", "ms", "share")
     for (name, way), times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         t = sum(times)
         calls = f"{len(times) / steps:g}"
@@ -572,17 +461,6 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
 
 
 # ----------------------------------------------------------------------------- command line
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    return table
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
-
-
 def profile(o: Options) -> None:
     """Run `xtrain profile`. Raises UserError."""
     console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
@@ -605,7 +483,10 @@ def profile(o: Options) -> None:
             shape = batch * T, config.dim, config.hidden_dim
             threads = blas.choose_threads(o.blas_threads, *shape, blas.cores())
             stack.enter_context(blas.use_threads(threads))
-        show_plan(o, console) if o.plan else measure(o, console)
+        if o.plan:
+            show_plan(o, config, batch, T, console)
+        else:
+            measure(o, console)
     if o.run is not None and not o.plan:
         kept = console.save(o.run)
-        _say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))
+        say(console, escape(f"tables: {kept}; on a page: {report.write([o.run])}"))

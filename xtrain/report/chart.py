@@ -60,7 +60,9 @@ def running_mean(points: Points, rate: float = 0.05) -> Points:
 
 def colors(n: int) -> list[str]:
     """Return n different colours."""
-    return [palette(i) for i in range(n)] if n <= 6 else [by_depth(i, n) for i in range(n)]
+    if n <= 6:
+        return [palette(i) for i in range(n)]
+    return [by_depth(i, n) for i in range(n)]
 
 
 def chart(
@@ -236,7 +238,10 @@ def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, 
     # a smaller range would need ticks with more digits than float64 has
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0
-        low, high = (low / 1.5, high * 1.5) if log else (low - margin, high + margin)
+        if log:
+            low, high = (low / 1.5, high * 1.5)
+        else:
+            low, high = (low - margin, high + margin)
     if log:
         low, high = low / 1.05, high * 1.05
         ticks = [t for t in _decades(low, high) if low <= t <= high]
@@ -283,7 +288,9 @@ def _number(x: float, digits: int = 0) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(x) >= size:
             return f"{x / (1e3 if letter == 'k' else size):.{3 + digits}g}{letter}"
-    return f"{x:.{4 + digits}g}" if x == 0 or abs(x) >= 1e-3 else _small(x, 4 + digits)
+    if x == 0 or abs(x) >= 1e-3:
+        return f"{x:.{4 + digits}g}"
+    return _small(x, 4 + digits)
 
 
 def _n(x):

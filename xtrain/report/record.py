@@ -99,7 +99,9 @@ def read(folder: Path) -> Record:
 
 
 def _number(x):
-    return float(x) if isinstance(x, (int, float)) and abs(x) < 1e300 else None
+    if isinstance(x, (int, float)) and abs(x) < 1e300:
+        return float(x)
+    return None
 
 
 def _text(run, name):

@@ -264,7 +264,9 @@ def events(run: Record) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: int(row[0]))
-    others = f"<p>and {len(rows) - MOST_EVENTS} more</p>" if len(rows) > MOST_EVENTS else ""
+    others = ""
+    if len(rows) > MOST_EVENTS:
+        others = f"<p>and {len(rows) - MOST_EVENTS} more</p>"
     return (
         "<h2>Skipped steps and loss spikes</h2>"
         + table(["step", "event"], rows[:MOST_EVENTS])
@@ -292,7 +294,9 @@ def _sentence(s: dict[str, Any]) -> str:
     )
     n_columns = max((len(x["top"]) for x in s["next"]), default=1)
     some = len(s["attention"]) < s["layers"]
-    fewer = f" {len(s['attention'])} of {s['layers']} layers." if some else ""
+    fewer = ""
+    if some:
+        fewer = f" {len(s['attention'])} of {s['layers']} layers."
     return (
         f"<h2>One sentence, step {int(s['step'])}</h2><pre>{text}</pre>"
         "<h3>Next tokens</h3><p>After each token: the probability of the actual next token, and "
@@ -390,7 +394,9 @@ def _source(start):
     """Return which code a start of a run ran."""
     commit = start.get("commit")
     changed = ", with changes" if start.get("changed") else ""
-    code = f"commit {str(commit)[:12]}{changed}" if commit else "not in a git repository"
+    code = "not in a git repository"
+    if commit:
+        code = f"commit {str(commit)[:12]}{changed}"
     return f"{code}, xtrain {start.get('xtrain', '')}, started {start.get('time', '')}"
 
 

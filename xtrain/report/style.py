@@ -89,7 +89,9 @@ def page(title: str, sections: list[str], live: str = "") -> str:
     name = html.escape(title)
     body = "\n".join(f"<section>{section}</section>" for section in sections if section or live)
     policy = POLICY + "; connect-src 'self'" * bool(live)
-    state = f'<p role="status" data-live="{html.escape(live)}">live</p>\n' if live else ""
+    state = ""
+    if live:
+        state = f'<p role="status" data-live="{html.escape(live)}">live</p>\n'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
@@ -108,7 +110,10 @@ def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: st
     if not rows:
         return ""
     cells = lambda row, tag: "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in row)
-    head = f"<thead><tr>{cells(columns, 'th')}</tr></thead>" if columns else ""
+    if columns:
+        head = f"<thead><tr>{cells(columns, 'th')}</tr></thead>"
+    else:
+        head = ""
     named = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{kind}">{named}{head}<tbody>{body}</tbody></table></div>'

@@ -1,0 +1,139 @@
+"""The memory plan of a training step as tables: one step, what fits on a GPU, several GPUs."""
+
+import functools
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import ModelConfig
+from ..device import cupy, gpu_available
+from ..errors import UserError
+from ..kernels.fp8 import TILE
+from ..training import memory_plan as memory
+from ..training.model_summary import describe
+
+
+def show_plan(o: Any, config: ModelConfig, batch: int, T: int, console: Console) -> None:
+    """Print the plan of a step, the largest batches that fit, and the plan for several GPUs.
+
+    o: profile.Options
+    """
+    gpus = _whole_numbers(o.gpus)
+    gpu_gb = o.gpu_gb or (_card_gb() if gpu_available() else 80.0)
+    options: dict[str, Any] = dict(lora=o.lora, fp8_head=o.fp8_head)
+    plan = memory.plan(config, batch, T, o.precision, o.recompute, **options)
+    parameters = memory.parameters(config)
+    say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
+    lora = f", LoRA of rank {o.lora} on frozen weights" if o.lora else ""
+    sequences = f"{batch} sequences of {T} tokens at once"
+    say(console, f"{o.precision}, recompute {o.recompute}, {sequences}{lora}")
+    console.print(_plan_table(plan))
+    say(
+        console,
+        f"The peak is in: {plan.op}. Outside the pool, the CUDA context and the kernels take "
+        f"{memory.OUTSIDE / 1e9:.1f} GB.",
+    )
+    precisions = ["fp32", "bf16"]
+    if o.precision == "fp8":
+        precisions.append("fp8")
+    console.print(_fit_table(config, batch, T, gpu_gb, options, precisions))
+    console.print(_gpus_table(gpus, plan, gpu_gb))
+    say(
+        console,
+        "This is a plan, computed from the arrays that the code allocates. With several GPUs, each "
+        "has the batch above and all\n"
+        "gradients; ZeRO-1 divides moments and float32 master weights among the ranks. NCCL's "
+        "buffers are not counted.",
+    )
+
+
+def _plan_table(plan: memory.Plan) -> Table:
+    table = new_table("one step", "what", "when backward begins, GB", "at the peak, GB")
+    for kind in dict.fromkeys([*plan.kinds, *plan.kept]):
+        sizes = (plan.kept.get(kind, 0), plan.kinds.get(kind, 0))
+        if max(sizes) >= 2e-4 * plan.peak:
+            table.add_row(kind, *(f"{n / 1e9:.3f}" for n in sizes))
+    table.add_row("holes in the memory pool", "", f"{(plan.reserved - plan.peak) / 1e9:.3f}")
+    table.add_row(
+        "[bold]all[/]", f"{sum(plan.kept.values()) / 1e9:.3f}", f"{plan.reserved / 1e9:.3f}"
+    )
+    return table
+
+
+def _fit_table(
+    config: ModelConfig,
+    batch: int,
+    T: int,
+    gpu_gb: float,
+    options: dict[str, Any],
+    precisions: list[str],
+) -> Table:
+    columns = ("precision", "recompute", f"GB at batch {batch}", "largest batch")
+    table = new_table(f"what fits on a GPU of {gpu_gb:.0f} GB", *columns)
+    for precision in precisions:
+        # in fp8 a forward pass has a multiple of TILE tokens
+        unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
+        options = options | {"fp8_head": options["fp8_head"] and precision == "fp8"}
+        for recompute in ("none", "attention", "block"):
+            shape = config, T, precision, recompute, options
+            largest = unit * memory.largest(functools.partial(_fits, shape, gpu_gb, unit))
+            row = precision, recompute, f"{_gb(shape, batch):.2f}", str(largest or "none")
+            table.add_row(*row)
+    return table
+
+
+def _fits(shape, gpu_gb, unit, batches):
+    return _gb(shape, unit * batches) <= gpu_gb
+
+
+def _gb(shape, batch):
+    """Return the GB that a step needs, infinite if a launcher rejects its arrays as too large.
+
+    shape: config, T, precision, recompute, options
+    """
+    config, T, precision, recompute, options = shape
+    try:
+        plan = memory.plan(config, batch, T, precision, recompute, **options)
+    except ValueError:  # a launcher rejects so large an array
+        return math.inf
+    return (plan.reserved + memory.OUTSIDE) / 1e9
+
+
+def _gpus_table(gpus: list[int], plan: memory.Plan, gpu_gb: float) -> Table:
+    table = new_table("data parallel", "GPUs", "each as now, GB", "fits", "with ZeRO-1, GB", "fits")
+    for n in gpus:
+        sizes = [plan.reserved + memory.OUTSIDE, memory.zero1(plan, n) + memory.OUTSIDE]
+        cells = [(f"{s / 1e9:.2f}", "yes" if s <= gpu_gb * 1e9 else "no") for s in sizes]
+        table.add_row(str(n), *cells[0], *cells[1])
+    return table
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(n) for n in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(
+            f"--gpus takes whole numbers separated by commas, such as 1,4,8, not {text!r}"
+        )
+    return numbers
+
+
+def _card_gb() -> float:
+    return cupy().cuda.runtime.memGetInfo()[1] / 1e9
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Return a table without rows: the first column aligned left, the others right."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: neither highlighted nor wrapped."""
+    console.print(text, highlight=False, soft_wrap=True)
