@@ -56,7 +56,7 @@ def test_corpus_accounts_for_every_byte(corpus, text_folder):
         (corpus.train, corpus.train_tokens, corpus.train_bytes),
         (corpus.val, corpus.val_tokens, corpus.val_bytes),
     ):
-        ids = np.concatenate([read_shard(path, corpus.vocab_size) for path in shards])
+        ids = np.concatenate([read_shard(path) for path in shards])
         assert len(ids) == tokens
         assert corpus.token_lengths[ids].sum() == size
         assert ids[-1] == corpus.tokenizer.eot_id

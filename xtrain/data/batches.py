@@ -104,16 +104,14 @@ class Loader(Shuffled):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
-        vocab_size: int | None = None,
     ):
         """Make a loader.
 
         shards: .bin files, or parts of them
         B: sequences in the batch of all ranks
         T: tokens of a sequence
-        vocab_size: an id that is not below it raises UserError
         """
-        self._shards = [read_shard(path, vocab_size) for path in shards]
+        self._shards = [read_shard(path) for path in shards]
         # The target of the last token is one token further: a shard of T tokens has no window.
         windows_S = [len(tokens) // T if len(tokens) > T else 0 for tokens in self._shards]
         self._ends_S = np.cumsum(windows_S)
@@ -128,7 +126,7 @@ class Loader(Shuffled):
         self.first = lru_cache(2)(self._first)
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and targets, (B/world, T) int32: targets[:, t] is the token after ids[:, t]."""
+        """Return ids and targets, (B/world, T) int32; targets[:, t] is the token after ids[:, t]."""
         tokens = np.stack([self._window(*which) for which in self.next_windows()])
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
@@ -150,14 +148,14 @@ class Loader(Shuffled):
 
 
 def val_batches(
-    shards: Sequence[Shard], n: int, B: int, T: int, vocab_size: int | None = None
+    shards: Sequence[Shard], n: int, B: int, T: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return at most n batches of ids and targets, (B, T) int32, the same every time.
 
     The windows are spread evenly over the text, in order. A text with fewer than n B windows gives
     fewer batches, and the last batch may have fewer rows. Raises UserError if there is no window.
     """
-    parts = [read_shard(path, vocab_size) for path in shards]
+    parts = [read_shard(path) for path in shards]
     tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
     windows = (len(tokens) - 1) // T
     if not windows:

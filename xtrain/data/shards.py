@@ -143,24 +143,17 @@ class Span:
 Shard = Path | Span
 
 
-def read_shard(shard: str | Shard, vocab_size: int | None = None) -> np.ndarray:
+def read_shard(shard: str | Shard) -> np.ndarray:
     """Map the tokens of a file into memory: (n,) uint16 or uint32.
 
-    Raises UserError, which names the file, if it is not a complete shard or has an id >=
-    vocab_size.
+    Raises UserError, which names the file, if it is not a complete shard.
     """
-    advice = "delete it and start again to rebuild it"
     if isinstance(shard, Span):
         span = shard
     else:
-        span = span_of(Path(shard), advice)
+        span = span_of(Path(shard), "delete it and start again to rebuild it")
     with _reading(span.path):
-        tokens = np.memmap(span.path, span.dtype, mode="r", offset=span.offset, shape=(span.n,))
-    if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(
-            f"{span.path} has the id {largest}, the tokenizer has {vocab_size} tokens: {advice}"
-        )
-    return tokens
+        return np.memmap(span.path, span.dtype, mode="r", offset=span.offset, shape=(span.n,))
 
 
 def span_of(path: Path, advice: str) -> Span:

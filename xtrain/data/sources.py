@@ -1,7 +1,9 @@
 """Which files --data names, in which order, and how each of them is read.
 
-    file            itself                              folder      its files, in sorted order, with those of its subfolders
-    glob (quoted)   its matches, in sorted order        "-"         standard input: `from_standard_input` first
+    file            itself
+    folder          its files and those of its subfolders, in sorted order
+    glob (quoted)   its matches, in sorted order
+    "-"             standard input: `from_standard_input` first
 
 A folder that `save_to_disk` of the library `datasets` has written is the .arrow files that its
 state.json names. Of several splits one is used. No file is read twice: the first name counts.

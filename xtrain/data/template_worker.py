@@ -13,7 +13,7 @@ compiles the template, every further one renders a conversation:
 
     {"source": ...}                                     {}
     {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...]}
-    any                                                 {"error": ...} or {"limit": "memory" or "text"}
+    any                                                 {"error": ...}, {"limit": "memory" or "text"}
 
 spans: the characters of the text inside {% generation %} blocks.
 

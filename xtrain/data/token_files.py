@@ -60,7 +60,7 @@ def of(sources: Sources) -> list[Source]:
 
 
 class TokenFiles:
-    """Tokens in files, divided into training and validation. The facts sum over the files in use."""
+    """Tokens in files, divided into training and validation. Facts sum over the files in use."""
 
     def __init__(
         self,

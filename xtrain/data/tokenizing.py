@@ -374,8 +374,8 @@ class Tokenizing:
         for side in (self.train, self.val):
             if not side.bytes:
                 raise UserError(
-                    f"the text has {survey.n_bytes} bytes, too few to hold some out for validation: "
-                    "give more text"
+                    f"the text has {survey.n_bytes} bytes, too few to hold some out for "
+                    "validation: give more text"
                 )
             side.finish()
         train, val = self.train, self.val

@@ -1,6 +1,6 @@
 """Write a folder as one GGUF file, for llama.cpp and the programs that use it (Ollama, LM Studio).
 
-    Llama    llama     q and k with the rows of each head in the order of Meta's rotation: pairs instead of halves
+    Llama    llama     rows of a head of q and k in the order of Meta's rotation: pairs, not halves
     Qwen2    qwen2     bias on q, k, v
     Qwen3    qwen3     RMSNorm on q and k
     SmolLM3  smollm3   as llama; llama.cpp leaves out RoPE in every fourth layer
@@ -237,7 +237,7 @@ def _add_config(gguf: Any, writer: Any, c: ModelConfig, kind: Kind) -> None:
 
 
 def _rope_factors(c: ModelConfig) -> np.ndarray | None:
-    """Return the divisors (D/2,) of the frequencies under Llama 3's scaling; None for other models."""
+    """Return the divisors (D/2,) of the frequencies under Llama 3's scaling; None without it."""
     if c.rope_type != "llama3":
         return None
     s: Any = c.rope_scaling
@@ -266,7 +266,10 @@ class _Vocabulary:
 
 
 def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Vocabulary:
-    """Return the tokenizer's vocabulary. Raises UserError if llama.cpp would tokenize differently."""
+    """Return the tokenizer's vocabulary.
+
+    Raises UserError if llama.cpp would tokenize differently.
+    """
     content = json.loads(
         (source_of(folder, "tokenizer.json") / "tokenizer.json").read_text(encoding="utf-8")
     )

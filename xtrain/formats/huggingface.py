@@ -205,7 +205,10 @@ def _fill(model: Any, stored: dict[str, Stored]) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Return the ModelConfig of a Hugging Face folder, or of its adapters' model. Raises UserError."""
+    """Return the ModelConfig of a Hugging Face folder, or of its adapters' model.
+
+    Raises UserError.
+    """
     folder = source_of(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is not a Hugging Face folder")

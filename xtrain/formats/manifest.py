@@ -2,7 +2,7 @@
 
     {"format": 1,
      "files":   {"model.safetensors": {"bytes": 3100, "blake2b": "..."}, ...},
-     "tensors": {"model.norm.weight": 912384723, ...},        CRC-32 of the tensor's bytes, over all files
+     "tensors": {"model.norm.weight": 912384723, ...},        CRC-32 of the tensor's bytes
      "itself":  "..."}                                        BLAKE2b of everything above
 
 safetensors detects neither a flipped bit nor a file from another folder. The file checksums find

@@ -1,6 +1,6 @@
 """The folder of a run: its checkpoints, and which one to load.
 
-    runs/NAME/checkpoints/step-000200/      a folder in the Hugging Face layout, with a manifest of checksums, and state.json
+    runs/NAME/checkpoints/step-000200/      a Hugging Face folder, with manifest.json and state.json
 
 training/checkpoint.py writes them. Whatever takes the folder of a model takes the folder of a run,
 too (model_folder).
@@ -142,7 +142,11 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
             install = "pip install huggingface_hub && "
             if find_spec("huggingface_hub"):
                 install = ""
-            hint = f" (nothing is downloaded; if it is a model of the Hub: `{install}hf download {hub_name[0]}`, then try again)"
+            download = f"{install}hf download {hub_name[0]}"
+            hint = (
+                f" (nothing is downloaded; if it is a model of the Hub: `{download}`, then try "
+                "again)"
+            )
         raise UserError(f"{folder} {what}: give the folder of a model or of a run{hint}")
     if folders(folder):
         return newest(folder, warn, "there is nothing to load").folder

@@ -2,7 +2,8 @@
 written.
 
     8 bytes    length of the header, little endian
-    header     JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
+    header     JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...,
+               "__metadata__": {...}}
     data       the offsets count from here
 
 The safetensors library is not used, for three reasons: it cannot return bfloat16 to NumPy, a model

@@ -1,10 +1,9 @@
-"""The kernel table: when each kernel runs, for which op, and how close it comes to the limits of
-the GPU.
+"""The kernel table: when each kernel runs, for which op, and how close it comes to the GPU's limits.
 
-    record    one eager step with observers: the sequence of launches, each with its op, its layer, its bytes and operations
-    time      CUPTI (package cupti-python) reports start and end of every kernel, also inside a CUDA graph; without CUPTI,
-              CUDA events around each launch of an eager step
-    match     a step always launches the same kernels in the same order, so the two lists are aligned
+    record    one eager step with observers: the launches, each with op, layer, bytes, operations
+    time      CUPTI (package cupti-python) reports start and end of every kernel, also inside a
+              CUDA graph; without CUPTI, CUDA events around each launch of an eager step
+    match     a step always launches the same kernels in the same order, so the lists are aligned
 
 The cost of a launch is declared next to each kernel (kernels/runtime/cost.py): the bytes that it
 must move, and its operations, where a multiply-add counts as two.
@@ -284,9 +283,9 @@ def limits(precision: str) -> tuple[float, float]:
     return 2 * a.nbytes / copy, 2 * 8192**3 / product
 
 
-def _seconds(f, runs=10):
+def _seconds(f):
     times = []
-    for _ in range(runs + 2):
+    for _ in range(12):
         start = cupy().cuda.Event()
         end = cupy().cuda.Event()
         start.record()

@@ -264,7 +264,7 @@ def check_files(o: Options) -> None:
 
 
 def measure(o: Options, console: Console) -> None:
-    """Run steps, print their parts and kernels (on a CPU: ops), and write the trace and the chart."""
+    """Run steps, print their parts and kernels (on a CPU: ops), write the trace and the chart."""
     if o.steps < 1:
         raise UserError(f"--steps must be positive, got {o.steps}")
     with a_run(o) as run:

@@ -208,7 +208,8 @@ def _path(curve, across, up):
     else:  # h0 draws a single point as a dot, because lines have round ends
         d = "".join("M" + "L".join(s) + ("h0" if len(s) == 1 else "") for s in segments if s)
     title = html.escape(curve.name)
-    return f'<path class="{curve.style}" style="stroke:{curve.color}" d="{d}"><title>{title}</title></path>'
+    stroke = f'class="{curve.style}" style="stroke:{curve.color}"'
+    return f'<path {stroke} d="{d}"><title>{title}</title></path>'
 
 
 def _legend(curves, most):
@@ -234,7 +235,7 @@ def _scale(low, high, log):
 
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
-    """Return the ends of an axis from low to high, and at most about `most` round numbers between."""
+    """Return the ends of an axis from low to high, and about `most` round numbers between at most."""
     # a smaller range would need ticks with more digits than float64 has
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0

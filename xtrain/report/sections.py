@@ -114,18 +114,21 @@ def tasks(run: Record) -> list[str]:
 
 
 def rewards(run: Record) -> str:
-    """Return the charts of reinforcement learning, and the difference between log-probabilities of
-    rollouts and training.
-    """
+    """Return the charts of reinforcement learning, and how rollouts and training differ."""
     reward, error, kl = (run.points(name) for name in ("reward", "ratio_error", "rollout_kl"))
     if not reward:
         return ""
     measured = [y for _, y in (*error, *kl) if y is not None]
     if len(measured) == 2 * len(reward) and not any(measured):
-        text = f"In all {len(reward):,} steps the ratio of the first update was exactly 1, and the KL exactly 0: rollouts and training "
-        text += "computed the same bits."
+        text = (
+            f"In all {len(reward):,} steps the ratio of the first update was exactly 1, and the KL "
+            "exactly 0: rollouts and training computed the same bits."
+        )
     else:
-        text = f"Log-probabilities of rollouts and training differ: the ratio of a first update was off by up to {max(measured, default=0):.2g}."
+        text = (
+            "Log-probabilities of rollouts and training differ: the ratio of a first update was "
+            f"off by up to {max(measured, default=0):.2g}."
+        )
     shown = [
         chart(
             run,
@@ -188,7 +191,10 @@ def fp8(run: Record) -> str:
                 module, _, matrix = key.removeprefix(name + "_").rpartition("_")
                 many = f"{sum(values):,.0f}", f"{len(values):,}", f"{max(values):,.0f}"
                 rows.append([f"{module} {matrix}", what, *many])
-    text = f"Numbers that did not fit the scale of their tensor, in {len(lines):,} steps. x: what a product reads, w: its matrix, dy: the gradient of its result."
+    text = (
+        f"Numbers that did not fit the scale of their tensor, in {len(lines):,} steps. "
+        "x: what a product reads, w: its matrix, dy: the gradient of its result."
+    )
     if not rows:
         return f"<h2>fp8</h2><p>{text} There were none.</p>"
     columns = ["tensors", "numbers", "in all", "steps with some", "most in a step"]
@@ -198,7 +204,8 @@ def fp8(run: Record) -> str:
         "per step",
         [Curve("all tensors", run.points(names[0]), palette(1))],
     )
-    return f'<h2>fp8</h2><p>{text}</p>{table(columns, rows, "", "num")}<div class="charts">{shown}</div>'
+    listed = table(columns, rows, "", "num")
+    return f'<h2>fp8</h2><p>{text}</p>{listed}<div class="charts">{shown}</div>'
 
 
 def layer_norms(run: Record) -> str:
@@ -357,7 +364,7 @@ def _square(p, T):
     return p_TT
 
 
-# ----------------------------------------------------------------------------- samples, profile, configuration
+# ------------------------------------------------------------- samples, profile, configuration
 def samples(run: Record) -> str:
     """Return the generated samples, the newest first; at most about MOST_SAMPLES of them."""
     if not run.samples:
