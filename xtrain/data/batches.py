@@ -97,13 +97,7 @@ class Loader(Shuffled):
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        B: int,
-        T: int,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        self, shards: Sequence[Shard], B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1
     ):
         """Make a loader.
 

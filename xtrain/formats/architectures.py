@@ -127,12 +127,7 @@ ARCHITECTURES = {
         ignored=("pretraining_tp",),
         window="some",
     ),
-    "MistralForCausalLM": Architecture(
-        "mistral",
-        defaults=_MISTRAL,
-        written={},
-        window="all",
-    ),
+    "MistralForCausalLM": Architecture("mistral", defaults=_MISTRAL, written={}, window="all"),
     "Phi3ForCausalLM": Architecture(
         "phi3",
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},

@@ -324,10 +324,7 @@ def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
 
 # ----------------------------------------------------------------------------- writing
 def save(
-    model: Any,
-    folder: Path,
-    tokenizer: Any = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    model: Any, folder: Path, tokenizer: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write a model (fp32) and its tokenizer as a Hugging Face folder, always with the same bytes.
 

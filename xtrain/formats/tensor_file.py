@@ -24,11 +24,7 @@ import numpy as np
 from ..errors import UserError
 from ..json_files import MAX_JSON_BYTES, check_pointer, listed, parse_json, reading
 
-DTYPES = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 

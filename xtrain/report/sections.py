@@ -60,22 +60,18 @@ def curves(run: Record) -> str:
             run,
             "Loss",
             "nats per token",
-            [
-                Curve("training", loss, palette(0), "faint"),
-                Curve("training, running mean", running_mean(loss), palette(0)),
-                Curve("validation", val, palette(1), "faint"),
-                Curve("validation", val, palette(1), "dots"),
-            ],
+            Curve("training", loss, palette(0), "faint"),
+            Curve("training, running mean", running_mean(loss), palette(0)),
+            Curve("validation", val, palette(1), "faint"),
+            Curve("validation", val, palette(1), "dots"),
         ),
-        chart(run, "Learning rate", "", [Curve("learning rate", lr, palette(3))]),
+        chart(run, "Learning rate", "", Curve("learning rate", lr, palette(3))),
         chart(
             run,
             "Gradient norm",
             "before clipping",
-            [
-                Curve("gradient norm", grad, palette(4), "faint"),
-                Curve("running mean", running_mean(grad), palette(4)),
-            ],
+            Curve("gradient norm", grad, palette(4), "faint"),
+            Curve("running mean", running_mean(grad), palette(4)),
             log=True,
         ),
         *tasks(run),
@@ -86,7 +82,7 @@ def curves(run: Record) -> str:
     return f'<h2>Curves</h2>{switch}<div class="charts">{"".join(shown)}</div>'
 
 
-def chart(run: Record, title: str, unit: str, curves: list[Curve], log: bool = False) -> str:
+def chart(run: Record, title: str, unit: str, *curves: Curve, log: bool = False) -> str:
     """Return a chart of one run: see chart.chart."""
     return charts.chart(title, unit, [replace(c, axes=run.axes) for c in curves], log)
 
@@ -103,11 +99,11 @@ def tasks(run: Record) -> list[str]:
             run,
             f"Tasks: {metric}",
             "",
-            [
+            *(
                 Curve(file, run.points(f"{file}/{metric}"), color, style)
                 for file, color in zip(files, colors(len(files)))
                 for style in ("faint", "dots")
-            ],
+            ),
         )
         for metric, files in names.items()
     ]
@@ -134,38 +130,35 @@ def rewards(run: Record) -> str:
             run,
             "Reward",
             "mean of a step",
-            [
-                Curve("rollouts", reward, palette(0), "faint"),
-                Curve("rollouts, running mean", running_mean(reward), palette(0)),
-                Curve("validation", run.points("val_reward"), palette(1), "dots"),
-            ],
+            Curve("rollouts", reward, palette(0), "faint"),
+            Curve("rollouts, running mean", running_mean(reward), palette(0)),
+            Curve("validation", run.points("val_reward"), palette(1), "dots"),
         ),
         chart(
             run,
             "Rollouts against training",
             "first update",
-            [Curve("|ratio - 1|, largest", error, palette(4)), Curve("KL", kl, palette(5))],
+            Curve("|ratio - 1|, largest", error, palette(4)),
+            Curve("KL", kl, palette(5)),
         ),
         chart(
             run,
             "Completions",
             "tokens",
-            [Curve("mean length", run.points("completion_tokens"), palette(2))],
+            Curve("mean length", run.points("completion_tokens"), palette(2)),
         ),
         chart(
             run,
             "Shares",
             "of tokens, of groups",
-            [
-                Curve("clipped tokens", run.points("clipped"), palette(3)),
-                Curve("groups of equal rewards", run.points("equal_groups"), palette(1)),
-            ],
+            Curve("clipped tokens", run.points("clipped"), palette(3)),
+            Curve("groups of equal rewards", run.points("equal_groups"), palette(1)),
         ),
         chart(
             run,
             "KL to the reference",
             "nats per token",
-            [Curve("KL", run.points("reference_kl"), palette(5))],
+            Curve("KL", run.points("reference_kl"), palette(5)),
         ),
     ]
     return f'<h2>Rewards</h2><p>{text}</p><div class="charts">{"".join(shown)}</div>'
@@ -202,7 +195,7 @@ def fp8(run: Record) -> str:
         run,
         "Clamped fp8 numbers",
         "per step",
-        [Curve("all tensors", run.points(names[0]), palette(1))],
+        Curve("all tensors", run.points(names[0]), palette(1)),
     )
     listed = table(columns, rows, "", "num")
     return f'<h2>fp8</h2><p>{text}</p>{listed}<div class="charts">{shown}</div>'
@@ -217,7 +210,7 @@ def layer_norms(run: Record) -> str:
         Curve(name, run.points(name, run.layers), by_depth(i, len(names)))
         for i, name in enumerate(names)
     ]
-    return chart(run, "Gradient norm per layer", "before clipping", lines, log=True)
+    return chart(run, "Gradient norm per layer", "before clipping", *lines, log=True)
 
 
 def timing(run: Record) -> list[str]:
@@ -235,27 +228,25 @@ def timing(run: Record) -> list[str]:
             run,
             "Throughput",
             "tokens per second",
-            [
-                Curve("tokens per second", speed, palette(2), "faint"),
-                Curve("running mean", running_mean(speed), palette(2)),
-            ],
+            Curve("tokens per second", speed, palette(2), "faint"),
+            Curve("running mean", running_mean(speed), palette(2)),
         ),
         chart(
             run,
             "MFU",
             "% of the GPU's peak",
-            [Curve("MFU", [(x, y and 100 * y) for x, y in mfu], palette(5))],
+            Curve("MFU", [(x, y and 100 * y) for x, y in mfu], palette(5)),
         ),
         chart(
             run,
             "Time by phase",
             "ms per step, running mean",
-            [
+            *(
                 Curve(n, running_mean(run.points("ms", lines)), palette(i))
                 for i, (n, lines) in enumerate(phases.items())
-            ],
+            ),
         ),
-        chart(run, "Memory", "GB, peak so far", [Curve("memory", memory, palette(1))]),
+        chart(run, "Memory", "GB, peak so far", Curve("memory", memory, palette(1))),
     ]
 
 
