@@ -150,7 +150,10 @@ def val_batches(
     fewer batches, and the last batch may have fewer rows. Raises UserError if there is no window.
     """
     parts = [read_shard(path) for path in shards]
-    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if len(parts) == 1:
+        tokens = parts[0]
+    else:
+        tokens = np.concatenate(parts)
     windows = (len(tokens) - 1) // T
     if not windows:
         raise _too_short("validation", len(tokens), T)

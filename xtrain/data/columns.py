@@ -46,7 +46,10 @@ def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
             _check_column(pyarrow, path, reader.schema, key)
             column = reader.schema.get_field_index(key)
             n = reader.num_record_batches if is_file else 0
-            batches = map(reader.get_batch, range(n)) if is_file else reader
+            if is_file:
+                batches = map(reader.get_batch, range(n))
+            else:
+                batches = reader
             yield from _texts((batch.column(column) for batch in batches), path)
 
 
@@ -72,7 +75,9 @@ def _pyarrow(path: Path) -> Iterator[Any]:
 def _check_column(pyarrow: Any, path: Path, schema: Any, key: str) -> None:
     columns = [field.type for field in schema if field.name == key]
     if len(columns) != 1:
-        count = "no column" if not columns else f"{len(columns)} columns"
+        count = "no column"
+        if columns:
+            count = f"{len(columns)} columns"
         raise BadFile(
             f"{path} has {count} named {key}: choose with --text-key from {listed(schema.names)}"
         )

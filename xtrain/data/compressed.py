@@ -34,7 +34,9 @@ def is_packed(path: Path) -> bool:
 
 def suffix(path: Path) -> str:
     """Return the suffix of a name, without that of a packed file."""
-    return Path(path.stem).suffix if is_packed(path) else path.suffix
+    if is_packed(path):
+        return Path(path.stem).suffix
+    return path.suffix
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -45,7 +47,10 @@ def open_file(path: Path) -> BinaryIO:
     """
     if not is_packed(path):
         return open(path, "rb")
-    make, errors = _gzip() if path.suffix == ".gz" else _zstd(path)
+    if path.suffix == ".gz":
+        make, errors = _gzip()
+    else:
+        make, errors = _zstd(path)
     return cast(BinaryIO, io.BufferedReader(_Unpacked(path, make, errors), BUFFER))
 
 

@@ -161,7 +161,9 @@ def _role(step: dict[str, Any]) -> str | None:
     """
     kind = step["type"]
     if kind == "ByteLevel":
-        return "boundary" if step.get("use_regex", True) else "neutral"
+        if step.get("use_regex", True):
+            return "boundary"
+        return "neutral"
     if kind == "Digits":
         return "neutral"
     if kind == "Metaspace" and step["replacement"] == SPACE:

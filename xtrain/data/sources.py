@@ -70,7 +70,10 @@ class Sources:
 
     def __init__(self, data: Data = None):
         self.own = data is None or data == ()
-        paths = [data] if isinstance(data, (str, Path)) else list(data or ())
+        if isinstance(data, (str, Path)):
+            paths = [data]
+        else:
+            paths = list(data or ())
         if self.own:
             paths = [sysconfig.get_path("stdlib")]
         self.paths = list(map(Path, paths))
@@ -116,7 +119,9 @@ class Sources:
             kept = [match for match in matches if folders.isdisjoint(match.parents)]
             return [s for match in sorted(kept, key=Path.as_posix) for s in self._of(match)]
         exists = "\0" not in str(path) and os.path.exists(path)
-        what = "is neither a file nor a folder" if exists else "does not exist"
+        what = "does not exist"
+        if exists:
+            what = "is neither a file nor a folder"
         hint = "give a file, a folder or a glob"
         if self.own:
             hint = "give a text with --data"

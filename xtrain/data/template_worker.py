@@ -125,7 +125,10 @@ def limit(name, value):
         return
     which = getattr(resource, name)
     hard = resource.getrlimit(which)[1]
-    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if hard == resource.RLIM_INFINITY:
+        soft = value
+    else:
+        soft = min(value, hard)
     resource.setrlimit(which, (soft, hard))
 
 

@@ -78,7 +78,9 @@ class Tokenizer:
             self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
         read = lambda name: json.loads(self._companions.get(name, b"{}"))
         bos = token_text(with_names(read(CONFIG), read(SPECIAL_MAP)).get("bos_token"))
-        self.bos_token_id = None if bos is None else backend.token_to_id(bos)
+        self.bos_token_id = None
+        if bos is not None:
+            self.bos_token_id = backend.token_to_id(bos)
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
@@ -215,7 +217,9 @@ class Tokenizer:
         whole = self.encode("\n" + text)
         n = len(before)
         # else the line break was merged with the text
-        return whole[n:] if whole[:n] == before else self.encode(text)
+        if whole[:n] == before:
+            return whole[n:]
+        return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode many texts, on all cores."""
@@ -307,7 +311,8 @@ def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -
 
 def token_text(entry: Any) -> str | None:
     """Return the text of a token in tokenizer_config.json, also if an object holds it."""
-    entry = entry.get("content") if isinstance(entry, dict) else entry
+    if isinstance(entry, dict):
+        entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 

@@ -178,7 +178,9 @@ def run(config: CompareConfig, console: Console) -> bool:
     first = first_divergence(differences, config.tolerance)
     table = Table("stage", "largest difference", "relative", "agrees", box=None)
     for d in differences:
-        agrees = "yes" if d.relative <= config.tolerance else "[bold]NO[/]"
+        agrees = "[bold]NO[/]"
+        if d.relative <= config.tolerance:
+            agrees = "yes"
         table.add_row(d.stage, f"{d.absolute:.2e}", f"{d.relative:.2e}", agrees)
     console.print(table)
     what = f"{ids.shape[0]} x {ids.shape[1]} tokens, xtrain ({model.device}) and {config.against}"
@@ -198,7 +200,10 @@ def _ids(config, model):
     if config.ids is not None:
         ids = np.array([config.ids], np.int64)
     else:
-        length = min(32, longest) if config.length is None else config.length
+        if config.length is None:
+            length = min(32, longest)
+        else:
+            length = config.length
         if config.batch < 1 or length < 2:
             raise UserError("--batch must be at least 1 and --length at least 2")
         ids = np.random.default_rng(config.seed).integers(0, V, (config.batch, length))

@@ -273,14 +273,19 @@ def _libraries() -> Check:
     for name in LIBRARIES:
         try:
             path = pathfinder.load_nvidia_dynamic_lib(name).abs_path
-            folders[name] = str(Path(path).parent) if path else "the system's path"
+            folders[name] = "the system's path"
+            if path:
+                folders[name] = str(Path(path).parent)
         except pathfinder.DynamicLibNotFoundError:
             missing.append(name)
     places = "; ".join(
         f"{', '.join(n for n in folders if folders[n] == place)} in {place}"
         for place in dict.fromkeys(folders.values())
     )
-    found = f"not found: {', '.join(missing)}" if missing else places
+    if missing:
+        found = f"not found: {', '.join(missing)}"
+    else:
+        found = places
     return Check("CUDA libraries", not missing, found, EXTRA.format("gpu"))
 
 
@@ -309,7 +314,9 @@ def mpi() -> list[Check]:
     if launcher is None:
         return [*checks, Check("mpirun", False, "not found", "pip install mpich")]
     two, *more = _ranks(launcher)
-    another = of_this_python if of_this_python != launcher else None
+    another = None
+    if of_this_python != launcher:
+        another = of_this_python
     if two.ok is False and another and next(_ranks(another)).ok:
         fix = f'export PATH="{Path(another).parent}:$PATH", or start ranks with {another}'
         two = replace(two, fix=fix)

@@ -329,7 +329,9 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
             owner = ""
             if launch is not None:
                 owner = launch.layer if track == "layers" else launch.op
-            name = f"{owner} {launch.way}" if launch is not None and owner else ""
+            name = ""
+            if launch is not None and owner:
+                name = f"{owner} {launch.way}"
             last = open_spans.get(track)
             if last is not None and last["name"] == name:
                 last["dur"] = (t.end - zero) / 1e3 - last["ts"]

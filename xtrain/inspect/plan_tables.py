@@ -26,7 +26,10 @@ def show_plan(o: Any, config: ModelConfig, batch: int, T: int, console: Console)
     plan = memory.plan(config, batch, T, o.precision, o.recompute, **options)
     parameters = memory.parameters(config)
     say(console, f"[bold]Memory plan[/]: {describe(config)}, {parameters:,} parameters")
-    lora = f", LoRA of rank {o.lora} on frozen weights" if o.lora else ""
+    if o.lora:
+        lora = f", LoRA of rank {o.lora} on frozen weights"
+    else:
+        lora = ""
     sequences = f"{batch} sequences of {T} tokens at once"
     say(console, f"{o.precision}, recompute {o.recompute}, {sequences}{lora}")
     console.print(_plan_table(plan))

@@ -375,7 +375,9 @@ def kernel_table(rows: list[kernel_times.Row], copy: float, product: float) -> T
         rate = None  # in 10^12 per s
         if row.flops:
             rate = row.flops / row.ns / 1e3
-        moved = row.nbytes / row.ns if row.nbytes else None  # in 10^9 per s
+        moved = None  # in 10^9 per s
+        if row.nbytes:
+            moved = row.nbytes / row.ns
         if rate:
             share = rate * 1e12 / product
         elif moved:

@@ -41,7 +41,9 @@ def read(timing: list[dict[str, Any]]) -> Axes | None:
     for step, line in sorted(lines.items()):
         if step > steps[-1]:
             n = step - steps[-1]  # a line stands for the steps before it whose lines are lost
-            measured = line["seconds"] if _positive(line, "seconds") else 0.0
+            measured = 0.0
+            if _positive(line, "seconds"):
+                measured = line["seconds"]
             steps.append(float(step))
             tokens.append(tokens[-1] + n * line["tokens_per_s"] * line["ms"] / 1e3)
             seconds.append(max(seconds[-1], measured or seconds[-1] + n * line["ms"] / 1e3))

@@ -143,7 +143,9 @@ def table(columns: list[str], rows: list[list[str]], caption: str = "", kind: st
         head = f"<thead><tr>{cells(columns, 'th')}</tr></thead>"
     else:
         head = ""
-    named = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    named = ""
+    if caption:
+        named = f"<caption>{html.escape(caption)}</caption>"
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{kind}">{named}{head}<tbody>{body}</tbody></table></div>'
 
