@@ -87,12 +87,16 @@ HOPPER_BLOCK = 64
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale, window=0):
     """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
-    o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
+    o_NHD = np.zeros_like(q_NHD)
+    wide = np.result_type(q_NHD.dtype, np.float32)
     for a, table_M in enumerate(tables_AM):
-        first, last, past = edges_E[a], edges_E[a + 1], history_A[a]
+        first = edges_E[a]
+        last = edges_E[a + 1]
+        past = history_A[a]
         if past < 0:
             continue
-        T, n = last - first, past + last - first
+        T = last - first
+        n = past + last - first
         bounds = KeyBounds(window)
         k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
         if is_batch_invariant():
@@ -128,11 +132,19 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     """-> the float32 kernel for heads of width D and blocks of S tokens. Launch with fp32.THREADS threads."""
     entry_of, start_of = make_block_table(S, D)
     sizes = fp32.tile_sizes(D)
-    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
-    TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
+    TILE = sizes.TILE
+    PAD = sizes.PAD
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
+    TILE1 = TILE + 1
+    WIDTH = PAD - 1
+    ROWS = fp32.ROWS
+    LANES = fp32.LANES
     LOWEST = fp32.LOWEST  # mlir 0.6 does not compile a float of another module
     dots, add_weighted, clear = fp32.make_products(D)
-    add_scores, row_sum = fp32.make_add_scores(D, True, WINDOW > 0), fp32.row_sum
+    add_scores = fp32.make_add_scores(D, True, WINDOW > 0)
+    row_sum = fp32.row_sum
     first_key = make_first_key(WINDOW)
 
     @device
@@ -151,7 +163,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
         start = start_of(worst, n0, blocks, stride, head)
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
-            key, value = float32(0.0), float32(0.0)
+            key = float32(0.0)
+            value = float32(0.0)
             if n0 + r < end and d < D:
                 at = start + r * D + d
                 if S % TILE != 0:  # the tile may lie in several blocks
@@ -168,26 +181,34 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     ):
         """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of a table."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        a, h, t0 = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H, int64(cuda.blockIdx.x) * TILE
-        begin, past = int64(edges_E[a]), int64(history_A[a])
+        a = int64(cuda.blockIdx.y) // H
+        h = cuda.blockIdx.y % H
+        t0 = int64(cuda.blockIdx.x) * TILE
+        begin = int64(edges_E[a])
+        past = int64(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         if t0 >= T or begin < 0 or N - begin < T:
             return
         if past < 0 or past > M * S - T:
             fill_invalid(o, begin, T, h, H, D, t0, TILE, past)
             return
-        head, stride = (begin * H + h) * D, H * D
-        pages, worst = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D), uint32(0)
+        head = (begin * H + h) * D
+        stride = H * D
+        pages = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D)
+        worst = uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
         v_s = cuda.shared.array((TILE, PAD), float32)
         p_s = cuda.shared.array((TILE, TILE1), float32)
-        s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
-        top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        s = cuda.local.array((R, C), float32)
+        acc = cuda.local.array((R, W), float32)
+        top = cuda.local.array(R, float32)
+        total = cuda.local.array(R, float32)
         lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
-            top[i], total[i] = LOWEST, float32(0.0)
+            top[i] = LOWEST
+            total[i] = float32(0.0)
             lo[i] = first_key(edges_E, 0, t0 + y + ROWS * i, past)
         load_queries(q_s, q, head, stride, t0, T)
         end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
@@ -204,7 +225,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             for i in range(R):
                 total[i] = NAN
         for i in range(R):
-            t, factor = t0 + y + ROWS * i, float32(1.0) / row_sum(total[i])
+            t = t0 + y + ROWS * i
+            factor = float32(1.0) / row_sum(total[i])
             for w in range(W):
                 d = x + LANES * w
                 if t < T and d < D:
@@ -224,7 +246,8 @@ def make_copy_keys(D, S, BN, THREADS):
     """
     entry_of, start_of = make_block_table(S, D)
     ONE_BLOCK = S % BN == 0
-    copy_kv, chunk_offset = make_copy_two(D, BN, THREADS), make_chunk_offset(D)
+    copy_kv = make_copy_two(D, BN, THREADS)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
 
     @device
@@ -261,16 +284,27 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
     S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains
     each step.
     """
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
-    KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    KS = D // 16
+    # Q is at 0; the stages of K and V are behind it
+    KV = BM * D
+    STAGE = 2 * BN * D
     copy_q, (entry_for, copy_keys) = make_copy(D, BM, THREADS), make_copy_keys(D, S, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
-    hide_keys, add_scores = make_hide_keys(MT, NT, True), make_softmax(MT, NT, ND)
+    hide_keys = make_hide_keys(MT, NT, True)
+    add_scores = make_softmax(MT, NT, ND)
     first_key, (first_keys, hide_early) = make_first_key(WINDOW), make_hide_early(MT, NT, WINDOW)
-    add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
+    add_product = make_add_product(D, MT, NT)
+    finish = make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
@@ -279,8 +313,11 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
     ):
         """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a block."""
         smem = cuda.shared.array(0, uint16)
-        warp, a, h = warp_id(), int64(cuda.blockIdx.y) // H, int64(cuda.blockIdx.y) % H
-        begin, past = int64(edges_E[a]), int32(history_A[a])
+        warp = warp_id()
+        a = int64(cuda.blockIdx.y) // H
+        h = int64(cuda.blockIdx.y) % H
+        begin = int64(edges_E[a])
+        past = int32(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
         if q0 >= T or begin < 0 or N - begin < T:
@@ -290,13 +327,18 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
             return
         T = int32(T)
         # this warp's first row: in T, in smem
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
-        head, stride = (begin * H + h) * D, int32(H * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
+        head = (begin * H + h) * D
+        stride = int32(H * D)
         key_head = uint32(h // (H // G) * (S * D))
         pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
-        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        top = cuda.local.array((MT, 2), float32)
+        total = cuda.local.array((MT, 2), float32)
+        fq = cuda.local.array((KS, MT, 4), uint32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
@@ -332,7 +374,8 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
                 hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
-            n0, now = int32(n0 - BN), other
+            n0 = int32(n0 - BN)
+            now = other
         if cuda.syncthreads_or(int32(invalid)):  # o becomes NaN
             fill(total, NAN)
         finish(acc, top, total, scale * LOG2E, o, 0, 0)  # lse is not written
@@ -392,7 +435,8 @@ def context_attention(
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
-    arrays, M = (*flat, edges_E, history_A, tables_AM.reshape(-1)), tables_AM.shape[1]
+    arrays = (*flat, edges_E, history_A, tables_AM.reshape(-1))
+    M = tables_AM.shape[1]
     scalars = (N, R, M, H, G, G * S * D, np.float32(scale))
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
@@ -406,7 +450,8 @@ def context_attention(
             paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD), window)
             return o_NHD
         tiles = choose("fwd", D, INVARIANT_T, True, shared_limit(q_NHD))
-        grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
+        grid = (-(-longest // tiles.BM), A * H)
+        shared = fwd_shared_bytes(D, tiles)
         bf16_kernel = make_bf16_kernel(D, S, tiles, window)
         launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)
     return o_NHD

@@ -160,7 +160,8 @@ def make_schedule(config, WINDOW):
     one split. sums_s: an int32 for each warp. Ends with a barrier.
     row_of(first_s, B, i) -> the row of split i
     """
-    WARPS, THREADS = config.warps, 32 * config.warps
+    WARPS = config.warps
+    THREADS = 32 * config.warps
     split_keys = parts.make_split_keys(config.keys, config.splits)
 
     @device
@@ -180,10 +181,13 @@ def make_schedule(config, WINDOW):
 
     @device
     def count_items(first_s, t_s, sums_s, lengths_B, B, limit):
-        tid, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        tid = cuda.threadIdx.x
+        lane = cuda.threadIdx.x & 31
+        warp = cuda.threadIdx.x >> 5
         each = quotient(int64(B + THREADS - 1), int64(THREADS))
         low = tid * each if tid * each < B else int64(B)
-        high, mine = low + each if low + each < B else int64(B), int32(0)
+        high = low + each if low + each < B else int64(B)
+        mine = int32(0)
         for b in range(low, high):
             t = int32(lengths_B[b])
             t_s[b] = t if t >= 0 and t < limit else int32(-1)
@@ -207,7 +211,8 @@ def make_schedule(config, WINDOW):
 
     @device
     def row_of(first_s, B, i):
-        low, high = int32(0), int32(B)
+        low = int32(0)
+        high = int32(B)
         while high - low > 1:
             middle = int32((low + high) >> 1)
             if first_s[middle] <= i:
@@ -228,16 +233,22 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
     """
     key_range, count_items, row_of = make_schedule(config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
-    THREADS, MOST = 32 * config.warps, config.prefetched
-    LINE, ENTRIES = 128 if CODES else 64 if half else 32, 32  # numbers in 128 bytes
+    THREADS = 32 * config.warps
+    MOST = config.prefetched
+    # numbers in 128 bytes
+    LINE = 128 if CODES else 64 if half else 32
+    ENTRIES = 32
 
     @device
     def place_of(item, first_s, t_s, B, G, M, R):
         number = quotient(item, int64(G))
-        g, b = item - number * G, row_of(first_s, B, number)
-        split, t = number - first_s[b], int64(t_s[b])
+        g = item - number * G
+        b = row_of(first_s, B, number)
+        split = number - first_s[b]
+        t = int64(t_s[b])
         lo, hi, used = key_range(split, t if t >= 0 else int64(0))
-        first, head = uint32(uint32(b) * uint32(M)), uint32(uint32(g) * uint32(S * D))
+        first = uint32(uint32(b) * uint32(M))
+        head = uint32(uint32(g) * uint32(S * D))
         pages = first, uint32(R), uint32(uint32(G) * uint32(S * D)), head
         return int64(b), g, t, split, lo, hi, used, pages
 
@@ -270,16 +281,20 @@ def make_combine(D, HEADS, WARPS):
     and the partial results.
     """
     merge = parts.make_merge(D, HEADS, WARPS)
-    gather, finish, merge_splits = merge.gather, merge.finish, merge.merge_splits
+    gather = merge.gather
+    finish = merge.finish
+    merge_splits = merge.merge_splits
     store_partial = merge.store_partial
-    SIZE, THREADS = HEADS * D, 32 * WARPS
+    SIZE = HEADS * D
+    THREADS = 32 * WARPS
 
     @device
     def combine(
         o, to, count, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial, counters, index,
         split, splits, used,
     ):  # fmt: skip
-        acc, first = cuda.local.array(4, float32), index * splits
+        acc = cuda.local.array(4, float32)
+        first = index * splits
         for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
             top, total = gather(acc, acc_s, m_s, l_s, j)
             if used > 1:
@@ -312,7 +327,8 @@ class SharedSizes:
 
 def shared_sizes(D: int, group: int, half: bool, config: Config) -> SharedSizes:
     """-> the sizes. group: H / G"""
-    heads, warps = heads_of(half, group), config.warps
+    heads = heads_of(half, group)
+    warps = config.warps
     live = min(heads, group)
     weights = (MAX_SPLITS if half else max(MAX_SPLITS, 32 * warps)) * live
     return SharedSizes(heads * D, warps * live * D, warps * live, weights)
@@ -325,9 +341,11 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None,
     wait: a device function; wait(waits, i, target) is called before the first item reads qkv, and after it has prefetched keys.
     None: qkv is there.  CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
     """
-    HEADS, WARPS = heads_of(half, GROUP), config.warps
+    HEADS = heads_of(half, GROUP)
+    WARPS = config.warps
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
-    CHUNKS, THREADS = -(-GROUP // HEADS), 32 * WARPS
+    CHUNKS = -(-GROUP // HEADS)
+    THREADS = 32 * WARPS
     EARLY = wait is not None
     wait = wait or wait_for_qkv
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise, CODES)
@@ -364,9 +382,11 @@ def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None,
             _, blocks, stride, head = pages
             to = start_of(own, t, blocks, stride, head)
             x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
-            key, value = x + (G * GROUP + g) * D, x + (G * GROUP + G + g) * D
+            key = x + (G * GROUP + g) * D
+            value = x + (G * GROUP + G + g) * D
             for chunk in range(CHUNKS):
-                owner, h0 = split == used - 1 and chunk == 0 and own < R, chunk * HEADS
+                owner = split == used - 1 and chunk == 0 and own < R
+                h0 = chunk * HEADS
                 new_heads(
                     q_s, k, v, scales, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t,
                     eps,
@@ -393,11 +413,17 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
     previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
     that. CODES: see make_attend_items.
     """
-    HEADS, WARPS = heads_of(half, GROUP), config.warps
-    LIVE, CHUNKS = min(HEADS, GROUP), -(-GROUP // HEADS)
+    HEADS = heads_of(half, GROUP)
+    WARPS = config.warps
+    LIVE = min(HEADS, GROUP)
+    CHUNKS = -(-GROUP // HEADS)
     sizes = shared_sizes(D, GROUP, half, config)
-    QUERIES, SIZE, ROWS, WEIGHTS = sizes.queries, sizes.acc, sizes.rows, sizes.weights
-    element, STARTS = types.uint16 if half else float32, MOST_ROWS + 1
+    QUERIES = sizes.queries
+    SIZE = sizes.acc
+    ROWS = sizes.rows
+    WEIGHTS = sizes.weights
+    element = types.uint16 if half else float32
+    STARTS = MOST_ROWS + 1
     wait = wait_for_qkv if overlap and ready else None
     count_items, prefetch_tables, attend_items = make_attend_items(
         D, S, GROUP, half, normalise, config, WINDOW, wait, CODES
@@ -416,17 +442,20 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         q_s = cuda.shared.array(QUERIES, element, alignment=16)
         acc_s = cuda.shared.array(SIZE, float32, alignment=16)
         weight_s = cuda.shared.array(WEIGHTS, float32)
-        m_s, l_s = cuda.shared.array(ROWS, float32), cuda.shared.array(ROWS, float32)
+        m_s = cuda.shared.array(ROWS, float32)
+        l_s = cuda.shared.array(ROWS, float32)
         first_s = cuda.shared.array(STARTS, int32)
         t_s = cuda.shared.array(STARTS, int32)
-        sums_s, last_s = cuda.shared.array(WARPS, int32), cuda.shared.array(1, int32)
+        sums_s = cuda.shared.array(WARPS, int32)
+        last_s = cuda.shared.array(1, int32)
         if overlap:
             let_next_start()
             if not ready:
                 wait_for_previous()
         prefetch_tables(tables, int64(B) * M)
         count_items(first_s, t_s, sums_s, lengths_B, B, M * S)
-        begin, items = int64(cuda.blockIdx.x), int64(first_s[B]) * G
+        begin = int64(cuda.blockIdx.x)
+        items = int64(first_s[B]) * G
         if overlap and ready and begin >= items:
             wait_for_previous()
         attend_items(
@@ -483,18 +512,21 @@ def decode_attention(
     widths = CODE_WIDTHS if codes else WIDTHS
     check(D in widths, f"{op}: head dim {D}, the GPU kernels support {widths}")
     check_block_size(op, R, G, S, D)
-    o_BC, group, half = empty(qkv_BP, (B, H * D)), H // G, qkv_BP.dtype != np.float32
+    o_BC = empty(qkv_BP, (B, H * D))
+    group = H // G
+    half = qkv_BP.dtype != np.float32
     check(half or not codes, f"{op}: float32, the GPU kernel for codes is for bf16")
     flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
     check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
     config = choose(D, group, half, B * G)
-    overlap, splits = (
-        can_overlap(qkv_BP),
-        parts.splits_of(min(M * S, window + 15) if window else M * S, config.keys, config.splits),
+    overlap = can_overlap(qkv_BP)
+    splits = parts.splits_of(
+        min(M * S, window + 15) if window else M * S, config.keys, config.splits
     )
     variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
-    cos, sin = cos_PR.reshape(-1), sin_PR.reshape(-1)
+    cos = cos_PR.reshape(-1)
+    sin = sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
     flat.append(cos if scales_RGS2 is None else scales_RGS2.reshape(-1))
     for low in range(0, B, MOST_ROWS):
@@ -526,7 +558,8 @@ def _check(
     check_tables(op, cos_PR, sin_PR, D)
     check_array(op, "qkv", qkv_BP, (None, None), dtypes)
     B, P = qkv_BP.shape
-    n, known = check_block_tables(op, tables_BM, B, S), cos_PR.shape[0]
+    n = check_block_tables(op, tables_BM, B, S)
+    known = cos_PR.shape[0]
     check(n <= known, f"{op}: cos and sin of {known} positions, the block tables hold {n} tokens")
     H = P // D - 2 * G
     check(

@@ -76,17 +76,22 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
     def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         first, R, stride, head = pages
-        s, top = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
+        s = cuda.local.array(HEADS, float32)
+        top = cuda.local.array(HEADS, float32)
         total = cuda.local.array(HEADS, float32)
-        acc, k_4 = cuda.local.array((HEADS, W), float32), cuda.local.array(4, float32)
+        acc = cuda.local.array((HEADS, W), float32)
+        k_4 = cuda.local.array(4, float32)
         for h in range(HEADS):
-            top[h], total[h] = LOWEST, float32(0.0)
+            top[h] = LOWEST
+            total[h] = float32(0.0)
             for w in range(W):
                 acc[h, w] = float32(0.0)
         n = lo + 32 * warp + lane
-        entry, worst = entry_of(tables, first, n if n < hi else hi - 1), uint32(0)
+        entry = entry_of(tables, first, n if n < hi else hi - 1)
+        worst = uint32(0)
         for n0 in range(lo + 32 * warp, hi, 32 * WARPS):
-            n, here = n0 + lane if n0 + lane < hi else hi - 1, entry
+            n = n0 + lane if n0 + lane < hi else hi - 1
+            here = entry
             worst = here if here > worst else worst
             entry = entry_of(tables, first, n + 32 * WARPS if n + 32 * WARPS < hi else hi - 1)
             base = start_of(here, n, R, stride, head)
@@ -102,8 +107,10 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                 score = s[h] * scale if seen else NEG_INF
                 new = warp_max(score)
                 new = new if new > top[h] else top[h]
-                shrink, weight = exp2(top[h] - new), exp2(score - new)
-                top[h], total[h] = new, total[h] * shrink + weight
+                shrink = exp2(top[h] - new)
+                weight = exp2(score - new)
+                top[h] = new
+                total[h] = total[h] * shrink + weight
                 for w in range(W):
                     acc[h, w] *= shrink
                 weight_s[(warp * HEADS + h) * 32 + lane] = weight
@@ -122,7 +129,8 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
         for h in range(HEADS):
             row_total = warp_sum(total[h] if worst < R else NAN)
             if lane == 0:
-                m_s[warp * HEADS + h], l_s[warp * HEADS + h] = top[h], row_total
+                m_s[warp * HEADS + h] = top[h]
+                l_s[warp * HEADS + h] = row_total
             for w in range(W):
                 if lane + 32 * w < D:
                     acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
@@ -146,7 +154,8 @@ def make_load_operands(D, HEADS):
     VALUES = min(D // 8, 8)  # elements of a lane's read of v
     READS = D // (8 * VALUES)
     BLOCKS = HEADS // 8
-    WORDS, PAIRS = 4 if WIDE else 2, max(VALUES // 2, 1)
+    WORDS = 4 if WIDE else 2
+    PAIRS = max(VALUES // 2, 1)
 
     @device
     def load_q(fq, q_s):
@@ -182,7 +191,8 @@ def make_load_operands(D, HEADS):
     @device
     def load_v(fv, v, start, last):
         lane = uint32(cuda.threadIdx.x & 31)
-        even, odd = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        even = cuda.local.array(4, uint32)
+        odd = cuda.local.array(4, uint32)
         d = uint32(VALUES) * (lane >> uint32(2))
         for m in range(2):  # keys 2t, 2t + 1, then 2t + 8, 2t + 9: registers 0 and 1
             n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
@@ -211,9 +221,13 @@ def make_load_operands(D, HEADS):
 @functools.cache
 def make_load_codes(D, HEADS):
     """-> load_q, load_k, load_v: as in make_load_operands, of a cache of codes; load_k and load_v give codes / BF16_UNIT"""
-    EACH, VALUES = min(D // 4, 16), D // 8  # codes of a lane's read of a key, of a value
+    # codes of a lane's read of a key, of a value
+    EACH = min(D // 4, 16)
+    VALUES = D // 8
     SPAN = 4 * EACH  # of the four lanes that read a key
-    BLOCKS, K_WORDS, V_WORDS = HEADS // 8, EACH // 4, VALUES // 4
+    BLOCKS = HEADS // 8
+    K_WORDS = EACH // 4
+    V_WORDS = VALUES // 4
     load_of_k, load_of_v = LOAD_CODES[EACH], LOAD_CODES[VALUES]
 
     @device
@@ -231,7 +245,8 @@ def make_load_codes(D, HEADS):
     @device
     def load_k(fk, k, start, last):
         lane = uint32(cuda.threadIdx.x & 31)
-        words, pairs = cuda.local.array(K_WORDS, uint32), cuda.local.array(2, uint32)
+        words = cuda.local.array(K_WORDS, uint32)
+        pairs = cuda.local.array(2, uint32)
         for m in range(2):
             n = uint32(uint32(8 * m) + (lane >> uint32(2)))
             n = n if n < last else last
@@ -246,8 +261,10 @@ def make_load_codes(D, HEADS):
     @device
     def load_v(fv, v, start, last):
         lane = uint32(cuda.threadIdx.x & 31)
-        even, odd = cuda.local.array(V_WORDS, uint32), cuda.local.array(V_WORDS, uint32)
-        both, pairs = cuda.local.array(2, uint32), cuda.local.array(2, uint32)
+        even = cuda.local.array(V_WORDS, uint32)
+        odd = cuda.local.array(V_WORDS, uint32)
+        both = cuda.local.array(2, uint32)
+        pairs = cuda.local.array(2, uint32)
         d = uint32(VALUES) * (lane >> uint32(2))
         for m in range(2):
             n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
@@ -259,7 +276,8 @@ def make_load_codes(D, HEADS):
                 interleave_codes(both)
                 for i in range(2):
                     codes_to_bf16(pairs, both[i], v)
-                    fv[2 * j + i, 2 * m], fv[2 * j + i, 2 * m + 1] = pairs[0], pairs[1]
+                    fv[2 * j + i, 2 * m] = pairs[0]
+                    fv[2 * j + i, 2 * m + 1] = pairs[1]
 
     return load_q, load_k, load_v
 
@@ -288,7 +306,8 @@ def make_online_softmax(BLOCKS, TILES, WINDOWED):
 
     @device
     def add_scores(s, acc, top, total, scale):
-        new, growth = cuda.local.array((BLOCKS, 2), float32), float32(0.0)
+        new = cuda.local.array((BLOCKS, 2), float32)
+        growth = float32(0.0)
         for b in range(BLOCKS):
             for e in range(2):
                 new[b, e] = fmax(s[b, e], s[b, 2 + e])
@@ -333,8 +352,11 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
     UNIT = np.float32(BF16_UNIT)
     entry_of, start_of = make_block_table(S, D)
-    STEPS, TILES, SIZE = D // 16, D // 16, LIVE * D
-    VALUES, BLOCKS = min(D // 8, 16 if CODES else 8), HEADS // 8
+    STEPS = D // 16
+    TILES = D // 16
+    SIZE = LIVE * D
+    VALUES = min(D // 8, 16 if CODES else 8)
+    BLOCKS = HEADS // 8
     load_q, load_k, load_v = (make_load_codes if CODES else make_load_operands)(D, HEADS)
     hide_keys, add_scores = make_online_softmax(BLOCKS, TILES, WINDOWED)
 
@@ -344,7 +366,8 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
         for m in range(2):
             n = uint32(uint32(8 * m) + uint32((cuda.threadIdx.x & 31) >> 2))
             at = 2 * (start // D + int64(n if n < last else last))
-            of_k[m], of_v[m] = scales[at] * UNIT, scales[at + 1] * UNIT
+            of_k[m] = scales[at] * UNIT
+            of_v[m] = scales[at + 1] * UNIT
 
     @device
     def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
@@ -366,22 +389,26 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
 
     @device
     def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
-        fq, fk = cuda.local.array((BLOCKS, STEPS, 2), uint32), cuda.local.array((STEPS, 4), uint32)
-        fv, fp = cuda.local.array((TILES, 4), uint32), cuda.local.array(2, uint32)
-        s, acc = (
-            cuda.local.array((BLOCKS, 4), float32),
-            cuda.local.array((BLOCKS, TILES, 4), float32),
-        )
-        top, total = cuda.local.array((BLOCKS, 2), float32), cuda.local.array((BLOCKS, 2), float32)
-        of_k, of_v = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        fq = cuda.local.array((BLOCKS, STEPS, 2), uint32)
+        fk = cuda.local.array((STEPS, 4), uint32)
+        fv = cuda.local.array((TILES, 4), uint32)
+        fp = cuda.local.array(2, uint32)
+        s = cuda.local.array((BLOCKS, 4), float32)
+        acc = cuda.local.array((BLOCKS, TILES, 4), float32)
+        top = cuda.local.array((BLOCKS, 2), float32)
+        total = cuda.local.array((BLOCKS, 2), float32)
+        of_k = cuda.local.array(2, float32)
+        of_v = cuda.local.array(2, float32)
         first, R, stride, head = pages
         for b in range(BLOCKS):
             for e in range(2):
-                top[b, e], total[b, e] = LOWEST, float32(0.0)
+                top[b, e] = LOWEST
+                total[b, e] = float32(0.0)
             for j in range(TILES):
                 for i in range(4):
                     acc[b, j, i] = float32(0.0)
-        n0, end = int32(lo + TILE * (cuda.threadIdx.x >> 5)), int32(hi)
+        n0 = int32(lo + TILE * (cuda.threadIdx.x >> 5))
+        end = int32(hi)
         worst = entry_of(tables, first, n0 if n0 < end else int32(end - 1))
         entry = worst
         load_q(fq, q_s)
@@ -389,7 +416,8 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
             after = int32(n0 + STRIDE)
             following = entry_of(tables, first, after if after < end else int32(end - 1))
             worst = entry if entry > worst else worst
-            start, last = start_of(entry, n0, R, stride, head), uint32(end - n0 - 1)
+            start = start_of(entry, n0, R, stride, head)
+            last = uint32(end - n0 - 1)
             load_k(fk, k, start, last)
             load_v(fv, v, start, last)
             if CODES:

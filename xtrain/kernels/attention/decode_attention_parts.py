@@ -74,15 +74,18 @@ def make_rope_pairs(D, NORMALISE):
     def load_pairs(x1, x2, x, first):
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            x1[i], x2[i] = float32(0.0), float32(0.0)
+            x1[i] = float32(0.0)
+            x2[i] = float32(0.0)
             if r < R:
-                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+                x1[i] = load1(x, first + r)
+                x2[i] = load1(x, first + r + R)
 
     @device
     def load_angles(c, s, cos, sin, p):
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            c[i], s[i] = float32(0.0), float32(0.0)
+            c[i] = float32(0.0)
+            s[i] = float32(0.0)
             if r < R:
                 c[i], s[i] = cos[p * R + r], sin[p * R + r]
 
@@ -96,7 +99,8 @@ def make_rope_pairs(D, NORMALISE):
 
     @device
     def turn(y1, y2, x1, x2, w_D, c, s, eps):
-        acc, rstd = float32(0.0), float32(1.0)
+        acc = float32(0.0)
+        rstd = float32(1.0)
         if NORMALISE:
             for i in range(PLANES):
                 acc += x1[i] * x1[i] + x2[i] * x2[i]
@@ -111,7 +115,8 @@ def make_rope_pairs(D, NORMALISE):
 
     @device
     def rotate(out, to, x1, x2, w_D, c, s, eps):
-        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        y1 = cuda.local.array(PLANES, float32)
+        y2 = cuda.local.array(PLANES, float32)
         turn(y1, y2, x1, x2, w_D, c, s, eps)
         store_pairs(out, to, y1, y2)
 
@@ -138,8 +143,10 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
         warp = cuda.threadIdx.x >> 5
         x1 = cuda.local.array((EACH, PLANES), float32)
         x2 = cuda.local.array((EACH, PLANES), float32)
-        more1, more2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
-        c, s = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        more1 = cuda.local.array(PLANES, float32)
+        more2 = cuda.local.array(PLANES, float32)
+        c = cuda.local.array(PLANES, float32)
+        s = cuda.local.array(PLANES, float32)
         load_angles(c, s, cos, sin, p)
         for j in range(EACH):
             h = h0 + warp + j * WARPS
@@ -150,7 +157,8 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
         for j in range(EACH):
             if not FULL_CHUNKS and h0 + warp + j * WARPS >= GROUP:
                 for i in range(PLANES):
-                    x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
+                    x1[j, i] = float32(0.0)
+                    x2[j, i] = float32(0.0)
             if warp + j * WARPS < HEADS:
                 rotate(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
         if owner and warp == WARPS - 1:
@@ -196,8 +204,10 @@ def make_merge(D: int, HEADS: int, WARPS: int) -> Merge:
 
     @device
     def gather(acc, acc_s, m_s, l_s, j):
-        h, values = j // D, cuda.local.array(4, float32)
-        top, total = m_s[h], float32(0.0)
+        h = j // D
+        values = cuda.local.array(4, float32)
+        top = m_s[h]
+        total = float32(0.0)
         for w in range(1, WARPS):
             top = top if top > m_s[w * HEADS + h] else m_s[w * HEADS + h]
         for e in range(4):
@@ -214,7 +224,8 @@ def make_merge(D: int, HEADS: int, WARPS: int) -> Merge:
     def store_partial(partial, m_partial, l_partial, i, j, acc, top, total):
         store4(partial, i * SIZE + j, acc)
         if j % D == 0:
-            m_partial[i * HEADS + j // D], l_partial[i * HEADS + j // D] = top, total
+            m_partial[i * HEADS + j // D] = top
+            l_partial[i * HEADS + j // D] = total
 
     @device
     def finish(o, to, count, j, acc, total):
@@ -238,10 +249,12 @@ def make_weigh(HEADS, WARPS):
     @device
     def weigh(weight_s, l_s, m_partial, l_partial, first, used):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
+        m = cuda.local.array(EACH, float32)
+        total = cuda.local.array(EACH, float32)
         for j in range(EACH):  # a lane per split
             h = warp + j * WARPS
-            i, exists = (first + lane) * HEADS + h, lane < used and h < HEADS
+            i = (first + lane) * HEADS + h
+            exists = lane < used and h < HEADS
             m[j] = m_partial[i] if exists else NEG_INF
             total[j] = l_partial[i] if exists else float32(0.0)
         for j in range(EACH):
@@ -262,9 +275,11 @@ def make_merge_splits(D, HEADS, WARPS, finish):
 
     Reads the partial results first .. first + used - 1 from global memory and writes `count` heads of o.
     """
-    THREADS, SIZE = 32 * WARPS, HEADS * D
+    THREADS = 32 * WARPS
+    SIZE = HEADS * D
     weigh = make_weigh(HEADS, WARPS)
-    ONCE, QUADS = SIZE <= 4 * THREADS, min(SIZE // 4, THREADS)
+    ONCE = SIZE <= 4 * THREADS
+    QUADS = min(SIZE // 4, THREADS)
     SHARES = min(THREADS // QUADS, WARPS)  # acc_s has room for WARPS
 
     @device
@@ -287,7 +302,8 @@ def make_merge_splits(D, HEADS, WARPS, finish):
         each = (used + SHARES - 1) // SHARES
         begin = share * each
         end = begin + each if begin + each < used else used
-        values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
+        values = cuda.local.array((AT_ONCE, 4), float32)
+        acc = cuda.local.array(4, float32)
         if ONCE and begin < end:  # in flight together with the loads of weigh
             load_partials(values, partial, first, begin, end, 4 * quad)
         weigh(weight_s, l_s, m_partial, l_partial, first, used)

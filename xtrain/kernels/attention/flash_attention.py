@@ -67,14 +67,17 @@ from .flash_attention_hopper import Gpu
 from .flash_attention_table import TABLE, Tiles
 from .key_bounds import UNBOUNDED, KeyBounds, check_bounds
 
-FEW_ROUNDS, LONG = 12, 2048  # see make_grid; measured on one H200
+# see make_grid; measured on one H200
+FEW_ROUNDS = 12
+LONG = 2048
 # True: use the wgmma kernels on capability 9.0 and in the simulator. False: always mma.sync.
 HOPPER = True
 # In batch-invariant mode the forward uses the kernels and tiles of context_attention.py, which serves: mma.sync with the tiles
 # for so many queries, whatever T is. The number of keys of a tile decides the bits.
 INVARIANT_T = 2048
 # Queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T.
-TILE_T, TILE_S = 16, 64
+TILE_T = 16
+TILE_S = 64
 MAX_GRID = 2**16 - 1  # blocks in y or z
 LOWEST = -1e30  # initial maximum on the CPU; with -inf, -inf - -inf would be NaN
 SMALL = {  # used if the table's tiles need more shared memory than a block gets; all fit the 99 KB of 8.6, 8.9, 12.0
@@ -125,8 +128,13 @@ def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past, first_T=None):
     position: its bits depend neither on T nor on `past`, nor on the keys after it.
     """
     T, H, D = q_THD.shape
-    G, end, first = len(k_GSD), past + T, past // TILE_T  # first: of the tiles of queries
-    A, B = -(-end // TILE_T) - first, -(-end // TILE_S)  # tiles of queries, of keys
+    # first: of the tiles of queries
+    G = len(k_GSD)
+    end = past + T
+    first = past // TILE_T
+    # tiles of queries, of keys
+    A = -(-end // TILE_T) - first
+    B = -(-end // TILE_S)
     q_GRAXD = np.zeros((G, H // G, A, TILE_T, D), q_THD.dtype)
     rows = slice(past - first * TILE_T, end - first * TILE_T)
     q_GRAXD.reshape(G, H // G, -1, D)[:, :, rows] = q_THD.reshape(T, G, -1, D).transpose(1, 2, 0, 3)
@@ -138,14 +146,16 @@ def tiled_attention_ref(q_THD, k_GSD, v_GSD, scale, past, first_T=None):
         first_AX1.reshape(-1)[rows] = first_T
     position_AX1 = np.arange(first * TILE_T, (first + A) * TILE_T).reshape(A, TILE_T, 1)
     acc = np.zeros_like(q_GRAXD)
-    top, total = np.full_like(acc[..., :1], LOWEST), np.zeros_like(acc[..., :1])
+    top = np.full_like(acc[..., :1], LOWEST)
+    total = np.zeros_like(acc[..., :1])
     for b in range(B):
         a = max(b * TILE_S // TILE_T - first, 0)  # the queries before see none of these keys
         s = q_GRAXD[:, :, a:] @ k_GBSD[:, :, :, b].swapaxes(-1, -2) * q_THD.dtype.type(scale)
         key_S = np.arange(b * TILE_S, (b + 1) * TILE_S)
         s[:, :, (position_AX1[a:] < key_S) | (key_S < first_AX1[a:])] = -np.inf
         new = np.maximum(top[:, :, a:], s.max(-1, keepdims=True))
-        shrink, p = np.exp(top[:, :, a:] - new), np.exp(s - new)
+        shrink = np.exp(top[:, :, a:] - new)
+        p = np.exp(s - new)
         top[:, :, a:] = new
         total[:, :, a:] = total[:, :, a:] * shrink + p.sum(-1, keepdims=True)
         acc[:, :, a:] = acc[:, :, a:] * shrink + p @ v_GBSD[:, :, :, b]
@@ -188,13 +198,15 @@ def flash_attention_fwd(
         if not (causal and is_batch_invariant()):
             o_BTHD, lse_BHT = flash_attention_ref(q, k, v, scale, causal, bounds)
             return o_BTHD.astype(q_BTHD.dtype), lse_BHT
-        o_BTHD, lse_BHT = empty(q_BTHD, q_BTHD.shape), empty(q, (len(q), *q.shape[2:0:-1]))
+        o_BTHD = empty(q_BTHD, q_BTHD.shape)
+        lse_BHT = empty(q, (len(q), *q.shape[2:0:-1]))
         for b, (k_SGD, v_SGD) in enumerate(zip(k, v)):
             keys = k_SGD.swapaxes(0, 1), v_SGD.swapaxes(0, 1)
             first_T = None if bounds is UNBOUNDED else bounds.first_key(b, T, S)
             o_BTHD[b], lse_BHT[b] = tiled_attention_ref(q[b], *keys, scale, S - T, first_T)
         return o_BTHD, lse_BHT
-    o_BTHD, lse_BHT = empty(q_BTHD, (B, T, H, D)), empty(q_BTHD, (B, H, T), np.float32)
+    o_BTHD = empty(q_BTHD, (B, T, H, D))
+    lse_BHT = empty(q_BTHD, (B, H, T), np.float32)
     factor = np.float32(scale)
     if q_BTHD.dtype == np.float32:
         fwd_kernel = fp32.make_fwd_kernel(D, causal, bounds.kind)
@@ -206,7 +218,8 @@ def flash_attention_fwd(
         hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD), bounds)
     else:
         q, k, v, sizes = flat_inputs(q_BTHD, k_BSGD, v_BSGD)
-        o, lse = o_BTHD.reshape(-1), lse_BHT.reshape(-1)
+        o = o_BTHD.reshape(-1)
+        lse = lse_BHT.reshape(-1)
         args = o, lse, q, k, v, bounds.first(lse), *sizes, factor
         _launch_bf16("fwd", causal, bounds.kind, q_BTHD.shape, k_BSGD.shape, *args)
     return o_BTHD, lse_BHT
@@ -247,7 +260,8 @@ def flash_attention_bwd(
         return dq, dk, _copy_into(dv_BSGD, dv)
     half = q_BTHD.dtype != np.float32
     direct = dv_BSGD is not None and (not half or in_place(dv_BSGD))  # the kernel can write there
-    dq, dk = empty(q_BTHD, (B, T, H, D)), empty(k_BSGD, (B, S, G, D))
+    dq = empty(q_BTHD, (B, T, H, D))
+    dk = empty(k_BSGD, (B, S, G, D))
     dv = dv_BSGD if direct else empty(k_BSGD, (B, S, G, D))
     compute = _bwd_hopper if use_hopper(q_BTHD) else _bwd_bf16 if half else _bwd_fp32
     compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal, bounds)
@@ -270,10 +284,14 @@ def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 
 def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
-    delta, rows, block = empty(lse_BHT, (B, H, T)), fp32.tile_rows(D), fp32.THREADS
+    delta = empty(lse_BHT, (B, H, T))
+    rows = fp32.tile_rows(D)
+    block = fp32.THREADS
     variant = D, causal, bounds.kind
-    dq_kernel, dkdv_kernel = fp32.make_dq_kernel(*variant), fp32.make_dkdv_kernel(*variant)
-    first, last = bounds.first(lse_BHT), bounds.last(lse_BHT)
+    dq_kernel = fp32.make_dq_kernel(*variant)
+    dkdv_kernel = fp32.make_dkdv_kernel(*variant)
+    first = bounds.first(lse_BHT)
+    last = bounds.last(lse_BHT)
     grid_q, grid_k = (-(-T // rows), B * H), (-(-S // rows), B * G)
     launch(dq_kernel, grid_q, block, dq, delta, do, q, k, v, o, lse_BHT, first, scale)
     launch(dkdv_kernel, grid_k, block, dk, dv, do, q, k, v, lse_BHT, delta, last, scale)
@@ -317,9 +335,15 @@ def make_grid(
     B, T, H, D = q_shape
     S, G = k_shape[1:3]
     if kind == "dkdv":  # a key head reads Q and dO of its query heads
-        heads, rows, own, read = B * G, S, tiles.BN, 4 * T * D * (H // G)
+        heads = B * G
+        rows = S
+        own = tiles.BN
+        read = 4 * T * D * (H // G)
     else:  # a query head reads K and V, and shares them with its group
-        heads, rows, own, read = B * H, T, tiles.BM, 4 * S * D // (H // G)
+        heads = B * H
+        rows = T
+        own = tiles.BM
+        read = 4 * S * D // (H // G)
     blocks = -(-rows // own)
     rounds = heads * blocks / (gpu.multiprocessors * tiles.blocks)
     if not causal or (rounds > FEW_ROUNDS and rows < LONG):

@@ -42,7 +42,8 @@ from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_table import Tiles
 from .key_bounds import make_first_key
 
-LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
+LOG2E = float32(math.log2(math.e))
+LN2 = float32(math.log(2))
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 SLACK = float32(8.0)
@@ -186,16 +187,28 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
 
     KIND: of the bounds in key_bounds.py.
     """
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
-    KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    KS = D // 16
+    # Q is at 0; the stages of K and V are behind it
+    KV = BM * D
+    STAGE = 2 * BN * D
+    copy_q = make_copy(D, BM, THREADS)
+    copy_kv = make_copy_two(D, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
-    hide_keys, add_scores = make_hide_keys(MT, NT, CAUSAL), make_softmax(MT, NT, ND)
+    hide_keys = make_hide_keys(MT, NT, CAUSAL)
+    add_scores = make_softmax(MT, NT, ND)
     first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
-    add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
+    add_product = make_add_product(D, MT, NT)
+    finish = make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
@@ -209,14 +222,21 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse.size:  # heads in x need not divide B H
             return
-        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bh // H)
+        h = bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
         # this warp's first row: in T, in smem
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
         head = h // group * D
-        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        top = cuda.local.array((MT, 2), float32)
+        total = cuda.local.array((MT, 2), float32)
+        fq = cuda.local.array((KS, MT, 4), uint32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
@@ -227,7 +247,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         # end of the keys that this warp sees
         visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
-        at_k, at_v = (b * S + n0) * k_row + head, (b * S + n0) * v_row + head
+        at_k = (b * S + n0) * k_row + head
+        at_v = (b * S + n0) * v_row + head
         copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)
         if Q_REGISTERS:
             wait_copies(0)
@@ -255,7 +276,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
                 hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
-            n0, now = int32(n0 - BN), other
+            n0 = int32(n0 - BN)
+            now = other
         finish(acc, top, total, scale * LOG2E, lse, int64(bh) * T + w0, T - w0)
         store_o(acc, smem, mine, o, ((b * T + w0) * H + h) * D, H * D, T - w0)
 

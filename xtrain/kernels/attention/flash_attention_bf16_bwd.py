@@ -72,7 +72,8 @@ def make_statistics(D, MT):
     @device
     def statistics(shift, delta, do, o, first, stride, lse, out, i, valid):
         lane = cuda.threadIdx.x & 31
-        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        x = cuda.local.array(8, float32)
+        y = cuda.local.array(8, float32)
         for m in range(MT):
             for r in range(2):
                 row = 16 * m + 8 * r + (lane >> 2)
@@ -86,7 +87,8 @@ def make_statistics(D, MT):
                             dot += x[e] * y[e]
                 dot += cuda.shfl_xor_sync(FULL, dot, 1)
                 dot += cuda.shfl_xor_sync(FULL, dot, 2)
-                shift[m, r], delta[m, r] = float32(0.0), dot
+                shift[m, r] = float32(0.0)
+                delta[m, r] = dot
                 if row < valid:
                     shift[m, r] = load1(lse, i + row) * LOG2E
                     if lane & 3 == 0:
@@ -113,14 +115,27 @@ def make_row_gradients(MT, NT):
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and dq_shared_bytes(D, tiles)."""
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND = ROWS // 16, BN // 8, D // 8
-    DO, KV, STAGE = BM * D, 2 * BM * D, 2 * BN * D  # Q is at 0
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
-    statistics, scores = make_statistics(D, MT), make_scores(D, MT, NT)[2]
-    hide_keys, row_gradients = make_hide_keys(MT, NT, CAUSAL), make_row_gradients(MT, NT)
-    add_product, store_dq = make_add_product(D, MT, NT), make_store(D, MT)
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    # Q is at 0
+    DO = BM * D
+    KV = 2 * BM * D
+    STAGE = 2 * BN * D
+    copy_q = make_copy(D, BM, THREADS)
+    copy_kv = make_copy_two(D, BN, THREADS)
+    statistics = make_statistics(D, MT)
+    scores = make_scores(D, MT, NT)[2]
+    hide_keys = make_hide_keys(MT, NT, CAUSAL)
+    row_gradients = make_row_gradients(MT, NT)
+    add_product = make_add_product(D, MT, NT)
+    store_dq = make_store(D, MT)
     first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
     clear, fill, scale_rows = make_fill(MT, ND)
 
@@ -133,14 +148,23 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse_BHT.size:
             return
-        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bh // H)
+        h = bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)  # most keys first
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
         head = h // group * D
-        row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
-        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
-        shift, delta = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        acc, lo = cuda.local.array((MT, ND, 4), float32), cuda.local.array((MT, 2), int32)
+        # of o, dO and dQ
+        row = H * D
+        first = (b * T * H + h) * D
+        s = cuda.local.array((MT, NT, 4), float32)
+        dp = cuda.local.array((MT, NT, 4), float32)
+        shift = cuda.local.array((MT, 2), float32)
+        delta = cuda.local.array((MT, 2), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         n0 = int32(first_key(first_BT, b * T, q0, past) // BN * BN)
         most = first_keys(lo, first_BT, b * T, w0, T, past)
@@ -148,12 +172,14 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         copy_q(smem, DO, do, first + q0 * row, row, T - q0)
         k0, v0 = b * S * k_row + head, b * S * v_row + head
         copy_kv(smem, KV, k, k0 + n0 * k_row, k_row, v, v0 + n0 * v_row, v_row, S - n0)
-        i, valid = int64(bh) * T + w0, T - w0
+        i = int64(bh) * T + w0
+        valid = T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
         end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
         # end of the keys that this warp sees
         visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
-        now, other = int32(KV), int32(KV + STAGE)
+        now = int32(KV)
+        other = int32(KV + STAGE)
         while n0 < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
@@ -191,10 +217,13 @@ def make_copy_queries(D, BM, THREADS):
 
     @device
     def copy_queries(smem, stats, stage, q, do, lse, delta, b, h, t0, T, H, q_row):
-        tid, valid = cuda.threadIdx.x, T - t0
+        tid = cuda.threadIdx.x
+        valid = T - t0
         copy_rows(smem, stage, q, (b * T + t0) * q_row + h * D, q_row, valid)
         copy_rows(smem, stage + BM * D, do, ((b * T + t0) * H + h) * D, H * D, valid)
-        at, i = stage // 2 + BM * D, (b * H + h) * T + t0  # at: in floats
+        # at: in floats
+        at = stage // 2 + BM * D
+        i = (b * H + h) * T + t0
         if tid < BM:
             copy4_async(stats, at + tid, lse, i + tid, tid < valid)
         elif tid < 2 * BM:
@@ -302,13 +331,26 @@ def make_column_gradients(MT, NT):
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and dkdv_shared_bytes(D, tiles)."""
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
-    THREADS, ROWS = 32 * WARPS, BN // WARPS
-    MT, NT, ND = ROWS // 16, BM // 8, D // 8
-    V, STAGES, STAGE = BN * D, 2 * BN * D, stage_elements(D, BM)  # K is at 0
-    LSE, DELTA = BM * D, BM * D + BM  # in a stage, in floats
-    copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
-    scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
+    THREADS = 32 * WARPS
+    ROWS = BN // WARPS
+    MT = ROWS // 16
+    NT = BM // 8
+    ND = D // 8
+    # K is at 0
+    V = BN * D
+    STAGES = 2 * BN * D
+    STAGE = stage_elements(D, BM)
+    # in a stage, in floats
+    LSE = BM * D
+    DELTA = BM * D + BM
+    copy_kv = make_copy_two(D, BN, THREADS)
+    copy_queries = make_copy_queries(D, BM, THREADS)
+    scores = make_scores(D, MT, NT)[2]
+    hide_past = make_hide_past(MT, NT, CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
     last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
     add_product = make_add_product(D, MT, NT)
@@ -319,17 +361,26 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query heads of its group in order."""
-        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        # the same bytes
+        smem = cuda.shared.array(0, uint16)
+        stats = cuda.shared.array(0, float32)
+        bg = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        G = int32(H // group)
         if bg * S * D >= dk.size:
             return
-        warp, past, b, g = warp_id(), int32(S - T), int64(bg // G), bg % G
-        n0, mine = int32(cuda.blockIdx.y * BN), int32(warp * ROWS * D)
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bg // G)
+        g = bg % G
+        n0 = int32(cuda.blockIdx.y * BN)
+        mine = int32(warp * ROWS * D)
         w0 = int32(n0 + warp * ROWS)  # this warp's first key
-        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        dp = cuda.local.array((MT, NT, 4), float32)
         acc_k = cuda.local.array((MT, ND, 4), float32)
         acc_v = cuda.local.array((MT, ND, 4), float32)
-        factors, hi = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), int32)
+        factors = cuda.local.array((MT, 2), float32)
+        hi = cuda.local.array((MT, 2), int32)
         clear(acc_k)
         clear(acc_v)
         # first tile that sees a key
@@ -339,9 +390,13 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         least = last_queries(hi, last, b * S, w0, T, S, past)
         # first query tile that this warp needs
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
-        h, t0, end = int32(g * group), first, int32((g + 1) * group)
-        now, other = int32(STAGES), int32(STAGES + STAGE)
-        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        h = int32(g * group)
+        t0 = first
+        end = int32((g + 1) * group)
+        now = int32(STAGES)
+        other = int32(STAGES + STAGE)
+        k0 = (b * S + n0) * k_row + g * D
+        v0 = (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while h < end:

@@ -62,7 +62,8 @@ def make_add_weights(D, MT, NT):
     add_weights(dv, p, smem, do, at)        dV warp: dv += P^T dO
     add_gradients(dk, dp, smem, q, at)      dK warp: dk += (P^T dP^T) Q
     """
-    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+    pack = make_pack(MT)
+    add_slab = make_add_slab(D, MT)
 
     @device
     def add_weights(dv, p, smem, do, at):
@@ -82,7 +83,8 @@ def make_add_weights(D, MT, NT):
             for m in range(MT):
                 load16_shared(fp[m], smem, at + ((k * MT + m) * 32 + lane) * 8)
                 for i in range(4):
-                    n, r = 2 * k + i // 2, i % 2
+                    n = 2 * k + i // 2
+                    r = i % 2
                     low = low_bf16(fp[m, i]) * dp[m, n, 2 * r]
                     high = high_bf16(fp[m, i]) * dp[m, n, 2 * r + 1]
                     fp[m, i] = pack_bf16(low, high)
@@ -94,13 +96,27 @@ def make_add_weights(D, MT, NT):
 @functools.cache
 def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     """-> the dK, dV kernel for wide heads. Launch with 32 * tiles.warps threads and dkdv_d128_shared_bytes(D, tiles)."""
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
-    THREADS, PAIRS, ROWS = 32 * WARPS, WARPS // 2, 2 * BN // WARPS
-    MT, NT, ND = ROWS // 16, BM // 8, D // 8
-    V, WEIGHTS, STAGES = BN * D, 2 * BN * D, 2 * BN * (D + BM)  # K is at 0
-    STAGE, LSE, DELTA = stage_elements(D, BM), BM * D, BM * D + BM
-    copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
-    scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
+    THREADS = 32 * WARPS
+    PAIRS = WARPS // 2
+    ROWS = 2 * BN // WARPS
+    MT = ROWS // 16
+    NT = BM // 8
+    ND = D // 8
+    # K is at 0
+    V = BN * D
+    WEIGHTS = 2 * BN * D
+    STAGES = 2 * BN * (D + BM)
+    STAGE = stage_elements(D, BM)
+    LSE = BM * D
+    DELTA = BM * D + BM
+    copy_kv = make_copy_two(D, BN, THREADS)
+    copy_queries = make_copy_queries(D, BM, THREADS)
+    scores = make_scores(D, MT, NT)[2]
+    hide_past = make_hide_past(MT, NT, CAUSAL)
     last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
     weights, subtract, _ = make_column_gradients(MT, NT)
     add_weights, add_gradients = make_add_weights(D, MT, NT)
@@ -111,15 +127,26 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
-        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        # the same bytes
+        smem = cuda.shared.array(0, uint16)
+        stats = cuda.shared.array(0, float32)
+        bg = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        G = int32(H // group)
         if bg * S * D >= dk.size:
             return
-        warp, past, n0 = warp_id(), int32(S - T), int32(cuda.blockIdx.y * BN)
-        b, g, is_k, pair = int64(bg // G), bg % G, warp >= PAIRS, warp % PAIRS
-        w0, own = int32(n0 + pair * ROWS), int32((V if is_k else 0) + pair * ROWS * D)
-        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        factors, hi = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), int32)
+        warp = warp_id()
+        past = int32(S - T)
+        n0 = int32(cuda.blockIdx.y * BN)
+        b = int64(bg // G)
+        g = bg % G
+        is_k = warp >= PAIRS
+        pair = warp % PAIRS
+        w0 = int32(n0 + pair * ROWS)
+        own = int32((V if is_k else 0) + pair * ROWS * D)
+        s = cuda.local.array((MT, NT, 4), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        factors = cuda.local.array((MT, 2), float32)
+        hi = cuda.local.array((MT, 2), int32)
         clear(acc)
         # first tile that sees a key
         first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
@@ -127,10 +154,17 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
         least = last_queries(hi, last, b * S, w0, T, S, past)
         visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
-        h, t0, old_t, end = int32(g * group), first, int32(NEVER), int32((g + 1) * group)
-        old, now, new = int32(STAGES), int32(STAGES + STAGE), int32(STAGES + 2 * STAGE)
-        written, read = int32(WEIGHTS + pair * ROWS * BM), int32(WEIGHTS + (BN + pair * ROWS) * BM)
-        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        h = int32(g * group)
+        t0 = first
+        old_t = int32(NEVER)
+        end = int32((g + 1) * group)
+        old = int32(STAGES)
+        now = int32(STAGES + STAGE)
+        new = int32(STAGES + 2 * STAGE)
+        written = int32(WEIGHTS + pair * ROWS * BM)
+        read = int32(WEIGHTS + (BN + pair * ROWS) * BM)
+        k0 = (b * S + n0) * k_row + g * D
+        v0 = (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
         copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
         while True:

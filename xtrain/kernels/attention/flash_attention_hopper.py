@@ -87,7 +87,8 @@ def make_softmax(D, BN):
 
     @device
     def softmax(s, top, total, shrink, scale):
-        maxima, sums = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        maxima = cuda.local.array(4, float32)
+        sums = cuda.local.array(4, float32)
         shift = cuda.local.array(2, float32)
         for j in range(4):
             maxima[j] = s[j]
@@ -140,36 +141,59 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
     written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the copy engine would write 16,
     into the next sequence.
     """
-    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
-    RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
-    S_SIZE, P_SIZE, O_SIZE = BN // 2, BN // 4, D // 2
+    BM = tiles.rows
+    BN = tiles.step
+    STAGES = tiles.stages
+    OWN = tiles.own
+    RING = BN * D * 2
+    ROW_STEP = 8 if CAUSAL else 0
+    Q_PANEL = BM * PANEL_ROW
+    KV_PANEL = BN * PANEL_ROW
+    QUERIES = BM * D * 2
+    S_SIZE = BN // 2
+    P_SIZE = BN // 4
+    O_SIZE = D // 2
     layout = key_layout(D, tiles, 1)
     Q, O, K, V = layout.q, layout.out, layout.k, layout.v  # noqa: E741
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
     add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
-    wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
-    wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
+    wait_s_but_one = make_wait(BN, 1)
+    wait_s = make_wait(BN, 0)
+    wait_o = make_wait(D, 0)
+    hold_s = make_hold(BN)
+    descriptor = make_descriptor(KV_PANEL)
     key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
     softmax, rescale = make_softmax(D, BN)
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
-    elements, clear = make_elements(BN), make_elements(D).clear
-    pack, hide_after, hide_below = elements.pack, elements.hide_after, elements.hide_below
+    elements = make_elements(BN)
+    clear = make_elements(D).clear
+    pack = elements.pack
+    hide_after = elements.hide_after
+    hide_below = elements.hide_below
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
-    sequences, PAGED, GROUPS = make_sequences(BN, PAGE), PAGE > 0, D // 8
-    size, check, clear_tail = sequences.size, sequences.check, make_clear_tail(D, tiles, PAGE)
+    sequences = make_sequences(BN, PAGE)
+    PAGED = PAGE > 0
+    GROUPS = D // 8
+    size = sequences.size
+    check = sequences.check
+    clear_tail = make_clear_tail(D, tiles, PAGE)
 
     @device
     def begin(o, top, total):
         clear(o)
         for r in range(2):
-            top[r], total[r] = LOWEST, float32(0.0)
+            top[r] = LOWEST
+            total[r] = float32(0.0)
 
     @device
     def store(base, o, factor, maps, warp, w0, T, first, batch, h, H, written):
         stores_done()  # of the previous tile
-        at, row = base + O + warp * (16 * PANEL_ROW), w0 + 16 * (warp & 3)
+        at = base + O + warp * (16 * PANEL_ROW)
+        row = w0 + 16 * (warp & 3)
         if not PAGED or row + 16 <= T:
             store_rows(o, factor, at, Q_PANEL, maps, OUT, first + row, h, batch)
         else:
@@ -184,15 +208,21 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
 
     @device
     def consume(base, maps, written, bounds, where, longest, B, H, together, scale):
-        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
-        blocks_m, column = (longest + BM - 1) // BM, 2 * (lane & 3)
-        s, o = cuda.local.array(S_SIZE, float32), cuda.local.array(O_SIZE, float32)
+        warp = warp_id()
+        lane = int32(cuda.threadIdx.x & 31)
+        blocks_m = (longest + BM - 1) // BM
+        column = 2 * (lane & 3)
+        s = cuda.local.array(S_SIZE, float32)
+        o = cuda.local.array(O_SIZE, float32)
         p = cuda.local.array(P_SIZE, uint32)
-        top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        shrink, lo = cuda.local.array(2, float32), cuda.local.array(2, int32)
+        top = cuda.local.array(2, float32)
+        total = cuda.local.array(2, float32)
+        shrink = cuda.local.array(2, float32)
+        lo = cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
-        it, done = uint32(0), uint32(0)
+        it = uint32(0)
+        done = uint32(0)
         while True:
             tile = await_tile(base, done)
             if tile >= blocks_m * B * H:
@@ -203,7 +233,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's rows: row, row + 8
             b, h = split(bh, H)
             T, S, first, batch, state = size(where, b)
-            past, blocks = S - T, key_blocks(q0, T, S)
+            past = S - T
+            blocks = key_blocks(q0, T, S)
             if PAGED:
                 end = int32(blocks * BN)  # of the keys that this block sees
                 state = check(where, b, S if end > S else end, state)
@@ -217,7 +248,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to the first key
             begin(o, top, total)
-            stage, phase = it % STAGES, (it // STAGES) & 1
+            stage = it % STAGES
+            phase = (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
             scores(s, q, descriptor(base + K + stage * RING))
             wait_s(s)
@@ -232,7 +264,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 before = stage
                 it += uint32(1)
                 n0 = int32(n0 - BN)
-                stage, phase = it % STAGES, (it // STAGES) & 1
+                stage = it % STAGES
+                phase = (it // STAGES) & 1
                 mbar_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
                 add_pv(o, p, descriptor(base + V + before * RING))
@@ -272,7 +305,9 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
 @functools.cache
 def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
     """-> block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the forward's work of a thread block"""
-    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 1)
+    WGS = tiles.warpgroups
+    PER_SM = tiles.blocks
+    layout = key_layout(D, tiles, 1)
     CONSUMERS = 128 * WGS
     FEW, MANY = registers(WGS, PER_SM)
     stages = range(tiles.stages)
@@ -281,7 +316,8 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
     produce = make_key_producer(D, CAUSAL, tiles, 1, PAGE, KIND)
     consume = make_consumer(D, CAUSAL, tiles, PAGE, KIND)
-    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+    fewer_registers = make_setmaxnreg(FEW, False)
+    more_registers = make_setmaxnreg(MANY, True)
 
     @device
     def block(maps, written, counter, bounds, where, T, B, H, group, together, scale):
@@ -395,7 +431,8 @@ def launch_tiles(
     sizes = work.T, work.S, work.B, work.heads, work.group, together
     counter = tile_counter(maps, kernel.py_func.__name__)
     args = maps, *arrays, counter, *map(np.int32, sizes), *scalars
-    block, overlap = 128 * (tiles.warpgroups + 1), can_overlap(maps)
+    block = 128 * (tiles.warpgroups + 1)
+    overlap = can_overlap(maps)
     launch(kernel, grid, block, *args, shared=shared, overlap=overlap)
 
 
@@ -425,7 +462,8 @@ def fill_o(
     maps = tensor_maps((q, tiles.rows), (k, tiles.step), (v, tiles.step), (o_BTHD, 16))
     kernel = make_fwd_kernel(D, causal, tiles, bounds.kind)
     work = Work(T, S, B, H, H // G, -(-T // tiles.rows), 4 * S * D)
-    lse, shared = lse_BHT.reshape(-1), fwd_shared_bytes(D, tiles)
+    lse = lse_BHT.reshape(-1)
+    shared = fwd_shared_bytes(D, tiles)
     arrays = lse, bounds.first(lse)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, np.float32(scale))
 
@@ -451,12 +489,14 @@ def paged_forward(
     if longest == 0:
         return
     plan = choose("fwd", D, 2**31, True)
-    tiles, box = plan.tiles, math.gcd(plan.tiles.step, S)
+    tiles = plan.tiles
+    box = math.gcd(plan.tiles.step, S)
     q, o = (x.reshape(1, N, H, D) for x in (q_NHD, o_NHD))
     k, v = (x.reshape(R, G * S, 1, D) for x in (k_RGSD, v_RGSD))
     maps = tensor_maps((q, tiles.rows), (k, box), (v, box), (o, 16))
     work = Work(longest, M * S, A, H, H // G, -(-longest // tiles.rows), 4 * M * S * D)
     arrays = o_NHD.reshape(-1), edges_E, history_A, tables_AM.reshape(-1)
     scalars = *map(np.int32, (N, R, M)), np.float32(scale)
-    kernel, shared = make_paged_kernel(D, S, tiles, window), fwd_shared_bytes(D, tiles)
+    kernel = make_paged_kernel(D, S, tiles, window)
+    shared = fwd_shared_bytes(D, tiles)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)

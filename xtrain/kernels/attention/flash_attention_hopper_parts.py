@@ -45,19 +45,22 @@ from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_first_key
 
-LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
+LOG2E = float32(math.log2(math.e))
+LN2 = float32(math.log(2))
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 HEADER = 1024  # bytes before the first tile: barriers, the numbers of the owned tiles
-TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # byte offsets of an owned tile's barriers and of its number
+# byte offsets of an owned tile's barriers and of its number
+TILE_FULL = 0
+TILE_FREE = 8
+TILE = 16
 NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
 SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
 PANEL_ROW = 128  # bytes of a row of a panel
-VALID, IDLE, INVALID = (
-    int32(0),
-    int32(1),
-    int32(2),
-)  # states of a sequence: its rows of o are computed, zeros, NaN
+# states of a sequence: its rows of o are computed, zeros, NaN
+VALID = int32(0)
+IDLE = int32(1)
+INVALID = int32(2)
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
@@ -240,8 +243,10 @@ def _make_paged(BN, PAGE):
     @device
     def size(where, b):
         edges, history, _, N, _, M = where
-        begin, past = int64(edges[b]), int64(history[b])
-        T, state = int64(edges[b + 1]) - begin, VALID
+        begin = int64(edges[b])
+        past = int64(history[b])
+        T = int64(edges[b + 1]) - begin
+        state = VALID
         if begin < 0 or N - begin < T:
             T = int64(0)  # rows that no array has
         if past < 0:
@@ -256,13 +261,15 @@ def _make_paged(BN, PAGE):
     def look_up(found, where, b, n0, S, state):
         _, _, tables, _, R, M = where
         for i in range(BOXES):
-            p, found[i] = int32(n0 + i * BOX), uint32(R)
+            p = int32(n0 + i * BOX)
+            found[i] = uint32(R)
             if p >= 0 and p < S and state == VALID:
                 found[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
 
     @device
     def place(found, i, where, b, g, n0):
-        R, offset = where[4], uint32(n0 + i * BOX) % uint32(PAGE)
+        R = where[4]
+        offset = uint32(n0 + i * BOX) % uint32(PAGE)
         block = int32(found[i] if found[i] < uint32(R) else uint32(R))
         return int32(g * PAGE + int32(offset)), int32(0), block
 
@@ -286,18 +293,28 @@ def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
 
     A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
     """
-    BN, STAGES, CONSUMERS, CHUNKS = tiles.step, tiles.stages, 128 * tiles.warpgroups, D // 8
-    layout, RING, PANEL_BYTES = key_layout(D, tiles, 1), BN * D * 2, BN * PANEL_ROW
-    BOX, V, V_FULL = math.gcd(BN, PAGE), layout.v, layout.v_full
+    BN = tiles.step
+    STAGES = tiles.stages
+    CONSUMERS = 128 * tiles.warpgroups
+    CHUNKS = D // 8
+    layout = key_layout(D, tiles, 1)
+    RING = BN * D * 2
+    PANEL_BYTES = BN * PANEL_ROW
+    BOX = math.gcd(BN, PAGE)
+    V = layout.v
+    V_FULL = layout.v_full
 
     @device
     def clear_tail(base, it, n0, S):
-        stage, phase = it % STAGES, (it // STAGES) & 1
-        first, end = int32(S - n0), int32((S + BOX - 1) // BOX * BOX - n0)
+        stage = it % STAGES
+        phase = (it // STAGES) & 1
+        first = int32(S - n0)
+        end = int32((S + BOX - 1) // BOX * BOX - n0)
         end = end if end < BN else int32(BN)
         mbar_wait(base + V_FULL + 8 * stage, phase)
         for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
-            row, chunk = first + i // CHUNKS, i % CHUNKS
+            row = first + i // CHUNKS
+            chunk = i % CHUNKS
             at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
             clear_shared(uint32(base + V + stage * RING + at))
         fence_async()  # the products read what these threads have written
@@ -325,7 +342,9 @@ class KeyLayout:
 @functools.cache
 def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
     """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which follows Q."""
-    stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2
+    stages = tiles.stages
+    own = tiles.rows * D * 2
+    ring = tiles.step * D * 2
     out = HEADER + tiles.own * queries * own
     k = out + own
     v = k + stages * ring
@@ -373,8 +392,13 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
     The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the stages of the skipped blocks
     without reading them.
     """
-    BN, STAGES, layout = tiles.step, tiles.stages, key_layout(D, tiles, QUERIES)
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    BN = tiles.step
+    STAGES = tiles.stages
+    layout = key_layout(D, tiles, QUERIES)
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
 
     @device
     def skip(base, it, blocks, begin, w0, T, S):
@@ -384,7 +408,8 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
         if w0 >= T:  # the warpgroup has no queries
             last = int32(0)
         while (blocks - 1) * BN > last and blocks - 1 > begin:
-            stage, phase = it % STAGES, (it // STAGES) & 1
+            stage = it % STAGES
+            phase = (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
             mbar_wait(base + V_FULL + 8 * stage, phase)
             cuda.syncwarp()  # all lanes have seen this phase
@@ -408,17 +433,29 @@ def make_key_producer(
     QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
     requested before its buffer is free.
     """
-    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
-    EARLY, PANELS = OWN > 1, D // PANEL
+    BM = tiles.rows
+    BN = tiles.step
+    STAGES = tiles.stages
+    OWN = tiles.own
+    EARLY = OWN > 1
+    PANELS = D // PANEL
     ROWS, RING = BM * D * 2, BN * D * 2  # bytes
     OWN_PANEL, RING_PANEL = BM * PANEL_ROW, BN * PANEL_ROW
     layout = key_layout(D, tiles, QUERIES)
-    Q, K, V = layout.q, layout.k, layout.v
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    Q = layout.q
+    K = layout.k
+    V = layout.v
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
     key_blocks, first_block, _ = make_keys(BM, BN, CAUSAL, KIND)
     offer_tile = make_own(OWN).offer
     sequences = make_sequences(BN, PAGE)
-    BOX, size, look_up, place = sequences.BOX, sequences.size, sequences.look_up, sequences.place
+    BOX = sequences.BOX
+    size = sequences.size
+    look_up = sequences.look_up
+    place = sequences.place
     BOXES = BN // BOX
 
     @device
@@ -433,7 +470,8 @@ def make_key_producer(
     def load_keys(ring, full, free, maps, i, it, n0, g, b, found, where):
         stage = it % STAGES
         mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
-        full, to = full + 8 * stage, ring + stage * RING
+        full = full + 8 * stage
+        to = ring + stage * RING
         mbar_expect(full, RING)
         for j in range(BOXES):
             row, head, batch = place(found, j, where, b, g, n0)
@@ -443,10 +481,13 @@ def make_key_producer(
 
     @device
     def produce(base, maps, counter, bounds, where, T, B, H, group, together):
-        blocks_m, planes = (T + BM - 1) // BM, B * H
+        blocks_m = (T + BM - 1) // BM
+        planes = B * H
         for i in range(2 + QUERIES):
             acquire_map(maps, i)
-        it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
+        it = uint32(0)
+        done = uint32(0)
+        tile = int32(cuda.blockIdx.x)
         found = cuda.local.array(
             BOXES, uint32
         )  # blocks of the tile of keys n0, and of the next one

@@ -140,10 +140,13 @@ def document_bounds_kernel(first_N, last_N, positions_N, starts_N, T, window):
     recent = int32(s - window + 1)
     first_N[n] = recent if window > 0 and recent > mine else mine
     positions_N[n] = int32(s - mine)
-    low, high = s, int32(T)  # first(low) <= s < first(high), if there were one
+    # first(low) <= s < first(high), if there were one
+    low = s
+    high = int32(T)
     while high - low > 1:
         middle = int32((low + high) >> 1)
-        start, late = int32(starts_N[row + middle]), int32(middle - window + 1)
+        start = int32(starts_N[row + middle])
+        late = int32(middle - window + 1)
         if window > 0 and late > start:
             start = late
         if start <= s:

@@ -72,7 +72,8 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_
     bits must not depend on the other rows.
     """
     wide = np.result_type(x_NK.dtype, np.float32)
-    h, w = x_NK.astype(wide), w_OK.astype(wide, copy=False)
+    h = x_NK.astype(wide)
+    w = w_OK.astype(wide, copy=False)
     h = h if delta_NK is None else h + delta_NK.astype(wide, copy=False)
     x = h
     if norm_w_K is not None:
@@ -90,7 +91,8 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_
 @cuda.jit
 def gemv_naive_kernel(y_NO, x_NK, w_OK):
     """Grid (ceil(O / BLOCK), N), block BLOCK. One thread per element of y: neighbouring threads read different rows of w."""
-    o, n = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, cuda.blockIdx.y
+    o = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+    n = cuda.blockIdx.y
     if o < w_OK.shape[0]:
         acc = float32(0.0)
         for k in range(w_OK.shape[1]):
@@ -108,9 +110,12 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
     @device
     def multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps):
         lane = cuda.threadIdx.x & 31
-        x_4, w_ME = cuda.local.array(4, float32), cuda.local.array((M, E), float32)
-        acc_NM, squares = cuda.local.array((N, M), float32), cuda.local.array(N, float32)
-        nw_4, delta_4 = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        x_4 = cuda.local.array(4, float32)
+        w_ME = cuda.local.array((M, E), float32)
+        acc_NM = cuda.local.array((N, M), float32)
+        squares = cuda.local.array(N, float32)
+        nw_4 = cuda.local.array(4, float32)
+        delta_4 = cuda.local.array(4, float32)
         words = cuda.local.array(4, uint32)
         for n in range(N):
             squares[n] = float32(0.0)
@@ -255,10 +260,12 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
         h, y = gemv_ref(x_NK, dense(w_OK, np.float32), norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
     fused = norm_w_K is not None or swiglu
-    unit, most = _unit(w_OK.dtype, quantized), _most_rows(w_OK.dtype, quantized, fused)
+    unit = _unit(w_OK.dtype, quantized)
+    most = _most_rows(w_OK.dtype, quantized, fused)
     fits = gemv_fits(N, K, w_OK.dtype, quantized, fused)
     check(fits, f"{op}: {N} rows of {K}, the GPU supports 1 to {most} of a multiple of {unit}")
-    h_NK, y = x_NK if delta_NK is None else empty(x_NK, x_NK.shape), empty(x_NK, shape, dtype)
+    h_NK = x_NK if delta_NK is None else empty(x_NK, x_NK.shape)
+    y = empty(x_NK, shape, dtype)
     _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O=b_O)
     return h_NK, y
 
@@ -279,7 +286,8 @@ def _launch(
         x_NK = cast_fwd(x_NK, w_OK.dtype)  # usually it is already
     arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w, norm_w)]
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
-    eps, bias = np.float32(eps), b_O is not None
+    eps = np.float32(eps)
+    bias = b_O is not None
     arrays += [w_OK.scale_O if quantized else arrays[-1], b_O if bias else arrays[-1]]
     if w_OK.dtype == np.float32:
         plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, quantized, overlap)
@@ -288,7 +296,8 @@ def _launch(
     # with 16 warps there is no room for more sums
     several = groups > 1 and config.warps <= 8 and F > TILE * MULTIPROCESSORS
     row_tiles = ROW_TILES if several else 1
-    tiles, chunk = -(-F // (row_tiles * TILE)), CHUNK_QUANTIZED if quantized else CHUNK
+    tiles = -(-F // (row_tiles * TILE))
+    chunk = CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
         norm=norm,

@@ -110,9 +110,13 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     their results are not read. HALF: x is bf16 and used unchanged.
     ADD: delta, in bf16, is added to x, and the blocks share the work of writing the sum to h: share number `share` of `shares`.
     """
-    M, E = 2 if SWIGLU else TILES, 16 if QUANTIZED else 8  # E: columns of a lane in a chunk
-    WIDTH, X_PAD = 4 * E, PAD_QUANTIZED if QUANTIZED else PAD
-    CHUNKS, load_words = K // WIDTH, load_codes16 if QUANTIZED else load_words8
+    # E: columns of a lane in a chunk
+    M = 2 if SWIGLU else TILES
+    E = 16 if QUANTIZED else 8
+    WIDTH = 4 * E
+    X_PAD = PAD_QUANTIZED if QUANTIZED else PAD
+    CHUNKS = K // WIDTH
+    load_words = load_codes16 if QUANTIZED else load_words8
     EVEN = CHUNKS % (WARPS * U) == 0  # all warps have chunks in every step
     WHOLE = CHUNKS // (WARPS * U)  # steps in which they have
     row_of_w = make_row_of_w(SWIGLU)
@@ -146,10 +150,13 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     @device
     def load_x(fx, h, x, delta, norm_w, step, share, shares, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        row, squares = lane >> 2, float32(0.0)
+        row = lane >> 2
+        squares = float32(0.0)
         n = int64(row) if row < N else N - 1
-        words, x_8 = cuda.local.array(4, uint32), cuda.local.array(8, float32)
-        nw_8, delta_4 = cuda.local.array(8, float32), cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)
+        x_8 = cuda.local.array(8, float32)
+        nw_8 = cuda.local.array(8, float32)
+        delta_4 = cuda.local.array(4, uint32)
         for u in range(U):
             c = chunk_of(step, u, warp)
             for e in range(0, E, 8):
@@ -182,7 +189,8 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
     @device
     def load_staged_x(fx, x_s, step, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        n, words = lane >> 2, cuda.local.array(4, uint32)
+        n = lane >> 2
+        words = cuda.local.array(4, uint32)
         n = n if n < N else N - 1
         for u in range(U):
             c = chunk_of(step, u, warp)
@@ -198,7 +206,9 @@ def make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS
 
     @device
     def load_groups(fx, x, warp, lane, step, u, e, N):
-        words, row, c = cuda.local.array(4, uint32), lane >> 2, chunk_of(step, u, warp)
+        words = cuda.local.array(4, uint32)
+        row = lane >> 2
+        c = chunk_of(step, u, warp)
         # the addresses of all groups and chunks are constants away from one
         first = int64(row) * K + E * (lane & 3)
         for group in range(GROUPS):
@@ -225,7 +235,8 @@ def make_stage(K, NORM, ADD, HALF, THREADS, QUANTIZED):
     @device
     def stage(x_s, squares_s, h, x, delta, norm_w, share, shares, N):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        x_R8, w_8 = cuda.local.array((ROWS_AT_ONCE, 8), float32), cuda.local.array(8, float32)
+        x_R8 = cuda.local.array((ROWS_AT_ONCE, 8), float32)
+        w_8 = cuda.local.array(8, float32)
         delta_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         words_R4 = cuda.local.array((ROWS_AT_ONCE, 4), uint32)
         squares_R = cuda.local.array(ROWS_AT_ONCE, float32)
@@ -296,7 +307,8 @@ def make_reduce(M, WARPS, GROUPS):
 
     @device
     def total(sums, m, row, n):
-        acc, first = float32(0.0), uint64(row * COLUMNS + n)
+        acc = float32(0.0)
+        first = uint64(row * COLUMNS + n)
         for warp in range(WARPS):
             acc += sums[first + uint64(warp * SIZE + m * TILE * COLUMNS)]
         return acc
@@ -336,7 +348,8 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
     @device
     def multiply_groups(s, words, x, step, N, w):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        fa, fx = cuda.local.array(4, uint32), cuda.local.array((GROUPS, 2, 2), uint32)
+        fa = cuda.local.array(4, uint32)
+        fx = cuda.local.array((GROUPS, 2, 2), uint32)
         for u in range(U):
             if exists(step, u, warp):
                 for first in range(0, STEPS, 2):
@@ -370,8 +383,10 @@ def make_finish(K, NORM, SWIGLU, TILES, BIAS, WARPS, QUANTIZED, GROUPS):
     finish(y, sums, squares_s, scales, b, tile, N, F, eps, tid): apply scale, r, b and SwiGLU to a tile of 16 TILES x 8 GROUPS
     elements, and write y
     """
-    M, THREADS = 2 if SWIGLU else TILES, 32 * WARPS
-    total, row_of_w = make_reduce(M, WARPS, GROUPS)[1], make_row_of_w(SWIGLU)
+    M = 2 if SWIGLU else TILES
+    THREADS = 32 * WARPS
+    total = make_reduce(M, WARPS, GROUPS)[1]
+    row_of_w = make_row_of_w(SWIGLU)
     EACH = -(-TILE * MAX_ROWS * GROUPS // THREADS)
 
     @device
@@ -448,14 +463,24 @@ def make_product(K: int, variant: Variant, config: Config):
                                                       tiles first, first + grid, ... of y; the block also writes this share of h
     sums: sums_size(...) floats of shared memory.  squares_s: WARPS MAX_ROWS.  x_s: shared_bytes(...), if variant.staged.
     """
-    NORM, ADD, HALF, SWIGLU = variant.norm, variant.add, variant.half, variant.swiglu
-    once, STAGED, WARPS, U = variant.once, variant.staged, config.warps, config.chunks
-    QUANTIZED, GROUPS, TILES = variant.quantized, variant.groups, variant.tiles
-    M, X_STEPS = 2 if SWIGLU else TILES, 4 if QUANTIZED else 2
+    NORM = variant.norm
+    ADD = variant.add
+    HALF = variant.half
+    SWIGLU = variant.swiglu
+    once = variant.once
+    STAGED = variant.staged
+    WARPS = config.warps
+    U = config.chunks
+    QUANTIZED = variant.quantized
+    GROUPS = variant.groups
+    TILES = variant.tiles
+    M = 2 if SWIGLU else TILES
+    X_STEPS = 4 if QUANTIZED else 2
     SUMS, SPAN = GROUPS * M, TILES * TILE
     CHUNKS = K // (CHUNK_QUANTIZED if QUANTIZED else CHUNK)
     STEPS = -(-CHUNKS // (WARPS * U))
-    PAIRS, ODD = STEPS // 2, STEPS % 2 == 1
+    PAIRS = STEPS // 2
+    ODD = STEPS % 2 == 1
     operands = make_operands(K, NORM, ADD, HALF, SWIGLU, TILES, WARPS, U, QUANTIZED, GROUPS)
     load_w, load_x, load_staged_x, load_groups, exists = operands
     products = make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists)
@@ -595,13 +620,16 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
 
     Launch with 32 * config.warps threads and, if variant.staged, shared_bytes(N, K, variant.quantized) of shared memory.
     """
-    NORM, overlap, ready = variant.norm, variant.overlap, variant.ready
-    WARPS, U, BLOCKS, GROUPS = config.warps, config.chunks, config.blocks, variant.groups
-    M, SUMS, SQUARES = (
-        2 if variant.swiglu else variant.tiles,
-        sums_size(variant, config),
-        WARPS * MAX_ROWS,
-    )
+    NORM = variant.norm
+    overlap = variant.overlap
+    ready = variant.ready
+    WARPS = config.warps
+    U = config.chunks
+    BLOCKS = config.blocks
+    GROUPS = variant.groups
+    M = 2 if variant.swiglu else variant.tiles
+    SUMS = sums_size(variant, config)
+    SQUARES = WARPS * MAX_ROWS
     load_first, product = make_product(K, variant, config)
 
     @kernel(
@@ -612,10 +640,13 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
 
         scale: of the rows of quantized weights.
         """
-        sums, squares_s = cuda.shared.array(SUMS, float32), cuda.shared.array(SQUARES, float32)
+        sums = cuda.shared.array(SUMS, float32)
+        squares_s = cuda.shared.array(SQUARES, float32)
         x_s = cuda.shared.array(0, uint16)
-        words, scales = cuda.local.array((U, M, 2, 4), uint32), cuda.local.array(M, float32)
-        first, grid = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+        words = cuda.local.array((U, M, 2, 4), uint32)
+        scales = cuda.local.array(M, float32)
+        first = int64(cuda.blockIdx.x)
+        grid = int64(cuda.gridDim.x)
         if overlap:
             let_next_start()
         if ready:
@@ -658,7 +689,8 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) ->
     many warps as a block may have. Large products (gate/up, lm_head) use small blocks: when one ends, the next kernel can
     start while its neighbours still run.
     """
-    chunks, tiles = K // (CHUNK_QUANTIZED if quantized else CHUNK), -(-F // TILE)
+    chunks = K // (CHUNK_QUANTIZED if quantized else CHUNK)
+    tiles = -(-F // TILE)
     # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold fewer chunks then
     at_once, most_of_16 = (AT_ONCE // 2, 4) if quantized else (AT_ONCE, MOST_OF_16)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and chunks > 8 * at_once:

@@ -75,7 +75,9 @@ def gather_sequence_ref(x_RGSD, table_M, n: int):
 def append_kv_naive_kernel(k_RGSD, v_RGSD, k_NGD, v_NGD, blocks_N, offsets_N):
     """Grid (N, G), block BLOCK. A block copies one head of one token, each thread one element at a time. float32."""
     n, g = cuda.blockIdx.x, cuda.blockIdx.y
-    block, p, D = blocks_N[n], offsets_N[n], k_NGD.shape[2]
+    block = blocks_N[n]
+    p = offsets_N[n]
+    D = k_NGD.shape[2]
     if block >= 0 and block < k_RGSD.shape[0] and p >= 0 and p < k_RGSD.shape[2]:
         for d in range(cuda.threadIdx.x, D, BLOCK):
             k_RGSD[block, g, p, d] = k_NGD[n, g, d]
@@ -116,17 +118,21 @@ def make_append_kernel(G, D, each, aligned):
     def append_kv_kernel(k_cache, v_cache, k, v, blocks_N, offsets_N, N, R, S, k_row, v_row):
         """Grid ceil(N G CHUNKS / BLOCK), block BLOCK. All arrays flat; k_row, v_row: elements between tokens of k, v."""
         i = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
-        head, d = i // uint32(CHUNKS), int64(i % uint32(CHUNKS)) * each
-        n, g = int64(head // uint32(G)), int64(head % uint32(G))
+        head = i // uint32(CHUNKS)
+        d = int64(i % uint32(CHUNKS)) * each
+        n = int64(head // uint32(G))
+        g = int64(head % uint32(G))
         if n >= N:
             return
-        block, p = int64(blocks_N[n]), int64(offsets_N[n])
+        block = int64(blocks_N[n])
+        p = int64(offsets_N[n])
         if block < 0 or block >= R or p < 0 or p >= S:
             return
         to = ((block * G + g) * S + p) * D + d
         at_k, at_v = n * k_row + g * D + d, n * v_row + g * D + d
         if aligned:
-            words, more = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+            words = cuda.local.array(4, uint32)
+            more = cuda.local.array(4, uint32)
             if each == 8:
                 load_words8(words, k, at_k)
                 load_words8(more, v, at_v)
@@ -157,7 +163,8 @@ def append_kv(
     tokens must not have the same block and offset. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     R, G, S, D = check_cache("append_kv", k_RGSD, v_RGSD)
-    N, dtypes = k_NGD.shape[0], (dtype_name(k_RGSD.dtype),)
+    N = k_NGD.shape[0]
+    dtypes = (dtype_name(k_RGSD.dtype),)
     for name, x in (("k", k_NGD), ("v", v_NGD)):
         check_array("append_kv", name, x, (N, G, D), dtypes, strided=True)
     check_int32("append_kv", "blocks", blocks_N, N)
@@ -166,7 +173,8 @@ def append_kv(
     if on_host(*arrays, blocks_N, offsets_N):
         return append_kv_ref(*arrays, blocks_N, offsets_N)
     copied = [x if row_step(x) is not None else x.copy() for x in arrays]
-    flat, steps = [flat_rows(x) for x in copied], [row_step(x) for x in copied[2:]]
+    flat = [flat_rows(x) for x in copied]
+    steps = [row_step(x) for x in copied[2:]]
     each = 16 // k_RGSD.itemsize
     aligned = all(n % each == 0 for n in (D, *steps)) and on_16_bytes(*flat)
     append_kernel = make_append_kernel(G, D, each, aligned)

@@ -46,7 +46,8 @@ from .kv_cache import check_int32, gather_sequence_ref
 BLOCK = 128  # threads
 WARPS = BLOCK // 32
 EACH = 16  # codes of a thread: one 16-byte access
-INFINITY, NAN = np.float32(np.inf), np.float32(np.nan)
+INFINITY = np.float32(np.inf)
+NAN = np.float32(np.nan)
 
 
 # ----------------------------------------------------------------------------- the arrays
@@ -123,14 +124,18 @@ def make_store_codes(D):
     to bf16 first, as in prefill: values get identical codes in both, keys may differ in the last bit of a bf16.
     """
     R = D // 2
-    PLANES, Q, LEAST = -(-R // 32), LARGEST["fp8"], LEAST_SCALE
+    PLANES = -(-R // 32)
+    Q = LARGEST["fp8"]
+    LEAST = LEAST_SCALE
 
     @device
     def store_codes(codes, to, scales, at, x1, x2):
-        lane, largest = cuda.threadIdx.x & 31, float32(0.0)
+        lane = cuda.threadIdx.x & 31
+        largest = float32(0.0)
         for i in range(PLANES):
             pair = pack_bf16(x1[i], x2[i])
-            x1[i], x2[i] = low_bf16(pair), high_bf16(pair)
+            x1[i] = low_bf16(pair)
+            x2[i] = high_bf16(pair)
             largest = fmax(largest, fmax(magnitude(x1[i]), magnitude(x2[i])))
         scale = fmax(warp_max(largest) / float32(Q), float32(LEAST))
         finite = scale < float32(INFINITY)
@@ -148,17 +153,21 @@ def make_store_codes(D):
 @functools.cache
 def make_append_codes_kernel(D):
     """-> the kernel for heads of D channels"""
-    store_codes, R = make_store_codes(D), D // 2
+    store_codes = make_store_codes(D)
+    R = D // 2
     PLANES = -(-R // 32)
 
     @device
     def copy_row(codes, to, scales, at, x, first):
-        x1, x2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        x1 = cuda.local.array(PLANES, float32)
+        x2 = cuda.local.array(PLANES, float32)
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            x1[i], x2[i] = float32(0.0), float32(0.0)
+            x1[i] = float32(0.0)
+            x2[i] = float32(0.0)
             if r < R:
-                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+                x1[i] = load1(x, first + r)
+                x2[i] = load1(x, first + r + R)
         store_codes(codes, to, scales, at, x1, x2)
 
     @kernel(BLOCK)
@@ -170,7 +179,8 @@ def make_append_codes_kernel(D):
         n, g = head // G, head % G
         if n >= N:
             return
-        block, p = int64(blocks_N[n]), int64(offsets_N[n])
+        block = int64(blocks_N[n])
+        p = int64(offsets_N[n])
         if block < 0 or block >= R or p < 0 or p >= S:
             return
         row = (block * G + g) * S + p
@@ -186,7 +196,8 @@ def make_dequantize_blocks_kernel(D):
 
     @device
     def expand(out, codes, at, scale):
-        words, values = cuda.local.array(4, uint32), cuda.local.array(EACH, float32)
+        words = cuda.local.array(4, uint32)
+        values = cuda.local.array(EACH, float32)
         load_codes16(words, codes, at)
         codes_to_floats(values, words, codes)
         for j in range(EACH):
@@ -265,7 +276,8 @@ def dequantize_blocks(
         for i, (out, codes) in enumerate(((k_out_RGSD, k_codes_RGSD), (v_out_RGSD, v_codes_RGSD))):
             out[some] = kv_values_ref(codes[some], scales_RGS2[some, ..., i], out.dtype)
         return
-    flat, size = [x.reshape(-1) for x in arrays], G * S * D
+    flat = [x.reshape(-1) for x in arrays]
+    size = G * S * D
     fits = D % EACH == 0 and on_16_bytes(*flat)
     check(fits, f"{op}: heads of {D} channels, the GPU kernel needs a multiple of {EACH}, aligned")
     grid = (blocks_U.size, -(-size // (EACH * BLOCK)))

@@ -87,10 +87,18 @@ def weight_of(logit, top, inverse, least):
 @functools.cache
 def make_score_kernel(sizes: Sizes, overlap: bool):
     """-> the kernel of the second launch. overlap: it may start before the previous one has ended."""
-    THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
+    THREADS = sizes.threads
+    BATCH = sizes.batch
+    K = sizes.keys
     ops = make_search(sizes, DISTANCE, weight_of)
-    EACH, load_batch, bin_of, clear_bins = ops.EACH, ops.load_batch, ops.bin_of, ops.clear_bins
-    add_bins, load_bins, total_of, find = ops.add_bins, ops.load_bins, ops.total_of, ops.find
+    EACH = ops.EACH
+    load_batch = ops.load_batch
+    bin_of = ops.bin_of
+    clear_bins = ops.clear_bins
+    add_bins = ops.add_bins
+    load_bins = ops.load_bins
+    total_of = ops.total_of
+    find = ops.find
 
     @kernel(THREADS, sizes.blocks)
     def score_kernel(
@@ -100,16 +108,21 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
 
         log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that follow.
         """
-        bins_s, x = cuda.shared.array((2, K), uint32), cuda.local.array(BATCH, float32)
-        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        bins_s = cuda.shared.array((2, K), uint32)
+        x = cuda.local.array(BATCH, float32)
+        scratch = cuda.shared.array(32, int64)
+        found = cuda.shared.array(3, int64)
         last_s = cuda.shared.array(1, int32)
         values = cuda.local.array(EACH, int64)
-        tid, row, s = cuda.threadIdx.x, int64(cuda.blockIdx.y), int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
+        row = int64(cuda.blockIdx.y)
+        s = int64(cuda.blockIdx.x)
         clear_bins(bins_s)
         if overlap:
             wait_for_previous()
             let_next_start()
-        need, top = min(int64(n), V), logit_of(top_B[row])
+        need = min(int64(n), V)
+        top = logit_of(top_B[row])
         if not is_finite(top):
             if s == 0 and tid == 0:
                 logprobs_B[row] = NAN
@@ -137,7 +150,8 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
             total = total_of(values, scratch)
             if tid == 0:
                 log_total = math.log1p(float32(total - ONE) * float32(1.0 / ONE))
-                token, logprob = int64(tokens_B[row]), NAN
+                token = int64(tokens_B[row])
+                logprob = NAN
                 if token >= 0 and token < V:
                     logprob = (load1(logits, first + token) - top) - log_total
                 logprobs_B[row], log_total_B[row] = logprob, log_total
@@ -153,14 +167,18 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
 @functools.cache
 def make_gather_kernel(sizes: Sizes, overlap: bool):
     """-> the kernel of the third launch. overlap: see make_score_kernel"""
-    THREADS, K, gather = sizes.threads, sizes.keys, make_search(sizes, DISTANCE, weight_of).gather
+    THREADS = sizes.threads
+    K = sizes.keys
+    gather = make_search(sizes, DISTANCE, weight_of).gather
 
     @kernel(THREADS, sizes.blocks)
     def top_gather_kernel(candidates, counts_B, logits, last_bin_B, top_B, length, V, columns):
         """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
-        keys_s, count_s = cuda.shared.array(K, int64), cuda.shared.array(1, int32)
+        keys_s = cuda.shared.array(K, int64)
+        count_s = cuda.shared.array(1, int32)
         base_s = cuda.shared.array(1, int32)
-        row, start = int64(cuda.blockIdx.y), int64(cuda.blockIdx.x) * length
+        row = int64(cuda.blockIdx.y)
+        start = int64(cuda.blockIdx.x) * length
         if overlap:
             wait_for_previous()
             let_next_start()
@@ -178,30 +196,43 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
 @functools.cache
 def make_list_kernel(sizes: Sizes, overlap: bool):
     """-> the kernel of the fourth launch, of sizes.sorters threads. overlap: see make_score_kernel"""
-    K, ops = sizes.keys, make_search(sizes.for_sorting(), DISTANCE, weight_of)
-    collect, narrow, THREADS = ops.collect, ops.narrow, sizes.sorters
+    K = sizes.keys
+    ops = make_search(sizes.for_sorting(), DISTANCE, weight_of)
+    collect = ops.collect
+    narrow = ops.narrow
+    THREADS = sizes.sorters
 
     @kernel(sizes.sorters)
     def top_list_kernel(
         ids_BT, values_BT, candidates, counts_B, logits, last_bin_B, log_total_B, top_B, V, columns
     ):
         """Grid B. Writes every element of ids_BT and values_BT; -1 and NaN where there is no alternative."""
-        keys_s, bins_s = cuda.shared.array(K, int64), cuda.shared.array((2, K), uint32)
-        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
-        count_s, tid, row = cuda.shared.array(1, int32), cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        keys_s = cuda.shared.array(K, int64)
+        bins_s = cuda.shared.array((2, K), uint32)
+        scratch = cuda.shared.array(32, int64)
+        found = cuda.shared.array(3, int64)
+        count_s = cuda.shared.array(1, int32)
+        tid = cuda.threadIdx.x
+        row = int64(cuda.blockIdx.x)
         n = ids_BT.shape[1]
         if overlap:
             wait_for_previous()
             let_next_start()
-        need, top, one = min(int64(n), V), logit_of(top_B[row]), float32(1.0)
+        need = min(int64(n), V)
+        top = logit_of(top_B[row])
+        one = float32(1.0)
         if not is_finite(top):
             need = int64(0)
         for i in range(tid, n, THREADS):
             if i >= need:
-                ids_BT[row, i], values_BT[row, i] = int32(-1), NAN
+                ids_BT[row, i] = int32(-1)
+                values_BT[row, i] = NAN
         if need <= 0:
             return
-        size, last, low, first = int64(counts_B[row]), last_bin_B[row], int64(0), row * columns
+        size = int64(counts_B[row])
+        last = last_bin_B[row]
+        low = int64(0)
+        first = row * columns
         if size > K:  # find the last of the first `need` keys
             before = narrow(
                 keys_s, bins_s, count_s, scratch, found, candidates, size, row, logits, first, V, top, one, int64(0),
@@ -245,14 +276,18 @@ def token_logprobs(
     check(B < 2**16, f"{op}: {B} rows in one launch, at most 65535")
     new = lambda shape, dtype: empty(logits_BV, shape, dtype)
     logprobs_B, log_total_B, last_bin_B = (new(B, t) for t in (np.float32, np.float32, np.int64))
-    ids_BT, values_BT = new((B, top), np.int32), new((B, top), np.float32)
+    ids_BT = new((B, top), np.int32)
+    values_BT = new((B, top), np.float32)
     if B == 0:
         return logprobs_B, ids_BT, values_BT
-    logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
+    logits = logits_BV.reshape(-1)
+    overlap = can_overlap(logits_BV)
     K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
     top_B, tops, sums = (new(B * m, np.int64) for m in (1, blocks, blocks))
-    bins, counts_B = new(B * K, np.int64), new(B, np.int32)
-    counters, sizes = zero_counters(logits, B, "logprobs"), (vocab, V)
+    bins = new(B * K, np.int64)
+    counts_B = new(B, np.int32)
+    counters = zero_counters(logits, B, "logprobs")
+    sizes = (vocab, V)
 
     def run(make, grid, threads, *arguments):
         launch(make(SIZES, overlap), grid, threads, *arguments, *sizes, overlap=overlap)

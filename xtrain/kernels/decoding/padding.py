@@ -45,7 +45,9 @@ def token_positions_ref(edges_E, N, history_A, tables_AM, S):
 @device
 def sequence_of(n, edges_E):
     """-> the a with edges[a] <= n < edges[a + 1]. Empty sequences own no rows."""
-    low, high = int64(0), int64(edges_E.size - 1)  # edges[low] <= n < edges[high]
+    # edges[low] <= n < edges[high]
+    low = int64(0)
+    high = int64(edges_E.size - 1)
     while high - low > 1:
         middle = (low + high) >> 1
         if edges_E[middle] <= n:
@@ -65,7 +67,8 @@ def token_positions_kernel(blocks_N, offsets_N, positions_N, edges_E, history_A,
         p = past + n - edges_E[a] if past >= 0 else int64(0)
         known = past >= 0 and p >= 0 and p < tables_AM.shape[1] * S
         blocks_N[n] = tables_AM[a, p // S] if known else int32(-1)
-        offsets_N[n], positions_N[n] = int32(p % S), int32(p)
+        offsets_N[n] = int32(p % S)
+        positions_N[n] = int32(p)
 
 
 # ----------------------------------------------------------------------------- launchers

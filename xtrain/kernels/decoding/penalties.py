@@ -74,7 +74,8 @@ class Penalties:
         """Empty lists on the device of `like`. Bytes: 16 for each of slots x tokens."""
         new = lambda shape, dtype: zeros(like, shape, dtype)
         ints, floats = (lambda t=t: new((slots, tokens), t) for t in (np.int32, np.float32))
-        sizes, rules = new(slots, np.int32), new((slots, 3), np.float32)
+        sizes = new(slots, np.int32)
+        rules = new((slots, 3), np.float32)
         return cls(ints(), ints(), floats(), floats(), sizes, rules)
 
     @property
@@ -98,7 +99,8 @@ class Penalties:
             counts[token] = counts.get(token, 0) + 1
         bias = rules.bias or {}
         tokens = list(dict.fromkeys([*counts, *bias]))
-        n, L = len(tokens), self.tokens_RL.shape[1]
+        n = len(tokens)
+        L = self.tokens_RL.shape[1]
         check(n <= L, f"penalties: {n} different tokens, a slot has room for {L}")
         module = array_module(self.tokens_RL)
         for array, values in (
@@ -150,7 +152,9 @@ def make_apply_kernel(overlap: bool):
         r = int64(slots_B[b])
         if r < 0:
             return
-        repetition, frequency, presence = rules_R3[r, 0], rules_R3[r, 1], rules_R3[r, 2]
+        repetition = rules_R3[r, 0]
+        frequency = rules_R3[r, 1]
+        presence = rules_R3[r, 2]
         for i in range(cuda.threadIdx.x, sizes_R[r], THREADS):
             at = b * columns + tokens_RL[r, i]
             x = load1(logits, at)
@@ -171,7 +175,8 @@ def make_count_kernel(overlap: bool):
     ):
         """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is appended to the list."""
         known = cuda.shared.array(1, int32)
-        b, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+        b = int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
         if overlap:
             wait_for_previous()
             let_next_start()
@@ -189,7 +194,8 @@ def make_count_kernel(overlap: bool):
                 known[0] = 1
         cuda.syncthreads()  # also: every thread has read the size
         if tid == 0 and known[0] == 0 and token >= 0 and size < tokens_RL.shape[1]:
-            tokens_RL[r, size], counts_RL[r, size] = token, int32(1)
+            tokens_RL[r, size] = token
+            counts_RL[r, size] = int32(1)
             biases_RL[r, size] = float32(0.0)
             sizes_R[r] = size + 1
 
@@ -232,7 +238,9 @@ def count_tokens(logits_BV: Array, penalties: Penalties, slots_B: Array, ids_B: 
             if known.size:
                 p.counts_RL[r, known] = np.maximum(p.counts_RL[r, known], 0) + 1
             elif ids_B[b] >= 0 and n < p.tokens_RL.shape[1]:
-                p.tokens_RL[r, n], p.counts_RL[r, n], p.biases_RL[r, n] = ids_B[b], 1, 0
+                p.tokens_RL[r, n] = ids_B[b]
+                p.counts_RL[r, n] = 1
+                p.biases_RL[r, n] = 0
                 p.sizes_R[r] += 1
         return
     (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)

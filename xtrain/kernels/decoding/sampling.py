@@ -52,9 +52,12 @@ def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
-        c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
-        c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
-        k0, k1 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF, (k1 + PHILOX_W[1]) & 0xFFFFFFFF
+        c0 = (b >> 32) ^ c1 ^ k0
+        c1 = b & 0xFFFFFFFF
+        c2 = (a >> 32) ^ c3 ^ k1
+        c3 = a & 0xFFFFFFFF
+        k0 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF
+        k1 = (k1 + PHILOX_W[1]) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
@@ -148,13 +151,20 @@ def sample(
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
-    logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
+    logits = logits_BV.reshape(-1)
+    overlap = can_overlap(logits_BV)
     K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
     new = lambda shape, dtype=np.int64: empty(logits_BV, shape, dtype)
-    top_B, tops, bins, counts_B = new(B), new(B * blocks), new(B * K), new(B, np.int32)
-    state_BF, candidates = new((B, FIELDS)), new(B * SIZES.room)
-    counters, variant = zero_counters(logits_BV, B, "sample"), (SIZES, min_p_B is not None, overlap)
-    work, sizes = (top_B, *arrays[1:]), (length, vocab, V)
+    top_B = new(B)
+    tops = new(B * blocks)
+    bins = new(B * K)
+    counts_B = new(B, np.int32)
+    state_BF = new((B, FIELDS))
+    candidates = new(B * SIZES.room)
+    counters = zero_counters(logits_BV, B, "sample")
+    variant = (SIZES, min_p_B is not None, overlap)
+    work = (top_B, *arrays[1:])
+    sizes = (length, vocab, V)
     run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
     top = make_top_kernel(SIZES, overlap)
     run(top, top_B, bins, counts_B, tops, counters, logits, *sizes)
@@ -183,7 +193,8 @@ def advance(
     if host_ids_2L is not None:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
         check_array("advance", "host_ids", host_ids_2L, (2, None), ("int32",))
-        L, B = host_ids_2L.shape[1], rows_B.size
+        L = host_ids_2L.shape[1]
+        B = rows_B.size
         check(L >= B, f"advance: host_ids has {L} columns, expected at least {B}")
     if on_host(lengths_B, step_B, rows_B):
         live = np.flatnonzero(rows_B >= 0)
@@ -192,7 +203,8 @@ def advance(
         lengths_B[live] += 1
         step_B[live] += 1
         return
-    overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
+    overlap = can_overlap(rows_B)
+    arrays = (lengths_B, step_B, rows_B)
     copies = host_ids_2L is not None
     more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
     advance_kernel = make_advance_kernel(overlap, copies)

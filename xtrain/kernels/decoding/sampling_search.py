@@ -126,7 +126,8 @@ def put_in_order(x_s, pairs, step, size, then):
 @device
 def sort_keys(x_s, n):
     """Sort x_s[0:n] in descending order; beyond, up to a power of two, x_s must hold -1."""
-    length, size = int64(2), int64(2)
+    length = int64(2)
+    size = int64(2)
     while length < n:
         length <<= 1
     while size < length:
@@ -156,7 +157,8 @@ def block_max_key(v, scratch):
 @device
 def running_sum(v, scratch):
     """-> the sum of v over the threads up to and including this one, and over all threads. scratch: 32 int64"""
-    tid, lane = cuda.threadIdx.x, cuda.threadIdx.x & 31
+    tid = cuda.threadIdx.x
+    lane = cuda.threadIdx.x & 31
     for i in range(5):
         before = cuda.shfl_up_sync(FULL, v, 1 << i)
         if lane >= 1 << i:
@@ -214,8 +216,13 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
     distance: factors of e that the bins span; the last bin holds everything beyond.
     weight_of(logit, top, inverse, least) -> int64. top: the row's largest logit, inverse: 1 / temperature.
     """
-    THREADS, BATCH, K, ROOM = sizes.threads, sizes.batch, sizes.keys, sizes.room
-    EACH, BITS, STEEP = K // THREADS, K.bit_length() - 1, float32((K - 1) / distance)
+    THREADS = sizes.threads
+    BATCH = sizes.batch
+    K = sizes.keys
+    ROOM = sizes.room
+    EACH = K // THREADS
+    BITS = K.bit_length() - 1
+    STEEP = float32((K - 1) / distance)
 
     @device
     def load_batch(x, logits, first, token, end):
@@ -267,10 +274,14 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         before = end - mine
         for j in range(EACH):
             if before <= goal and goal < before + values[j]:
-                found[0], found[1], found[2] = cuda.threadIdx.x * EACH + j, before, values[j]
+                found[0] = cuda.threadIdx.x * EACH + j
+                found[1] = before
+                found[2] = values[j]
             before += values[j]
         cuda.syncthreads()
-        i, before, value = found[0], found[1], found[2]
+        i = found[0]
+        before = found[1]
+        value = found[2]
         cuda.syncthreads()
         return i, before, value
 
@@ -290,7 +301,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         for token in range(start + tid, end, BATCH * THREADS):
             load_batch(x, logits, first, token, end)
             for j in range(BATCH):
-                bin, t = bin_of(x[j], top, inverse), token + j * THREADS
+                bin = bin_of(x[j], top, inverse)
+                t = token + j * THREADS
                 if ((lo <= bin and bin <= hi) or bin == more) and t < end:
                     key = key_of(order_of(x[j]), t)
                     i = int64(cuda.atomic.add(count_s, 0, 1))
@@ -326,7 +338,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         if tid == 0:
             count_s[0] = 0
         cuda.syncthreads()
-        keys, items = cuda.local.array(BATCH, int64), n if n <= ROOM else V
+        keys = cuda.local.array(BATCH, int64)
+        items = n if n <= ROOM else V
         for at in range(tid, items, BATCH * THREADS):
             for j in range(BATCH):
                 i = at + j * THREADS
@@ -355,8 +368,11 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
     ):  # fmt: skip
         """keys_s = at most K neighbouring keys of the bins lo to hi, sorted; the running sum of their weights (unit: their
         counts), which begins with bin lo, exceeds `goal` at one of them. -> the sum before the first of them"""
-        low, high, lower = int64(0), int64(LAST_KEY), int64(KEY - BITS)
-        size, before = int64(K + 1), int64(0)
+        low = int64(0)
+        high = int64(LAST_KEY)
+        lower = int64(KEY - BITS)
+        size = int64(K + 1)
+        before = int64(0)
         values = cuda.local.array(EACH, int64)
         while size > K:
             size = collect(
@@ -378,7 +394,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
     def weigh_list(values, keys_s, limit, top, inverse, least, lo, hi):
         """values = the weights of the sorted keys_s; 0 from element `limit` on and outside of the bins lo to hi"""
         for j in range(EACH):
-            i, values[j] = cuda.threadIdx.x * EACH + j, int64(0)
+            i = cuda.threadIdx.x * EACH + j
+            values[j] = int64(0)
             key = keys_s[i]
             if key >= 0 and i < limit:
                 logit = logit_of(key)
@@ -406,7 +423,9 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 @functools.cache
 def make_top_kernel(sizes: Sizes, overlap: bool):
     """-> the kernel `top`. overlap: it may start before the previous one has ended."""
-    THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
+    THREADS = sizes.threads
+    BATCH = sizes.batch
+    K = sizes.keys
 
     @kernel(THREADS, sizes.blocks)
     def top_key_kernel(top_B, bins, counts_B, tops, counters, logits, length, V, columns):
@@ -415,9 +434,12 @@ def make_top_kernel(sizes: Sizes, overlap: bool):
         top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow. tops: flat (B gridDim.x).
         logits: flat (B columns), V of them tokens.
         """
-        scratch, last_s = cuda.shared.array(32, int64), cuda.shared.array(1, int32)
+        scratch = cuda.shared.array(32, int64)
+        last_s = cuda.shared.array(1, int32)
         x = cuda.local.array(BATCH, float32)
-        tid, s, b = cuda.threadIdx.x, int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
+        tid = cuda.threadIdx.x
+        s = int64(cuda.blockIdx.x)
+        b = int64(cuda.blockIdx.y)
         blocks = int64(cuda.gridDim.x)
         if overlap:
             wait_for_previous()
@@ -427,13 +449,15 @@ def make_top_kernel(sizes: Sizes, overlap: bool):
         if s == 0 and tid == 0:
             counts_B[b] = 0
         end = min((s + 1) * length, V)
-        best, chosen = int32(LOWEST_ORDER), int64(-1)
+        best = int32(LOWEST_ORDER)
+        chosen = int64(-1)
         for token in range(s * length + tid, end, BATCH * THREADS):
             for j in range(BATCH):  # all loads are in flight before the first one is used
                 t = token + j * THREADS
                 x[j] = load1(logits, b * columns + t) if t < end else -INFINITY
             for j in range(BATCH):
-                order, t = order_of(x[j]), token + j * THREADS
+                order = order_of(x[j])
+                t = token + j * THREADS
                 if order > best and t < end:
                     best, chosen = order, t
         key = int64(-1)
