@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from xtrain.kernels.decoding import gemv as file
 from xtrain.kernels.decoding import gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits, gemv_naive_kernel, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, Variant, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_operands import Config, Variant, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, sim
 

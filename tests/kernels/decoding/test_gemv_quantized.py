@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain.kernels.decoding import gemv as file
-from xtrain.kernels.decoding import gemv_tensor_cores
+from xtrain.kernels.decoding import gemv_operands, gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, choose, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_operands import Config, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_tensor_cores import choose
 from xtrain.kernels.quantize import CODES, Quantized, dequantize_ref, quantize
 from xtrain.simulator import KernelError
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from ...device import Array
 from ..decoding.kv_cache import (
+    Pages,
     check_block_size,
     check_block_tables,
     check_blocks,
@@ -158,9 +159,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     @device
     def load_keys(k_tile, v_tile, k, v, pages, n0, end):
         """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of the table that was used"""
-        tables, first, blocks, stride, head = pages
-        worst = entry_of(tables, first, n0)
-        start = start_of(worst, n0, blocks, stride, head)
+        worst = entry_of(pages, n0)
+        start = start_of(worst, n0, pages)
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
             key = float32(0.0)
@@ -168,8 +168,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             if n0 + r < end and d < D:
                 at = start + r * D + d
                 if S % TILE != 0:  # the tile may lie in several blocks
-                    entry = entry_of(tables, first, n0 + r)
-                    at = start_of(entry, n0 + r, blocks, stride, head) + d
+                    entry = entry_of(pages, n0 + r)
+                    at = start_of(entry, n0 + r, pages) + d
                     worst = entry if entry > worst else worst
                 key, value = k[at], v[at]
             k_tile[r, d], v_tile[r, d] = key, value
@@ -194,7 +194,7 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             return
         head = (begin * H + h) * D
         stride = H * D
-        pages = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D)
+        pages = Pages(tables, a * M, cache_blocks, GSD, h // (H // G) * S * D)
         worst = uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
@@ -242,7 +242,7 @@ def make_copy_keys(D, S, BN, THREADS):
 
     entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
     copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is no block
-    n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: see decode_attention_loops.py.
+    n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: of the cache.
     """
     entry_of, start_of = make_block_table(S, D)
     ONE_BLOCK = S % BN == 0
@@ -252,27 +252,26 @@ def make_copy_keys(D, S, BN, THREADS):
 
     @device
     def entry_for(pages, n0):
-        return entry_of(pages[0], pages[1], n0) if ONE_BLOCK else uint32(0)
+        return entry_of(pages, n0) if ONE_BLOCK else uint32(0)
 
     @device
     def copy_keys(smem, to, k, v, entry, pages, n0, valid):
-        tables, first, R, stride, head = pages
         if ONE_BLOCK:
-            start = start_of(entry, n0, R, stride, head)
+            start = start_of(entry, n0, pages)
             copy_kv(smem, to, k, start, D, v, start, D, valid)
-            return entry >= R
+            return entry >= pages.blocks
         worst = uint32(0)
         for i in range(cuda.threadIdx.x, BN * CHUNKS, THREADS):
             row, chunk = i // CHUNKS, i % CHUNKS
             inside = row < valid
-            mine = entry_of(tables, first, n0 + (row if inside else 0))
+            mine = entry_of(pages, n0 + (row if inside else 0))
             worst = mine if mine > worst else worst
-            source = start_of(mine, n0 + row, R, stride, head) + chunk * CHUNK
+            source = start_of(mine, n0 + row, pages) + chunk * CHUNK
             at = to + chunk_offset(row, chunk)
             copy16_async(smem, at, k, source, inside)
             copy16_async(smem, at + BN * D, v, source, inside)
         commit_copies()
-        return worst >= R
+        return worst >= pages.blocks
 
     return entry_for, copy_keys
 
@@ -332,7 +331,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
         head = (begin * H + h) * D
         stride = int32(H * D)
         key_head = uint32(h // (H // G) * (S * D))
-        pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
+        pages = Pages(tables, uint32(a * M), uint32(R), uint32(GSD), key_head)
         s = cuda.local.array((MT, NT, 4), float32)
         acc = cuda.local.array((MT, ND, 4), float32)
         top = cuda.local.array((MT, 2), float32)

@@ -38,12 +38,14 @@ Bytes moved: read 2 (t + 1) G D elements of the cache per token, 2 (t + 1) G (D 
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...device import Array
 from ..decoding.gemv_tensor_cores import MULTIPROCESSORS
 from ..decoding.kv_cache import (
+    Pages,
     check_block_size,
     check_block_tables,
     check_blocks,
@@ -72,7 +74,16 @@ from ..runtime.launch import (
 )
 from . import decode_attention_parts as parts
 from .decode_attention_loops import make_attend_plain, make_attend_tensor
-from .decode_attention_parts import LOG2E, MAX_SPLITS, quotient
+from .decode_attention_parts import (
+    LOG2E,
+    MAX_SPLITS,
+    Cache,
+    Inputs,
+    Partials,
+    Places,
+    Shared,
+    quotient,
+)
 
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
 MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
@@ -145,20 +156,57 @@ def decode_attention_ref(
 
 # ----------------------------------------------------------------------------- kernel
 def heads_of(half: bool, group: int) -> int:
-    """-> query heads of a block; on tensor cores some may be absent. half: bf16. group: query heads that share a key head"""
-    return (16 if group > 8 else 8) if half else min(group, 8)
+    """Return the query heads of a block; on tensor cores some may be absent.
+
+    half: bf16.
+    group: query heads that share a key head.
+    """
+    if half:
+        return 16 if group > 8 else 8
+    return min(group, 8)
+
+
+class Batch(NamedTuple):
+    """The rows of a launch and the blocks of their tokens."""
+
+    tables: Array  # (B, M), flat
+    B: int
+    G: int
+    M: int
+    R: int  # blocks of the cache
+
+
+class Schedule(NamedTuple):
+    """Which splits there are: tables of all rows in shared memory."""
+
+    first: Array  # (B + 1,): the splits of all rows before b, at last of all
+    t: Array  # (B,): the position of row b's token, -1 if it has none
+
+
+class Item(NamedTuple):
+    """What a block computes at a time: one split of the keys of one key head."""
+
+    b: int
+    g: int
+    t: int  # position of the row's token
+    split: int
+    lo: int  # the keys lo .. hi - 1
+    hi: int
+    splits: int  # of the row that have keys
 
 
 @functools.cache
 def make_schedule(config, WINDOW):
-    """-> key_range, count_items, row_of: which splits there are
+    """Return key_range, count_items, row_of: which splits there are.
 
-    key_range(split, t) -> (lo, hi, used): a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys. With a window, they
-    begin at the multiple of 16 before its first key
-    count_items(first_s, t_s, sums_s, lengths_B, B, limit): t_s[b]: the position of row b's token, -1 if it is not in
-    0 .. limit - 1; first_s[b]: the number of splits of all rows before b, first_s[B] of all. A row without a position counts as
-    one split. sums_s: an int32 for each warp. Ends with a barrier.
-    row_of(first_s, B, i) -> the row of split i
+    key_range(split, t) -> (lo, hi, used)
+        a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys
+        With a window, they begin at the multiple of 16 before its first key.
+    count_items(schedule, sums_s, lengths_B, B, limit)
+        fill the schedule; a row's token is at 0 .. limit - 1, a row without one counts as one split
+        sums_s: an int32 for each warp. Ends with a barrier.
+    row_of(first_s, B, i)
+        the row of split i
     """
     WARPS = config.warps
     THREADS = 32 * config.warps
@@ -180,10 +228,12 @@ def make_schedule(config, WINDOW):
         return int32(split_keys(int64(t + 1) - base_of(t))[1]) if t >= 0 else int32(1)
 
     @device
-    def count_items(first_s, t_s, sums_s, lengths_B, B, limit):
+    def count_items(schedule, sums_s, lengths_B, B, limit):
+        first_s = schedule.first
+        t_s = schedule.t
         tid = cuda.threadIdx.x
-        lane = cuda.threadIdx.x & 31
-        warp = cuda.threadIdx.x >> 5
+        lane = tid & 31
+        warp = tid >> 5
         each = quotient(int64(B + THREADS - 1), int64(THREADS))
         low = tid * each if tid * each < B else int64(B)
         high = low + each if low + each < B else int64(B)
@@ -225,32 +275,30 @@ def make_schedule(config, WINDOW):
 
 
 def make_items(D, S, half, config, WINDOW, CODES=False):
-    """-> count_items, place_of, prefetch_tables, prefetch_keys
+    """Return count_items, place_of, prefetch_tables, prefetch_keys.
 
-    place_of(item, first_s, t_s, B, G, M, R) -> (b, g, t, split, lo, hi, used, pages): a row and a key head, the position of the
-    row's token, and a split of its keys; pages: where they are (decode_attention_loops.py)
-    prefetch_tables(tables, count): the blocks share the work.  prefetch_keys(k, v, scales, tables, pages, lo, hi): the first ones
+    place_of(number, schedule, B, G)               the Item of this number
+    prefetch_tables(tables, count)                 the blocks share the work
+    prefetch_keys(cache, pages, lo, hi)            the first keys lo, lo + 1, ...
     """
     key_range, count_items, row_of = make_schedule(config, WINDOW)
     entry_of, start_of = make_block_table(S, D)
     THREADS = 32 * config.warps
     MOST = config.prefetched
-    # numbers in 128 bytes
-    LINE = 128 if CODES else 64 if half else 32
+    LINE = 64 if half else 32  # numbers in 128 bytes
+    if CODES:
+        LINE = 128
     ENTRIES = 32
 
     @device
-    def place_of(item, first_s, t_s, B, G, M, R):
-        number = quotient(item, int64(G))
-        g = item - number * G
-        b = row_of(first_s, B, number)
-        split = number - first_s[b]
-        t = int64(t_s[b])
-        lo, hi, used = key_range(split, t if t >= 0 else int64(0))
-        first = uint32(uint32(b) * uint32(M))
-        head = uint32(uint32(g) * uint32(S * D))
-        pages = first, uint32(R), uint32(uint32(G) * uint32(S * D)), head
-        return int64(b), g, t, split, lo, hi, used, pages
+    def place_of(number, schedule, B, G):
+        row_split = quotient(number, int64(G))
+        g = number - row_split * G
+        b = row_of(schedule.first, B, row_split)
+        split = row_split - schedule.first[b]
+        t = int64(schedule.t[b])
+        lo, hi, splits = key_range(split, t if t >= 0 else int64(0))
+        return Item(int64(b), g, t, split, lo, hi, splits)
 
     @device
     def prefetch_tables(tables, count):
@@ -260,185 +308,171 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
             i += int64(cuda.gridDim.x) * (THREADS * ENTRIES)
 
     @device
-    def prefetch_keys(k, v, scales, tables, pages, lo, hi):
-        first, R, stride, head = pages
+    def prefetch_keys(cache, pages, lo, hi):
         count = (hi - lo if hi - lo < MOST else int64(MOST)) * D
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
             n = lo + i // D
-            at = start_of(entry_of(tables, first, n), n, R, stride, head) + i % D
-            prefetch(k, at)
-            prefetch(v, at)
+            at = start_of(entry_of(pages, n), n, pages) + i % D
+            prefetch(cache.k, at)
+            prefetch(cache.v, at)
             if CODES and n % 16 == 0:  # the scales of 16 keys are 128 bytes
-                prefetch(scales, 2 * (at // D))
+                prefetch(cache.scales, 2 * (at // D))
 
     return count_items, place_of, prefetch_tables, prefetch_keys
 
 
 def make_combine(D, HEADS, WARPS):
-    """-> combine(o, to, count, ...): merge the warps' results; with several splits, the last block merges those of all splits.
+    """Return combine(o, to, count, shared, partials, index, split, splits, used).
 
-    Writes `count` heads to o, from o[to] on. index: number of the block's row and heads in the launch; it selects the counter
-    and the partial results.
+    It merges the results of the warps; the last of several splits merges those of all splits.
+    Writes `count` heads to o, from o[to] on.
+    index: number of the block's row and heads in the launch; selects the counter and the partials.
+    splits: for which there is room.  used: that have keys.
     """
     merge = parts.make_merge(D, HEADS, WARPS)
     gather = merge.gather
     finish = merge.finish
-    merge_splits = merge.merge_splits
     store_partial = merge.store_partial
+    merge_splits = merge.merge_splits
     SIZE = HEADS * D
     THREADS = 32 * WARPS
 
     @device
-    def combine(
-        o, to, count, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial, counters, index,
-        split, splits, used,
-    ):  # fmt: skip
+    def combine(o, to, count, shared, partials, index, split, splits, used):
         acc = cuda.local.array(4, float32)
         first = index * splits
         for j in range(4 * cuda.threadIdx.x, SIZE, 4 * THREADS):
-            top, total = gather(acc, acc_s, m_s, l_s, j)
+            top, total = gather(acc, shared, j)
             if used > 1:
-                store_partial(partial, m_partial, l_partial, first + split, j, acc, top, total)
+                store_partial(partials, first + split, j, acc, top, total)
             else:
                 finish(o, to, count, j, acc, total)
-        if used > 1 and arrive_last(counters, index, used, last_s):
-            merge_splits(
-                o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used
-            )
+        if used > 1 and arrive_last(partials.counters, index, used, shared.last):
+            merge_splits(o, to, count, shared, partials, first, used)
 
     return combine
 
 
-@device
-def wait_for_qkv(counters, i, target):
-    """The previous kernel of the stream produces qkv."""
-    wait_for_previous()
+@functools.cache
+def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False):
+    """Return the kernel, the heads of a partial result, the passes over the keys of a group.
 
-
-@dataclass(frozen=True)
-class SharedSizes:
-    """Elements of the arrays of shared memory that make_attend_items needs."""
-
-    queries: int  # bf16 or float32
-    acc: int
-    rows: int  # of m_s and of l_s
-    weights: int  # of keys (make_attend_plain), then of splits (merge_splits)
-
-
-def shared_sizes(D: int, group: int, half: bool, config: Config) -> SharedSizes:
-    """-> the sizes. group: H / G"""
-    heads = heads_of(half, group)
-    warps = config.warps
-    live = min(heads, group)
-    weights = (MAX_SPLITS if half else max(MAX_SPLITS, 32 * warps)) * live
-    return SharedSizes(heads * D, warps * live * D, warps * live, weights)
-
-
-def make_attend_items(D, S, GROUP, half, normalise, config, WINDOW=0, wait=None, CODES=False):
-    """-> count_items, prefetch_tables, attend_items: the whole kernel, as device functions
-
-    attend_items(o, ..., eps, scale, shared arrays, begin, step, items, waits, i, target): items begin, begin + step, ...
-    wait: a device function; wait(waits, i, target) is called before the first item reads qkv, and after it has prefetched keys.
-    None: qkv is there.  CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
+    S: tokens of a block of the cache.
+    GROUP: H / G.
+    half: bf16.
+    normalise: QK-norm.
+    overlap: the kernel may start before the previous one has ended (wait_for_previous in
+    primitives/ptx.py).
+    ready: lengths, tables and the cache may be read before that.
+    CODES: k and v are codes, in bf16 only, and scales their scales; otherwise scales is not used.
     """
     HEADS = heads_of(half, GROUP)
-    WARPS = config.warps
     LIVE = min(HEADS, GROUP)  # heads whose results are kept
     CHUNKS = -(-GROUP // HEADS)
+    WARPS = config.warps
     THREADS = 32 * WARPS
-    EARLY = wait is not None
-    wait = wait or wait_for_qkv
+    QUERIES = HEADS * D
+    SIZE = WARPS * LIVE * D
+    ROWS = WARPS * LIVE
+    # of keys (make_attend_plain), then of splits (merge_splits)
+    WEIGHTS = (MAX_SPLITS if half else max(MAX_SPLITS, THREADS)) * LIVE
+    STARTS = MOST_ROWS + 1
+    element = types.uint16 if half else float32
+    early = overlap and ready  # keys are prefetched before qkv is there
     new_heads = parts.make_new_heads(D, GROUP, HEADS, WARPS, normalise, CODES)
     if half:
         attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)
     else:
         attend = make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOW > 0)
-    count_items, place_of, prefetch_tables, prefetch_keys = make_items(
-        D, S, half, config, WINDOW, CODES
-    )
+    items = make_items(D, S, half, config, WINDOW, CODES)
+    count_items, place_of, prefetch_tables, prefetch_keys = items
     entry_of, start_of = make_block_table(S, D)
     combine = make_combine(D, LIVE, WARPS)
 
     @device
-    def attend_items(
-        o, partial, m_partial, l_partial, counters, k, v, scales, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M, R,
-        splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin, step, items, waits, i, target,
-    ):  # fmt: skip
-        item = begin
-        while item < items:  # a range would divide by step
-            b, g, t, split, lo, hi, used, pages = place_of(item, first_s, t_s, B, G, M, R)
-            own = entry_of(tables, pages[0], t if t >= 0 else int64(0))
-            if EARLY:
+    def attend_items(o, partials, cache, inputs, batch, shared, schedule, splits, scale):
+        G = batch.G
+        blocks = int64(cuda.gridDim.x)
+        begin = int64(cuda.blockIdx.x)
+        end = int64(schedule.first[batch.B]) * G
+        if early and begin >= end:
+            wait_for_previous()
+        number = begin
+        while number < end:  # a range would divide by the number of blocks
+            item = place_of(number, schedule, batch.B, G)
+            b = item.b
+            g = item.g
+            t = item.t
+            pages = Pages(
+                batch.tables,
+                first=uint32(uint32(b) * uint32(batch.M)),
+                blocks=uint32(batch.R),
+                stride=uint32(uint32(G) * uint32(S * D)),
+                head=uint32(uint32(g) * uint32(S * D)),
+            )
+            own = entry_of(pages, t if t >= 0 else int64(0))
+            if early:
                 if t >= 0:
-                    prefetch_keys(k, v, scales, tables, pages, lo, hi)
-                if item == begin:
-                    wait(waits, i, target)
-            item += step
+                    prefetch_keys(cache, pages, item.lo, item.hi)
+                if number == begin:
+                    wait_for_previous()  # it produces qkv
+            number += blocks
             out = (b * G + g) * GROUP * D
             if t < 0:
                 for j in range(cuda.threadIdx.x, GROUP * D, THREADS):
                     store1(o, out + j, float32(0.0))
                 continue
-            _, blocks, stride, head = pages
-            to = start_of(own, t, blocks, stride, head)
             x = b * (G * GROUP + 2 * G) * D  # the token's query heads, then its keys, its values
-            key = x + (G * GROUP + g) * D
-            value = x + (G * GROUP + G + g) * D
+            places = Places(
+                query=x + g * GROUP * D,
+                key=x + (G * GROUP + g) * D,
+                value=x + (G * GROUP + G + g) * D,
+                to=start_of(own, t, pages),
+            )
             for chunk in range(CHUNKS):
-                owner = split == used - 1 and chunk == 0 and own < R
+                owner = item.split == item.splits - 1 and chunk == 0 and own < batch.R
                 h0 = chunk * HEADS
-                new_heads(
-                    q_s, k, v, scales, qkv, x + g * GROUP * D, key, value, to, owner, h0, q_w_D, k_w_D, cos, sin, t,
-                    eps,
-                )  # fmt: skip
+                new_heads(shared.q, cache, inputs, places, t, h0, owner)
                 cuda.syncthreads()  # the queries, and the new key and value in the cache
-                attend(
-                    acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, t + 1 - WINDOW,
-                    scale * LOG2E,
-                )  # fmt: skip
+                attend(shared, cache, pages, item.lo, item.hi, t + 1 - WINDOW, scale * LOG2E)
                 cuda.syncthreads()  # the results of all warps
-                combine(
-                    o, out + h0 * D, GROUP - h0, acc_s, m_s, l_s, weight_s, last_s, partial, m_partial, l_partial,
-                    counters, (b * G + g) * CHUNKS + chunk, split, splits, used,
-                )  # fmt: skip
+                index = (b * G + g) * CHUNKS + chunk
+                to = out + h0 * D
+                count = GROUP - h0
+                combine(o, to, count, shared, partials, index, item.split, splits, item.splits)
 
-    return count_items, prefetch_tables, attend_items
-
-
-@functools.cache
-def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WINDOW=0, CODES=False):
-    """-> (kernel, heads of a partial result, passes over the keys of a group). Launch with 32 * config.warps threads.
-
-    S: tokens of a block of the cache. GROUP: H / G. half: bf16. normalise: QK-norm. overlap: the kernel may start before the
-    previous one has ended (see wait_for_previous in primitives/ptx.py). ready: lengths, tables and the cache may be read before
-    that. CODES: see make_attend_items.
-    """
-    HEADS = heads_of(half, GROUP)
-    WARPS = config.warps
-    LIVE = min(HEADS, GROUP)
-    CHUNKS = -(-GROUP // HEADS)
-    sizes = shared_sizes(D, GROUP, half, config)
-    QUERIES = sizes.queries
-    SIZE = sizes.acc
-    ROWS = sizes.rows
-    WEIGHTS = sizes.weights
-    element = types.uint16 if half else float32
-    STARTS = MOST_ROWS + 1
-    wait = wait_for_qkv if overlap and ready else None
-    count_items, prefetch_tables, attend_items = make_attend_items(
-        D, S, GROUP, half, normalise, config, WINDOW, wait, CODES
-    )
-
-    @kernel(32 * WARPS, config.blocks if half else 0)  # in float32 registers would spill
+    @kernel(THREADS, config.blocks if half else 0)  # in float32 registers would spill
     def decode_attention_kernel(
-        o, partial, m_partial, l_partial, counters, k, v, scales, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin,
-        B, G, M, R, splits, eps, scale,
-    ):  # fmt: skip
-        """Grid: any number of blocks of 32 WARPS threads. All arrays flat. B: rows, at most MOST_ROWS.
+        o,
+        partial,
+        m_partial,
+        l_partial,
+        counters,
+        k,
+        v,
+        scales,
+        qkv,
+        lengths_B,
+        tables,
+        q_w_D,
+        k_w_D,
+        cos,
+        sin,
+        B,
+        G,
+        M,
+        R,
+        splits,
+        eps,
+        scale,
+    ):
+        """Compute items p, p + grid, ... with block p of any number. All arrays flat.
 
-        partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits); counters (B G CHUNKS), zeros before and after.
+        B: rows, at most MOST_ROWS.
+        partial, m_partial, l_partial: acc, m, l of (B, G, CHUNKS, splits).
+        counters: (B G CHUNKS), zeros before and after.
         """
-        # Numba aligns a shared array to its element size, but these two are read 16 bytes at a time
+        # Numba aligns a shared array to its element size; these two are read 16 bytes at a time
         q_s = cuda.shared.array(QUERIES, element, alignment=16)
         acc_s = cuda.shared.array(SIZE, float32, alignment=16)
         weight_s = cuda.shared.array(WEIGHTS, float32)
@@ -448,21 +482,19 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
         t_s = cuda.shared.array(STARTS, int32)
         sums_s = cuda.shared.array(WARPS, int32)
         last_s = cuda.shared.array(1, int32)
+        partials = Partials(partial, m_partial, l_partial, counters)
+        cache = Cache(k, v, scales)
+        inputs = Inputs(qkv, q_w_D, k_w_D, cos, sin, eps)
+        batch = Batch(tables, B, G, M, R)
+        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last_s)
+        schedule = Schedule(first_s, t_s)
         if overlap:
             let_next_start()
             if not ready:
                 wait_for_previous()
         prefetch_tables(tables, int64(B) * M)
-        count_items(first_s, t_s, sums_s, lengths_B, B, M * S)
-        begin = int64(cuda.blockIdx.x)
-        items = int64(first_s[B]) * G
-        if overlap and ready and begin >= items:
-            wait_for_previous()
-        attend_items(
-            o, partial, m_partial, l_partial, counters, k, v, scales, qkv, tables, q_w_D, k_w_D, cos, sin, B, G, M,
-            R, splits, eps, scale, q_s, acc_s, weight_s, m_s, l_s, first_s, t_s, last_s, begin,
-            int64(cuda.gridDim.x), items, counters, 0, 0,
-        )  # fmt: skip
+        count_items(schedule, sums_s, lengths_B, B, M * S)
+        attend_items(o, partials, cache, inputs, batch, shared, schedule, splits, scale)
 
     return decode_attention_kernel, LIVE, CHUNKS
 

@@ -62,20 +62,18 @@ LOAD_CODES = {4: load_codes4, 8: load_codes8, 16: load_codes16}
 # ----------------------------------------------------------------------------- without tensor cores
 @functools.cache
 def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
-    """-> attend: as in make_attend_tensor, without tensor cores and codes. scales: not used.
+    """Return attend as in make_attend_tensor, without tensor cores and codes.
 
-    q_s: float32. weight_s (WARPS, HEADS, 32), flat: weights of keys.
-
-    A lane owns a key while scores are computed, then channels while values are summed. LIVE is HEADS.
+    q is float32. weights (WARPS, HEADS, 32): of keys. LIVE is HEADS.
+    A lane owns a key while scores are computed, then channels while values are summed.
     """
     entry_of, start_of = make_block_table(S, D)
     W = -(-D // 32)  # channels of a lane
     SIZE = HEADS * D
 
     @device
-    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
+    def attend(shared, cache, pages, lo, hi, begin, scale):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        first, R, stride, head = pages
         s = cuda.local.array(HEADS, float32)
         top = cuda.local.array(HEADS, float32)
         total = cuda.local.array(HEADS, float32)
@@ -87,21 +85,21 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
             for w in range(W):
                 acc[h, w] = float32(0.0)
         n = lo + 32 * warp + lane
-        entry = entry_of(tables, first, n if n < hi else hi - 1)
+        entry = entry_of(pages, n if n < hi else hi - 1)
         worst = uint32(0)
         for n0 in range(lo + 32 * warp, hi, 32 * WARPS):
             n = n0 + lane if n0 + lane < hi else hi - 1
             here = entry
             worst = here if here > worst else worst
-            entry = entry_of(tables, first, n + 32 * WARPS if n + 32 * WARPS < hi else hi - 1)
-            base = start_of(here, n, R, stride, head)
+            entry = entry_of(pages, n + 32 * WARPS if n + 32 * WARPS < hi else hi - 1)
+            base = start_of(here, n, pages)
             for h in range(HEADS):
                 s[h] = float32(0.0)
             for d in range(0, D, 4):
-                load4(k_4, k, base + d)
+                load4(k_4, cache.k, base + d)
                 for h in range(HEADS):
                     for j in range(4):
-                        s[h] += q_s[h * D + d + j] * k_4[j]
+                        s[h] += shared.q[h * D + d + j] * k_4[j]
             for h in range(HEADS):
                 seen = n0 + lane < hi and (not WINDOWED or n0 + lane >= begin)
                 score = s[h] * scale if seen else NEG_INF
@@ -113,27 +111,29 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
                 total[h] = total[h] * shrink + weight
                 for w in range(W):
                     acc[h, w] *= shrink
-                weight_s[(warp * HEADS + h) * 32 + lane] = weight
+                shared.weights[(warp * HEADS + h) * 32 + lane] = weight
             cuda.syncwarp()  # the weights of all 32 keys have been written
             for half in range(2):  # 16 keys each, which lie in one block
                 m0 = n0 + 16 * half
                 block = uint32(cuda.shfl_sync(FULL, int32(here), 16 * half))
-                base = start_of(block, m0, R, stride, head)
+                base = start_of(block, m0, pages)
                 for i in range(16 if m0 + 16 < hi else hi - m0):
                     for w in range(W):
                         d = lane + 32 * w
-                        value = load1(v, base + i * D + d) if d < D else float32(0.0)
+                        value = load1(cache.v, base + i * D + d) if d < D else float32(0.0)
                         for h in range(HEADS):
-                            acc[h, w] += weight_s[(warp * HEADS + h) * 32 + 16 * half + i] * value
+                            acc[h, w] += (
+                                shared.weights[(warp * HEADS + h) * 32 + 16 * half + i] * value
+                            )
             cuda.syncwarp()  # and have been read
         for h in range(HEADS):
-            row_total = warp_sum(total[h] if worst < R else NAN)
+            row_total = warp_sum(total[h] if worst < pages.blocks else NAN)
             if lane == 0:
-                m_s[warp * HEADS + h] = top[h]
-                l_s[warp * HEADS + h] = row_total
+                shared.top[warp * HEADS + h] = top[h]
+                shared.total[warp * HEADS + h] = row_total
             for w in range(W):
                 if lane + 32 * w < D:
-                    acc_s[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
+                    shared.acc[warp * SIZE + h * D + lane + 32 * w] = acc[h, w]
 
     return attend
 
@@ -342,12 +342,13 @@ def make_online_softmax(BLOCKS, TILES, WINDOWED):
 
 @functools.cache
 def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
-    """-> attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale)
+    """Return attend(shared, cache, pages, lo, hi, begin, scale): the loop over keys lo .. hi - 1.
 
-    The loop over keys lo .. hi - 1. S: tokens of a block. lo: a multiple of 16. begin: if WINDOWED, the first key that the query
-    sees.
-    HEADS: 8 or 16, of which the first LIVE are kept. q_s: bf16. acc_s (WARPS, LIVE,
-    D), m_s and l_s (WARPS, LIVE), flat: the results. weight_s: not used here. CODES: k and v are codes, scales their scales.
+    S: tokens of a block.
+    HEADS: 8 or 16, of which the first LIVE are kept: acc (WARPS, LIVE, D), m and l (WARPS, LIVE).
+    lo: a multiple of 16.
+    begin: if WINDOWED, the first key that the query sees.
+    q is bf16. CODES: k and v are codes, and scales their scales.
     """
     STRIDE = TILE * WARPS  # from a warp's tile to its next one
     UNIT = np.float32(BF16_UNIT)
@@ -370,7 +371,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
             of_v[m] = scales[at + 1] * UNIT
 
     @device
-    def store_result(acc_s, m_s, l_s, acc, top, total, scale, valid):
+    def store_result(shared, acc, top, total, scale, valid):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
         for i in range(2, 5):
             for b in range(BLOCKS):
@@ -381,14 +382,14 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
                 h = 8 * b + 2 * (lane & 3) + e
                 if h < LIVE:
                     if lane < 4:
-                        m_s[warp * LIVE + h] = top[b, e] * scale
-                        l_s[warp * LIVE + h] = total[b, e] if valid else NAN
+                        shared.top[warp * LIVE + h] = top[b, e] * scale
+                        shared.total[warp * LIVE + h] = total[b, e] if valid else NAN
                     for i in range(2 * TILES):
                         d = i // VALUES * (8 * VALUES) + VALUES * (lane >> 2) + i % VALUES
-                        acc_s[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
+                        shared.acc[warp * SIZE + h * D + d] = acc[b, i // 2, 2 * (i % 2) + e]
 
     @device
-    def attend(acc_s, m_s, l_s, weight_s, q_s, k, v, scales, tables, pages, lo, hi, begin, scale):
+    def attend(shared, cache, pages, lo, hi, begin, scale):
         fq = cuda.local.array((BLOCKS, STEPS, 2), uint32)
         fk = cuda.local.array((STEPS, 4), uint32)
         fv = cuda.local.array((TILES, 4), uint32)
@@ -399,7 +400,6 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
         total = cuda.local.array((BLOCKS, 2), float32)
         of_k = cuda.local.array(2, float32)
         of_v = cuda.local.array(2, float32)
-        first, R, stride, head = pages
         for b in range(BLOCKS):
             for e in range(2):
                 top[b, e] = LOWEST
@@ -409,19 +409,19 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
                     acc[b, j, i] = float32(0.0)
         n0 = int32(lo + TILE * (cuda.threadIdx.x >> 5))
         end = int32(hi)
-        worst = entry_of(tables, first, n0 if n0 < end else int32(end - 1))
+        worst = entry_of(pages, n0 if n0 < end else int32(end - 1))
         entry = worst
-        load_q(fq, q_s)
+        load_q(fq, shared.q)
         while n0 < end:
             after = int32(n0 + STRIDE)
-            following = entry_of(tables, first, after if after < end else int32(end - 1))
+            following = entry_of(pages, after if after < end else int32(end - 1))
             worst = entry if entry > worst else worst
-            start = start_of(entry, n0, R, stride, head)
+            start = start_of(entry, n0, pages)
             last = uint32(end - n0 - 1)
-            load_k(fk, k, start, last)
-            load_v(fv, v, start, last)
+            load_k(fk, cache.k, start, last)
+            load_v(fv, cache.v, start, last)
             if CODES:
-                load_scales(of_k, of_v, scales, start, last)
+                load_scales(of_k, of_v, cache.scales, start, last)
             cuda.syncwarp()  # no instruction: the compiler does not move the loads of values behind the products with keys
             for b in range(BLOCKS):
                 for i in range(4):
@@ -442,6 +442,6 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
                 for j in range(TILES):
                     mma_bf16(acc[b, j], fv[j], fp)
             n0, entry = after, following
-        store_result(acc_s, m_s, l_s, acc, top, total, scale, worst < R)
+        store_result(shared, acc, top, total, scale, worst < pages.blocks)
 
     return attend

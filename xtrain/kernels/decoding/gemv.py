@@ -43,19 +43,17 @@ from ..quantize import Quantized, check_quantized, dense
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ..swiglu import sigmoid, silu_ref
-from .gemv_tensor_cores import (
+from .gemv_operands import (
     CHUNK,
     CHUNK_QUANTIZED,
     MAX_ROWS,
     MAX_ROWS_QUANTIZED,
-    MULTIPROCESSORS,
     TILE,
     Variant,
-    choose,
-    make_tensor_kernel,
     shared_bytes,
     staged,
 )
+from .gemv_tensor_cores import MULTIPROCESSORS, choose, make_tensor_kernel
 
 BLOCK = 256
 # Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x. Every block reads all of x, so 2

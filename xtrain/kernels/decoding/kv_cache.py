@@ -23,6 +23,7 @@ Bytes moved by append: read and write 2 N G D elements.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,27 +85,37 @@ def append_kv_naive_kernel(k_RGSD, v_RGSD, k_NGD, v_NGD, blocks_N, offsets_N):
             v_RGSD[block, g, p, d] = v_NGD[n, g, d]
 
 
+class Pages(NamedTuple):
+    """Where the keys of a sequence and a key head are."""
+
+    tables: Array  # block tables of all sequences, flat
+    first: int  # where the sequence's table begins
+    blocks: int  # R
+    stride: int  # elements of a block
+    head: int  # offset of the key head in a block, g S D
+
+
 @functools.cache
 def make_block_table(S, D):
-    """-> entry_of, start_of: how a kernel finds the keys of a position. In 32 bits, but for the index into the cache.
+    """Return entry_of, start_of: how a kernel finds the keys of a position.
 
-    entry_of(tables, first, p)                  the table's entry for position p; its sequence's table begins at tables[first]
-    start_of(entry, p, R, stride, head)         index of the first element of position p in a flat cache of R blocks, `stride`
-                                                elements each; head: offset of the key head in a block, g S D
-    A caller asks for the entry early, since it arrives late, and for the start when it needs it. For an entry that is not in
-    0 .. R - 1 the start lies in the last block, so nothing is read out of bounds; the caller compares entry with R, as uint32.
+    entry_of(pages, p)            the entry of the sequence's table for position p
+    start_of(entry, p, pages)     the index of the first element of position p in a flat cache
+    All but that index is computed in 32 bits. A caller asks for the entry early, since it arrives
+    late, and for the start when it needs it. For an entry that is not in 0 .. R - 1 the start lies
+    in the last block, so nothing is read out of bounds; the caller compares entry with R, as uint32.
     """
 
     @device
-    def entry_of(tables, first, p):
-        return uint32(tables[uint32(uint32(first) + uint32(p) // uint32(S))])
+    def entry_of(pages, p):
+        return uint32(pages.tables[uint32(uint32(pages.first) + uint32(p) // uint32(S))])
 
     @device
-    def start_of(entry, p, R, stride, head):
-        last = uint32(uint32(R) - uint32(1))
+    def start_of(entry, p, pages):
+        last = uint32(uint32(pages.blocks) - uint32(1))
         block = entry if entry < last else last
-        within = uint32(uint32(head) + uint32(uint32(p) % uint32(S)) * uint32(D))
-        return int64(block) * int64(uint32(stride)) + int64(within)
+        within = uint32(uint32(pages.head) + uint32(uint32(p) % uint32(S)) * uint32(D))
+        return int64(block) * int64(uint32(pages.stride)) + int64(within)
 
     return entry_of, start_of
 
