@@ -13,7 +13,9 @@ heads, flash_attention_bf16_bwd_whole.py computes all three gradients in one ker
 """
 
 import functools
+from typing import NamedTuple
 
+from ...device import Array
 from ..primitives.ptx import device, kernel, load1, load8, store1
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import (
@@ -209,25 +211,43 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
 
 
 # ----------------------------------------------------------------------------- dK, dV
+class Queries(NamedTuple):
+    """What dK and dV read of the queries, flat."""
+
+    q: Array
+    do: Array
+    lse: Array
+    delta: Array
+    T: int
+    H: int
+    q_row: int  # elements between the rows of q
+
+
 @functools.cache
 def make_copy_queries(D, BM, THREADS):
-    """-> copy_queries(...): the block starts to copy BM rows of Q and dO of a head, and their statistics, into a stage."""
+    """Return copy_queries(smem, stats, stage, queries, b, h, t0).
+
+    The block starts to copy BM rows of Q and dO of a head, and their statistics, into a stage.
+    """
     copy_rows = make_copy(D, BM, THREADS)
     assert THREADS >= 2 * BM
 
     @device
-    def copy_queries(smem, stats, stage, q, do, lse, delta, b, h, t0, T, H, q_row):
+    def copy_queries(smem, stats, stage, queries, b, h, t0):
         tid = cuda.threadIdx.x
+        T = queries.T
+        H = queries.H
+        row = queries.q_row
         valid = T - t0
-        copy_rows(smem, stage, q, (b * T + t0) * q_row + h * D, q_row, valid)
-        copy_rows(smem, stage + BM * D, do, ((b * T + t0) * H + h) * D, H * D, valid)
+        copy_rows(smem, stage, queries.q, (b * T + t0) * row + h * D, row, valid)
+        copy_rows(smem, stage + BM * D, queries.do, ((b * T + t0) * H + h) * D, H * D, valid)
         # at: in floats
         at = stage // 2 + BM * D
         i = (b * H + h) * T + t0
         if tid < BM:
-            copy4_async(stats, at + tid, lse, i + tid, tid < valid)
+            copy4_async(stats, at + tid, queries.lse, i + tid, tid < valid)
         elif tid < 2 * BM:
-            copy4_async(stats, at + tid, delta, i + tid - BM, tid - BM < valid)
+            copy4_async(stats, at + tid, queries.delta, i + tid - BM, tid - BM < valid)
         commit_copies()
 
     return copy_queries
@@ -398,13 +418,14 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         k0 = (b * S + n0) * k_row + g * D
         v0 = (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
-        copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
+        queries = Queries(q, do, lse, delta, T, H, q_row)
+        copy_queries(smem, stats, now, queries, b, h, t0)
         while h < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
-                copy_queries(smem, stats, other, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
+                copy_queries(smem, stats, other, queries, b, next_h, next_t)
             if t0 >= visible:
                 scores(s, smem, mine, now)
                 hide_past(s, w0, t0, past)

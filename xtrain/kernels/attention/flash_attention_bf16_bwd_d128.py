@@ -39,6 +39,7 @@ from .flash_attention_bf16 import LOG2E
 from .flash_attention_bf16_bwd import (
     make_column_gradients,
     make_copy_queries,
+    Queries,
     make_hide_late,
     make_hide_past,
     stage_elements,
@@ -166,13 +167,14 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         k0 = (b * S + n0) * k_row + g * D
         v0 = (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
-        copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
+        queries = Queries(q, do, lse, delta, T, H, q_row)
+        copy_queries(smem, stats, now, queries, b, h, t0)
         while True:
             wait_copies(0)
             cuda.syncthreads()  # this tile and P^T of the previous one have arrived; all left the oldest
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
-                copy_queries(smem, stats, new, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
+                copy_queries(smem, stats, new, queries, b, next_h, next_t)
             if is_k and old_t >= visible:
                 scores(s, smem, own, old + BM * D)
                 subtract(s, stats, old // 2 + DELTA)

@@ -16,6 +16,7 @@ Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of 
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -133,6 +134,16 @@ def finish_rows(top, total, factor, scale, lse, i, row, T, write):
             store1(lse, i + row + 8 * r, (top[r] * scale + log2(x)) * LN2)
 
 
+class Head(NamedTuple):
+    """Where a consumer writes the results of a head."""
+
+    T: int
+    first: int  # position of the sequence's first query in the batch
+    batch: int
+    h: int
+    H: int
+
+
 @functools.cache
 def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
     """-> consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
@@ -190,18 +201,18 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             total[r] = float32(0.0)
 
     @device
-    def store(base, o, factor, maps, warp, w0, T, first, batch, h, H, written):
+    def store(base, o, factor, maps, warp, w0, head, written):
         stores_done()  # of the previous tile
         at = base + O + warp * (16 * PANEL_ROW)
         row = w0 + 16 * (warp & 3)
-        if not PAGED or row + 16 <= T:
-            store_rows(o, factor, at, Q_PANEL, maps, OUT, first + row, h, batch)
+        if not PAGED or row + 16 <= head.T:
+            store_rows(o, factor, at, Q_PANEL, maps, OUT, head.first + row, head.h, head.batch)
         else:
             lane = int32(cuda.threadIdx.x & 31)
             for r in range(2):
                 t = row + (lane >> 2) + 8 * r
-                if t < T:
-                    i = ((int64(first) + t) * H + h) * D + 2 * (lane & 3)
+                if t < head.T:
+                    i = ((int64(head.first) + t) * head.H + head.h) * D + 2 * (lane & 3)
                     for n in range(GROUPS):
                         for c in range(2):
                             store1(written, i + 8 * n + c, o[4 * n + 2 * r + c] * factor[r])
@@ -296,7 +307,7 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 clear(o)
                 for r in range(2):
                     shrink[r] = NAN if state == INVALID else float32(0.0)
-            store(base, o, shrink, maps, warp, w0, T, first, batch, h, H, written)
+            store(base, o, shrink, maps, warp, w0, Head(T, first, batch, h, H), written)
         stores_done()
 
     return consume

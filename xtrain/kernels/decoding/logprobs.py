@@ -29,6 +29,10 @@ from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, lau
 from .sampling_search import (
     KEY,
     LAST_KEY,
+    Candidates,
+    GatherShared,
+    Row,
+    Shared,
     Sizes,
     add_weight,
     is_finite,
@@ -185,10 +189,11 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
         top = logit_of(top_B[row])
         if not is_finite(top):
             return
-        gather(
-            keys_s, count_s, base_s, candidates, counts_B, row, logits, row * columns, start, min(start + length, V), top,
-            float32(1.0), int64(0), last_bin_B[row], int64(-1),
-        )  # fmt: skip
+        of_row = Row(logits, row * columns, V, top, float32(1.0), int64(0))
+        shared = GatherShared(keys_s, count_s, base_s)
+        end = min(start + length, V)
+        last = last_bin_B[row]
+        gather(shared, candidates, counts_B, row, of_row, start, end, int64(0), last, int64(-1))
 
     return top_gather_kernel
 
@@ -220,7 +225,6 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
             let_next_start()
         need = min(int64(n), V)
         top = logit_of(top_B[row])
-        one = float32(1.0)
         if not is_finite(top):
             need = int64(0)
         for i in range(tid, n, THREADS):
@@ -229,22 +233,18 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
                 values_BT[row, i] = NAN
         if need <= 0:
             return
-        size = int64(counts_B[row])
+        listed = Candidates(candidates, row, int64(counts_B[row]))
+        of_row = Row(logits, row * columns, V, top, float32(1.0), int64(0))
+        shared = Shared(keys_s, bins_s, count_s, scratch, found)
         last = last_bin_B[row]
         low = int64(0)
-        first = row * columns
-        if size > K:  # find the last of the first `need` keys
-            before = narrow(
-                keys_s, bins_s, count_s, scratch, found, candidates, size, row, logits, first, V, top, one, int64(0),
-                int64(0), last, need - 1, True,
-            )  # fmt: skip
+        if listed.n > K:  # find the last of the first `need` keys
+            before = narrow(shared, listed, of_row, int64(0), last, need - 1, True)
             low = keys_s[need - 1 - before]
             cuda.syncthreads()  # the list is read before it is overwritten
-        listed = collect(
-            keys_s, bins_s, count_s, candidates, size, row, logits, first, V, top, one, int64(0), int64(0), int64(K), low,
-            int64(LAST_KEY), int64(KEY), True,
-        )  # fmt: skip
-        sort_keys(keys_s, listed)
+        high = int64(LAST_KEY)
+        size = collect(shared, listed, of_row, int64(0), int64(K), low, high, int64(KEY), True)
+        sort_keys(keys_s, size)
         for i in range(tid, need, THREADS):
             ids_BT[row, i] = token_of(keys_s[i])
             values_BT[row, i] = (logit_of(keys_s[i]) - top) - log_total_B[row]

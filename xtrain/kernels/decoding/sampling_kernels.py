@@ -16,6 +16,10 @@ from .sampling_search import (
     KEY,
     LAST_KEY,
     WORD,
+    Candidates,
+    GatherShared,
+    Row,
+    Shared,
     Sizes,
     add_weight,
     is_finite,
@@ -208,10 +212,12 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
         top = logit_of(top_B[b])
         if tokens_needed(temperature_B[b], top_k_B[b], K) == 1 or not is_finite(top):
             return
-        gather(
-            keys_s, count_s, base_s, candidates, counts_B, b, logits, b * columns, start, min(start + length, V), top,
-            float32(1.0) / temperature_B[b], state_BF[b, LO], state_BF[b, HI], state_BF[b, CUT],
-        )  # fmt: skip
+        row = Row(logits, b * columns, V, top, float32(1.0) / temperature_B[b], int64(0))
+        shared = GatherShared(keys_s, count_s, base_s)
+        end = min(start + length, V)
+        lo = state_BF[b, LO]
+        hi = state_BF[b, HI]
+        gather(shared, candidates, counts_B, b, row, start, end, lo, hi, state_BF[b, CUT])
 
     return sample_gather_kernel
 
@@ -250,35 +256,31 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             return
         inverse = float32(1.0) / temperature_B[b]
         least = int64(0)
-        first = b * columns
         if filtered:
             least = int64(min_p_B[b] * float32(ONE))
+        row = Row(logits, b * columns, V, top, inverse, least)
+        shared = Shared(keys_s, bins_s, count_s, scratch, found)
         lo = state_BF[b, LO]
         hi = state_BF[b, HI]
         cut = state_BF[b, CUT]
         kept = state_BF[b, TOTAL]
-        n = int64(counts_B[b])
+        listed = Candidates(candidates, b, int64(counts_B[b]))
         low = int64(0)
-        sortable = n <= K
+        sortable = listed.n <= K
         limit = int64(K)
         if need > 0:
             limit = need
             if not sortable:  # the first `need` keys are: find the last of them
-                before = narrow(
-                    keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least, lo,
-                    hi, need - 1, True,
-                )  # fmt: skip
+                before = narrow(shared, listed, row, lo, hi, need - 1, True)
                 low = keys_s[need - 1 - before]
                 sortable = True
                 cuda.syncthreads()  # the list is read before it is overwritten
         if sortable:
-            size = collect(
-                keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, int64(0), int64(K), low,
-                int64(LAST_KEY), int64(KEY), True,
-            )  # fmt: skip
+            last = int64(LAST_KEY)
+            size = collect(shared, listed, row, int64(0), int64(K), low, last, int64(KEY), True)
             sort_keys(keys_s, size)
         if need > 0:
-            weigh_list(values, keys_s, limit, top, inverse, least, lo, hi)
+            weigh_list(values, keys_s, limit, row, lo, hi)
             kept = total_of(values, scratch)
         p = top_p_B[b]
         fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
@@ -294,15 +296,12 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             if draws or need > 0:
                 begin, end = lo, hi
             if not sortable:
-                before += narrow(
-                    keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least,
-                    begin, end, goal - before, False,
-                )  # fmt: skip
-            weigh_list(values, keys_s, limit, top, inverse, least, begin, end)
-            i, more, weight = find(values, goal - before, scratch, found)
+                before += narrow(shared, listed, row, begin, end, goal - before, False)
+            weigh_list(values, keys_s, limit, row, begin, end)
+            i, skipped, weight = find(values, goal - before, scratch, found)
             if draws:
                 break
-            kept = before + more + weight
+            kept = before + skipped + weight
             draws = True
         if cuda.threadIdx.x == 0:
             ids_B[b] = token_of(keys_s[i])

@@ -21,6 +21,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...device import Array
 from ..primitives.last_block import arrive_last
@@ -191,6 +192,43 @@ def of_bin(bins, i):
     return int64(bins[1, i]) << 32 | int64(bins[0, i])
 
 
+class Row(NamedTuple):
+    """A row of logits."""
+
+    logits: Array  # of all rows, flat
+    first: int  # where the row begins
+    V: int
+    top: float  # the largest logit
+    inverse: float  # 1 / temperature
+    least: int  # see weight_of
+
+
+class Candidates(NamedTuple):
+    """A row's list of keys."""
+
+    keys: Array  # of all rows, flat (B ROOM)
+    b: int
+    n: int  # how many there are, also those for which there was no room
+
+
+class GatherShared(NamedTuple):
+    """The shared memory of `gather`."""
+
+    keys: Array  # K
+    count: Array
+    base: Array
+
+
+class Shared(NamedTuple):
+    """The shared memory of `collect` and `narrow`."""
+
+    keys: Array  # K
+    bins: Array  # (2, K)
+    count: Array
+    scratch: Array
+    found: Array  # 3
+
+
 @dataclass(frozen=True)
 class SearchOps:
     """The device functions of make_search. values: a register array, EACH neighbouring elements per thread."""
@@ -286,24 +324,25 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         return i, before, value
 
     @device
-    def gather(
-        keys_s, count_s, base_s, candidates, counts_B, b, logits, first, start, end, top, inverse, lo, hi, more
-    ):  # fmt: skip
-        """Append the keys of the tokens start .. end - 1 that are in the bins lo to hi, or in `more`, to the row's list.
+    def gather(shared, candidates, counts_B, b, row, start, end, lo, hi, cut):
+        """Append the keys of the tokens start .. end - 1 in the bins lo to hi, or cut, to a list.
 
         counts_B[b]: how many there are; only those that fit into ROOM are written.
         """
+        keys_s = shared.keys
+        count_s = shared.count
+        base_s = shared.base
         tid = cuda.threadIdx.x
         if tid == 0:
             count_s[0] = 0
         cuda.syncthreads()
         x = cuda.local.array(BATCH, float32)
         for token in range(start + tid, end, BATCH * THREADS):
-            load_batch(x, logits, first, token, end)
+            load_batch(x, row.logits, row.first, token, end)
             for j in range(BATCH):
-                bin = bin_of(x[j], top, inverse)
+                bin = bin_of(x[j], row.top, row.inverse)
                 t = token + j * THREADS
-                if ((lo <= bin and bin <= hi) or bin == more) and t < end:
+                if ((lo <= bin and bin <= hi) or bin == cut) and t < end:
                     key = key_of(order_of(x[j]), t)
                     i = int64(cuda.atomic.add(count_s, 0, 1))
                     if i < K:
@@ -323,14 +362,17 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
                 candidates[b * ROOM + at] = keys_s[i]
 
     @device
-    def collect(
-        keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, low, high, lower, unit
-    ):  # fmt: skip
-        """keys_s = the keys from low to high in the bins lo to hi, in any order, -1 beyond. -> how many there are
+    def collect(shared, candidates, row, lo, hi, low, high, lower, unit):
+        """Return how many keys from low to high are in the bins lo to hi.
 
-        If there are more than K, some are missing. n: keys in the row's list; if it has no room for them, the row is read.
-        bins_s: the weights (unit: the counts) of those with the same (high - key) >> lower.
+        shared.keys: these keys in any order, -1 beyond. If there are more than K, some are missing.
+        If the row's list has no room for its candidates, the row is read.
+        shared.bins: the weights (unit: the counts) of those with the same (high - key) >> lower.
         """
+        keys_s = shared.keys
+        bins_s = shared.bins
+        count_s = shared.count
+        n = candidates.n
         tid = cuda.threadIdx.x
         clear_bins(bins_s)
         for i in range(tid, K, THREADS):
@@ -339,35 +381,38 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
             count_s[0] = 0
         cuda.syncthreads()
         keys = cuda.local.array(BATCH, int64)
-        items = n if n <= ROOM else V
+        items = n if n <= ROOM else row.V
         for at in range(tid, items, BATCH * THREADS):
             for j in range(BATCH):
                 i = at + j * THREADS
                 keys[j] = int64(-1)
                 if i < items and n <= ROOM:
-                    keys[j] = candidates[b * ROOM + i]
+                    keys[j] = candidates.keys[candidates.b * ROOM + i]
                 elif i < items:
-                    keys[j] = key_of(order_of(load1(logits, first + i)), i)
+                    keys[j] = key_of(order_of(load1(row.logits, row.first + i)), i)
             for j in range(BATCH):
                 if low <= keys[j] and keys[j] <= high:
                     logit = logit_of(keys[j])
-                    bin = bin_of(logit, top, inverse)
+                    bin = bin_of(logit, row.top, row.inverse)
                     if lo <= bin and bin <= hi:
                         i = int64(cuda.atomic.add(count_s, 0, 1))
                         if i < K:
                             keys_s[i] = keys[j]
-                        w = int64(1) if unit else weight_of(logit, top, inverse, least)
+                        w = int64(1)
+                        if not unit:
+                            w = weight_of(logit, row.top, row.inverse, row.least)
                         if w > 0:
                             add_weight(bins_s, (high - keys[j]) >> lower, w)
         cuda.syncthreads()
         return int64(count_s[0])
 
     @device
-    def narrow(
-        keys_s, bins_s, count_s, scratch, found, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, goal, unit
-    ):  # fmt: skip
-        """keys_s = at most K neighbouring keys of the bins lo to hi, sorted; the running sum of their weights (unit: their
-        counts), which begins with bin lo, exceeds `goal` at one of them. -> the sum before the first of them"""
+    def narrow(shared, candidates, row, lo, hi, goal, unit):
+        """Find at most K neighbouring keys of the bins lo to hi, and sort them into shared.keys.
+
+        The running sum of their weights (unit: their counts), which begins with bin lo, exceeds
+        `goal` at one of them. Returns the sum before the first of them.
+        """
         low = int64(0)
         high = int64(LAST_KEY)
         lower = int64(KEY - BITS)
@@ -375,33 +420,30 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         before = int64(0)
         values = cuda.local.array(EACH, int64)
         while size > K:
-            size = collect(
-                keys_s, bins_s, count_s, candidates, n, b, logits, first, V, top, inverse, least, lo, hi, low, high, lower,
-                unit,
-            )  # fmt: skip
+            size = collect(shared, candidates, row, lo, hi, low, high, lower, unit)
             for j in range(EACH):
-                values[j] = of_bin(bins_s, cuda.threadIdx.x * EACH + j)
+                values[j] = of_bin(shared.bins, cuda.threadIdx.x * EACH + j)
             if size > K:
-                digit, more, _ = find(values, goal - before, scratch, found)
-                before += more
+                digit, skipped, _ = find(values, goal - before, shared.scratch, shared.found)
+                before += skipped
                 high -= digit << lower
                 low = high - (int64(1) << lower) + 1
                 lower = max(lower - BITS, int64(0))
-        sort_keys(keys_s, size)
+        sort_keys(shared.keys, size)
         return before
 
     @device
-    def weigh_list(values, keys_s, limit, top, inverse, least, lo, hi):
-        """values = the weights of the sorted keys_s; 0 from element `limit` on and outside of the bins lo to hi"""
+    def weigh_list(values, keys_s, limit, row, lo, hi):
+        """Weigh the sorted keys; 0 from element `limit` on and outside of the bins lo to hi."""
         for j in range(EACH):
             i = cuda.threadIdx.x * EACH + j
             values[j] = int64(0)
             key = keys_s[i]
             if key >= 0 and i < limit:
                 logit = logit_of(key)
-                bin = bin_of(logit, top, inverse)
+                bin = bin_of(logit, row.top, row.inverse)
                 if lo <= bin and bin <= hi:
-                    values[j] = weight_of(logit, top, inverse, least)
+                    values[j] = weight_of(logit, row.top, row.inverse, row.least)
 
     return SearchOps(
         EACH=EACH,
