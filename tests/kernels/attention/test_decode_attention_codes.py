@@ -202,9 +202,9 @@ BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_load_codes", "fq[b, K_WORDS * c + j, i]", "fq[b, K_WORDS * c + j, 1 - i]"),
     (loops, "make_load_codes", "                interleave_codes(both)\n", ""),
     (loops, "make_load_codes", "+ EACH * (lane & 3)", "+ 8 * (lane & 3)"),
-    (parts, "make_new_heads", "scales, 2 * (at // D) + 1, more1", "scales, 2 * (at // D), more1"),
-    (parts, "make_new_heads", "store_codes(k, at, scales", "store_codes(k, at + D, scales"),
-    (file, "make_attend_items", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0)"),
+    (parts, "make_new_heads", "scales, 2 * (at // D) + 1, new1", "scales, 2 * (at // D), new1"),
+    (parts, "make_new_heads", "store_codes(cache.k, at, cache.scales", "store_codes(cache.k, at + D, cache.scales"),
+    (file, "make_decode_kernel", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0)"),
 ]  # fmt: skip
 
 

@@ -37,9 +37,9 @@ from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E
 from .flash_attention_bf16_bwd import (
+    Queries,
     make_column_gradients,
     make_copy_queries,
-    Queries,
     make_hide_late,
     make_hide_past,
     stage_elements,

@@ -43,12 +43,10 @@ from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch
 from .flash_attention_hopper_parts import (
-    INVALID,
     LN2,
     LOG2E,
     LOWEST,
     PANEL_ROW,
-    VALID,
     declare_mapped_cost,
     find_tile,
     key_layout,
@@ -58,12 +56,12 @@ from .flash_attention_hopper_parts import (
     make_key_producer,
     make_keys,
     make_own,
-    make_sequences,
     make_skip,
     make_store,
     registers,
     split,
 )
+from .flash_attention_hopper_sequences import INVALID, VALID, make_sequences
 from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 from .key_bounds import UNBOUNDED, KeyBounds
 

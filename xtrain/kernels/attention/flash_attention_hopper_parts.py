@@ -42,6 +42,7 @@ from ..primitives.tensor_cores import opaque, pack_bf16
 from ..primitives.tensor_maps import tensors_of
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
+from .flash_attention_hopper_sequences import make_sequences
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_first_key
 
@@ -57,10 +58,6 @@ TILE = 16
 NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
 SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
 PANEL_ROW = 128  # bytes of a row of a panel
-# states of a sequence: its rows of o are computed, zeros, NaN
-VALID = int32(0)
-IDLE = int32(1)
-INVALID = int32(2)
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
@@ -184,143 +181,6 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
         cuda.syncthreads()
 
     return set_up
-
-
-# ----------------------------------------------------------------------------- where the sequences are
-@dataclass(frozen=True)
-class Sequences:
-    """Device functions that find sequence b, its queries and its keys. make_sequences has the two kinds of `where`.
-
-    size(where, b) -> (T, S, row, batch, state)     its queries, its keys; its first query is row `row` of batch `batch` of Q
-    look_up(found, where, b, n0, S, state)          found[i] = the block of the i-th box of the tile of keys n0, for `place`
-    place(found, i, where, b, g, n0) -> (row, head, batch)     where the i-th box of the tile begins in the maps of K and V
-    check(where, b, end, state) -> state            INVALID if one of the blocks of keys 0 .. end - 1 does not exist
-    BOX: keys of a box; a tile of keys is BN // BOX boxes.
-    """
-
-    BOX: int
-    size: Callable
-    look_up: Callable
-    place: Callable
-    check: Callable
-
-
-@functools.cache
-def make_sequences(BN: int, PAGE: int) -> Sequences:
-    """PAGE = 0: Q (B, T, H, D), K and V (B, S, G, D) hold them; where = T, S.
-
-    PAGE > 0: queries are packed, keys are in blocks of PAGE tokens of a cache, seen as (R, G PAGE, 1, D).
-    where = edges, history, tables, N, R, M: see context_attention.py. A block that does not exist is read as R: the copy
-    engine fills the box with zeros. A box never crosses from one block into the next.
-    """
-    return _make_paged(BN, PAGE) if PAGE else _make_batched(BN)
-
-
-def _make_batched(BN):
-    @device
-    def size(where, b):
-        return where[0], where[1], int32(0), b, VALID
-
-    @device
-    def look_up(found, where, b, n0, S, state):
-        found[0] = uint32(0)
-
-    @device
-    def place(found, i, where, b, g, n0):
-        return n0, g, b
-
-    @device
-    def check(where, b, end, state):
-        return state
-
-    return Sequences(BN, size, look_up, place, check)
-
-
-def _make_paged(BN, PAGE):
-    BOX = math.gcd(BN, PAGE)
-    BOXES = BN // BOX
-
-    @device
-    def size(where, b):
-        edges, history, _, N, _, M = where
-        begin = int64(edges[b])
-        past = int64(history[b])
-        T = int64(edges[b + 1]) - begin
-        state = VALID
-        if begin < 0 or N - begin < T:
-            T = int64(0)  # rows that no array has
-        if past < 0:
-            state = IDLE
-        elif past > int64(M) * PAGE - T:
-            state = INVALID
-        if state != VALID:
-            past = int64(0)
-        return int32(T), int32(T + past), int32(begin), int32(0), state
-
-    @device
-    def look_up(found, where, b, n0, S, state):
-        _, _, tables, _, R, M = where
-        for i in range(BOXES):
-            p = int32(n0 + i * BOX)
-            found[i] = uint32(R)
-            if p >= 0 and p < S and state == VALID:
-                found[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
-
-    @device
-    def place(found, i, where, b, g, n0):
-        R = where[4]
-        offset = uint32(n0 + i * BOX) % uint32(PAGE)
-        block = int32(found[i] if found[i] < uint32(R) else uint32(R))
-        return int32(g * PAGE + int32(offset)), int32(0), block
-
-    @device
-    def check(where, b, end, state):
-        _, _, tables, _, R, M = where
-        worst = uint32(0)
-        if state == VALID:
-            blocks = int32((end + PAGE - 1) // PAGE)
-            for i in range(int32(cuda.threadIdx.x & 31), blocks, 32):
-                entry = uint32(tables[uint32(b * M) + uint32(i)])
-                worst = entry if entry > worst else worst
-        return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state
-
-    return Sequences(BOX, size, look_up, place, check)
-
-
-@functools.cache
-def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
-    """-> clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S - 1, in the tile of keys n0.
-
-    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
-    """
-    BN = tiles.step
-    STAGES = tiles.stages
-    CONSUMERS = 128 * tiles.warpgroups
-    CHUNKS = D // 8
-    layout = key_layout(D, tiles, 1)
-    RING = BN * D * 2
-    PANEL_BYTES = BN * PANEL_ROW
-    BOX = math.gcd(BN, PAGE)
-    V = layout.v
-    V_FULL = layout.v_full
-
-    @device
-    def clear_tail(base, it, n0, S):
-        stage = it % STAGES
-        phase = (it // STAGES) & 1
-        first = int32(S - n0)
-        end = int32((S + BOX - 1) // BOX * BOX - n0)
-        end = end if end < BN else int32(BN)
-        mbar_wait(base + V_FULL + 8 * stage, phase)
-        for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
-            row = first + i // CHUNKS
-            chunk = i % CHUNKS
-            at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
-            clear_shared(uint32(base + V + stage * RING + at))
-        fence_async()  # the products read what these threads have written
-        bar_sync(1, CONSUMERS)
-
-    return clear_tail
 
 
 # ----------------------------------------------------------------------------- forward and dQ: a block owns queries, keys stream
@@ -528,6 +388,42 @@ def make_key_producer(
         leave(counter)
 
     return produce
+
+
+@functools.cache
+def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
+    """-> clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S - 1, in the tile of keys n0.
+
+    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
+    """
+    BN = tiles.step
+    STAGES = tiles.stages
+    CONSUMERS = 128 * tiles.warpgroups
+    CHUNKS = D // 8
+    layout = key_layout(D, tiles, 1)
+    RING = BN * D * 2
+    PANEL_BYTES = BN * PANEL_ROW
+    BOX = math.gcd(BN, PAGE)
+    V = layout.v
+    V_FULL = layout.v_full
+
+    @device
+    def clear_tail(base, it, n0, S):
+        stage = it % STAGES
+        phase = (it // STAGES) & 1
+        first = int32(S - n0)
+        end = int32((S + BOX - 1) // BOX * BOX - n0)
+        end = end if end < BN else int32(BN)
+        mbar_wait(base + V_FULL + 8 * stage, phase)
+        for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
+            row = first + i // CHUNKS
+            chunk = i % CHUNKS
+            at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
+            clear_shared(uint32(base + V + stage * RING + at))
+        fence_async()  # the products read what these threads have written
+        bar_sync(1, CONSUMERS)
+
+    return clear_tail
 
 
 # ----------------------------------------------------------------------------- in registers
