@@ -26,15 +26,15 @@ from xtrain import simulator
 from xtrain.kernels.attention import decode_attention as file
 from xtrain.kernels.attention import decode_attention_loops as loops
 from xtrain.kernels.attention import decode_attention_parts
-from xtrain.kernels.attention.decode_attention_parts import Cache, Inputs, Places, Shared
-from xtrain.kernels.decoding.kv_cache import Pages
 from xtrain.kernels.attention.decode_attention import (
     decode_attention,
     decode_attention_ref,
     make_decode_kernel,
 )
+from xtrain.kernels.attention.decode_attention_parts import Cache, Inputs, Places, Shared
 from xtrain.kernels.attention.flash_attention import flash_attention_ref
 from xtrain.kernels.decoding import kv_cache
+from xtrain.kernels.decoding.kv_cache import Pages
 from xtrain.kernels.primitives import last_block
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref, values_of

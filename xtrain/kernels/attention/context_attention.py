@@ -2,25 +2,31 @@
 
     q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see kernels/decoding/padding.py
 
-    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of its sequence:
+    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of
+    its sequence:
                s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
     With a window W > 0 it sees only the last W of them, itself included (key_bounds.py).
-    Key p is in block tables[a, p // S] of the cache, at offset p % S (kernels/decoding/kv_cache.py).
+    Key p is in block tables[a, p // S] of the cache, at offset p % S
+    (kernels/decoding/kv_cache.py).
 
-This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in
-blocks of the cache, one head after another; and their number, h_a + i + 1, is known only on the device. A tile of keys that
-lies in one block needs one entry of the table, which is loaded a tile ahead; otherwise each row of the tile looks up its own.
-Nothing is computed or loaded for padding: a thread block whose queries lie beyond its sequence exits at once. Grouped-query
+This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead
+of a T; its keys are in blocks of the cache, one head after another; and their number, h_a + i + 1,
+is known only on the device. A tile of keys that lies in one block needs one entry of the table,
+which is loaded a tile ahead; otherwise each row of the tile looks up its own. Nothing is computed
+or loaded for padding: a thread block whose queries lie beyond its sequence exits at once.
+Grouped-query
 attention: H / G query heads read the same key head, which is never copied.
 
-The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples of their size, and that size
-depends only on D. So neither the other sequences, nor S and the blocks, nor where a prompt is cut into two prefills matter.
-In batch-invariant mode the forward of training computes the same bits: flash_attention.py's kernels add in the same order.
-A sequence with a negative history is idle: o = 0.
+The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples
+of their size, and that size depends only on D. So neither the other sequences, nor S and the
+blocks, nor where a prompt is cut into two prefills matter. In batch-invariant mode the forward of
+training computes the same bits: flash_attention.py's kernels add in the same order. A sequence with
+a negative history is idle: o = 0.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
-                compute capability 9.0, D = 64 or 128 and S a multiple of 64: flash_attention_hopper.py's kernel, and the bits
-                of the training forward where its tiles have as many keys; not in batch-invariant mode
+                compute capability 9.0, D = 64 or 128 and S a multiple of 64:
+                flash_attention_hopper.py's kernel, and the bits of the training forward where its
+                tiles have as many keys; not in batch-invariant mode
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -86,7 +92,8 @@ HOPPER_BLOCK = 64
 
 # ----------------------------------------------------------------------------- reference
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale, window=0):
-    """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
+    """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype,
+    at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
     o_NHD = np.zeros_like(q_NHD)
     wide = np.result_type(q_NHD.dtype, np.float32)
@@ -115,11 +122,11 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
     return o_NHD
 
 
-# ----------------------------------------------------------------------------- checks of values that only the device knows
+# ------------------------------------------------------ checks of values that only the device knows
 @device
 def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
-    """The thread block's rows of o for an invalid history: 0 if it is negative, for an idle sequence, else NaN, so that the
-    caller notices."""
+    """The thread block's rows of o for an invalid history: 0 if it is negative, for an idle
+    sequence, else NaN, so that the caller notices."""
     value = float32(0.0) if past < 0 else NAN
     for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
         t = t0 + i // D
@@ -130,7 +137,8 @@ def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
 # ----------------------------------------------------------------------------- float32
 @functools.cache
 def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
-    """-> the float32 kernel for heads of width D and blocks of S tokens. Launch with fp32.THREADS threads."""
+    """Return the float32 kernel for heads of width D and blocks of S tokens. Launch with
+    fp32.THREADS threads."""
     entry_of, start_of = make_block_table(S, D)
     sizes = fp32.tile_sizes(D)
     TILE = sizes.TILE
@@ -150,7 +158,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
 
     @device
     def load_queries(tile, q, base, stride, first, end):
-        """tile = rows first, first + 1, ... of q (from base on, `stride` apart); zeros from row `end` and column D on"""
+        """tile = rows first, first + 1, ... of q (from base on, `stride` apart); zeros from row
+        `end` and column D on"""
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
             inside = first + r < end and d < D
@@ -158,7 +167,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
 
     @device
     def load_keys(k_tile, v_tile, k, v, pages, n0, end):
-        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of the table that was used"""
+        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of
+        the table that was used"""
         worst = entry_of(pages, n0)
         start = start_of(worst, n0, pages)
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
@@ -179,7 +189,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     def context_attention_fp32_kernel(
         o, q, k, v, edges_E, history_A, tables, N, cache_blocks, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of a table."""
+        """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of
+        a table."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         a = int64(cuda.blockIdx.y) // H
         h = cuda.blockIdx.y % H
@@ -238,10 +249,12 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
 # ----------------------------------------------------------------------------- bf16
 @functools.cache
 def make_copy_keys(D, S, BN, THREADS):
-    """-> entry_for, copy_keys: a thread block starts to copy BN keys and their values from the cache into a stage at smem[to].
+    """Return entry_for, copy_keys: a thread block starts to copy BN keys and their values from the
+    cache into a stage at smem[to].
 
     entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
-    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is no block
+    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is
+    no block
     n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: of the cache.
     """
     entry_of, start_of = make_block_table(S, D)
@@ -278,10 +291,11 @@ def make_copy_keys(D, S, BN, THREADS):
 
 @functools.cache
 def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
-    """-> the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+    """Return the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    fwd_shared_bytes(D, tiles).
 
-    S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains
-    each step.
+    S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py.
+    flash_attention_bf16.py explains each step.
     """
     BM = tiles.BM
     BN = tiles.BN
@@ -310,7 +324,8 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
     def context_attention_bf16_kernel(
         o, q, k, v, edges_E, history_A, tables, N, R, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a block."""
+        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a
+        block."""
         smem = cuda.shared.array(0, uint16)
         warp = warp_id()
         a = int64(cuda.blockIdx.y) // H
@@ -395,18 +410,20 @@ def context_attention(
     scale: float,
     window: int = 0,
 ) -> Array:
-    """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv first: it adds the new keys.
+    """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv
+    first: it adds the new keys.
 
-    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), tables (A, M): int32. Sequence
-    a has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and the blocks tables[a]. longest: an upper bound
-    of the new lengths. scale: factor of the scores. window: keys that a query sees, 0 for all.
-    Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
-    must be a multiple of 16.
+    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,),
+    tables (A, M): int32. Sequence a has the queries edges[a] .. edges[a + 1] - 1, history[a]
+    earlier tokens, and the blocks tables[a]. longest: an upper bound of the new lengths. scale:
+    factor of the scores. window: keys that a query sees, 0 for all. Raises ValueError or TypeError
+    if shapes or dtypes do not match; on a GPU S must be a multiple of 16.
 
-    Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or tables raise ValueError on
-    the CPU. On a GPU the host does not know them: with a history that is too long all rows of o of that sequence become NaN,
-    with an invalid block those whose keys lie in it, and possibly others of the sequence; nothing is read or written out of
-    bounds. Invalid edges leave rows of o unwritten.
+    Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or
+    tables raise ValueError on the CPU. On a GPU the host does not know them: with a history that is
+    too long all rows of o of that sequence become NaN, with an invalid block those whose keys lie
+    in it, and possibly others of the sequence; nothing is read or written out of bounds. Invalid
+    edges leave rows of o unwritten.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)

@@ -2,38 +2,44 @@
 
     qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    tables: (B, M)    o: (B, C), C = H D
 
-Token b has position t = lengths[b]. Position p of its sequence is in block tables[b, p // S] of the cache, at offset p % S
-(kernels/decoding/kv_cache.py); K and V are the keys and values of positions 0 .. t:
+Token b has position t = lengths[b]. Position p of its sequence is in block tables[b, p // S] of the
+cache, at offset p % S (kernels/decoding/kv_cache.py); K and V are the keys and values of positions
+0 .. t:
     q, k, v = heads of qkv[b];   q, k normed if there are weights, and rotated to position t   (qk_norm_rope.py)
     cache[tables[b, t // S], :, t % S] = k, v
     o = softmax(scale q K^T) V
 With a window W > 0, the token sees only the last W keys, itself among them (key_bounds.py).
-An entry with a length outside 0 .. M S - 1 is idle: nothing is appended, and o[b] = 0. If a block that it needs is not in
-0 .. R - 1, o[b] = NaN, and nothing is read or written out of bounds.
+An entry with a length outside 0 .. M S - 1 is idle: nothing is appended, and o[b] = 0. If a block
+that it needs is not in 0 .. R - 1, o[b] = NaN, and nothing is read or written out of bounds.
 
-A block reads every key and value of one key head once, for all H / G query heads that share it: grouped-query attention without
-copies. (Groups of more than 16 heads, in float32 of more than 8, are read several times.) A single block would be slow for
-a long context, and few rows would leave most of the GPU idle. So the keys of a row are split among up to 32 blocks
-(flash-decoding, Dao et al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
-atomic counter determines, merges them in the order of the keys, so the result does not depend on the order of arrival:
+A block reads every key and value of one key head once, for all H / G query heads that share it:
+grouped-query attention without copies. (Groups of more than 16 heads, in float32 of more than 8,
+are read several times.) A single block would be slow for a long context, and few rows would leave
+most of the GPU idle. So the keys of a row are split among up to 32 blocks (flash-decoding, Dao et
+al. 2023). Each block writes m, l, acc of its keys to memory. The block that finishes last, which an
+atomic counter determines, merges them in the order of the keys, so the result does not depend on
+the order of arrival:
 
     M = max m_i    o = sum_i exp(m_i - M) acc_i / sum_i exp(m_i - M) l_i
 
-How the keys are split depends only on the row's length, which is read on the device: the same CUDA graph serves all lengths,
-and a row's bits depend neither on the other rows nor on where its keys are, nor on S. A launch of few rows uses more warps per
-block and shorter splits than one of many (choose), which changes the order of additions. (In batch-invariant mode
-serving/paged_cache.py uses context_attention.py instead.)
-The host knows only the largest possible number of splits, and starting a block that has nothing to do costs a microsecond. So
-there are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid,
-...: one split of one key head.
-For every item a block computes its queries from qkv, which costs less than another kernel. The block of the last keys appends
-the new key and value, then reads them back from the cache like all others. Keys and values of earlier tokens were written
-long before: while the GEMM that produces qkv still runs, a block prefetches the first ones. Finding them takes two
-dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they know the lengths.
+How the keys are split depends only on the row's length, which is read on the device: the same CUDA
+graph serves all lengths, and a row's bits depend neither on the other rows nor on where its keys
+are, nor on S. A launch of few rows uses more warps per block and shorter splits than one of many
+(choose), which changes the order of additions. (In batch-invariant mode serving/paged_cache.py uses
+context_attention.py instead.) The host knows only the largest possible number of splits, and
+starting a block that has nothing to do costs a microsecond. So there are as many blocks as the GPU
+runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid, ...:
+one split of one key head. For every item a block computes its queries from qkv, which costs less
+than another kernel. The block of the last keys appends the new key and value, then reads them back
+from the cache like all others. Keys and values of earlier tokens were written long before: while
+the GEMM that produces qkv still runs, a block prefetches the first ones. Finding them takes two
+dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they
+know the lengths.
 
     bf16        tensor cores, compute capability 8.0 and up; also for a cache of codes (kv_codes.py)
     float32     without them                                  both in decode_attention_loops.py
-Bytes moved: read 2 (t + 1) G D elements of the cache per token, 2 (t + 1) G (D + 4) bytes of codes; everything else is small.
+Bytes moved: read 2 (t + 1) G D elements of the cache per token, 2 (t + 1) G (D + 4) bytes of codes;
+everything else is small.
 """
 
 import functools
@@ -93,7 +99,8 @@ MOST_ROWS = 1024  # of a launch: a block keeps two numbers of each in shared mem
 
 @dataclass(frozen=True)
 class Config:
-    """How a block processes its keys. `warps`, `keys` and `splits` change the order of additions, the others not the result."""
+    """How a block processes its keys. `warps`, `keys` and `splits` change the order of additions,
+    the others not the result."""
 
     warps: int  # of a block
     blocks: int  # per multiprocessor
@@ -103,12 +110,13 @@ class Config:
 
 
 def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
-    """-> the tuned configuration. Measured on one H200 with bench/tune_decode.py.
+    """Return the tuned configuration. Measured on one H200 with bench/tune_decode.py.
 
-    D: width of a head. group: query heads that share a key head. half: bf16. key_heads: of the launch, over all rows. With few
-    key heads, a launch takes as long as one block: so many warps share a split that each has one round of keys, as far as
-    registers and shared memory permit. Many key heads keep the memory busy anyway: small blocks hide each other's latency, and
-    long splits save merging.
+    D: width of a head. group: query heads that share a key head. half: bf16. key_heads: of the
+    launch, over all rows. With few key heads, a launch takes as long as one block: so many warps
+    share a split that each has one round of keys, as far as registers and shared memory permit.
+    Many key heads keep the memory busy anyway: small blocks hide each other's latency, and long
+    splits save merging.
     """
     heads = heads_of(half, group)
     if key_heads <= FEW_HEADS and min(heads, group) * D <= 512:
@@ -124,7 +132,8 @@ def decode_attention_ref(
     qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale, window=0,
     scales_RGS2=None,
 ):  # fmt: skip
-    """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's dtype, at least in float32."""
+    """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's
+    dtype, at least in float32."""
     R, G, S, D = k_RGSD.shape
     H = qkv_BP.shape[1] // D - 2 * G
     o_BHD = np.zeros((len(tables_BM), H, D), qkv_BP.dtype)
@@ -516,19 +525,23 @@ def decode_attention(
     window: int = 0,
     scales_RGS2: Array | None = None,
 ) -> Array:
-    """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and values to the cache.
+    """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and
+    values to the cache.
 
-    qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and tables (B, M): int32, in
-    device memory; the host does not read their values. Sequences may share blocks, but not the one that they append to. cos,
-    sin (P, D/2) with P >= M S and the norm weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
+    qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and
+    tables (B, M): int32, in device memory; the host does not read their values. Sequences may share
+    blocks, but not the one that they append to. cos, sin (P, D/2) with P >= M S and the norm
+    weights (D,), both or neither: float32. eps: of QK-norm. scale: factor of the scores.
     window: keys that a token sees, 0 for all.
-    scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on a GPU qkv is bf16 then, and D
-    is at least 32.
-    cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be read before it ends.
+    scales (R, G, S, 2): if given, k and v are uint8 codes and these their scales (kv_codes.py); on
+    a GPU qkv is bf16 then, and D is at least 32.
+    cache_ready: the previous kernel writes neither the cache nor lengths or tables, so they may be
+    read before it ends.
 
-    An entry with a length outside 0 .. M S - 1 is idle: o[b] = 0. If a block that it needs is not in 0 .. R - 1, this raises
-    ValueError on the CPU; on a GPU the host does not know it, and o[b] becomes NaN. Raises ValueError or TypeError if shapes or
-    dtypes do not match; on a GPU S must be a multiple of 16.
+    An entry with a length outside 0 .. M S - 1 is idle: o[b] = 0. If a block that it needs is not
+    in 0 .. R - 1, this raises ValueError on the CPU; on a GPU the host does not know it, and o[b]
+    becomes NaN. Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S must be
+    a multiple of 16.
     """
     op = "decode_attention"
     given = (qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D)
@@ -582,7 +595,8 @@ def decode_attention(
 def _check(
     op, qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, scales_RGS2
 ):
-    """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm weights, () if None."""
+    """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm
+    weights, () if None."""
     if scales_RGS2 is None:
         (_, G, S, D), dtypes = check_cache(op, k_RGSD, v_RGSD), (dtype_name(k_RGSD.dtype),)
     else:

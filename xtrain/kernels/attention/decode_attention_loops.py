@@ -1,31 +1,35 @@
-"""The loop over the keys of decode_attention.py in two versions: without tensor cores (read this one first) and with them.
+"""The loop over the keys of decode_attention.py in two versions: without tensor cores (read this
+one first) and with them.
 
-Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read once, and write each warp's
-m, l and acc (decode_attention_parts.py) to shared memory. Neither copies keys or values to shared memory: a warp owns whole
-tiles of keys, and no other warp needs them.
+Both attend to keys lo .. hi - 1 of one key head with all its query heads at once, so a key is read
+once, and write each warp's m, l and acc (decode_attention_parts.py) to shared memory. Neither
+copies keys or values to shared memory: a warp owns whole tiles of keys, and no other warp needs
+them.
 
     pages      first, R, stride, head: where the keys are (kv_cache.make_block_table); a tile of 16 keys lies in one block
-A table's entry takes as long to arrive as the keys that it points to, so it is loaded one tile ahead. If an entry is not a
-block of the cache, the warp's l becomes NaN, and so does o.
+A table's entry takes as long to arrive as the keys that it points to, so it is loaded one tile
+ahead. If an entry is not a block of the cache, the warp's l becomes NaN, and so does o.
 
-On tensor cores, 16 keys at a time. The left operand of mma_bf16 has 16 rows, the right one 8 columns. There are 16 keys and
-often at most 8 query heads, so both products are transposed: S^T = K q^T and O^T = V^T P^T. The inner index of a product may have
-any order if both operands have the same one. So lane 4 g + t reads 16 contiguous bytes of keys g and g + 8, where mma_bf16
-expects scattered pairs, and q is read in the same order:
+On tensor cores, 16 keys at a time. The left operand of mma_bf16 has 16 rows, the right one 8
+columns. There are 16 keys and often at most 8 query heads, so both products are transposed: S^T = K
+q^T and O^T = V^T P^T. The inner index of a product may have any order if both operands have the
+same one. So lane 4 g + t reads 16 contiguous bytes of keys g and g + 8, where mma_bf16 expects
+scattered pairs, and q is read in the same order:
 
     D = 64     lane t of key g    channels 8 t .. 8 t + 7, then 32 + 8 t .. 32 + 8 t + 7
                inner index        step 0: the first 4 of each lane, step 1: its last 4; steps 2, 3 likewise
 
-The lane then has the scores of keys g and g + 8 for heads 2 t and 2 t + 1. The second product needs keys 2 t, 2 t + 1, ... of
-head g: each 8 x 8 tile of P is transposed.
-Of the values, lane 4 g + t reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 expects two keys of one
-channel in a register: these are combined from the halves of two words. Rows g and g + 8 of tile j of the result are channels
-8 g + 2 j and 8 g + 2 j + 1, its columns 2 t and 2 t + 1 are heads.
+The lane then has the scores of keys g and g + 8 for heads 2 t and 2 t + 1. The second product needs
+keys 2 t, 2 t + 1, ... of head g: each 8 x 8 tile of P is transposed. Of the values, lane 4 g + t
+reads keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, channels 8 g .. 8 g + 7. mma_bf16 expects two keys of one
+channel in a register: these are combined from the halves of two words. Rows g and g + 8 of tile j
+of the result are channels 8 g + 2 j and 8 g + 2 j + 1, its columns 2 t and 2 t + 1 are heads.
 
-A cache of codes (kv_codes.py) is read in the same way, and each code becomes a bf16 in a register. 16 bytes are 16 channels then:
-lane t of key g has channels 16 t .. 16 t + 15 of 64, and q is read in that order; of the values, a lane has twice as many
-channels if D = 128. The lane that has the scores of keys g and g + 8 multiplies them by the scales of these keys, and their
-weights by the scales of the values.
+A cache of codes (kv_codes.py) is read in the same way, and each code becomes a bf16 in a register.
+16 bytes are 16 channels then: lane t of key g has channels 16 t .. 16 t + 15 of 64, and q is read
+in that order; of the values, a lane has twice as many channels if D = 128. The lane that has the
+scores of keys g and g + 8 multiplies them by the scales of these keys, and their weights by the
+scales of the values.
 """
 
 import functools
@@ -141,7 +145,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
 # ----------------------------------------------------------------------------- on tensor cores
 @functools.cache
 def make_load_operands(D, HEADS):
-    """-> load_q, load_k, load_v: operands of mma_bf16
+    """Return load_q, load_k, load_v: operands of mma_bf16
 
     load_q(fq (HEADS / 8, D / 16, 2), q_s)      right operands: heads 0..7 and 8..15
     load_k(fk (D / 16, 4), k, start, last)      left operands: 16 keys from k[start] on
@@ -220,7 +224,8 @@ def make_load_operands(D, HEADS):
 
 @functools.cache
 def make_load_codes(D, HEADS):
-    """-> load_q, load_k, load_v: as in make_load_operands, of a cache of codes; load_k and load_v give codes / BF16_UNIT"""
+    """Return load_q, load_k, load_v: as in make_load_operands, of a cache of codes; load_k and
+    load_v give codes / BF16_UNIT"""
     # codes of a lane's read of a key, of a value
     EACH = min(D // 4, 16)
     VALUES = D // 8
@@ -284,14 +289,14 @@ def make_load_codes(D, HEADS):
 
 @functools.cache
 def make_online_softmax(BLOCKS, TILES, WINDOWED):
-    """-> hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
+    """Return hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
 
     hide_keys(s, n0, begin, end)                scores of keys from `end` on become -inf, and if WINDOWED, of those before
                                                 `begin`; the tile begins at key n0
     add_scores(s, acc, top, total, scale)       s becomes p; where a maximum grows by more than SLACK, top is updated and acc and
                                                 total are rescaled
-    s (BLOCKS, 4): the scores. acc (BLOCKS, TILES, 4). top, total (BLOCKS, 2): maxima of heads 2 t and 2 t + 1, and this lane's
-    share of their sums. scale includes log2 e.
+    s (BLOCKS, 4): the scores. acc (BLOCKS, TILES, 4). top, total (BLOCKS, 2): maxima of heads 2 t
+    and 2 t + 1, and this lane's share of their sums. scale includes log2 e.
     """
 
     @device
@@ -422,7 +427,9 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
             load_v(fv, cache.v, start, last)
             if CODES:
                 load_scales(of_k, of_v, cache.scales, start, last)
-            cuda.syncwarp()  # no instruction: the compiler does not move the loads of values behind the products with keys
+            # no instruction: the compiler does not move the loads of values behind the products
+            # with keys
+            cuda.syncwarp()
             for b in range(BLOCKS):
                 for i in range(4):
                     s[b, i] = float32(0.0)

@@ -1,7 +1,8 @@
-"""The steps of decode_attention.py before and after the loop over the keys: compute the new heads, merge partial results.
+"""The steps of decode_attention.py before and after the loop over the keys: compute the new heads,
+merge partial results.
 
-All shared memory is flat. HEADS: query heads of a block, of one key head. On tensor cores there are 8 or 16, and absent heads are
-zeros; partial results contain only those that exist.
+All shared memory is flat. HEADS: query heads of a block, of one key head. On tensor cores there are
+8 or 16, and absent heads are zeros; partial results contain only those that exist.
 """
 
 import functools
@@ -26,8 +27,11 @@ from ..primitives.tensor_cores import exp2
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 
 LOG2E = float32(math.log2(math.e))
-CHUNK = 256  # keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
-FEW_CHUNK = 192  # the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than they save
+# keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
+CHUNK = 256
+# the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than
+# they save
+FEW_CHUNK = 192
 MAX_SPLITS = 32  # of a row's keys: one lane per split in the warp that merges them
 AT_ONCE = 8  # partial results that a thread loads before it adds the first one
 
@@ -81,7 +85,7 @@ class Partials(NamedTuple):
 
 
 def splits_of(S: int, keys: int, most: int) -> int:
-    """-> the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
+    """Return the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
     return max(1, min(most, (S + keys // 2) // keys))
 
 
@@ -93,8 +97,9 @@ def quotient(a, b):
 
 @functools.cache
 def make_split_keys(CHUNK, MOST=MAX_SPLITS):
-    """-> split_keys(n) -> (keys, used): `used` splits of a row of n tokens have keys; the last one has the rest, at most about
-    half as many more. This depends only on n, and so do all bits of the result."""
+    """Return split_keys(n) -> (keys, used): `used` splits of a row of n tokens have keys; the last
+    one has the rest, at most about half as many more. This depends only on n, and so do all bits of
+    the result."""
 
     @device
     def split_keys(n):
@@ -108,7 +113,8 @@ def make_split_keys(CHUNK, MOST=MAX_SPLITS):
 
 @functools.cache
 def make_rope_pairs(D, NORMALISE):
-    """-> load_pairs, load_angles, turn, rotate, store_pairs, PLANES: QK-norm and RoPE of a head that a warp holds.
+    """Return load_pairs, load_angles, turn, rotate, store_pairs, PLANES: QK-norm and RoPE of a head
+    that a warp holds.
 
     A lane holds PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
     load_pairs(x1, x2, x, first)                 the head that begins at x[first]

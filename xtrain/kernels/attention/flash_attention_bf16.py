@@ -1,26 +1,32 @@
-"""FlashAttention-2 on tensor cores, forward: the algorithm of flash_attention.py in bf16 with float32 sums.
+"""FlashAttention-2 on tensor cores, forward: the algorithm of flash_attention.py in bf16 with
+float32 sums.
 
-A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in tiles of BN keys, with two
-stages: while the warps compute on one tile, the next one is being copied. For each tile, a warp computes
+A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in
+tiles of BN keys, with two
+stages: while the warps compute on one tile, the next one is being copied. For each tile, a warp
+computes
 
     scores = Q K^T                      tensor cores, operands loaded by ldmatrix
     masks keys that are not visible     only in tiles that the diagonal or the end of the keys cuts
     p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
     acc = acc + p V                     p already has the layout of a left operand (primitives/tiles.py)
 
-A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles that all its warps skip,
-nor those before the first key that its first query sees (key_bounds.py).
-A warp whose queries all lie beyond T only helps to copy.
+A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles
+that all its warps skip, nor those before the first key that its first query sees (key_bounds.py). A
+warp whose queries all lie beyond T only helps to copy.
 
-With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile. Blocks start in the order of
-their index in the grid (heads in x, blocks of a head, rounds): x runs fastest, z slowest. With one head in x, the blocks of a
-head start one after another; long blocks run next to short ones and share keys and values in the cache. But the last head
-starts with its longest block when little other work is left, and most of the GPU waits for it. With many heads in x, the
-long blocks of all heads start first, and short ones fill the end. flash_attention.make_grid decides.
+With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile.
+Blocks start in the order of their index in the grid (heads in x, blocks of a head, rounds): x runs
+fastest, z slowest. With one head in x, the blocks of a head start one after another; long blocks
+run next to short ones and share keys and values in the cache. But the last head starts with its
+longest block when little other work is left, and most of the GPU waits for it. With many heads in
+x, the long blocks of all heads start first, and short ones fill the end. flash_attention.make_grid
+decides.
 
-exp(x) is computed as exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before
-exp2. If a row's maximum grows by less than SLACK, the old one is kept: p is then above 1, at most 2^SLACK, which harms
-neither bf16 nor the sums, and acc need not be rescaled. The result is divided by the sum at the end anyway.
+exp(x) is computed as exp2(x log2 e), and the scale goes into the same fused multiply-add: one
+instruction per score before exp2. If a row's maximum grows by less than SLACK, the old one is kept:
+p is then above 1, at most 2^SLACK, which harms neither bf16 nor the sums, and acc need not be
+rescaled. The result is divided by the sum at the end anyway.
 """
 
 import functools
@@ -56,10 +62,10 @@ def fwd_shared_bytes(D: int, tiles: Tiles) -> int:
 
 @functools.cache
 def make_hide_keys(MT, NT, CAUSAL):
-    """-> hide_keys(s, t0, n0, S, past): set scores to -inf where the query may not see the key.
+    """Return hide_keys(s, t0, n0, S, past): set scores to -inf where the query may not see the key.
 
-    Row i is query t0 + i, column j key n0 + j. Masked are keys later than query + past (causal), and keys from S on. Most
-    tiles need no mask.
+    Row i is query t0 + i, column j key n0 + j. Masked are keys later than query + past (causal),
+    and keys from S on. Most tiles need no mask.
     """
     BN = 8 * NT
 
@@ -83,7 +89,7 @@ def make_hide_keys(MT, NT, CAUSAL):
 
 @functools.cache
 def make_hide_early(MT, NT, KIND):
-    """-> first_keys, hide_early: the lower bounds of a warp's 16 MT rows
+    """Return first_keys, hide_early: the lower bounds of a warp's 16 MT rows
 
     first_keys(lo, first, i, t0, T, past) -> the largest      lo (MT, 2) = the first key that each row sees, from query t0 on
     hide_early(s, lo, most, n0)         set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
@@ -118,10 +124,11 @@ def make_hide_early(MT, NT, KIND):
 
 @functools.cache
 def make_softmax(MT, NT, ND):
-    """-> add_scores(s, acc, top, total, scale): one tile of the online softmax.
+    """Return add_scores(s, acc, top, total, scale): one tile of the online softmax.
 
-    s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are rescaled. top, total (MT, 2):
-    maxima of the rows, and this lane's share of their sums. scale includes log2 e.
+    s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are
+    rescaled. top, total (MT, 2): maxima of the rows, and this lane's share of their sums. scale
+    includes log2 e.
     """
 
     @device
@@ -162,7 +169,8 @@ def make_softmax(MT, NT, ND):
 
 @functools.cache
 def make_finish(MT, ND):
-    """-> finish(acc, top, total, scale, lse, i, valid): acc becomes o; writes lse[i], ..., lse[i + valid - 1]."""
+    """Return finish(acc, top, total, scale, lse, i, valid): acc becomes o; writes lse[i], ...,
+    lse[i + valid - 1]."""
     scale_rows = make_fill(MT, ND)[2]
 
     @device
@@ -183,7 +191,8 @@ def make_finish(MT, ND):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+    """Return the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    fwd_shared_bytes(D, tiles).
 
     KIND: of the bounds in key_bounds.py.
     """
@@ -215,8 +224,9 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_fwd_kernel(
         o, lse, q, k, v, first, T, S, H, group, q_row, k_row, v_row, scale
     ):
-        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row, v_row: elements between
-        positions of q, k, v. group: query heads per key head. first: of key_bounds.py.
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row,
+        v_row: elements between positions of q, k, v. group: query heads per key head. first: of
+        key_bounds.py.
         """
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
@@ -260,7 +270,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > begin:
-                # two ways to compute the same addresses: each variant uses the one that spills no register
+                # two ways to compute the same addresses: each variant uses the one that spills no
+                # register
                 if Q_REGISTERS:
                     n = b * S + int32(n0 - BN)
                     at_k, at_v = n * k_row + head, n * v_row + head

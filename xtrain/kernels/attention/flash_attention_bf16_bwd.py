@@ -1,15 +1,18 @@
-"""FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in a fixed order.
+"""FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in
+a fixed order.
 
     dQ kernel       a block owns BM queries and loops over the keys          S, dP, dQ: 3 products per tile
     dK, dV kernel   a block owns BN keys and loops over the queries          S, dP, dV, dK: 4 products
 
 S and dP are computed twice. Atomics on dQ would avoid that, but give different bits in every run.
 
-The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kernels need, in the registers where it uses it.
+The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kernels need, in the
+registers where it uses it.
 
-The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already have the layout of a left
-operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work between two warps. For short sequences of narrow
-heads, flash_attention_bf16_bwd_whole.py computes all three gradients in one kernel.
+The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already
+have the layout of a left operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work
+between two warps. For short sequences of narrow heads, flash_attention_bf16_bwd_whole.py computes
+all three gradients in one kernel.
 """
 
 import functools
@@ -63,10 +66,12 @@ def dkdv_shared_bytes(D: int, tiles: Tiles) -> int:
 # ----------------------------------------------------------------------------- dQ
 @functools.cache
 def make_statistics(D, MT):
-    """-> statistics(shift, delta, do, o, first, stride, lse, out, i, valid): the statistics of a warp's 16 MT rows.
+    """Return statistics(shift, delta, do, o, first, stride, lse, out, i, valid): the statistics of
+    a warp's 16 MT rows.
 
-    shift = lse log2 e and delta = rowsum(dO O), both in all lanes of a row; delta is also written to out[i], out[i + 1], ...
-    The rows of do and o begin at `first`, `stride` elements apart; `valid` of them exist.
+    shift = lse log2 e and delta = rowsum(dO O), both in all lanes of a row; delta is also written
+    to out[i], out[i + 1], ... The rows of do and o begin at `first`, `stride` elements apart;
+    `valid` of them exist.
     """
     CHUNKS = D // 8
     STEPS = -(-CHUNKS // 4)
@@ -101,7 +106,9 @@ def make_statistics(D, MT):
 
 @functools.cache
 def make_row_gradients(MT, NT):
-    """-> row_gradients(s, dp, shift, delta, scale): s becomes ds = p (dp - delta), p = exp2(s scale - shift)"""
+    """Return row_gradients(s, dp, shift, delta, scale): s becomes ds = p (dp - delta), p = exp2(s
+    scale
+    - shift)"""
 
     @device
     def row_gradients(s, dp, shift, delta, scale):
@@ -116,7 +123,8 @@ def make_row_gradients(MT, NT):
 
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and dq_shared_bytes(D, tiles)."""
+    """Return the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    dq_shared_bytes(D, tiles)."""
     BM = tiles.BM
     BN = tiles.BN
     WARPS = tiles.warps
@@ -145,7 +153,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_dq_kernel(
         dq, delta_BHT, do, q, k, v, o, lse_BHT, first_BT, T, S, H, group, q_row, k_row, v_row, scale
     ):
-        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments: see make_fwd_kernel."""
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments:
+        see make_fwd_kernel."""
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse_BHT.size:
@@ -255,7 +264,8 @@ def make_copy_queries(D, BM, THREADS):
 
 @functools.cache
 def make_hide_past(MT, NT, CAUSAL):
-    """-> hide_past(s, n0, t0, past): on transposed tiles, -inf where query t0 + column does not see key n0 + row."""
+    """Return hide_past(s, n0, t0, past): on transposed tiles, -inf where query t0 + column does not
+    see key n0 + row."""
     LAST = 16 * MT - 1
 
     @device
@@ -276,9 +286,10 @@ def make_hide_past(MT, NT, CAUSAL):
 
 @functools.cache
 def make_hide_late(MT, NT, KIND):
-    """-> last_queries, hide_late: the upper bounds of a warp's 16 MT keys, on transposed tiles
+    """Return last_queries, hide_late: the upper bounds of a warp's 16 MT keys, on transposed tiles
 
-    last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees each key, from key s0 on
+    last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees
+    each key, from key s0 on
     hide_late(s, hi, least, t0)         -inf where query t0 + column comes after it. least: the smallest of hi
     """
     last_query = make_last_query(KIND)
@@ -311,7 +322,8 @@ def make_hide_late(MT, NT, KIND):
 
 @functools.cache
 def make_column_gradients(MT, NT):
-    """-> weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is the column's lse or delta.
+    """Return weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is
+    the column's lse or delta.
 
     weights(s, stats, at, scale)        s becomes p = exp2(s scale - lse log2 e)
     subtract(dp, stats, at)             dp becomes dp - delta
@@ -350,7 +362,8 @@ def make_column_gradients(MT, NT):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and dkdv_shared_bytes(D, tiles)."""
+    """Return the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    dkdv_shared_bytes(D, tiles)."""
     BM = tiles.BM
     BN = tiles.BN
     WARPS = tiles.warps
@@ -380,7 +393,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_dkdv_kernel(
         dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query heads of its group in order."""
+        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query
+        heads of its group in order."""
         # the same bytes
         smem = cuda.shared.array(0, uint16)
         stats = cuda.shared.array(0, float32)

@@ -1,16 +1,19 @@
-"""dK and dV for wide heads: a pair of warps shares 2 BN / warps keys; one warp sums dV, the other dK.
+"""dK and dV for wide heads: a pair of warps shares 2 BN / warps keys; one warp sums dV, the other
+dK.
 
-flash_attention.py uses this kernel instead of the dK, dV kernel of flash_attention_bf16_bwd.py for D = 128. There, one warp
-sums both: for 32 keys that needs 256 registers of a lane for the sums alone, and with only 16 keys per warp, reading shared
-memory takes longer than multiplying (primitives/tiles.py). Divided between two warps, each does two of the four products per
-tile of queries:
+flash_attention.py uses this kernel instead of the dK, dV kernel of flash_attention_bf16_bwd.py for
+D = 128. There, one warp sums both: for 32 keys that needs 256 registers of a lane for the sums
+alone, and with only 16 keys per warp, reading shared memory takes longer than multiplying
+(primitives/tiles.py). Divided between two warps, each does two of the four products per tile of
+queries:
 
     the dV warp, tile i         S^T = K Q^T       P^T = exp(S^T - lse) -> shared memory      dV = dV + P^T dO
     the dK warp, tile i - 1     dP^T = V dO^T     dS^T = P^T (dP^T - delta)                  dK = dK + dS^T Q
 
-The dK warp is one tile behind, so one barrier per tile is enough: what the dV warp of tile i writes is read after the barrier
-of tile i + 1. Therefore there are three stages of Q and dO (old, now, and the one being copied) and two of P^T. P^T is passed
-packed, from lane to the same lane: both warps hold the same elements of a tile in the same lanes.
+The dK warp is one tile behind, so one barrier per tile is enough: what the dV warp of tile i writes
+is read after the barrier of tile i + 1. Therefore there are three stages of Q and dO (old, now, and
+the one being copied) and two of P^T. P^T is passed packed, from lane to the same lane: both warps
+hold the same elements of a tile in the same lanes.
 """
 
 import functools
@@ -58,7 +61,8 @@ def dkdv_d128_shared_bytes(D: int, tiles: Tiles) -> int:
 
 @functools.cache
 def make_add_weights(D, MT, NT):
-    """-> add_weights, add_gradients: the second product of both warps, over NT / 2 slabs of 16 queries. P^T is at smem[at].
+    """Return add_weights, add_gradients: the second product of both warps, over NT / 2 slabs of 16
+    queries. P^T is at smem[at].
 
     add_weights(dv, p, smem, do, at)        dV warp: dv += P^T dO
     add_gradients(dk, dp, smem, q, at)      dK warp: dk += (P^T dP^T) Q
@@ -96,7 +100,8 @@ def make_add_weights(D, MT, NT):
 
 @functools.cache
 def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the dK, dV kernel for wide heads. Launch with 32 * tiles.warps threads and dkdv_d128_shared_bytes(D, tiles)."""
+    """Return the dK, dV kernel for wide heads. Launch with 32 * tiles.warps threads and
+    dkdv_d128_shared_bytes(D, tiles)."""
     BM = tiles.BM
     BN = tiles.BN
     WARPS = tiles.warps
@@ -127,7 +132,8 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_dkdv_d128_kernel(
         dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). Warps w (dV) and w + PAIRS (dK) share ROWS keys."""
+        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). Warps w (dV) and w + PAIRS (dK)
+        share ROWS keys."""
         # the same bytes
         smem = cuda.shared.array(0, uint16)
         stats = cuda.shared.array(0, float32)
@@ -171,7 +177,8 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         copy_queries(smem, stats, now, queries, b, h, t0)
         while True:
             wait_copies(0)
-            cuda.syncthreads()  # this tile and P^T of the previous one have arrived; all left the oldest
+            # this tile and P^T of the previous one have arrived; all left the oldest
+            cuda.syncthreads()
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, new, queries, b, next_h, next_t)

@@ -1,20 +1,22 @@
-"""FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence and computes scores once.
+"""FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence
+and computes scores once.
 
-flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one block and there are at
-least half as many key heads as multiprocessors. It replaces the two kernels for sequences of any length
-(flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum over keys, dK and dV are sums over queries, and no block
-there has both. Five products instead of seven:
+flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one
+block and there are at least half as many key heads as multiprocessors. It replaces the two kernels
+for sequences of any length (flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum
+over keys, dK and dV are sums over queries, and no block there has both. Five products instead of
+seven:
 
     block           one key head: its K and V stay in shared memory, dK and dV in registers
     warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products
     all warps       after each 64 queries: dQ = dS K over all keys               the fifth
 
-dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp writes dS^T, rows of keys;
-ldmatrix_trans reads rows of queries.
+dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp
+writes dS^T, rows of keys; ldmatrix_trans reads rows of queries.
 
-Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after the second, dS is complete.
-With a causal mask the warps of late keys have little work; they wait at the second barrier, and another block of the same
-multiprocessor runs.
+Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after
+the second, dS is complete. With a causal mask the warps of late keys have little work; they wait at
+the second barrier, and another block of the same multiprocessor runs.
 """
 
 import functools
@@ -77,7 +79,8 @@ def whole_shared_bytes(D: int, tiles: WholeTiles) -> int:
 
 @functools.cache
 def make_statistics(D, BN):
-    """-> statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at + BN + t] = delta of query t
+    """Return statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at
+    + BN + t] = delta of query t
 
     delta = rowsum(dO O). One thread per query; queries from T on get zeros.
     """
@@ -104,7 +107,8 @@ def make_statistics(D, BN):
 
 @functools.cache
 def make_mask(CAUSAL):
-    """-> hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t + past.
+    """Return hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t +
+    past.
 
     hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key n0 + row
     last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a multiple of BM
@@ -145,7 +149,8 @@ place_ds = make_chunk_offset(BM)
 
 @device
 def store_gradients(ds, smem, a, chunk):
-    """Store a warp's dS^T (32 keys, 16 queries), packed as a left operand, in its rows from `a` on. chunk: of the first query"""
+    """Store a warp's dS^T (32 keys, 16 queries), packed as a left operand, in its rows from `a` on.
+    chunk: of the first query"""
     lane = cuda.threadIdx.x & 31
     for m in range(ROWS // 16):
         for r in range(2):
@@ -157,9 +162,11 @@ def store_gradients(ds, smem, a, chunk):
 
 @functools.cache
 def make_sum_keys(D):
-    """-> sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for queries 16 m ..., over keys below `end`
+    """Return sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for
+    queries 16 m ..., over keys below `end`
 
-    K begins at 0, dS^T at ds. Two interleaved sums, each of every other 16 keys, so a product need not wait for the previous one.
+    K begins at 0, dS^T at ds. Two interleaved sums, each of every other 16 keys, so a product need
+    not wait for the previous one.
     """
     left_lane = make_left_lane(D)
     clear = make_fill(2, 2)[0]
@@ -193,7 +200,8 @@ def make_sum_keys(D):
 
 @functools.cache
 def make_store_dq(D):
-    """-> store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale): write 16 queries, 16 channels of dQ
+    """Return store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale): write 16 queries, 16
+    channels of dQ
 
     They pass through shared memory, over the tile of Q at `a`, which is no longer needed.
     """
@@ -219,7 +227,8 @@ def make_store_dq(D):
 
 @functools.cache
 def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
-    """-> the kernel that computes dQ, dK and dV. Launch with tiles.keys threads and whole_shared_bytes(D, tiles)."""
+    """Return the kernel that computes dQ, dK and dV. Launch with tiles.keys threads and
+    whole_shared_bytes(D, tiles)."""
     BN, MIN_BLOCKS = tiles.keys, tiles.blocks
     THREADS = BN
     WARPS = BN // ROWS
@@ -260,7 +269,8 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         warp = warp_id()
         past = int32(S - T)
         row = int32(H * D)
-        # Warps are assigned to the four schedulers in turn, and early keys have the most queries: pair them with late ones.
+        # Warps are assigned to the four schedulers in turn, and early keys have the most queries:
+        # pair them with late ones.
         slab = int32(warp if warp < WARPS // 2 else WARPS + WARPS // 2 - 1 - warp)
         # this warp's first key; in smem
         w0 = int32(slab * ROWS)
@@ -292,7 +302,8 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         statistics(stats, LSE, lse, do, o, first, row, (b * H + h) * T, T)
         while h < end:
             wait_copies(0)
-            cuda.syncthreads()  # these queries have arrived; all warps have left dS and the previous stage
+            # these queries have arrived; all warps have left dS and the previous stage
+            cuda.syncthreads()
             next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), int32(0))
             next_first = ((b * T + next_t) * H + next_h) * D
             if next_h < end:

@@ -1,12 +1,15 @@
-"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of flash_attention.py first.
+"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of
+flash_attention.py first.
 
     block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel) of one head
     tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed: consecutive rows then
-               begin in different banks, and 16 lanes that read one column of 16 rows have no bank conflicts
+               begin in different banks, and 16 lanes that read one column of 16 rows have no bank
+               conflicts
     thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row are half a warp
 
-Each product is a small matrix product from shared memory with its results in registers. Between the two products of a tile,
-p (or ds) passes through shared memory, because the second product needs whole rows of it.
+Each product is a small matrix product from shared memory with its results in registers. Between the
+two products of a tile, p (or ds) passes through shared memory, because the second product needs
+whole rows of it.
 """
 
 import functools
@@ -28,7 +31,8 @@ LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 
 
 def tile_rows(D: int) -> int:
-    """-> rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of shared memory."""
+    """Return rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of
+    shared memory."""
     return 32 if D <= 64 else 16
 
 
@@ -44,7 +48,7 @@ class TileSizes:
 
 
 def tile_sizes(D: int) -> TileSizes:
-    """-> the sizes for heads of width D"""
+    """Return the sizes for heads of width D"""
     TILE = tile_rows(D)
     W = -(-D // LANES)
     return TileSizes(TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W)
@@ -53,7 +57,7 @@ def tile_sizes(D: int) -> TileSizes:
 # ----------------------------------------------------------------------------- device functions
 @device
 def row_sum(v):
-    """-> the sum of v over the 16 lanes that share a row"""
+    """Return the sum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, step)
     return v
@@ -61,7 +65,7 @@ def row_sum(v):
 
 @device
 def row_max(v):
-    """-> the maximum of v over the 16 lanes that share a row"""
+    """Return the maximum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
         v = v if v > other else other
@@ -70,7 +74,7 @@ def row_max(v):
 
 @functools.cache
 def make_load_store(D):
-    """-> load_tile, store_row
+    """Return load_tile, store_row
 
     load_tile(tile, x_BTHD, b, t0, h)           tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
     store_row(y_BTHD, b, t, h, row, factor)     this thread's columns of y[b, t, h] = row (W,) times factor
@@ -99,7 +103,7 @@ def make_load_store(D):
 
 @functools.cache
 def make_products(D):
-    """-> dots, add_weighted, clear: a thread's elements of the products of shared tiles.
+    """Return dots, add_weighted, clear: a thread's elements of the products of shared tiles.
 
     dots(s, a, b)              s (R, C) = a b^T
     add_weighted(acc, p, b)    acc (R, W) += p b
@@ -142,10 +146,12 @@ def make_products(D):
 # ----------------------------------------------------------------------------- forward
 @functools.cache
 def make_add_scores(D, CAUSAL, BOUNDED=False):
-    """-> add_scores(p, s, acc, top, total, lo, first, n0, S, scale): one tile of the online softmax.
+    """Return add_scores(p, s, acc, top, total, lo, first, n0, S, scale): one tile of the online
+    softmax.
 
-    Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum. first: the last key that row 0
-    of the tile sees. n0: the tile's first key. S: number of keys. lo (R,): the first key that each row sees, if BOUNDED.
+    Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum.
+    first: the last key that row 0 of the tile sees. n0: the tile's first key. S: number of keys. lo
+    (R,): the first key that each row sees, if BOUNDED.
     """
     sizes = tile_sizes(D)
     R = sizes.R
@@ -179,7 +185,8 @@ def make_add_scores(D, CAUSAL, BOUNDED=False):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the forward kernel for heads of width D. KIND: of key_bounds.py. Launch with THREADS threads."""
+    """Return the forward kernel for heads of width D. KIND: of key_bounds.py. Launch with THREADS
+    threads."""
     sizes = tile_sizes(D)
     TILE = sizes.TILE
     PAD = sizes.PAD
@@ -244,7 +251,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
 # ----------------------------------------------------------------------------- backward
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the dQ kernel for heads of width D. Launch with THREADS threads."""
+    """Return the dQ kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
     TILE = sizes.TILE
     PAD = sizes.PAD
@@ -320,7 +327,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D. Launch with THREADS threads."""
+    """Return the dK, dV kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
     TILE = sizes.TILE
     PAD = sizes.PAD
@@ -335,7 +342,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     def flash_attention_fp32_dkdv_kernel(
         dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, last, scale
     ):
-        """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are transposed."""
+        """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are
+        transposed."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         T = q_BTHD.shape[1]
         H = q_BTHD.shape[2]

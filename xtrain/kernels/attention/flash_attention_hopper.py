@@ -1,14 +1,16 @@
-"""FlashAttention-2 for compute capability 9.0, forward: the algorithm of flash_attention.py with wgmma, TMA, specialized warps.
+"""FlashAttention-2 for compute capability 9.0, forward: the algorithm of flash_attention.py with
+wgmma, TMA, specialized warps.
 
-As in flash_attention_bf16.py, a tile of queries loops over tiles of keys; flash_attention_hopper_parts.py describes producer and
-consumers. Per tile of BN keys, a consumer warpgroup (64 queries) computes
+As in flash_attention_bf16.py, a tile of queries loops over tiles of keys;
+flash_attention_hopper_parts.py describes producer and consumers. Per tile of BN keys, a consumer
+warpgroup (64 queries) computes
 
     S = Q K^T       wgmma, both operands from shared memory
     p = exp2(S scale - top)             in registers
     O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left operand
 
-and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of tile i + 1 are computed
-(Shah et al. 2024, "FlashAttention-3", section 3.2).
+and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of
+tile i + 1 are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).
 
 Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of V.
 """
@@ -77,10 +79,11 @@ def fwd_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_softmax(D, BN):
-    """-> softmax(s, top, total, shrink, scale), rescale(o, shrink): one tile of the online softmax.
+    """Return softmax(s, top, total, shrink, scale), rescale(o, shrink): one tile of the online
+    softmax.
 
-    s becomes exp2(scale (s - new top)); shrink becomes the factor by which earlier sums and O must be multiplied.
-    scale includes log2 e.
+    s becomes exp2(scale (s - new top)); shrink becomes the factor by which earlier sums and O must
+    be multiplied. scale includes log2 e.
     """
     GROUPS, O_GROUPS = BN // 8, D // 8
 
@@ -144,11 +147,13 @@ class Head(NamedTuple):
 
 @functools.cache
 def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
-    """-> consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
+    """Return consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's
+    work of a consumer warpgroup
 
-    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
-    written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the copy engine would write 16,
-    into the next sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest
+    sequence.
+    written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the
+    copy engine would write 16, into the next sequence.
     """
     BM = tiles.rows
     BN = tiles.step
@@ -313,7 +318,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
 
 @functools.cache
 def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
-    """-> block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the forward's work of a thread block"""
+    """Return block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the
+    forward's work of a thread block"""
     WGS = tiles.warpgroups
     PER_SM = tiles.blocks
     layout = key_layout(D, tiles, 1)
@@ -347,16 +353,17 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the forward kernel for heads of width D; launch_tiles starts it."""
+    """Return the forward kernel for heads of width D; launch_tiles starts it."""
     block = make_block(D, CAUSAL, tiles, 0, KIND)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def flash_attention_hopper_fwd_kernel(
         maps, lse, first, counter, T, S, B, H, group, together, scale
     ):
-        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); first: see key_bounds.py;
-        counter: two zeros, zeros again at the end; together: see find_tile. The order in which blocks take tiles does not
-        change the result.
+        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T);
+        first: see key_bounds.py;
+        counter: two zeros, zeros again at the end; together: see find_tile. The order in which
+        blocks take tiles does not change the result.
         """
         block(maps, lse, counter, first, (T, S), T, B, H, group, together, scale)
 
@@ -366,15 +373,16 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
 
 @functools.cache
 def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles, WINDOW: int = 0):
-    """-> the forward kernel for packed queries and the keys of a paged cache; launch_tiles starts it."""
+    """Return the forward kernel for packed queries and the keys of a paged cache; launch_tiles
+    starts it."""
     block = make_block(D, True, tiles, PAGE, WINDOW)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def context_attention_hopper_kernel(
         maps, o, edges, history, tables, counter, T, S, A, H, group, together, N, R, M, scale
     ):
-        """Grid: any. maps: of Q, K, V, O: Q and O as (1, N, H, D), the cache as (R, G PAGE, 1, D); tables: flat. T: queries of
-        the longest sequence. S: keys that fit into a table.
+        """Grid: any. maps: of Q, K, V, O: Q and O as (1, N, H, D), the cache as (R, G PAGE, 1, D);
+        tables: flat. T: queries of the longest sequence. S: keys that fit into a table.
         """
         where = edges, history, tables, N, R, M
         block(maps, o, counter, edges, where, T, A, H, group, together, scale)
@@ -414,7 +422,7 @@ class Work:
 
 
 def choose(kind: str, D: int, T: int, causal: bool) -> HopperPlan:
-    """-> the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
+    """Return the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
     rows = TABLE[kind, D, causal].items()
     return next(plan for longest, plan in rows if longest is None or longest >= T)
 
@@ -431,7 +439,8 @@ def launch_tiles(
 ) -> None:
     """Start a kernel on as many blocks as the GPU holds at once; they compute all tiles of `work`.
 
-    shared: bytes of shared memory. Kernel arguments: maps, arrays, a tile counter, the sizes of `work`, scalars.
+    shared: bytes of shared memory. Kernel arguments: maps, arrays, a tile counter, the sizes of
+    `work`, scalars.
     """
     tiles, planes = plan.tiles, work.planes
     grid = min(work.tiles * planes, gpu.multiprocessors * tiles.blocks)
@@ -456,7 +465,8 @@ def forward(
     gpu: Gpu,
     bounds: KeyBounds = UNBOUNDED,
 ) -> None:
-    """Fill o and lse. q, k, v: arrays that a tensor map can describe (primitives.tensor_maps.mappable)."""
+    """Fill o and lse. q, k, v: arrays that a tensor map can describe
+    (primitives.tensor_maps.mappable)."""
     plan = choose("fwd", q.shape[3], q.shape[1], causal)
     fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan, bounds)
 
@@ -492,7 +502,8 @@ def paged_forward(
 ) -> None:
     """Fill o: context_attention.py's arrays in bf16, contiguous.
 
-    The tile of keys is always that of the longest prompts, so the order of additions depends on nothing but a key's position.
+    The tile of keys is always that of the longest prompts, so the order of additions depends on
+    nothing but a key's position.
     """
     (N, H, D), (R, G, S, _), (A, M) = q_NHD.shape, k_RGSD.shape, tables_AM.shape
     if longest == 0:

@@ -1,14 +1,16 @@
-"""FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is summed by one warpgroup.
+"""FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is
+summed by one warpgroup.
 
     statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy brings both
     dQ kernel       a block owns queries, keys stream:   S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
     dK, dV kernel   a block owns keys, queries stream:   S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
 
-with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
-K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
+with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to
+left operands in registers; K, Q and dO are read from the same tiles in shared memory, plain for one
+product and transposed for the other.
 
-The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
-way out | STAGES of K | STAGES of V.
+The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q |
+dO) | dQ on its way out | STAGES of K | STAGES of V.
 """
 
 import functools
@@ -70,13 +72,14 @@ ROWS_PER_THREAD = 1
 # ----------------------------------------------------------------------------- delta and lse
 @device
 def statistics_at(start, row):
-    """-> the index of a row's lse log2 e; its delta is SIDE elements further. start: first row of its head"""
+    """Return the index of a row's lse log2 e; its delta is SIDE elements further. start: first row
+    of its head"""
     return 2 * (start + (row & -SIDE)) + (row & (SIDE - 1))
 
 
 @functools.cache
 def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
-    """-> (kernel, rows of a block). TURNS: rows of a thread"""
+    """Return (kernel, rows of a block). TURNS: rows of a thread"""
     LANES = D // 8  # threads that share a row
     STEP = THREADS // LANES
     ROWS = TURNS * STEP
@@ -84,8 +87,9 @@ def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
-        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads share a
-        row. A thread loads all its TURNS rows before it uses the first one.
+        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2,
+        SIDE). LANES threads share a row. A thread loads all its TURNS rows before it uses the first
+        one.
         """
         wait_for_previous()
         let_next_start()
@@ -98,7 +102,8 @@ def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
         b, h = split(int32(cuda.blockIdx.y), H)
         for turn in range(TURNS):
             row = first + turn * STEP
-            # selp instead of a branch: with a branch, each row is waited for before the next is loaded
+            # selp instead of a branch: with a branch, each row is waited for before the next is
+            # loaded
             row = cuda.selp(row < T, row, T - 1)
             i = ((int64(b) * T + row) * H + h) * D + 8 * lane
             load8(x[turn], o, i)
@@ -129,7 +134,8 @@ def dq_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_gradient_steps(N):
-    """-> weights, score_gradients: elementwise on 64 x N accumulators; shift = lse log2 e and delta of the lane's two rows.
+    """Return weights, score_gradients: elementwise on 64 x N accumulators; shift = lse log2 e and
+    delta of the lane's two rows.
 
     weights(s, shift, scale)        s becomes p = exp2(s scale - shift)
     score_gradients(s, dp, delta)   s becomes s (dp - delta)
@@ -153,7 +159,8 @@ def make_gradient_steps(N):
 
 @functools.cache
 def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale): the dQ work of a consumer warpgroup"""
+    """Return consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale): the dQ work of
+    a consumer warpgroup"""
     BM = tiles.rows
     BN = tiles.step
     STAGES = tiles.stages
@@ -262,7 +269,8 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     hide_below(s, lo, n0 + column)
                 weights(s, shift, scale * LOG2E)
                 hold_s(s)
-                # already complete: it keeps the compiler from moving the wait before the exponentials
+                # already complete: it keeps the compiler from moving the wait before the
+                # exponentials
                 mbar_wait(base + V_FULL + 8 * stage, phase)
                 wait_s(dp)
                 mbar_arrive(base + V_FREE + 8 * stage)
@@ -285,7 +293,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the dQ kernel for heads of width D; launch_tiles starts it."""
+    """Return the dQ kernel for heads of width D; launch_tiles starts it."""
     WGS = tiles.warpgroups
     PER_SM = tiles.blocks
     layout = key_layout(D, tiles, 2)
@@ -305,7 +313,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     def flash_attention_hopper_dq_kernel(
         maps, stats, first, counter, T, S, B, H, group, together, PADDED, scale
     ):
-        """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and make_statistics_kernel."""
+        """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and
+        make_statistics_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:
@@ -407,7 +416,8 @@ def backward(
     gpu: Gpu,
     bounds: KeyBounds = UNBOUNDED,
 ) -> None:
-    """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see flash_attention_hopper.forward"""
+    """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see
+    flash_attention_hopper.forward"""
     dq, dk, dv = gradients
     T, D = q.shape[1], q.shape[3]
     stats = compute_statistics(do, o, lse_BHT)

@@ -1,10 +1,11 @@
 """FlashAttention-2 for compute capability 9.0: dK and dV. See flash_attention_hopper_bwd.py.
 
-A block owns keys; queries, dO and their statistics stream. Scores are computed transposed, S^T = K Q^T, so P^T and dS^T
-already have the layout of a left operand; lse and delta then belong to columns, and are read from shared memory.
+A block owns keys; queries, dO and their statistics stream. Scores are computed transposed, S^T = K
+Q^T, so P^T and dS^T already have the layout of a left operand; lse and delta then belong to
+columns, and are read from shared memory.
 
-Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics. Results leave through the
-buffers of K and V.
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics.
+Results leave through the buffers of K and V.
 """
 
 import functools
@@ -59,7 +60,7 @@ OUT = 4
 STATISTICS = 6
 
 
-# ----------------------------------------------------------------------------- layout of shared memory
+# -------------------------------------------------------------------------- layout of shared memory
 @dataclass(frozen=True)
 class QueryLayout:
     """Byte offsets in a block's shared memory."""
@@ -76,7 +77,7 @@ class QueryLayout:
 
 @functools.cache
 def query_layout(D: int, tiles: HopperTiles) -> QueryLayout:
-    """-> the layout for heads of width D"""
+    """Return the layout for heads of width D"""
     stages = tiles.stages
     own = tiles.rows * D * 2
     ring = tiles.step * D * 2
@@ -95,11 +96,12 @@ def dkdv_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_queries(BM, BN, CAUSAL, KIND):
-    """-> first_query, end_query, row_bounds: the queries that see the keys n0 ... n0 + BN - 1
+    """Return first_query, end_query, row_bounds: the queries that see the keys n0 ... n0 + BN - 1
 
     first_query(n0, past)           the beginning of the first tile of BM queries that sees key n0
     end_query(last, i, n0, T, S)    the end of those that see the last key
-    row_bounds(hi, last, i, row, w0, T, S) -> last query that sees key w0; hi[r]: that of the lane's keys `row`, row + 8
+    row_bounds(hi, last, i, row, w0, T, S) -> last query that sees key w0; hi[r]: that of the lane's
+    keys `row`, row + 8
     """
     last_query = make_last_query(KIND)
 
@@ -127,7 +129,8 @@ def make_queries(BM, BN, CAUSAL, KIND):
 
 @functools.cache
 def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> produce(base, maps, last, counter, T, S, B, G, group, together): the producer thread. Maps: see make_dkdv_kernel"""
+    """Return produce(base, maps, last, counter, T, S, B, G, group, together): the producer thread.
+    Maps: see make_dkdv_kernel"""
     BM = tiles.step
     BN = tiles.rows
     STAGES = tiles.stages
@@ -206,9 +209,11 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_column_steps(BM):
-    """-> weights(s, rows, scale), score_gradients(s, dp, rows): make_gradient_steps on transposed accumulators.
+    """Return weights(s, rows, scale), score_gradients(s, dp, rows): make_gradient_steps on
+    transposed accumulators.
 
-    rows: the address in shared memory of the columns' lse log2 e (weights) or delta (score_gradients).
+    rows: the address in shared memory of the columns' lse log2 e (weights) or delta
+    (score_gradients).
     """
     GROUPS = BM // 8
 
@@ -233,7 +238,8 @@ def make_column_steps(BM):
 
 @functools.cache
 def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> consume(base, maps, last, T, S, B, G, group, together, scale): the dK, dV work of a consumer warpgroup"""
+    """Return consume(base, maps, last, T, S, B, G, group, together, scale): the dK, dV work of a
+    consumer warpgroup"""
     BM = tiles.step
     BN = tiles.rows
     STAGES = tiles.stages
@@ -352,7 +358,8 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     wait_s(dp)
                     score_gradients(s, dp, rows + 4 * SIDE)
                     hold_s(s)
-                    # already complete: it keeps the compiler from moving the wait before the arithmetic
+                    # already complete: it keeps the compiler from moving the wait before the
+                    # arithmetic
                     mbar_wait(base + STAGE_FULL + 8 * stage, phase)
                     wait_out(dv)  # then `a` may be written again
                     pack(a, s)
@@ -379,7 +386,7 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D; launch_tiles starts it."""
+    """Return the dK, dV kernel for heads of width D; launch_tiles starts it."""
     WGS = tiles.warpgroups
     PER_SM = tiles.blocks
     layout = query_layout(D, tiles)
@@ -396,7 +403,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
 
     @kernel(THREADS, PER_SM, **SM_90A)
     def flash_attention_hopper_dkdv_kernel(maps, last, counter, T, S, B, G, group, together, scale):
-        """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other arguments: see make_fwd_kernel."""
+        """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other
+        arguments: see make_fwd_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:

@@ -1,15 +1,18 @@
-"""Common parts of the FlashAttention kernels for compute capability 9.0: scheduling of tiles, loads, masks, stores of results.
+"""Common parts of the FlashAttention kernels for compute capability 9.0: scheduling of tiles,
+loads, masks, stores of results.
 
-A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
-memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers synchronize each stage: FULL (the bytes have arrived)
-and FREE (every warp has finished with it). A wait names the parity of a barrier's phase. Iteration i uses its stage for the
-(i // STAGES)-th time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first round of the
-ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the same way: with OWN = 2, the next tile's
-operands load while this tile's results are stored.
+A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a
+ring of stages in shared memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers
+synchronize each stage: FULL (the bytes have arrived) and FREE (every warp has finished with it). A
+wait names the parity of a barrier's phase. Iteration i uses its stage for the (i // STAGES)-th
+time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first
+round of the ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the
+same way: with OWN = 2, the next tile's operands load while this tile's results are stored.
 
-A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a counter in global memory when it
-is idle; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
-the result does not depend on which block computes a tile.
+A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a
+counter in global memory when it is idle; so long tiles (the last queries of a causal mask) start
+first and short ones fill the end. No sum runs across tiles, so the result does not depend on which
+block computes a tile.
 """
 
 import functools
@@ -55,15 +58,21 @@ HEADER = 1024  # bytes before the first tile: barriers, the numbers of the owned
 TILE_FULL = 0
 TILE_FREE = 8
 TILE = 16
-NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
-SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
+# bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes
+# each
+NEXT_TILE = 24
+# statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of
+# lse log2 e
+SIDE = 16
 PANEL_ROW = 128  # bytes of a row of a panel
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
-    """-> registers of a producer's and of a consumer's thread; in total no more than the launch gives the block.
+    """Return registers of a producer's and of a consumer's thread; in total no more than the launch
+    gives the block.
 
-    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a multiple of 8.
+    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a
+    multiple of 8.
     """
     producer = producer or (32 if warpgroups == 3 else 40)
     alike = 65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8
@@ -87,10 +96,10 @@ def declare_mapped_cost(kernel, products: int, causal: bool, window: int = 0) ->
     declare_cost(kernel, nbytes=nbytes, flops=flops)
 
 
-# ----------------------------------------------------------------------------- which block computes which tile
+# ------------------------------------------------------------------ which block computes which tile
 @device
 def split(i, n):
-    """-> i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
+    """Return i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
     quotient = int32(uint32(i) // uint32(n))
     return quotient, int32(i - quotient * n)
 
@@ -99,8 +108,8 @@ def split(i, n):
 def find_tile(tile, blocks, planes, together):
     """Number of a tile -> (block of rows, plane). A plane is one head of one sequence.
 
-    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes. So what all running
-    blocks read at one time fits into the L2 cache.
+    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes.
+    So what all running blocks read at one time fits into the L2 cache.
     """
     turn, rest = split(tile, together * blocks)
     width = planes - turn * together
@@ -112,7 +121,8 @@ def find_tile(tile, blocks, planes, together):
 
 @device
 def next_tile(counter):
-    """-> the next tile for a block that is free. Block b begins with tile b. counter: two zeros before the launch"""
+    """Return the next tile for a block that is free. Block b begins with tile b. counter: two zeros
+    before the launch"""
     return int32(cuda.gridDim.x + cuda.atomic.add(counter, 0, 1))
 
 
@@ -127,7 +137,8 @@ def leave(counter):
 
 @dataclass(frozen=True)
 class OwnedTiles:
-    """Device functions that pass a block's tiles from the producer to the consumers. done: number of tiles before this one
+    """Device functions that pass a block's tiles from the producer to the consumers. done: number
+    of tiles before this one
 
     offer(base, done, tile)    the producer waits for a free buffer and writes the tile's number -> address of its barriers
     wait(base, done)           a consumer waits for the tile's operands -> the tile's number
@@ -141,7 +152,7 @@ class OwnedTiles:
 
 @functools.cache
 def make_own(OWN: int) -> OwnedTiles:
-    """-> the functions for OWN buffers in shared memory"""
+    """Return the functions for OWN buffers in shared memory"""
 
     @device
     def offer_tile(base, done, tile):
@@ -165,7 +176,8 @@ def make_own(OWN: int) -> OwnedTiles:
 
 @functools.cache
 def make_barriers(ARRIVALS, OWN, FULLS, FREES):
-    """-> set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets of those of the stages"""
+    """Return set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets
+    of those of the stages"""
     N = len(FULLS)
 
     @device
@@ -183,7 +195,7 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     return set_up
 
 
-# ----------------------------------------------------------------------------- forward and dQ: a block owns queries, keys stream
+# ------------------------------------------------ forward and dQ: a block owns queries, keys stream
 @dataclass(frozen=True)
 class KeyLayout:
     """Byte offsets in a block's shared memory, forward and dQ."""
@@ -201,7 +213,8 @@ class KeyLayout:
 
 @functools.cache
 def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
-    """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which follows Q."""
+    """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which
+    follows Q."""
     stages = tiles.stages
     own = tiles.rows * D * 2
     ring = tiles.step * D * 2
@@ -214,10 +227,12 @@ def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
 
 @functools.cache
 def make_keys(BM, BN, CAUSAL, KIND=0):
-    """-> key_blocks, first_block, row_bounds: the BM queries from q0 on see the blocks first_block .. key_blocks - 1 of BN keys
+    """Return key_blocks, first_block, row_bounds: the BM queries from q0 on see the blocks
+    first_block .. key_blocks - 1 of BN keys
 
-    key_blocks(q0, T, S), first_block(first, i, q0, T, S): the last query sees the latest key, the first one the earliest
-    row_bounds(lo, first, i, row, w0, T, S) -> first key that query w0 + 63 sees; lo[r]: that of the lane's rows `row`, row + 8
+    key_blocks(q0, T, S), first_block(first, i, q0, T, S): the last query sees the latest key, the
+    first one the earliest row_bounds(lo, first, i, row, w0, T, S) -> first key that query w0 + 63
+    sees; lo[r]: that of the lane's rows `row`, row + 8
     """
     first_key = make_first_key(KIND)
 
@@ -247,10 +262,11 @@ def make_keys(BM, BN, CAUSAL, KIND=0):
 
 @functools.cache
 def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
-    """-> skip(base, it, blocks, begin, w0, T, S) -> (it, blocks) without the last blocks, which this warpgroup does not see.
+    """Return skip(base, it, blocks, begin, w0, T, S) -> (it, blocks) without the last blocks, which
+    this warpgroup does not see.
 
-    The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the stages of the skipped blocks
-    without reading them.
+    The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the
+    stages of the skipped blocks without reading them.
     """
     BN = tiles.step
     STAGES = tiles.stages
@@ -286,12 +302,14 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
 def make_key_producer(
     D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PAGE: int = 0, KIND: int = 0
 ):
-    """-> produce(base, maps, counter, bounds, where, T, B, H, group, together): the producer thread of forward and dQ.
+    """Return produce(base, maps, counter, bounds, where, T, B, H, group, together): the producer
+    thread of forward and dQ.
 
-    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest
+    sequence.
 
-    QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
-    requested before its buffer is free.
+    QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first
+    keys of the next tile are requested before its buffer is free.
     """
     BM = tiles.rows
     BN = tiles.step
@@ -392,9 +410,11 @@ def make_key_producer(
 
 @functools.cache
 def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
-    """-> clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S - 1, in the tile of keys n0.
+    """Return clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S -
+    1, in the tile of keys n0.
 
-    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
+    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the
+    iteration that brings the tile.
     """
     BN = tiles.step
     STAGES = tiles.stages
@@ -450,7 +470,7 @@ class Elements:
 
 @functools.cache
 def make_elements(COLUMNS: int) -> Elements:
-    """-> the functions for an accumulator of COLUMNS columns"""
+    """Return the functions for an accumulator of COLUMNS columns"""
     SIZE, GROUPS = COLUMNS // 2, COLUMNS // 8
 
     @device
@@ -500,11 +520,14 @@ def make_elements(COLUMNS: int) -> Elements:
 
 @functools.cache
 def make_store(D):
-    """-> store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows at a time.
+    """Return store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows
+    at a time.
 
-    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the rows]) to shared memory from
-                                                            `at` on, panels `panel` bytes apart, and starts the copy to
-                                                            rows `row`, row + 1, ... of map i
+    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the
+    rows]) to shared memory from
+                                                            `at` on, panels `panel` bytes apart, and
+                                                            starts the copy to rows `row`, row + 1,
+                                                            ... of map i
     stores_done()                                           waits until the shared memory may be written again
     """
     PANELS = D // PANEL

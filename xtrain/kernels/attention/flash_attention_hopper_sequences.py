@@ -1,4 +1,5 @@
-"""Find the sequences of the forward kernel for compute capability 9.0: in a batch or a paged cache."""
+"""Find the sequences of the forward kernel for compute capability 9.0: in a batch or a paged
+cache."""
 
 import functools
 import math
@@ -17,7 +18,8 @@ INVALID = int32(2)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Device functions that find sequence b, its queries and its keys. make_sequences has the two kinds of `where`.
+    """Device functions that find sequence b, its queries and its keys. make_sequences has the two
+    kinds of `where`.
 
     size(where, b) -> (T, S, row, batch, state)     its queries, its keys; its first query is row `row` of batch `batch` of Q
     look_up(found, where, b, n0, S, state)          found[i] = the block of the i-th box of the tile of keys n0, for `place`
@@ -37,9 +39,10 @@ class Sequences:
 def make_sequences(BN: int, PAGE: int) -> Sequences:
     """PAGE = 0: Q (B, T, H, D), K and V (B, S, G, D) hold them; where = T, S.
 
-    PAGE > 0: queries are packed, keys are in blocks of PAGE tokens of a cache, seen as (R, G PAGE, 1, D).
-    where = edges, history, tables, N, R, M: see context_attention.py. A block that does not exist is read as R: the copy
-    engine fills the box with zeros. A box never crosses from one block into the next.
+    PAGE > 0: queries are packed, keys are in blocks of PAGE tokens of a cache, seen as (R, G PAGE,
+    1, D). where = edges, history, tables, N, R, M: see context_attention.py. A block that does not
+    exist is read as R: the copy engine fills the box with zeros. A box never crosses from one block
+    into the next.
     """
     return _make_paged(BN, PAGE) if PAGE else _make_batched(BN)
 

@@ -17,7 +17,8 @@ MAX_ROWS_QUANTIZED = 4 * MAX_ROWS
 TILE = 16  # rows of w that a block multiplies at a time
 CHUNK = 32  # columns of w in bf16 that a warp multiplies at a time: 8 for each of 4 lanes
 CHUNK_QUANTIZED = 2 * CHUNK
-PAD = 32  # elements between the rows of x in shared memory: 4 lanes of two rows have no bank conflicts
+# elements between the rows of x in shared memory: 4 lanes of two rows have no bank conflicts
+PAD = 32
 PAD_QUANTIZED = 8  # the same where a lane has 16 columns and reads 8 of them at a time
 MOST_SHARED = 99 << 10  # bytes that a block may use on every GPU since compute capability 8.0
 MOST_SUMS = 8704  # bytes of a block's sums, with 16 warps or with swiglu and 8
@@ -25,13 +26,14 @@ ROWS_AT_ONCE = 4  # of x that a thread loads
 
 
 def shared_bytes(N: int, K: int, quantized: bool = False) -> int:
-    """-> bytes of shared memory for N rows of x"""
+    """Return bytes of shared memory for N rows of x"""
     return 2 * N * (K + (PAD_QUANTIZED if quantized else PAD))
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the work is divided. `warps` and `chunks` change the order of additions; `blocks` does not change the result."""
+    """How the work is divided. `warps` and `chunks` change the order of additions; `blocks` does
+    not change the result."""
 
     warps: int  # of a block
     chunks: int  # of w in flight per warp
@@ -40,7 +42,8 @@ class Config:
 
 
 def staged(K: int, config: Config, quantized: bool = False) -> bool:
-    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a row's bits do not either."""
+    """True if up to MAX_ROWS of x pass through shared memory. Does not depend on their number, so a
+    row's bits do not either."""
     return config.stage and shared_bytes(MAX_ROWS, K, quantized) + MOST_SUMS <= MOST_SHARED
 
 
@@ -177,7 +180,8 @@ def make_operands(K, variant, config):
                     else:
                         for j in range(4):
                             words[u, m, r, j] = uint32(0)
-            # no instruction: the compiler keeps the loads in the order of their use, before the products
+            # no instruction: the compiler keeps the loads in the order of their use, before the
+            # products
             cuda.syncwarp()
 
     @device

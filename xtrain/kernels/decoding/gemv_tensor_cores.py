@@ -1,24 +1,28 @@
 """gemv.py on tensor cores: weights in bf16, up to 8 rows of x, or of one byte, up to 32 rows.
 
-One mma multiplies 16 rows of w with 8 rows of x, so one kernel serves all N, and a row's result does not depend on the
-others. Lane 4 g + t reads 16 contiguous bytes of rows g and g + 8 of w directly into the operand of mma_bf16, and the same
-columns of row g of x: the inner index of a product may have any order if both operands have the same one.
+One mma multiplies 16 rows of w with 8 rows of x, so one kernel serves all N, and a row's result
+does not depend on the others. Lane 4 g + t reads 16 contiguous bytes of rows g and g + 8 of w
+directly into the operand of mma_bf16, and the same columns of row g of x: the inner index of a
+product may have any order if both operands have the same one.
 
     chunk    32 columns of a tile, 16 rows: lanes t = 0..3 read columns 0..7, 8..15, 16..23, 24..31
              step 0 multiplies the first 4 of each lane, step 1 its last 4
 
-Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are 16 of them, a chunk is 64
-columns and four steps. Just before a step its codes become bf16, exactly (primitives/codes.py), and the scale of a row of w
-multiplies its sum at the end; it is loaded with the first weights, because a load at the end would only be waited for. A GEMM
-would need a dequantized copy, so more than 8 rows of x are multiplied here too, in up to four groups of 8 rows, by the same order
-of additions, and a lane reads its columns of x where it needs them. Every block then reads all of x, so it may multiply several
-tiles of w by what it has read (Variant.tiles).
+Quantized weights (quantize.py) are the same with twice as many columns: the 16 bytes of a lane are
+16 of them, a chunk is 64 columns and four steps. Just before a step its codes become bf16, exactly
+(primitives/codes.py), and the scale of a row of w multiplies its sum at the end; it is loaded with
+the first weights, because a load at the end would only be waited for. A GEMM would need a
+dequantized copy, so more than 8 rows of x are multiplied here too, in up to four groups of 8 rows,
+by the same order of additions, and a lane reads its columns of x where it needs them. Every block
+then reads all of x, so it may multiply several tiles of w by what it has read (Variant.tiles).
 
-The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of the warps. The weights of the
-next chunks, or of the next tile, are loaded while the current ones are multiplied, into the other one of two sets of registers,
-which change their roles with every step. The first weights are loaded before the
-kernel waits for its input (wait_for_previous in primitives/ptx.py) if they are known to be ready. A block that has one tile of
-at most 2048 columns loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if it
+The warps of a block share the columns of a tile of 16 rows; their sums are added in the order of
+the warps. The weights of the next chunks, or of the next tile, are loaded while the current ones
+are multiplied, into the other one of two sets of registers, which change their roles with every
+step. The first weights are loaded before the kernel waits for its input (wait_for_previous in
+primitives/ptx.py) if they are known to be ready. A block that has one tile of at most 2048 columns
+loads all of it at once. Any other block first copies x, times the norm weight, to shared memory, if
+it
 fits: loaded chunk by chunk, x would cost an access to the L2 cache per chunk.
 x is rounded to bf16 after the norm weight, before r; sums, r and everything after are float32.
 """
@@ -98,8 +102,8 @@ def make_multiply(M, U, QUANTIZED, GROUPS, load_groups, exists):
     """Return multiply, multiply_groups, copy_words, copy_fx.
 
     multiply(s (M, 4), words, fx, w)                        s += U chunks of w times x
-    multiply_groups(s (GROUPS M, 4), words, rows, step, w)  the same for all rows of x, which it reads
-    w gives the dtype of the codes.
+    multiply_groups(s (GROUPS M, 4), words, rows, step, w)  the same for all rows of x, which it
+    reads w gives the dtype of the codes.
     """
     STEPS = 4 if QUANTIZED else 2  # of a chunk
 
@@ -387,17 +391,19 @@ def make_tensor_kernel(K: int, variant: Variant, config: Config):
     return gemv_tensor_kernel
 
 
-# ----------------------------------------------------------------------------- the tuned configuration
+# -------------------------------------------------------------------------- the tuned configuration
 def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) -> Config:
-    """-> the configuration for weights of K columns and F columns of y. Measured on one H200 with bench/tune_decode.py, in bf16.
+    """Return the configuration for weights of K columns and F columns of y. Measured on one H200
+    with bench/tune_decode.py, in bf16.
 
-    The number of bytes of w in flight decides. A block with a single narrow tile loads it at once; a wide tile is read by as
-    many warps as a block may have. Large products (gate/up, lm_head) use small blocks: when one ends, the next kernel can
-    start while its neighbours still run.
+    The number of bytes of w in flight decides. A block with a single narrow tile loads it at once;
+    a wide tile is read by as many warps as a block may have. Large products (gate/up, lm_head) use
+    small blocks: when one ends, the next kernel can start while its neighbours still run.
     """
     chunks = K // (CHUNK_QUANTIZED if quantized else CHUNK)
     tiles = -(-F // TILE)
-    # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold fewer chunks then
+    # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold
+    # fewer chunks then
     at_once, most_of_16 = (AT_ONCE // 2, 4) if quantized else (AT_ONCE, MOST_OF_16)
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and chunks > 8 * at_once:
         each = -(-chunks // 16)

@@ -1,31 +1,36 @@
-"""The KV cache in one byte per number: e4m3 codes, and a float32 scale for each key and each value of a head.
+"""The KV cache in one byte per number: e4m3 codes, and a float32 scale for each key and each value
+of a head.
 
     append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)          x: the key or the value of a token, of one head
     read       x'_d = s code_d            quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
 
     k, v (R, G, S, D): the codes, as in kv_cache.py     scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
 
-A decoding step reads all keys and values of all sequences: with many or long sequences these are most of its bytes. Codes
-are about half of them: a head of 128 channels has 2 (128 + 4) bytes per token, in bf16 512. The copy of one layer that prefill
-reads (below) is also in memory; with 28 layers of such heads the same memory holds 1.8 times as many tokens.
+A decoding step reads all keys and values of all sequences: with many or long sequences these are
+most of its bytes. Codes are about half of them: a head of 128 channels has 2 (128 + 4) bytes per
+token, in bf16 512. The copy of one layer that prefill reads (below) is also in memory; with 28
+layers of such heads the same memory holds 1.8 times as many tokens.
 
-The scale belongs to one token and one head. So it is known when the token is computed, it never changes, and a token has the same
-codes in every sequence that shares its block. Attention multiplies by it once per token and not once per number: a scale is a
-factor of a whole dot product, and of a whole term of the sum over the values:
+The scale belongs to one token and one head. So it is known when the token is computed, it never
+changes, and a token has the same codes in every sequence that shares its block. Attention
+multiplies by it once per token and not once per number: a scale is a factor of a whole dot product,
+and of a whole term of the sum over the values:
 
     q . k'_n = s_n (q . code_n)          o = sum_n p_n v'_n = sum_n (p_n s_n) code_n
 
-decode_attention.py reads the codes so. Prefill computes many products with each key, and its kernels expect bf16: it reads a
-copy, of one layer at a time, of the blocks that it needs (dequantize_blocks).
+decode_attention.py reads the codes so. Prefill computes many products with each key, and its
+kernels expect bf16: it reads a copy, of one layer at a time, of the blocks that it needs
+(dequantize_blocks).
 
-e4m3 and not int8: in most models a few channels of the keys are much larger than the others (KIVI, Liu et al. 2024). The error
-of a float is relative to its own number, that of int8 to the largest number of the row.
+e4m3 and not int8: in most models a few channels of the keys are much larger than the others (KIVI,
+Liu et al. 2024). The error of a float is relative to its own number, that of int8 to the largest
+number of the row.
 
-A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN; without codes an infinite number
-may reach only some heads or channels.
+A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN;
+without codes an infinite number may reach only some heads or channels.
 
-Bytes moved: append reads 4 N G D (keys and values in bf16) and writes 2 N G (D + 4). dequantize_blocks reads 2 G S (D + 4) per
-block and writes 4 G S D.
+Bytes moved: append reads 4 N G D (keys and values in bf16) and writes 2 N G (D + 4).
+dequantize_blocks reads 2 G S (D + 4) per block and writes 4 G S D.
 """
 
 import functools
@@ -52,12 +57,13 @@ NAN = np.float32(np.nan)
 
 # ----------------------------------------------------------------------------- the arrays
 def kv_codes_bytes(L: int, R: int, G: int, S: int, D: int) -> int:
-    """-> bytes of the arrays of empty_kv_codes"""
+    """Return bytes of the arrays of empty_kv_codes"""
     return 2 * L * R * G * S * (D + 4)
 
 
 def empty_kv_codes(like: Array, L: int, R: int, G: int, S: int, D: int) -> tuple[Array, Array]:
-    """-> codes (L, 2, R, G, S, D) uint8, scales (L, R, G, S, 2) float32, zeros, on the device of `like`
+    """Return codes (L, 2, R, G, S, D) uint8, scales (L, R, G, S, 2) float32, zeros, on the device
+    of `like`
 
     Raises ValueError if a size is not positive.
     """
@@ -68,7 +74,7 @@ def empty_kv_codes(like: Array, L: int, R: int, G: int, S: int, D: int) -> tuple
 
 # ----------------------------------------------------------------------------- references
 def kv_codes_ref(x):
-    """-> codes (..., D), scales (...) of keys or values (..., D), in NumPy"""
+    """Return codes (..., D), scales (...) of keys or values (..., D), in NumPy"""
     rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
     rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, NAN)
     codes, scales = quantize_ref(rows, "fp8")
@@ -77,7 +83,8 @@ def kv_codes_ref(x):
 
 
 def kv_values_ref(codes, scales, dtype):
-    """-> the keys or values (..., D) that codes (..., D) and scales (...) stand for, in NumPy"""
+    """Return the keys or values (..., D) that codes (..., D) and scales (...) stand for, in
+    NumPy"""
     rows = dequantize_ref(codes.reshape(-1, codes.shape[-1]), scales.reshape(-1), dtype)
     return rows.reshape(codes.shape)
 
@@ -92,7 +99,8 @@ def append_codes_ref(k_RGSD, v_RGSD, scales_RGS2, k_NGD, v_NGD, blocks_N, offset
 
 
 def write_token_ref(k_RGSD, v_RGSD, scales_RGS2, block, offset, k_GD, v_GD):
-    """Write the key and the value of one token to the cache, in place: as they are if scales is None, else as codes."""
+    """Write the key and the value of one token to the cache, in place: as they are if scales is
+    None, else as codes."""
     for i, (cache, x_GD) in enumerate(((k_RGSD, k_GD), (v_RGSD, v_GD))):
         if scales_RGS2 is None:
             cache[block, :, offset] = x_GD
@@ -101,7 +109,7 @@ def write_token_ref(k_RGSD, v_RGSD, scales_RGS2, block, offset, k_GD, v_GD):
 
 
 def read_sequence_ref(k_RGSD, v_RGSD, scales_RGS2, table_M, n: int, dtype):
-    """-> k, v (G, n, D) of the first n positions of a sequence, in dtype"""
+    """Return k, v (G, n, D) of the first n positions of a sequence, in dtype"""
     k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n) for x in (k_RGSD, v_RGSD))
     if scales_RGS2 is None:
         return k_GSD.astype(dtype), v_GSD.astype(dtype)
@@ -118,10 +126,12 @@ def magnitude(x):
 
 @functools.cache
 def make_store_codes(D):
-    """-> store_codes(codes, to, scales, at, x1, x2): a warp writes a row as codes to codes[to], ..., and its scale to scales[at].
+    """Return store_codes(codes, to, scales, at, x1, x2): a warp writes a row as codes to codes[to],
+    ..., and its scale to scales[at].
 
-    A lane holds the pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2, and zeros from there on. They are rounded
-    to bf16 first, as in prefill: values get identical codes in both, keys may differ in the last bit of a bf16.
+    A lane holds the pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2, and zeros
+    from there on. They are rounded to bf16 first, as in prefill: values get identical codes in
+    both, keys may differ in the last bit of a bf16.
     """
     R = D // 2
     PLANES = -(-R // 32)
@@ -152,7 +162,7 @@ def make_store_codes(D):
 
 @functools.cache
 def make_append_codes_kernel(D):
-    """-> the kernel for heads of D channels"""
+    """Return the kernel for heads of D channels"""
     store_codes = make_store_codes(D)
     R = D // 2
     PLANES = -(-R // 32)
@@ -174,7 +184,8 @@ def make_append_codes_kernel(D):
     def append_codes_kernel(
         k_codes, v_codes, scales, k, v, blocks_N, offsets_N, N, G, R, S, k_row, v_row
     ):
-        """Grid ceil(N G / WARPS), block BLOCK. A warp owns a head of a token. Arrays flat; k_row, v_row: as in kv_cache.py."""
+        """Grid ceil(N G / WARPS), block BLOCK. A warp owns a head of a token. Arrays flat; k_row,
+        v_row: as in kv_cache.py."""
         head = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         n, g = head // G, head % G
         if n >= N:
@@ -192,7 +203,7 @@ def make_append_codes_kernel(D):
 
 @functools.cache
 def make_dequantize_blocks_kernel(D):
-    """-> the kernel for heads of D channels"""
+    """Return the kernel for heads of D channels"""
 
     @device
     def expand(out, codes, at, scale):
@@ -207,7 +218,8 @@ def make_dequantize_blocks_kernel(D):
 
     @kernel(BLOCK)
     def dequantize_blocks_kernel(k_out, v_out, k_codes, v_codes, scales, blocks_U, R, size):
-        """Grid (U, ceil(size / (EACH BLOCK))), block BLOCK. size: numbers of a block, G S D. All arrays flat."""
+        """Grid (U, ceil(size / (EACH BLOCK))), block BLOCK. size: numbers of a block, G S D. All
+        arrays flat."""
         block = int64(blocks_U[cuda.blockIdx.x])
         i = EACH * (int64(cuda.blockIdx.y) * BLOCK + cuda.threadIdx.x)
         if block < 0 or block >= R or i >= size:
@@ -227,9 +239,10 @@ def append_codes(
 ) -> None:  # fmt: skip
     """Write keys and values of N tokens to the cache, as kv_cache.append_kv does, in codes.
 
-    Codes (R, G, S, D): uint8, scales (R, G, S, 2): float32. New keys and values (N, G, D): both float32 or both bf16; they may be
-    slices of packed arrays. blocks, offsets (N,): int32. A token whose block or offset does not exist is skipped. Two tokens
-    must not have the same block and offset. On a GPU they are bf16, and D is even. Raises ValueError or TypeError if shapes or
+    Codes (R, G, S, D): uint8, scales (R, G, S, 2): float32. New keys and values (N, G, D): both
+    float32 or both bf16; they may be slices of packed arrays. blocks, offsets (N,): int32. A token
+    whose block or offset does not exist is skipped. Two tokens must not have the same block and
+    offset. On a GPU they are bf16, and D is even. Raises ValueError or TypeError if shapes or
     dtypes do not match.
     """
     op = "append_codes"
@@ -260,10 +273,11 @@ def dequantize_blocks(
     k_out_RGSD: Array,
     v_out_RGSD: Array,
 ) -> None:
-    """Write the keys and values of some blocks to the same blocks of k_out and v_out, float32 or bf16, both the same.
+    """Write the keys and values of some blocks to the same blocks of k_out and v_out, float32 or
+    bf16, both the same.
 
-    blocks (U,): int32, distinct; one that is not in 0 .. R - 1 is skipped. On a GPU D must be a multiple of 16. Raises ValueError
-    or TypeError if shapes or dtypes do not match.
+    blocks (U,): int32, distinct; one that is not in 0 .. R - 1 is skipped. On a GPU D must be a
+    multiple of 16. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "dequantize_blocks"
     R, G, S, D = check_codes(op, k_codes_RGSD, v_codes_RGSD, scales_RGS2)
@@ -287,7 +301,8 @@ def dequantize_blocks(
 def check_codes(
     op: str, k_codes_RGSD: Array, v_codes_RGSD: Array, scales_RGS2: Array
 ) -> tuple[int, int, int, int]:
-    """-> R, G, S, D. Raises ValueError or TypeError if these are not the codes and scales of one layer."""
+    """Return R, G, S, D. Raises ValueError or TypeError if these are not the codes and scales of
+    one layer."""
     check_array(op, "k codes", k_codes_RGSD, (None,) * 4, ("uint8",))
     check_array(op, "v codes", v_codes_RGSD, k_codes_RGSD.shape, ("uint8",))
     check_array(op, "scales", scales_RGS2, (*k_codes_RGSD.shape[:3], 2))

@@ -3,17 +3,19 @@
     m = max_v x_v     w_v = floor(2^44 exp(x_v - m) + 1/2)     rest = 2^-44 (sum_v w_v - 2^44)
     logprob_t = (x_t - m) - log1p(rest)
 
-of the model's own logits, before temperature, bias and penalties, as in OpenAI's interface. The largest token's weight is 2^44,
-so `rest` is the sum over the others; a sum of floats that includes its 1 would lose the digits of a logprob near 0.
+of the model's own logits, before temperature, bias and penalties, as in OpenAI's interface. The
+largest token's weight is 2^44, so `rest` is the sum over the others; a sum of floats that includes
+its 1 would lose the digits of a logprob near 0.
 
-The sum of integers is exact: it has no order. A row's bits depend on its logits alone, not on the number of rows nor on how
-blocks share them. All float operations are float32: x - m, exp, times 2^44 (exact), + 1/2, the conversion of the sum (rounded
-once), log1p, the last subtraction. Error against float64: at most 2 units in the last place, plus V 2^-45 if the most likely
-token has all but a millionth of the probability.
+The sum of integers is exact: it has no order. A row's bits depend on its logits alone, not on the
+number of rows nor on how blocks share them. All float operations are float32: x - m, exp, times
+2^44 (exact), + 1/2, the conversion of the sum (rounded once), log1p, the last subtraction. Error
+against float64: at most 2 units in the last place, plus V 2^-45 if the most likely token has all
+but a millionth of the probability.
 
-The most likely tokens are found as in sampling_search.py: first the largest logit, then sum and histogram in one launch, and
-only if alternatives are wanted a third launch that gathers the bins of the first `top` and a fourth that sorts them.
-Bytes moved: 2 B V logits, with alternatives 3.
+The most likely tokens are found as in sampling_search.py: first the largest logit, then sum and
+histogram in one launch, and only if alternatives are wanted a third launch that gathers the bins of
+the first `top` and a fourth that sorts them. Bytes moved: 2 B V logits, with alternatives 3.
 """
 
 import functools
@@ -84,13 +86,15 @@ def token_logprobs_ref(logits_BV, tokens_B, top):
 # ----------------------------------------------------------------------------- kernels
 @device
 def weight_of(logit, top, inverse, least):
-    """-> floor(2^44 exp(logit - top) + 1/2). inverse and least: those of sampling, 1 and 0 here."""
+    """Return floor(2^44 exp(logit - top) + 1/2). inverse and least: those of sampling, 1 and 0
+    here."""
     return int64(math.exp(logit - top) * float32(ONE) + float32(0.5))
 
 
 @functools.cache
 def make_score_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the second launch. overlap: it may start before the previous one has ended."""
+    """Return the kernel of the second launch. overlap: it may start before the previous one has
+    ended."""
     THREADS = sizes.threads
     BATCH = sizes.batch
     K = sizes.keys
@@ -110,7 +114,8 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
     ):  # fmt: skip
         """Grid (blocks per row, B), block THREADS. sums: flat (B gridDim.x). n: alternatives.
 
-        log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that follow.
+        log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that
+        follow.
         """
         bins_s = cuda.shared.array((2, K), uint32)
         x = cuda.local.array(BATCH, float32)
@@ -170,14 +175,15 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
 
 @functools.cache
 def make_gather_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the third launch. overlap: see make_score_kernel"""
+    """Return the kernel of the third launch. overlap: see make_score_kernel"""
     THREADS = sizes.threads
     K = sizes.keys
     gather = make_search(sizes, DISTANCE, weight_of).gather
 
     @kernel(THREADS, sizes.blocks)
     def top_gather_kernel(candidates, counts_B, logits, last_bin_B, top_B, length, V, columns):
-        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
+        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros
+        before."""
         keys_s = cuda.shared.array(K, int64)
         count_s = cuda.shared.array(1, int32)
         base_s = cuda.shared.array(1, int32)
@@ -200,7 +206,8 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
 
 @functools.cache
 def make_list_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the fourth launch, of sizes.sorters threads. overlap: see make_score_kernel"""
+    """Return the kernel of the fourth launch, of sizes.sorters threads. overlap: see
+    make_score_kernel"""
     K = sizes.keys
     ops = make_search(sizes.for_sorting(), DISTANCE, weight_of)
     collect = ops.collect
@@ -211,7 +218,8 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
     def top_list_kernel(
         ids_BT, values_BT, candidates, counts_B, logits, last_bin_B, log_total_B, top_B, V, columns
     ):
-        """Grid B. Writes every element of ids_BT and values_BT; -1 and NaN where there is no alternative."""
+        """Grid B. Writes every element of ids_BT and values_BT; -1 and NaN where there is no
+        alternative."""
         keys_s = cuda.shared.array(K, int64)
         bins_s = cuda.shared.array((2, K), uint32)
         scratch = cuda.shared.array(32, int64)
@@ -256,12 +264,14 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
 def token_logprobs(
     logits_BV: Array, tokens_B: Array, top: int = 0, vocab: int | None = None
 ) -> tuple[Array, Array, Array]:
-    """-> log-probability of each row's token (B,), the `top` most likely tokens (B, top), and their log-probabilities (B, top).
+    """Return log-probability of each row's token (B,), the `top` most likely tokens (B, top), and
+    their log-probabilities (B, top).
 
-    logits (B, V): float32 or bf16. tokens (B,): int32 or int64. vocab: number of tokens, by default V; further columns are
-    padding. Log-probabilities are float32, the most likely tokens int32, in order, of equal ones the lower id first; beyond the
-    vocabulary -1 and NaN. NaN is also the result for an id that is no token; a row whose largest logit is NaN or infinite has
-    only NaN and -1. Raises ValueError or TypeError if shapes or dtypes do not match or top > 20.
+    logits (B, V): float32 or bf16. tokens (B,): int32 or int64. vocab: number of tokens, by default
+    V; further columns are padding. Log-probabilities are float32, the most likely tokens int32, in
+    order, of equal ones the lower id first; beyond the vocabulary -1 and NaN. NaN is also the
+    result for an id that is no token; a row whose largest logit is NaN or infinite has only NaN and
+    -1. Raises ValueError or TypeError if shapes or dtypes do not match or top > 20.
     """
     op = "token_logprobs"
     check_array(op, "logits", logits_BV, (None, None), FLOATS)

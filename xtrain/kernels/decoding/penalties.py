@@ -7,10 +7,12 @@
 
 in this order. (transformers has the first two, in the same order.)
 
-Only tokens that occur in the text or have a bias are changed, so a sequence has a short list of them: token, count, bias. It is
-cheaper than an array over the vocabulary, which sampling would have to read with the logits. The list belongs to a slot of the
-decode batch and stays on the device: a step changes the logits (apply_penalties), draws, puts the model's own logits back and
-counts the drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a slot end at once.
+Only tokens that occur in the text or have a bias are changed, so a sequence has a short list of
+them: token, count, bias. It is cheaper than an array over the vocabulary, which sampling would have
+to read with the logits. The list belongs to a slot of the decode batch and stays on the device: a
+step changes the logits (apply_penalties), draws, puts the model's own logits back and counts the
+drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a
+slot end at once.
 
 count        -1: the token is not in the text, it only has a bias; 0: only in the prompt; above: times in the answer
 """
@@ -41,7 +43,8 @@ class PenaltyRules:
     bias: Mapping[int, float] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for values that are not supported. Call this for each request: kernels cannot raise."""
+        """Raise ValueError for values that are not supported. Call this for each request: kernels
+        cannot raise."""
         bias = self.bias or {}
         check(len(bias) <= MAX_BIASES, f"logit_bias has {len(bias)} tokens, expected at most 300")
         wrong = next((x for x in bias.values() if not -MAX_BIAS <= x <= MAX_BIAS), None)
@@ -60,7 +63,8 @@ class PenaltyRules:
 
 @dataclass(frozen=True)
 class Penalties:
-    """The lists and rules of R slots, with room for L tokens each: distinct tokens of prompt and answer, and biases."""
+    """The lists and rules of R slots, with room for L tokens each: distinct tokens of prompt and
+    answer, and biases."""
 
     tokens_RL: Array  # int32, the first sizes_R[r] of a row, distinct
     counts_RL: Array  # int32
@@ -93,7 +97,8 @@ class Penalties:
     def set_slot(
         self, slot: int, rules: PenaltyRules, prompt: Sequence[int], answer: Sequence[int]
     ) -> None:
-        """Write the rules of a sequence and its tokens so far to a slot, in stream order. They must fit: L distinct tokens."""
+        """Write the rules of a sequence and its tokens so far to a slot, in stream order. They must
+        fit: L distinct tokens."""
         counts = dict.fromkeys(prompt, 0) if rules.repetition != 1 else {}
         for token in answer:
             counts[token] = counts.get(token, 0) + 1
@@ -115,7 +120,8 @@ class Penalties:
 
 # ----------------------------------------------------------------------------- reference
 def penalized_ref(x, count, bias, repetition, frequency, presence):
-    """The changed logits of tokens with these counts and biases, float32. x, count, bias: arrays of the same length"""
+    """The changed logits of tokens with these counts and biases, float32. x, count, bias: arrays of
+    the same length"""
     f32 = np.float32
     x = x.astype(f32) + bias
     repeated = np.where(x > 0, x / f32(repetition), x * f32(repetition))
@@ -127,7 +133,8 @@ def penalized_ref(x, count, bias, repetition, frequency, presence):
 # ----------------------------------------------------------------------------- kernels
 @device
 def penalized(x, count, bias, repetition, frequency, presence):
-    """penalized_ref of one logit. The *_rn functions round each operation, so the bits are those of the reference."""
+    """penalized_ref of one logit. The *_rn functions round each operation, so the bits are those of
+    the reference."""
     x = fadd_rn(x, bias)
     if count >= 0:
         x = fdiv_rn(x, repetition) if x > float32(0.0) else fmul_rn(x, repetition)
@@ -144,7 +151,8 @@ def make_apply_kernel(overlap: bool):
     def apply_penalties_kernel(
         logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, columns
     ):
-        """Grid B, block THREADS. logits: flat (B columns). Every entry of the list is one token: no two threads share one."""
+        """Grid B, block THREADS. logits: flat (B columns). Every entry of the list is one token: no
+        two threads share one."""
         b = int64(cuda.blockIdx.x)
         if overlap:
             wait_for_previous()
@@ -173,7 +181,8 @@ def make_count_kernel(overlap: bool):
     def count_tokens_kernel(
         logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, ids_B, columns
     ):
-        """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is appended to the list."""
+        """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is
+        appended to the list."""
         known = cuda.shared.array(1, int32)
         b = int64(cuda.blockIdx.x)
         tid = cuda.threadIdx.x
@@ -204,10 +213,12 @@ def make_count_kernel(overlap: bool):
 
 # ----------------------------------------------------------------------------- launchers
 def apply_penalties(logits_BV: Array, penalties: Penalties, slots_B: Array) -> None:
-    """Change the logits of row b by the list of slot slots[b], in place; a row with slots[b] < 0 is left alone.
+    """Change the logits of row b by the list of slot slots[b], in place; a row with slots[b] < 0 is
+    left alone.
 
-    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. slots (B,): int32, none twice. count_tokens must put
-    the logits back before the next call. Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. slots (B,): int32, none
+    twice. count_tokens must put the logits back before the next call. Raises ValueError or
+    TypeError if shapes or dtypes do not match.
     """
     _check("apply_penalties", logits_BV, slots_B)
     p = penalties
@@ -254,5 +265,5 @@ def _check(op, logits_BV, slots_B):
 
 
 def _lists(penalties, slots_B):
-    """-> row, slot, length of its list, of the rows that have a slot"""
+    """Return row, slot, length of its list, of the rows that have a slot"""
     return [(b, r, penalties.sizes_R[r]) for b, r in enumerate(slots_B.tolist()) if r >= 0]

@@ -5,21 +5,26 @@
     min-p       tokens with less than min_p times the first token's probability get the weight 0
     top-k       the first k tokens are kept (0: all)
     top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
-                with at least p of the probability (Holtzman et al. 2020). The first one is always kept.
+                with at least p of the probability (Holtzman et al. 2020). The first one is always
+                kept.
     draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
     greedy      temperature 0: the first token
 
-The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on the order in which
-threads add, on the GPU, or on how the vocabulary is divided, and a draw is one exact comparison.
+The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on
+the order in which threads add, on the GPU, or on how the vocabulary is divided, and a draw is one
+exact comparison.
 
-The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k, top-p. transformers applies
-min-p last. That differs only next to top-p: min-p first leaves less for top-p to cut.
+The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k,
+top-p. transformers applies min-p last. That differs only next to top-p: min-p first leaves less for
+top-p to cut.
 
-On a GPU several blocks share a row, in three launches that each read the logits, before one that draws (sampling_search.py).
-Bytes moved: 3 B V logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
+On a GPU several blocks share a row, in three launches that each read the logits, before one that
+draws (sampling_search.py). Bytes moved: 3 B V logits, of which the second and third read are from
+L2 for few rows; greedy rows are read once.
 
-Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
-random bits under the key `seed`. So a token depends only on its own row's seed, sequence number and step.
+Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns
+(step, sequence) into random bits under the key `seed`. So a token depends only on its own row's
+seed, sequence number and step.
 """
 
 import numpy as np
@@ -62,13 +67,13 @@ def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
 
 
 def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
-    """-> 31 random bits of one step of one sequence"""
+    """Return 31 random bits of one step of one sequence"""
     split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
     return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
 
 
 def kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
-    """-> ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
+    """Return ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
     logits_V = np.asarray(logits_V, np.float32)
     order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
     if top_k:
@@ -84,7 +89,7 @@ def kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
 
 
 def scaled_ref(total, fraction):
-    """-> floor(total fraction / 2^31), in integers of any size"""
+    """Return floor(total fraction / 2^31), in integers of any size"""
     return total * fraction >> FRACTION
 
 
@@ -102,7 +107,8 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step, min_p=
 
 # ----------------------------------------------------------------------------- launchers
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> None:
-    """Raise ValueError for parameters that `sample` does not support. Call this for each request: kernels cannot raise."""
+    """Raise ValueError for parameters that `sample` does not support. Call this for each request:
+    kernels cannot raise."""
     fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
     what = f"0 (greedy), or a finite number of at least {MIN_TEMPERATURE}"
     check(fits, f"temperature {temperature}: expected {what}")
@@ -123,11 +129,13 @@ def sample(
     vocab: int | None = None,
     min_p_B: Array | None = None,
 ) -> None:
-    """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its logits.
+    """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its
+    logits.
 
-    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p,
-    min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
-    Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are
+    padding. temperature, top_p,
+    min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that
+    check_sampling allows. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
@@ -184,8 +192,9 @@ def advance(
 ) -> None:
     """The end of a decoding step: lengths += 1 and step += 1 where rows >= 0.
 
-    lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given, host_ids[step % 2, b] = ids[b] is
-    written first. host_ids may be in memory that host and GPU share (device.mapped_array); then no copy separates two steps.
+    lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given,
+    host_ids[step % 2, b] = ids[b] is written first. host_ids may be in memory that host and GPU
+    share (device.mapped_array); then no copy separates two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))

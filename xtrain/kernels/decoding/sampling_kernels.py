@@ -1,9 +1,11 @@
-"""The kernels of sampling.py: sampling_search.py's top, then weigh, gather and draw; the end of a decoding step.
+"""The kernels of sampling.py: sampling_search.py's top, then weigh, gather and draw; the end of a
+decoding step.
 
-What ends a row's work early: with temperature 0, k = 1, a NaN, or an infinite largest logit, the largest key is the answer.
-With top-k, the histogram counts tokens, and the list has all of the first k, of which `draw` sums the weights.
-Without, the histogram sums weights. Its bins show where top-p ends (bin `cut`), so the total that top-p keeps is known up to
-that bin's weight, and the drawn token is in one of very few bins, lo to hi. One list has the keys of all of these.
+What ends a row's work early: with temperature 0, k = 1, a NaN, or an infinite largest logit, the
+largest key is the answer. With top-k, the histogram counts tokens, and the list has all of the
+first k, of which `draw` sums the weights. Without, the histogram sums weights. Its bins show where
+top-p ends (bin `cut`), so the total that top-p keeps is known up to that bin's weight, and the
+drawn token is in one of very few bins, lo to hi. One list has the keys of all of these.
 """
 
 import functools
@@ -35,7 +37,8 @@ FRACTION = 31  # bits of p and of a random number
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)  # multipliers and Weyl constants of the paper's philox4x32
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# What `weigh` tells `draw` of a row: bins, the running sums before two of them, and the sum of all weights.
+# What `weigh` tells `draw` of a row: bins, the running sums before two of them, and the sum of all
+# weights.
 LO = 0
 HI = 1
 CUT = 2
@@ -48,27 +51,29 @@ FIELDS = 6
 # ----------------------------------------------------------------------------- numbers
 @device
 def weight_of(logit, top, inverse, least):
-    """-> floor(2^40 exp((logit - top) / temperature)), 0 if that is less than `least`; inverse: 1 / temperature"""
+    """Return floor(2^40 exp((logit - top) / temperature)), 0 if that is less than `least`; inverse:
+    1 / temperature"""
     w = int64(math.exp((logit - top) * inverse) * float32(ONE))
     return w if w >= least else int64(0)
 
 
 @device
 def scaled(total, fraction):
-    """-> floor(total fraction / 2^31), for total < 2^62, fraction < 2^31"""
+    """Return floor(total fraction / 2^31), for total < 2^62, fraction < 2^31"""
     low = total & ((1 << FRACTION) - 1)
     return (total >> FRACTION) * fraction + (low * fraction >> FRACTION)
 
 
 @device
 def end_of_top_p(total, p):
-    """-> the goal of the last token that top-p keeps: the running sum exceeds it there first"""
+    """Return the goal of the last token that top-p keeps: the running sum exceeds it there first"""
     return max(scaled(total, int64(p * float32(1 << FRACTION))), int64(1)) - 1
 
 
 @device
 def random_fraction(seed, sequence, step):
-    """-> 31 random bits: Philox 4x32-10 of the counter (step, 0, sequence), key seed. All in int64; products wrap around."""
+    """Return 31 random bits: Philox 4x32-10 of the counter (step, 0, sequence), key seed. All in
+    int64; products wrap around."""
     c0 = int64(step) & WORD
     c1 = int64(0)
     c2 = sequence & WORD
@@ -87,7 +92,7 @@ def random_fraction(seed, sequence, step):
 
 @device
 def tokens_needed(temperature, top_k, K):
-    """-> how many of the first tokens a row needs; 0: all"""
+    """Return how many of the first tokens a row needs; 0: all"""
     need = max(min(int64(top_k), int64(K)), int64(0))
     return need if temperature > float32(0.0) else int64(1)
 
@@ -95,7 +100,8 @@ def tokens_needed(temperature, top_k, K):
 # ----------------------------------------------------------------------------- the kernels
 @functools.cache
 def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
-    """-> the kernel of the second launch. filtered: there is a min_p. overlap: it may start before the previous one has ended."""
+    """Return the kernel of the second launch. filtered: there is a min_p. overlap: it may start
+    before the previous one has ended."""
     THREADS = sizes.threads
     BATCH = sizes.batch
     K = sizes.keys
@@ -144,7 +150,8 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         ids_B, state_BF, bins, counters, logits, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, sequence_B,
         step_B, length, V, columns,
     ):  # fmt: skip
-        """Grid (blocks per row, B), block THREADS. bins: flat (B K) int64, zeros before. Others as in top_key_kernel."""
+        """Grid (blocks per row, B), block THREADS. bins: flat (B K) int64, zeros before. Others as
+        in top_key_kernel."""
         bins_s = cuda.shared.array((2, K), uint32)
         x = cuda.local.array(BATCH, float32)
         scratch = cuda.shared.array(32, int64)
@@ -191,7 +198,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
 
 @functools.cache
 def make_gather_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the third launch. overlap: see make_weigh_kernel"""
+    """Return the kernel of the third launch. overlap: see make_weigh_kernel"""
     THREADS = sizes.threads
     K = sizes.keys
     gather = make_search(sizes, DISTANCE, weight_of).gather
@@ -200,7 +207,8 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
     def sample_gather_kernel(
         candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, length, V, columns
     ):  # fmt: skip
-        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
+        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros
+        before."""
         keys_s = cuda.shared.array(K, int64)
         count_s = cuda.shared.array(1, int32)
         base_s = cuda.shared.array(1, int32)
@@ -224,7 +232,8 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
 
 @functools.cache
 def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
-    """-> the kernel of the fourth launch, of sizes.sorters threads. filtered, overlap: see make_weigh_kernel"""
+    """Return the kernel of the fourth launch, of sizes.sorters threads. filtered, overlap: see
+    make_weigh_kernel"""
     K = sizes.keys
     ops = make_search(sizes.for_sorting(), DISTANCE, weight_of)
     EACH = ops.EACH
@@ -312,7 +321,7 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
 # ----------------------------------------------------------------------------- the end of a step
 @functools.cache
 def make_advance_kernel(overlap, copies):
-    """-> the kernel of sampling.advance. copies: also copy the ids to host_ids"""
+    """Return the kernel of sampling.advance. copies: also copy the ids to host_ids"""
 
     @kernel(32)
     def advance_kernel(lengths_B, step_B, rows_B, ids_B, host_ids_2L):

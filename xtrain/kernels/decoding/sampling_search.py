@@ -1,20 +1,21 @@
 """Find a token by its rank, or by a running sum of weights, in a row that is too long to sort.
 
-The tokens of a row are in order of their logits, the largest first; of equal ones the lower id first. Three launches read the
-row, each with several blocks a row; a fourth needs one block a row.
+The tokens of a row are in order of their logits, the largest first; of equal ones the lower id
+first. Three launches read the row, each with several blocks a row; a fourth needs one block a row.
 
 top       the largest key. The block that finishes last merges what the blocks of a row have found.
 weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers are added atomically, so
-          the sums are exact and do not depend on the order or on the division into blocks. The block that finishes last
-          searches the running sum of the bins for the bins in which the wanted tokens lie.
+          the sums are exact and do not depend on the order or on the division into blocks. The
+          block that finishes last searches the running sum of the bins for the bins in which the
+          wanted tokens lie.
 gather    the keys of those bins, usually a few hundred, go to a list.
 draw      one block sorts the list (bitonic sort, Batcher 1968) and searches its running sum. A list that is too long to sort
-          (many equal logits) is first narrowed down: a histogram over the next bits of its keys, again and again; if even
-          memory has no room for it, from the row itself.
+          (many equal logits) is first narrowed down: a histogram over the next bits of its keys,
+          again and again; if even memory has no room for it, from the row itself.
 
 key       a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
-          possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id first" needs no extra step.
-          -1 is no token. A NaN sorts before everything else.
+          possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id
+          first" needs no extra step. -1 is no token. A NaN sorts before everything else.
 """
 
 import functools
@@ -47,13 +48,15 @@ class Sizes:
 
     threads: int = 256  # of a block
     batch: int = 8  # logits that a thread loads before it uses the first one
-    keys: int = 1024  # that a block sorts, and bins of a histogram: at least the largest top-k; a power of two
+    # that a block sorts, and bins of a histogram: at least the largest top-k; a power of two
+    keys: int = 1024
     room: int = 8192  # keys of a row's list in memory
     blocks: int = 4  # per multiprocessor, as many as fit with 64 registers per thread
     sorters: int = 512  # threads of the block that sorts: each compares one pair
 
     def split(self, x: Array, rows: int, vocab: int) -> tuple[int, int]:
-        """-> blocks per row, so that all rows keep all multiprocessors of the GPU of x busy, and tokens per block"""
+        """Return blocks per row, so that all rows keep all multiprocessors of the GPU of x busy,
+        and tokens per block"""
         at_once = self.threads * self.batch
         wanted = max(self.blocks * multiprocessors(x) // rows, 1)
         length = -(-vocab // (wanted * at_once)) * at_once
@@ -67,7 +70,7 @@ class Sizes:
 # ----------------------------------------------------------------------------- keys and weights
 @device
 def order_of(logit):
-    """-> an int32 that grows with the logit; the largest for NaN"""
+    """Return an int32 that grows with the logit; the largest for NaN"""
     bits = float_as_int(logit + float32(0.0))  # -0 becomes 0: they are equal
     order = bits if bits >= 0 else int32(bits ^ int32(0x7FFFFFFF))
     return order if logit == logit else int32(NAN_ORDER)
@@ -75,20 +78,20 @@ def order_of(logit):
 
 @device
 def key_of(order, token):
-    """-> the sort key of the token with this order_of, 0 <= key < 2^63"""
+    """Return the sort key of the token with this order_of, 0 <= key < 2^63"""
     return (int64(order) + int64(1 << 31)) << ID | (LAST_ID - token)
 
 
 @device
 def logit_of(key):
-    """-> the logit of a key"""
+    """Return the logit of a key"""
     order = (key >> ID) - int64(1 << 31)
     return int_as_float(int32(order if order >= 0 else order ^ int64(0x7FFFFFFF)))
 
 
 @device
 def token_of(key):
-    """-> the id of a key"""
+    """Return the id of a key"""
     return int32(LAST_ID - (key & LAST_ID))
 
 
@@ -101,10 +104,12 @@ def is_finite(x):
 # ----------------------------------------------------------------------------- functions of a block
 @device
 def put_in_order(x_s, pairs, step, size, then):
-    """A bitonic merge of x_s[0 : 2 pairs]: order the elements `step` apart, then those half as far apart, ... down to 1.
+    """A bitonic merge of x_s[0 : 2 pairs]: order the elements `step` apart, then those half as far
+    apart, ... down to 1.
 
-    Runs of `size` alternate between descending and ascending. then: the distance of the accesses that follow. While
-    step <= 32, a warp's 32 pairs stay within the same 64 elements, so only larger steps need a barrier of the block.
+    Runs of `size` alternate between descending and ascending. then: the distance of the accesses
+    that follow. While step <= 32, a warp's 32 pairs stay within the same 64 elements, so only
+    larger steps need a barrier of the block.
     """
     while step > 0:
         i = int64(cuda.threadIdx.x)
@@ -139,7 +144,7 @@ def sort_keys(x_s, n):
 
 @device
 def block_max_key(v, scratch):
-    """-> the maximum of v >= -1 over the block, in thread 0"""
+    """Return the maximum of v >= -1 over the block, in thread 0"""
     tid = cuda.threadIdx.x
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
@@ -157,7 +162,8 @@ def block_max_key(v, scratch):
 
 @device
 def running_sum(v, scratch):
-    """-> the sum of v over the threads up to and including this one, and over all threads. scratch: 32 int64"""
+    """Return the sum of v over the threads up to and including this one, and over all threads.
+    scratch: 32 int64"""
     tid = cuda.threadIdx.x
     lane = cuda.threadIdx.x & 31
     for i in range(5):
@@ -178,7 +184,8 @@ def running_sum(v, scratch):
 
 @device
 def add_weight(bins, i, w):
-    """bins[0, i] and bins[1, i] hold the lower and upper 32 bits of a sum: shared memory has no faster 64-bit atomics."""
+    """bins[0, i] and bins[1, i] hold the lower and upper 32 bits of a sum: shared memory has no
+    faster 64-bit atomics."""
     low = w & WORD
     low += int64(cuda.atomic.add(bins, (0, i), uint32(low)))
     high = (w >> 32) + (low >> 32)
@@ -188,7 +195,7 @@ def add_weight(bins, i, w):
 
 @device
 def of_bin(bins, i):
-    """-> the sum of bin i"""
+    """Return the sum of bin i"""
     return int64(bins[1, i]) << 32 | int64(bins[0, i])
 
 
@@ -231,7 +238,8 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchOps:
-    """The device functions of make_search. values: a register array, EACH neighbouring elements per thread."""
+    """The device functions of make_search. values: a register array, EACH neighbouring elements per
+    thread."""
 
     EACH: int  # elements of a list, or bins, per thread
     load_batch: Callable
@@ -252,7 +260,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
     """The functions that depend on the sizes.
 
     distance: factors of e that the bins span; the last bin holds everything beyond.
-    weight_of(logit, top, inverse, least) -> int64. top: the row's largest logit, inverse: 1 / temperature.
+    weight_of(logit, top, inverse, least) -> int64. top: the row's largest logit, inverse: 1 /
+    temperature.
     """
     THREADS = sizes.threads
     BATCH = sizes.batch
@@ -264,14 +273,16 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 
     @device
     def load_batch(x, logits, first, token, end):
-        """x[j] = the logit of token + j THREADS, -inf from `end` on; all loads are in flight before one is used."""
+        """x[j] = the logit of token + j THREADS, -inf from `end` on; all loads are in flight before
+        one is used."""
         for j in range(BATCH):
             t = token + j * THREADS
             x[j] = load1(logits, first + t) if t < end else -INFINITY
 
     @device
     def bin_of(logit, top, inverse):
-        """-> the bin of a logit. A smaller logit never gets an earlier bin: rounding is monotonic."""
+        """Return the bin of a logit. A smaller logit never gets an earlier bin: rounding is
+        monotonic."""
         scaled = (top - logit) * inverse * STEEP
         return int64(scaled) if scaled < float32(K - 1) else int64(K - 1)
 
@@ -295,7 +306,7 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 
     @device
     def total_of(values, scratch):
-        """-> the sum of the values of all threads"""
+        """Return the sum of the values of all threads"""
         mine = int64(0)
         for j in range(EACH):
             mine += values[j]
@@ -304,7 +315,8 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 
     @device
     def find(values, goal, scratch, found):
-        """-> i, before, value: the running sum of the values exceeds `goal` at element i; it is `before` in front of it"""
+        """Return i, before, value: the running sum of the values exceeds `goal` at element i; it is
+        `before` in front of it"""
         mine = int64(0)
         for j in range(EACH):
             mine += values[j]
@@ -464,16 +476,18 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
 # ----------------------------------------------------------------------------- the first launch
 @functools.cache
 def make_top_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel `top`. overlap: it may start before the previous one has ended."""
+    """Return the kernel `top`. overlap: it may start before the previous one has ended."""
     THREADS = sizes.threads
     BATCH = sizes.batch
     K = sizes.keys
 
     @kernel(THREADS, sizes.blocks)
     def top_key_kernel(top_B, bins, counts_B, tops, counters, logits, length, V, columns):
-        """Grid (blocks per row, B), block THREADS. Block s of a row reads its tokens s length .. (s + 1) length - 1.
+        """Grid (blocks per row, B), block THREADS. Block s of a row reads its tokens s length .. (s
+        + 1) length - 1.
 
-        top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow. tops: flat (B gridDim.x).
+        top_B: the largest key; bins, flat (B K), and counts_B: zeros for the launches that follow.
+        tops: flat (B gridDim.x).
         logits: flat (B columns), V of them tokens.
         """
         scratch = cuda.shared.array(32, int64)
