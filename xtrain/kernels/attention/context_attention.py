@@ -1,10 +1,11 @@
 """Attention of a prefill: packed prompts of any lengths, each with its history in the cache.
 
-    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see kernels/decoding/padding.py
+    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache
+    edges: (E,), E = A + 1, see kernels/decoding/padding.py
 
     Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of
     its sequence:
-               s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
+        s = scale q k^T,   p = softmax(s),   o = p v      (the cache already holds the new keys)
     With a window W > 0 it sees only the last W of them, itself included (key_bounds.py).
     Key p is in block tables[a, p // S] of the cache, at offset p % S
     (kernels/decoding/kv_cache.py).
@@ -252,7 +253,8 @@ def make_copy_keys(D, S, BN, THREADS):
     """Return entry_for, copy_keys: a thread block starts to copy BN keys and their values from the
     cache into a stage at smem[to].
 
-    entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
+    entry_for(pages, n0) -> entry
+        the table's entry for key n0, if every tile lies in one block; else 0
     copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is
     no block
     n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: of the cache.

@@ -1,11 +1,13 @@
 """One new token per sequence, in one kernel: QK-norm, RoPE, append to the cache, attention.
 
-    qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    tables: (B, M)    o: (B, C), C = H D
+    qkv: (B, P), P = (H + 2G) D    k, v: (R, G, S, D), a layer's cache    tables: (B, M)
+    o: (B, C), C = H D
 
 Token b has position t = lengths[b]. Position p of its sequence is in block tables[b, p // S] of the
 cache, at offset p % S (kernels/decoding/kv_cache.py); K and V are the keys and values of positions
 0 .. t:
-    q, k, v = heads of qkv[b];   q, k normed if there are weights, and rotated to position t   (qk_norm_rope.py)
+    q, k, v = heads of qkv[b];   q, k normed if there are weights, and rotated to position t
+                                 (qk_norm_rope.py)
     cache[tables[b, t // S], :, t % S] = k, v
     o = softmax(scale q K^T) V
 With a window W > 0, the token sees only the last W keys, itself among them (key_bounds.py).
@@ -129,9 +131,20 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
 
 # ----------------------------------------------------------------------------- reference
 def decode_attention_ref(
-    qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D, eps, scale, window=0,
+    qkv_BP,
+    k_RGSD,
+    v_RGSD,
+    lengths_B,
+    tables_BM,
+    cos_PR,
+    sin_PR,
+    q_w_D,
+    k_w_D,
+    eps,
+    scale,
+    window=0,
     scales_RGS2=None,
-):  # fmt: skip
+):
     """decode_attention in NumPy -> o (B, C). Appends to the caches in place. Computes in qkv's
     dtype, at least in float32."""
     R, G, S, D = k_RGSD.shape
@@ -583,9 +596,17 @@ def decode_attention(
             for size in (heads * D, heads, heads)
         )
         arrays = (
-            o_BC[rows].reshape(-1), *partials, zero_counters(qkv_BP, count, "decode_attention"), *flat,
-            qkv_BP[rows].reshape(-1), lengths_B[rows], tables_BM[rows].reshape(-1), *norms, cos, sin,
-        )  # fmt: skip
+            o_BC[rows].reshape(-1),
+            *partials,
+            zero_counters(qkv_BP, count, "decode_attention"),
+            *flat,
+            qkv_BP[rows].reshape(-1),
+            lengths_B[rows],
+            tables_BM[rows].reshape(-1),
+            *norms,
+            cos,
+            sin,
+        )
         scalars = n, G, M, R, splits, np.float32(eps), np.float32(scale)
         grid = min(n * G * splits, config.blocks * MULTIPROCESSORS)
         launch(decode_kernel, grid, 32 * config.warps, *arrays, *scalars, overlap=overlap)

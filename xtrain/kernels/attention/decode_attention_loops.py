@@ -6,7 +6,7 @@ once, and write each warp's m, l and acc (decode_attention_parts.py) to shared m
 copies keys or values to shared memory: a warp owns whole tiles of keys, and no other warp needs
 them.
 
-    pages      first, R, stride, head: where the keys are (kv_cache.make_block_table); a tile of 16 keys lies in one block
+    pages      where the keys are (kv_cache.Pages); a tile of 16 keys lies in one block
 A table's entry takes as long to arrive as the keys that it points to, so it is loaded one tile
 ahead. If an entry is not a block of the cache, the warp's l becomes NaN, and so does o.
 
@@ -17,7 +17,8 @@ same one. So lane 4 g + t reads 16 contiguous bytes of keys g and g + 8, where m
 scattered pairs, and q is read in the same order:
 
     D = 64     lane t of key g    channels 8 t .. 8 t + 7, then 32 + 8 t .. 32 + 8 t + 7
-               inner index        step 0: the first 4 of each lane, step 1: its last 4; steps 2, 3 likewise
+               inner index        step 0: the first 4 of each lane, step 1: its last 4;
+                                  steps 2, 3 likewise
 
 The lane then has the scores of keys g and g + 8 for heads 2 t and 2 t + 1. The second product needs
 keys 2 t, 2 t + 1, ... of head g: each 8 x 8 tile of P is transposed. Of the values, lane 4 g + t
@@ -149,7 +150,8 @@ def make_load_operands(D, HEADS):
 
     load_q(fq (HEADS / 8, D / 16, 2), q_s)      right operands: heads 0..7 and 8..15
     load_k(fk (D / 16, 4), k, start, last)      left operands: 16 keys from k[start] on
-    load_v(fv (D / 16, 4), v, start, last)      left operands: 16 values from v[start] on, in tiles of 16 channels
+    load_v(fv (D / 16, 4), v, start, last)      left operands: 16 values from v[start] on, in tiles
+                                                of 16 channels
     For keys after key `last` of the 16, that one is loaded again.
     """
     QUADS = max(D // 32, 1)  # reads of a lane per key
@@ -291,10 +293,12 @@ def make_load_codes(D, HEADS):
 def make_online_softmax(BLOCKS, TILES, WINDOWED):
     """Return hide_keys, add_scores: on a tile of 16 keys and 8 BLOCKS heads, transposed
 
-    hide_keys(s, n0, begin, end)                scores of keys from `end` on become -inf, and if WINDOWED, of those before
-                                                `begin`; the tile begins at key n0
-    add_scores(s, acc, top, total, scale)       s becomes p; where a maximum grows by more than SLACK, top is updated and acc and
-                                                total are rescaled
+    hide_keys(s, n0, begin, end)
+        scores of keys from `end` on become -inf, and if WINDOWED, of those before `begin`; the tile
+        begins at key n0
+    add_scores(s, acc, top, total, scale)
+        s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are
+        rescaled
     s (BLOCKS, 4): the scores. acc (BLOCKS, TILES, 4). top, total (BLOCKS, 2): maxima of heads 2 t
     and 2 t + 1, and this lane's share of their sums. scale includes log2 e.
     """

@@ -9,14 +9,16 @@ is computed online (Milakov & Gimelshein 2018): with the maximum m and the sum l
 far,
 
                m' = max(m, max_j s_j)
-               l' = l exp(m - m') + sum_j exp(s_j - m')       acc' = acc exp(m - m') + sum_j exp(s_j - m') v_j
+               l' = l exp(m - m') + sum_j exp(s_j - m')
+               acc' = acc exp(m - m') + sum_j exp(s_j - m') v_j
 
 and at the end o = acc / l. Saved for backward: o and lse = m + log l, one number per row. Then p =
 exp(s - lse) needs no second softmax.
 
-    backward   p is recomputed tile by tile: more arithmetic, but T^2 fewer numbers to store and to move.
+    backward   p is recomputed tile by tile: more arithmetic, but T^2 fewer numbers to store.
                dv = p^T do      dp = do v^T
-               ds = p (dp - delta)     delta_t = sum_s p_ts dp_ts = sum_s p_ts (do_t . v_s) = do_t . o_t
+               ds = p (dp - delta)
+               delta_t = sum_s p_ts dp_ts = sum_s p_ts (do_t . v_s) = do_t . o_t
                dq = scale ds k  dk = scale ds^T q
 
 delta is a sum over a whole row of the softmax, but it equals the dot product of two saved vectors.
@@ -29,9 +31,11 @@ documents in a row.
 Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 
     NumPy                      the references below
-    bf16, capability 9.0       flash_attention_hopper.py and flash_attention_hopper_*.py: wgmma and TMA, D = 64, 128
-    bf16                       flash_attention_bf16.py and flash_attention_bf16_bwd*.py: mma.sync, D = 16, 32, 64, 128
-    float32                    flash_attention_fp32.py: any D up to 128; also the version to read first
+    bf16, capability 9.0       flash_attention_hopper.py, flash_attention_hopper_*.py: wgmma and TMA,
+                               D = 64, 128
+    bf16                       flash_attention_bf16.py, flash_attention_bf16_bwd*.py: mma.sync,
+                               D = 16, 32, 64, 128
+    float32                    flash_attention_fp32.py: any D up to 128; the version to read first
 
 No sum uses atomics: the same input gives the same bits.
 """

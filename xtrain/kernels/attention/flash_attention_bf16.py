@@ -8,8 +8,10 @@ computes
 
     scores = Q K^T                      tensor cores, operands loaded by ldmatrix
     masks keys that are not visible     only in tiles that the diagonal or the end of the keys cuts
-    p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
-    acc = acc + p V                     p already has the layout of a left operand (primitives/tiles.py)
+    p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by
+                                        two shuffles
+    acc = acc + p V                     p already has the layout of a left operand
+                                        (primitives/tiles.py)
 
 A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles
 that all its warps skip, nor those before the first key that its first query sees (key_bounds.py). A
@@ -91,8 +93,10 @@ def make_hide_keys(MT, NT, CAUSAL):
 def make_hide_early(MT, NT, KIND):
     """Return first_keys, hide_early: the lower bounds of a warp's 16 MT rows
 
-    first_keys(lo, first, i, t0, T, past) -> the largest      lo (MT, 2) = the first key that each row sees, from query t0 on
-    hide_early(s, lo, most, n0)         set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
+    first_keys(lo, first, i, t0, T, past) -> the largest
+        lo (MT, 2) = the first key that each row sees, from query t0 on
+    hide_early(s, lo, most, n0)
+        set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
     """
     first_key = make_first_key(KIND)
 

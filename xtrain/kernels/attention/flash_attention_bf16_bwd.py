@@ -1,8 +1,8 @@
 """FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in
 a fixed order.
 
-    dQ kernel       a block owns BM queries and loops over the keys          S, dP, dQ: 3 products per tile
-    dK, dV kernel   a block owns BN keys and loops over the queries          S, dP, dV, dK: 4 products
+    dQ kernel       a block owns BM queries and loops over the keys       S, dP, dQ: 3 products
+    dK, dV kernel   a block owns BN keys and loops over the queries       S, dP, dV, dK: 4 products
 
 S and dP are computed twice. Atomics on dQ would avoid that, but give different bits in every run.
 
@@ -290,7 +290,8 @@ def make_hide_late(MT, NT, KIND):
 
     last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees
     each key, from key s0 on
-    hide_late(s, hi, least, t0)         -inf where query t0 + column comes after it. least: the smallest of hi
+    hide_late(s, hi, least, t0)
+        -inf where query t0 + column comes after it. least: the smallest of hi
     """
     last_query = make_last_query(KIND)
 

@@ -7,8 +7,10 @@ alone, and with only 16 keys per warp, reading shared memory takes longer than m
 (primitives/tiles.py). Divided between two warps, each does two of the four products per tile of
 queries:
 
-    the dV warp, tile i         S^T = K Q^T       P^T = exp(S^T - lse) -> shared memory      dV = dV + P^T dO
-    the dK warp, tile i - 1     dP^T = V dO^T     dS^T = P^T (dP^T - delta)                  dK = dK + dS^T Q
+    the dV warp, tile i         S^T = K Q^T       P^T = exp(S^T - lse) -> shared memory
+                                dV = dV + P^T dO
+    the dK warp, tile i - 1     dP^T = V dO^T     dS^T = P^T (dP^T - delta)
+                                dK = dK + dS^T Q
 
 The dK warp is one tile behind, so one barrier per tile is enough: what the dV warp of tile i writes
 is read after the barrier of tile i + 1. Therefore there are three stages of Q and dO (old, now, and

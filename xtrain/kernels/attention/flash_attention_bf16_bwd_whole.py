@@ -8,7 +8,8 @@ over keys, dK and dV are sums over queries, and no block there has both. Five pr
 seven:
 
     block           one key head: its K and V stay in shared memory, dK and dV in registers
-    warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products
+    warp            32 of the keys; loops over the queries, 16 at a time
+                    S, dP, dV, dK: 4 products
     all warps       after each 64 queries: dQ = dS K over all keys               the fifth
 
 dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp
@@ -110,8 +111,10 @@ def make_mask(CAUSAL):
     """Return hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t +
     past.
 
-    hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key n0 + row
-    last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a multiple of BM
+    hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key
+                                    n0 + row
+    last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a
+                                    multiple of BM
     first_query(n0, T, S, past)     the first t0 whose last_key is above n0; T if there is none
     """
 

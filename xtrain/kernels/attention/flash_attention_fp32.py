@@ -1,11 +1,13 @@
 """FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of
 flash_attention.py first.
 
-    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel) of one head
-    tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed: consecutive rows then
-               begin in different banks, and 16 lanes that read one column of 16 rows have no bank
-               conflicts
-    thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row are half a warp
+    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel)
+               of one head
+    tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed:
+               consecutive rows then begin in different banks, and 16 lanes that read one column of
+               16 rows have no bank conflicts
+    thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row
+               are half a warp
 
 Each product is a small matrix product from shared memory with its results in registers. Between the
 two products of a tile, p (or ds) passes through shared memory, because the second product needs
@@ -76,8 +78,10 @@ def row_max(v):
 def make_load_store(D):
     """Return load_tile, store_row
 
-    load_tile(tile, x_BTHD, b, t0, h)           tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
-    store_row(y_BTHD, b, t, h, row, factor)     this thread's columns of y[b, t, h] = row (W,) times factor
+    load_tile(tile, x_BTHD, b, t0, h)
+        tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
+    store_row(y_BTHD, b, t, h, row, factor)
+        this thread's columns of y[b, t, h] = row (W,) times factor
     """
     sizes = tile_sizes(D)
     TILE = sizes.TILE

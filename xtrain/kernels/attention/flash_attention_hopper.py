@@ -7,7 +7,8 @@ warpgroup (64 queries) computes
 
     S = Q K^T       wgmma, both operands from shared memory
     p = exp2(S scale - top)             in registers
-    O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left operand
+    O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left
+                    operand
 
 and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of
 tile i + 1 are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).

@@ -1,9 +1,12 @@
 """FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is
 summed by one warpgroup.
 
-    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy brings both
-    dQ kernel       a block owns queries, keys stream:   S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
-    dK, dV kernel   a block owns keys, queries stream:   S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
+    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy
+                    brings both
+    dQ kernel       a block owns queries, keys stream; 3 products
+                    S = Q K^T    dP = dO V^T    dQ += dS K
+    dK, dV kernel   a block owns keys, queries stream; 4 products
+                    S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q
 
 with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to
 left operands in registers; K, Q and dO are read from the same tiles in shared memory, plain for one

@@ -140,7 +140,8 @@ class OwnedTiles:
     """Device functions that pass a block's tiles from the producer to the consumers. done: number
     of tiles before this one
 
-    offer(base, done, tile)    the producer waits for a free buffer and writes the tile's number -> address of its barriers
+    offer(base, done, tile) -> address of its barriers
+        the producer waits for a free buffer and writes the tile's number
     wait(base, done)           a consumer waits for the tile's operands -> the tile's number
     free(base, done)           a warp has finished with the tile's operands
     """
@@ -453,8 +454,10 @@ class Elements:
 
     clear(acc)                          zeros
     pack(a, acc)                        acc in bf16, as a left operand
-    hide_after(s, last, row_step)       -inf in columns after `last`; in the lane's second row, after last + row_step
-    hide_before(s, first)               -inf in columns before `first`; in the lane's second row, before first + 8
+    hide_after(s, last, row_step)
+        -inf in columns after `last`; in the lane's second row, after last + row_step
+    hide_before(s, first)
+        -inf in columns before `first`; in the lane's second row, before first + 8
     hide_below(s, lo, at)               -inf in columns before lo[r] - at; r: the lane's row
     hide_above(s, hi, at)               -inf in columns after hi[r] - at
     Columns are counted from the lane's first one.
@@ -528,7 +531,8 @@ def make_store(D):
                                                             `at` on, panels `panel` bytes apart, and
                                                             starts the copy to rows `row`, row + 1,
                                                             ... of map i
-    stores_done()                                           waits until the shared memory may be written again
+    stores_done()
+        waits until the shared memory may be written again
     """
     PANELS = D // PANEL
 

@@ -21,10 +21,14 @@ class Sequences:
     """Device functions that find sequence b, its queries and its keys. make_sequences has the two
     kinds of `where`.
 
-    size(where, b) -> (T, S, row, batch, state)     its queries, its keys; its first query is row `row` of batch `batch` of Q
-    look_up(found, where, b, n0, S, state)          found[i] = the block of the i-th box of the tile of keys n0, for `place`
-    place(found, i, where, b, g, n0) -> (row, head, batch)     where the i-th box of the tile begins in the maps of K and V
-    check(where, b, end, state) -> state            INVALID if one of the blocks of keys 0 .. end - 1 does not exist
+    size(where, b) -> (T, S, row, batch, state)
+        its queries, its keys; its first query is row `row` of batch `batch` of Q
+    look_up(found, where, b, n0, S, state)
+        found[i] = the block of the i-th box of the tile of keys n0, for `place`
+    place(found, i, where, b, g, n0) -> (row, head, batch)
+        where the i-th box of the tile begins in the maps of K and V
+    check(where, b, end, state) -> state
+        INVALID if one of the blocks of keys 0 .. end - 1 does not exist
     BOX: keys of a box; a tile of keys is BN // BOX boxes.
     """
 

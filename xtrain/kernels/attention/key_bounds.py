@@ -1,7 +1,8 @@
 """Which keys a causal query sees: all of its past, the last `window` of them, or those of its own
 document.
 
-    query t sees the keys first(t) .. t + past          key s is seen by the queries s - past .. last(s)        past = S - T
+    query t sees the keys first(t) .. t + past                           past = S - T
+    key s is seen by the queries s - past .. last(s)
 
 first and last never decrease. So the first query of a tile has the earliest key, the last key of a
 tile the latest query: a block of threads needs one bound for its range of tiles, and one more
@@ -9,8 +10,10 @@ comparison per score in the tiles that a bound cuts.
 
     KIND             first(t)                       last(s)
     0                0                              T - 1
-    window W > 0     max(t + past - W + 1, 0)       min(s - past + W - 1, T - 1)      sliding window (Beltagy et al. 2020)
-    BY_ARRAY         first_BT[b, t]                 last_BS[b, s]                     several documents in a row; T = S
+    window W > 0     max(t + past - W + 1, 0)       min(s - past + W - 1, T - 1)
+                     a sliding window (Beltagy et al. 2020)
+    BY_ARRAY         first_BT[b, t]                 last_BS[b, s]
+                     several documents in a row; T = S
 
 KIND is a constant of a kernel's code: without bounds, kernels are compiled as if this file did not
 exist.

@@ -1,7 +1,8 @@
 """Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations
 before and after it.
 
-    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it, or quantized    y: (N, O)    b: (O,), optional
+    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it, or quantized
+    y: (N, O)            b: (O,), optional
 
     add        x is first replaced by h = x + delta, the residual stream, which is a result too
     norm       h is RMS-normalized: h r nw,  r = 1 / sqrt(mean_k(h^2) + eps)       (rmsnorm.py)
@@ -9,16 +10,17 @@ before and after it.
                kernels sum the squares of what they read for the product anyway, so there is no
                separate pass over x.
     bias       b is added to the product, in float32
-    swiglu     w holds gate rows, then up rows, F each: y_f = silu(x . w_f) (x . w_{F + f})   (swiglu.py)
+    swiglu     w holds gate rows, then up rows, F each (swiglu.py):
+               y_f = silu(x . w_f) (x . w_{F + f})
 
 A decoding step reads every weight once and does little arithmetic with it: 2 N operations per
 weight. So the memory must never be idle, and every fused kernel saves a gap between two kernels:
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
-    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype that the codes stand for.
-                   With tensor cores up to 32 rows, where nothing precedes the product: a GEMM would
-                   need a dequantized copy
+    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype
+                   that the codes stand for. With tensor cores up to 32 rows, where nothing precedes
+                   the product: a GEMM would need a dequantized copy
 
 Every block needs all of h, so every block computes it; each writes a part of it to memory.
 Bytes moved: read w; x, y and delta are small.
@@ -229,9 +231,16 @@ def gemv(
 
 
 def add_norm_gemv(
-    x_NK: Array, delta_NK: Array | None, norm_w_K: Array, w_OK: Array, eps: float, swiglu: bool = False,
-    weights_ready: bool = False, dtype=None, b_O: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
+    x_NK: Array,
+    delta_NK: Array | None,
+    norm_w_K: Array,
+    w_OK: Array,
+    eps: float,
+    swiglu: bool = False,
+    weights_ready: bool = False,
+    dtype=None,
+    b_O: Array | None = None,
+) -> tuple[Array, Array]:
     """Return h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T + b, or (N, O / 2) with
     swiglu; see this file's docstring.
 

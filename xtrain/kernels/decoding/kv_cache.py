@@ -1,8 +1,9 @@
 """The memory of a decoder: keys and values of all tokens so far, in one preallocated array, paged
 (Kwon et al. 2023).
 
-    kv_L2RGSD    layer, key or value, block, key head, offset, channel      S: tokens of a block, a multiple of 16
-    k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]                     what the kernels of layer l read and write
+    kv_L2RGSD    layer, key or value, block, key head, offset, channel
+                 S: tokens of a block, a multiple of 16
+    k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]    what the kernels of layer l read and write
     tables_AM    int32: position p of sequence a is in block tables[a, p // S], at offset p % S
 
 A sequence owns as many blocks as its tokens need, wherever they are: only its last block is partly
@@ -11,7 +12,8 @@ a common prefix share its full blocks; a block that is being written belongs to 
 tokens fit into a table of M blocks.
 
     S = 4      sequence 0, 6 tokens     p0 p1 p2 p3 | p4 p5 .  .       tables[0] = 5 2 -
-               sequence 1, 9 tokens     p0 p1 p2 p3 | p4 ... p7 | p8   tables[1] = 5 0 3      the first 4 tokens are the same
+               sequence 1, 9 tokens     p0 p1 p2 p3 | p4 ... p7 | p8   tables[1] = 5 0 3
+               the first 4 tokens are the same
 
 Inside a block the layout favours reads, because a decoding step writes one position of every
 (sequence, head) and reads all of
@@ -21,7 +23,7 @@ other heads'. An append would then be one run instead of G, but it touches one p
 thousands. A table costs 4 bytes per S keys: reading it takes no bandwidth, and the kernels of
 attention read the entry of the next keys while they compute on these, so it takes no time either.
 
-    append     k[block, g, offset] = new k of a token, v likewise; tokens may belong to any blocks, in any order
+    append     k[block, g, offset] = new k of a token, v likewise; tokens may belong to any blocks
 
 Bytes moved by append: read and write 2 N G D elements.
 """
@@ -228,7 +230,8 @@ def check_block_tables(op: str, tables_AM: Array, A: int, S: int) -> int:
     fits = M > 0 and S > 0 and max(A * M, M * S) < 2**31
     check(
         fits,
-        f"{op}: {A} tables of {M} blocks of {S} tokens: expected 1 to {2**31 - 1} entries and tokens",
+        f"{op}: {A} tables of {M} blocks of {S} tokens: "
+        f"expected 1 to {2**31 - 1} entries and tokens",
     )
     return M * S
 

@@ -1,10 +1,13 @@
 """The KV cache in one byte per number: e4m3 codes, and a float32 scale for each key and each value
 of a head.
 
-    append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)          x: the key or the value of a token, of one head
-    read       x'_d = s code_d            quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
+    append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)
+               x: the key or the value of a token, of one head
+    read       x'_d = s code_d
+               quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
 
-    k, v (R, G, S, D): the codes, as in kv_cache.py     scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
+    k, v (R, G, S, D): the codes, as in kv_cache.py
+    scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
 
 A decoding step reads all keys and values of all sequences: with many or long sequences these are
 most of its bytes. Codes are about half of them: a head of 128 channels has 2 (128 + 4) bytes per
@@ -234,9 +237,14 @@ def make_dequantize_blocks_kernel(D):
 
 # ----------------------------------------------------------------------------- launchers
 def append_codes(
-    k_codes_RGSD: Array, v_codes_RGSD: Array, scales_RGS2: Array, k_NGD: Array, v_NGD: Array, blocks_N: Array,
+    k_codes_RGSD: Array,
+    v_codes_RGSD: Array,
+    scales_RGS2: Array,
+    k_NGD: Array,
+    v_NGD: Array,
+    blocks_N: Array,
     offsets_N: Array,
-) -> None:  # fmt: skip
+) -> None:
     """Write keys and values of N tokens to the cache, as kv_cache.append_kv does, in codes.
 
     Codes (R, G, S, D): uint8, scales (R, G, S, 2): float32. New keys and values (N, G, D): both
@@ -260,9 +268,18 @@ def append_codes(
     new = [x if row_step(x) is not None else x.copy() for x in (k_NGD, v_NGD)]
     flat = [x.reshape(-1) for x in arrays[:3]] + [flat_rows(x) for x in new]
     launch(
-        make_append_codes_kernel(D), -(-N * G // WARPS), BLOCK, *flat, blocks_N, offsets_N, N, G, R, S,
+        make_append_codes_kernel(D),
+        -(-N * G // WARPS),
+        BLOCK,
+        *flat,
+        blocks_N,
+        offsets_N,
+        N,
+        G,
+        R,
+        S,
         *map(row_step, new),
-    )  # fmt: skip
+    )
 
 
 def dequantize_blocks(

@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens: of given ones, and of the most likely ones.   logits: (B, V)   tokens: (B,)   results: float32
+"""Log-probabilities of tokens: of given ones, and of the most likely ones.
+
+    logits: (B, V)   tokens: (B,)   results: float32
 
     m = max_v x_v     w_v = floor(2^44 exp(x_v - m) + 1/2)     rest = 2^-44 (sum_v w_v - 2^44)
     logprob_t = (x_t - m) - log1p(rest)
@@ -110,8 +112,20 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
 
     @kernel(THREADS, sizes.blocks)
     def score_kernel(
-        logprobs_B, log_total_B, last_bin_B, sums, bins, counters, logits, tokens_B, top_B, n, length, V, columns
-    ):  # fmt: skip
+        logprobs_B,
+        log_total_B,
+        last_bin_B,
+        sums,
+        bins,
+        counters,
+        logits,
+        tokens_B,
+        top_B,
+        n,
+        length,
+        V,
+        columns,
+    ):
         """Grid (blocks per row, B), block THREADS. sums: flat (B gridDim.x). n: alternatives.
 
         log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that
@@ -305,9 +319,20 @@ def token_logprobs(
     grid = (blocks, B), SIZES.threads
     run(make_top_kernel, *grid, top_B, bins, counts_B, tops, counters, logits, length)
     run(
-        make_score_kernel, *grid, logprobs_B, log_total_B, last_bin_B, sums, bins, counters, logits, tokens_B, top_B, top,
+        make_score_kernel,
+        *grid,
+        logprobs_B,
+        log_total_B,
+        last_bin_B,
+        sums,
+        bins,
+        counters,
+        logits,
+        tokens_B,
+        top_B,
+        top,
         length,
-    )  # fmt: skip
+    )
     if top:
         candidates = new(B * SIZES.room, np.int64)
         run(make_gather_kernel, *grid, candidates, counts_B, logits, last_bin_B, top_B, length)

@@ -1,7 +1,10 @@
-"""Changes of single logits before a token is drawn: bias and penalties.   logits: (B, V), changed in place
+"""Changes of single logits before a token is drawn: bias and penalties.
+
+    logits: (B, V), changed in place
 
     bias         x += bias_t                                      OpenAI's logit_bias
-    repetition   x / r if x > 0 else x r                          if token t is in the prompt or the answer (Keskar et al. 2019)
+    repetition   x / r if x > 0 else x r                          if token t is in the prompt or the
+                                                                  answer (Keskar et al. 2019)
     frequency    x -= f times the number of t in the answer       OpenAI's frequency_penalty
     presence     x -= a if t is in the answer                     OpenAI's presence_penalty
 
@@ -14,7 +17,9 @@ step changes the logits (apply_penalties), draws, puts the model's own logits ba
 drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a
 slot end at once.
 
-count        -1: the token is not in the text, it only has a bias; 0: only in the prompt; above: times in the answer
+count        -1: the token is not in the text, it only has a bias
+             0: only in the prompt
+             above: times in the answer
 """
 
 import functools

@@ -1,13 +1,15 @@
 """From logits to the next token, without leaving the device.   logits: (B, V)   ids: (B,)
 
-    order       tokens are sorted by their logits, the largest first; of equal ones the lower id first
+    order       tokens are sorted by their logits, the largest first; of equal ones the lower id
+                first
     weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
     min-p       tokens with less than min_p times the first token's probability get the weight 0
     top-k       the first k tokens are kept (0: all)
-    top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
-                with at least p of the probability (Holtzman et al. 2020). The first one is always
-                kept.
-    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
+    top-p       of those, token i is kept while the weights before it sum to less than p of the
+                total: the smallest set with at least p of the probability (Holtzman et al. 2020).
+                The first one is always kept.
+    draw        a random number u in [0, 1): the first token at which the running sum exceeds u
+                times the total
     greedy      temperature 0: the first token
 
 The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on
@@ -142,10 +144,15 @@ def sample(
     vocab = V if vocab is None else vocab
     check(0 < vocab <= V, f"sample: a vocabulary of {vocab}, the logits have {V} columns")
     parameters = dict(
-        ids=(ids_B, "int32"), temperature=(temperature_B, "float32"), top_k=(top_k_B, "int32"),
-        top_p=(top_p_B, "float32"), min_p=(top_p_B if min_p_B is None else min_p_B, "float32"),
-        seed=(seed_B, "int64"), sequence=(sequence_B, "int64"), step=(step_B, "int32"),
-    )  # fmt: skip
+        ids=(ids_B, "int32"),
+        temperature=(temperature_B, "float32"),
+        top_k=(top_k_B, "int32"),
+        top_p=(top_p_B, "float32"),
+        min_p=(top_p_B if min_p_B is None else min_p_B, "float32"),
+        seed=(seed_B, "int64"),
+        sequence=(sequence_B, "int64"),
+        step=(step_B, "int32"),
+    )
     for name, (x, dtype) in parameters.items():
         check_array("sample", name, x, (B,), (dtype,))
     arrays = [x for x, _ in parameters.values()]  # without min_p, another array takes its place

@@ -147,9 +147,23 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
 
     @kernel(THREADS, sizes.blocks)
     def sample_weigh_kernel(
-        ids_B, state_BF, bins, counters, logits, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, sequence_B,
-        step_B, length, V, columns,
-    ):  # fmt: skip
+        ids_B,
+        state_BF,
+        bins,
+        counters,
+        logits,
+        top_B,
+        temperature_B,
+        top_k_B,
+        top_p_B,
+        min_p_B,
+        seed_B,
+        sequence_B,
+        step_B,
+        length,
+        V,
+        columns,
+    ):
         """Grid (blocks per row, B), block THREADS. bins: flat (B K) int64, zeros before. Others as
         in top_key_kernel."""
         bins_s = cuda.shared.array((2, K), uint32)
@@ -206,7 +220,7 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
     @kernel(THREADS, sizes.blocks)
     def sample_gather_kernel(
         candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, length, V, columns
-    ):  # fmt: skip
+    ):
         """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros
         before."""
         keys_s = cuda.shared.array(K, int64)
@@ -245,9 +259,22 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
 
     @kernel(sizes.sorters)
     def sample_draw_kernel(
-        ids_B, candidates, counts_B, logits, state_BF, top_B, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, sequence_B,
-        step_B, V, columns,
-    ):  # fmt: skip
+        ids_B,
+        candidates,
+        counts_B,
+        logits,
+        state_BF,
+        top_B,
+        temperature_B,
+        top_k_B,
+        top_p_B,
+        min_p_B,
+        seed_B,
+        sequence_B,
+        step_B,
+        V,
+        columns,
+    ):
         """Grid B. candidates, counts_B: the row's list."""
         keys_s = cuda.shared.array(K, int64)
         bins_s = cuda.shared.array((2, K), uint32)

@@ -4,18 +4,20 @@ The tokens of a row are in order of their logits, the largest first; of equal on
 first. Three launches read the row, each with several blocks a row; a fourth needs one block a row.
 
 top       the largest key. The block that finishes last merges what the blocks of a row have found.
-weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers are added atomically, so
-          the sums are exact and do not depend on the order or on the division into blocks. The
-          block that finishes last searches the running sum of the bins for the bins in which the
-          wanted tokens lie.
+weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers
+          are added atomically, so the sums are exact and do not depend on the order or on the
+          division into blocks. The block that finishes last searches the running sum of the bins for
+          the bins in which the wanted tokens lie.
 gather    the keys of those bins, usually a few hundred, go to a list.
-draw      one block sorts the list (bitonic sort, Batcher 1968) and searches its running sum. A list that is too long to sort
-          (many equal logits) is first narrowed down: a histogram over the next bits of its keys,
-          again and again; if even memory has no room for it, from the row itself.
+draw      one block sorts the list (bitonic sort, Batcher 1968) and searches its running sum. A list
+          that is too long to sort (many equal logits) is first narrowed down: a histogram over the
+          next bits of its keys, again and again; if even memory has no room for it, from the row
+          itself.
 
-key       a token's sort key, an int64: its logit in the upper bits, as an integer that grows with it; below, the largest
-          possible id minus its id. Keys are distinct, and a larger key comes earlier, so "lower id
-          first" needs no extra step. -1 is no token. A NaN sorts before everything else.
+key       a token's sort key, an int64: its logit in the upper bits, as an integer that grows with
+          it; below, the largest possible id minus its id. Keys are distinct, and a larger key comes
+          earlier, so "lower id first" needs no extra step. -1 is no token. A NaN sorts before
+          everything else.
 """
 
 import functools
