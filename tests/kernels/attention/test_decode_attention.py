@@ -26,6 +26,7 @@ from xtrain import simulator
 from xtrain.kernels.attention import decode_attention as file
 from xtrain.kernels.attention import decode_attention_loops as loops
 from xtrain.kernels.attention import decode_attention_parts
+from xtrain.kernels.attention import decode_attention_schedule as schedule
 from xtrain.kernels.attention.decode_attention import (
     decode_attention,
     decode_attention_ref,
@@ -381,10 +382,10 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_attend_plain", "total[h] if worst < pages.blocks else NAN", "total[h]"),
     (file, "make_decode_kernel", "uint32(uint32(b) * uint32(batch.M))", "uint32(b)"),
     # the schedule: a row too late, the splits of an earlier row, a barrier that is missing
-    (file, "make_schedule", "first_s[middle] <= i", "first_s[middle] < i"),
-    (file, "make_schedule", "before -= mine", "pass"),
-    (file, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
-    (file, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
+    (schedule, "make_schedule", "first_s[middle] <= i", "first_s[middle] < i"),
+    (schedule, "make_schedule", "before -= mine", "pass"),
+    (schedule, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
+    (schedule, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
     (
         file,
         "make_decode_kernel",
@@ -403,7 +404,7 @@ def test_planted_bugs_of_paging_are_found(short_splits, monkeypatch, module, nam
     factory = getattr(module, name)
     dtype = BF16 if name == "make_attend_tensor" else np.float32
     broken = with_bug(factory, old, new, dict(vars(module)))[name]
-    for user in (kv_cache, loops, file):
+    for user in (kv_cache, loops, schedule, file):
         if hasattr(user, name):
             monkeypatch.setattr(user, name, broken)
     for f in (make_decode_kernel, loops.make_attend_plain, loops.make_attend_tensor):

@@ -46,7 +46,6 @@ everything else is small.
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -64,8 +63,7 @@ from ..decoding.kv_cache import (
 from ..decoding.kv_codes import check_codes, read_sequence_ref, write_token_ref
 from ..primitives.flat import on_16_bytes
 from ..primitives.last_block import arrive_last, zero_counters
-from ..primitives.ptx import device, kernel, let_next_start, prefetch, store1, wait_for_previous
-from ..primitives.reduce import FULL
+from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
@@ -90,8 +88,8 @@ from .decode_attention_parts import (
     Partials,
     Places,
     Shared,
-    quotient,
 )
+from .decode_attention_schedule import Batch, Schedule, make_items
 
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
 MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
@@ -186,161 +184,6 @@ def heads_of(half: bool, group: int) -> int:
     if half:
         return 16 if group > 8 else 8
     return min(group, 8)
-
-
-class Batch(NamedTuple):
-    """The rows of a launch and the blocks of their tokens."""
-
-    tables: Array  # (B, M), flat
-    B: int
-    G: int
-    M: int
-    R: int  # blocks of the cache
-
-
-class Schedule(NamedTuple):
-    """Which splits there are: tables of all rows in shared memory."""
-
-    first: Array  # (B + 1,): the splits of all rows before b, at last of all
-    t: Array  # (B,): the position of row b's token, -1 if it has none
-
-
-class Item(NamedTuple):
-    """What a block computes at a time: one split of the keys of one key head."""
-
-    b: int
-    g: int
-    t: int  # position of the row's token
-    split: int
-    lo: int  # the keys lo .. hi - 1
-    hi: int
-    splits: int  # of the row that have keys
-
-
-@functools.cache
-def make_schedule(config, WINDOW):
-    """Return key_range, count_items, row_of: which splits there are.
-
-    key_range(split, t) -> (lo, hi, used)
-        a split has keys lo .. hi - 1 of 0 .. t; `used` splits have keys
-        With a window, they begin at the multiple of 16 before its first key.
-    count_items(schedule, sums_s, lengths_B, B, limit)
-        fill the schedule; a row's token is at 0 .. limit - 1, a row without one counts as one split
-        sums_s: an int32 for each warp. Ends with a barrier.
-    row_of(first_s, B, i)
-        the row of split i
-    """
-    WARPS = config.warps
-    THREADS = 32 * config.warps
-    split_keys = parts.make_split_keys(config.keys, config.splits)
-
-    @device
-    def base_of(t):
-        return int64(t + 1 - WINDOW) // 16 * 16 if WINDOW and t + 1 > WINDOW else int64(0)
-
-    @device
-    def key_range(split, t):
-        base = base_of(t)
-        keys, used = split_keys(t + 1 - base)
-        lo = base + split * keys
-        return lo, lo + keys if split + 1 < used else t + 1, used
-
-    @device
-    def used_by(t):
-        return int32(split_keys(int64(t + 1) - base_of(t))[1]) if t >= 0 else int32(1)
-
-    @device
-    def count_items(schedule, sums_s, lengths_B, B, limit):
-        first_s = schedule.first
-        t_s = schedule.t
-        tid = cuda.threadIdx.x
-        lane = tid & 31
-        warp = tid >> 5
-        each = quotient(int64(B + THREADS - 1), int64(THREADS))
-        low = tid * each if tid * each < B else int64(B)
-        high = low + each if low + each < B else int64(B)
-        mine = int32(0)
-        for b in range(low, high):
-            t = int32(lengths_B[b])
-            t_s[b] = t if t >= 0 and t < limit else int32(-1)
-            mine += used_by(t_s[b])
-        before = mine  # of this lane and the lower ones
-        for i in range(5):
-            other = cuda.shfl_up_sync(FULL, before, 1 << i)
-            before += other if lane >= 1 << i else int32(0)
-        if lane == 31:
-            sums_s[warp] = before
-        cuda.syncthreads()  # the sums of all warps
-        before -= mine
-        for w in range(WARPS):
-            before += sums_s[w] if w < warp else int32(0)
-        for b in range(low, high):
-            first_s[b] = before
-            before += used_by(t_s[b])
-        if tid == THREADS - 1:
-            first_s[B] = before
-        cuda.syncthreads()  # the table of all rows
-
-    @device
-    def row_of(first_s, B, i):
-        low = int32(0)
-        high = int32(B)
-        while high - low > 1:
-            middle = int32((low + high) >> 1)
-            if first_s[middle] <= i:
-                low = middle
-            else:
-                high = middle
-        return low
-
-    return key_range, count_items, row_of
-
-
-def make_items(D, S, half, config, WINDOW, CODES=False):
-    """Return count_items, place_of, prefetch_tables, prefetch_keys.
-
-    place_of(number, schedule, B, G)               the Item of this number
-    prefetch_tables(tables, count)                 the blocks share the work
-    prefetch_keys(cache, pages, lo, hi)            the first keys lo, lo + 1, ...
-    """
-    key_range, count_items, row_of = make_schedule(config, WINDOW)
-    entry_of, start_of = make_block_table(S, D)
-    THREADS = 32 * config.warps
-    MOST = config.prefetched
-    LINE = 64 if half else 32  # numbers in 128 bytes
-    if CODES:
-        LINE = 128
-    ENTRIES = 32
-
-    @device
-    def place_of(number, schedule, B, G):
-        row_split = quotient(number, int64(G))
-        g = number - row_split * G
-        b = row_of(schedule.first, B, row_split)
-        split = row_split - schedule.first[b]
-        t = int64(schedule.t[b])
-        lo, hi, splits = key_range(split, t if t >= 0 else int64(0))
-        return Item(int64(b), g, t, split, lo, hi, splits)
-
-    @device
-    def prefetch_tables(tables, count):
-        i = (int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x) * ENTRIES
-        while i < count:
-            prefetch(tables, i)
-            i += int64(cuda.gridDim.x) * (THREADS * ENTRIES)
-
-    @device
-    def prefetch_keys(cache, pages, lo, hi):
-        count = (hi - lo if hi - lo < MOST else int64(MOST)) * D
-        for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
-            n = lo + i // D
-            at = start_of(entry_of(pages, n), n, pages) + i % D
-            prefetch(cache.k, at)
-            prefetch(cache.v, at)
-            if CODES and n % 16 == 0:  # the scales of 16 keys are 128 bytes
-                prefetch(cache.scales, 2 * (at // D))
-
-    return count_items, place_of, prefetch_tables, prefetch_keys
 
 
 def make_combine(D, HEADS, WARPS):
@@ -538,8 +381,7 @@ def decode_attention(
     window: int = 0,
     scales_RGS2: Array | None = None,
 ) -> Array:
-    """Attention of one new token per sequence -> o (B, H D) like qkv. Appends the tokens' keys and
-    values to the cache.
+    """Return the attention of one new token per sequence, o (B, H D) like qkv, and append to the cache.
 
     qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and
     tables (B, M): int32, in device memory; the host does not read their values. Sequences may share
@@ -567,39 +409,32 @@ def decode_attention(
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
         return decode_attention_ref(*given, eps, scale, window, scales_RGS2)
-    widths = CODE_WIDTHS if codes else WIDTHS
-    check(D in widths, f"{op}: head dim {D}, the GPU kernels support {widths}")
-    check_block_size(op, R, G, S, D)
+    _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes)
     o_BC = empty(qkv_BP, (B, H * D))
     group = H // G
     half = qkv_BP.dtype != np.float32
-    check(half or not codes, f"{op}: float32, the GPU kernel for codes is for bf16")
-    flat = [x.reshape(-1) for x in (k_RGSD, v_RGSD)]
-    check(on_16_bytes(*flat), f"{op}: the cache does not begin at a multiple of 16 bytes")
     config = choose(D, group, half, B * G)
     overlap = can_overlap(qkv_BP)
-    splits = parts.splits_of(
-        min(M * S, window + 15) if window else M * S, config.keys, config.splits
-    )
+    seen = min(M * S, window + 15) if window else M * S
+    splits = parts.splits_of(seen, config.keys, config.splits)
     variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
     cos = cos_PR.reshape(-1)
     sin = sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
-    flat.append(cos if scales_RGS2 is None else scales_RGS2.reshape(-1))
+    scales = scales_RGS2.reshape(-1) if codes else cos
+    cache = k_RGSD.reshape(-1), v_RGSD.reshape(-1), scales
     for low in range(0, B, MOST_ROWS):
         rows = slice(low, min(low + MOST_ROWS, B))
         n = rows.stop - low
         count = n * G * chunks
-        partials = (
-            empty(qkv_BP, count * size * (splits if splits > 1 else 0), np.float32)
-            for size in (heads * D, heads, heads)
-        )
+        room = count * heads * splits if splits > 1 else 0
+        partials = (empty(qkv_BP, room * width, np.float32) for width in (D, 1, 1))
         arrays = (
             o_BC[rows].reshape(-1),
             *partials,
             zero_counters(qkv_BP, count, "decode_attention"),
-            *flat,
+            *cache,
             qkv_BP[rows].reshape(-1),
             lengths_B[rows],
             tables_BM[rows].reshape(-1),
@@ -611,6 +446,17 @@ def decode_attention(
         grid = min(n * G * splits, config.blocks * MULTIPROCESSORS)
         launch(decode_kernel, grid, 32 * config.warps, *arrays, *scalars, overlap=overlap)
     return o_BC
+
+
+def _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes):
+    D = k_RGSD.shape[3]
+    widths = CODE_WIDTHS if codes else WIDTHS
+    check(D in widths, f"{op}: head dim {D}, the GPU kernels support {widths}")
+    check_block_size(op, *k_RGSD.shape)
+    half = qkv_BP.dtype != np.float32
+    check(half or not codes, f"{op}: float32, the GPU kernel for codes is for bf16")
+    aligned = on_16_bytes(k_RGSD.reshape(-1), v_RGSD.reshape(-1))
+    check(aligned, f"{op}: the cache does not begin at a multiple of 16 bytes")
 
 
 def _check(
@@ -626,8 +472,8 @@ def _check(
     check_array(op, "qkv", qkv_BP, (None, None), dtypes)
     B, P = qkv_BP.shape
     n = check_block_tables(op, tables_BM, B, S)
-    known = cos_PR.shape[0]
-    check(n <= known, f"{op}: cos and sin of {known} positions, the block tables hold {n} tokens")
+    P_cos = cos_PR.shape[0]
+    check(n <= P_cos, f"{op}: cos and sin of {P_cos} positions, the block tables hold {n} tokens")
     H = P // D - 2 * G
     check(
         P % D == 0 and H > 0 and H % G == 0,
