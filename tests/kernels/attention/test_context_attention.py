@@ -259,7 +259,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
     (
         kv_cache,
         "make_block_table",
-        "block = entry if entry < last else last",
+        "block = min(entry, last)",
         "block = entry",
         BF16,
         64,

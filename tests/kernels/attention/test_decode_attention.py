@@ -372,7 +372,7 @@ def planted(monkeypatch, old, new):
 PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (kv_cache, "make_block_table", "uint32(p) // uint32(S)", "uint32(p) // uint32(S) + uint32(1)"),
     (kv_cache, "make_block_table", "uint32(p) % uint32(S)", "uint32(p)"),
-    (kv_cache, "make_block_table", "block = entry if entry < last else last", "block = entry"),
+    (kv_cache, "make_block_table", "block = min(entry, last)", "block = entry"),
     # the entry of an earlier tile is used again: a stale block
     (loops, "make_attend_tensor", "            entry = following\n", ""),
     (loops, "make_attend_tensor", "        entry = worst\n", "        entry = uint32(0)\n"),

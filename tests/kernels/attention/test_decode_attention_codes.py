@@ -196,7 +196,7 @@ BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_attend_tensor", "s[b, i] *= of_k[i // 2]", "s[b, i] *= of_k[0]"),
     (loops, "make_attend_tensor", "s[b, i] *= of_v[i // 2]", "s[b, i] *= of_k[i // 2]"),
     (loops, "make_attend_tensor", "scales[at + 1] * UNIT", "scales[at + 1]"),
-    (loops, "make_attend_tensor", "n if n < last else last", "n"),
+    (loops, "make_attend_tensor", "min(n, last)", "n"),
     (loops, "make_attend_tensor", "start // D + int64", "start + int64"),
     (loops, "make_load_codes", "fk[K_WORDS * c + j, 2 * i + m]", "fk[K_WORDS * c + j, i + 2 * m]"),
     (loops, "make_load_codes", "fq[b, K_WORDS * c + j, i]", "fq[b, K_WORDS * c + j, 1 - i]"),

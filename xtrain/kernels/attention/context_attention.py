@@ -181,7 +181,7 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
                 if S % TILE != 0:  # the tile may lie in several blocks
                     entry = entry_of(pages, n0 + r)
                     at = start_of(entry, n0 + r, pages) + d
-                    worst = entry if entry > worst else worst
+                    worst = max(entry, worst)
                 key, value = k[at], v[at]
             k_tile[r, d], v_tile[r, d] = key, value
         return worst
@@ -223,11 +223,11 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             total[i] = float32(0.0)
             lo[i] = first_key(edges_E, 0, t0 + y + ROWS * i, past)
         load_queries(q_s, q, head, stride, t0, T)
-        end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
+        end = past + min(t0 + TILE, T)  # end of the keys that the block sees
         for n0 in range(first_key(edges_E, 0, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             used = load_keys(k_s, v_s, k, v, pages, n0, end)
-            worst = used if used > worst else worst
+            worst = max(used, worst)
             cuda.syncthreads()
             dots(s, q_s, k_s)
             add_scores(p_s, s, acc, top, total, lo, t0 + past, n0, end, scale)
@@ -267,7 +267,9 @@ def make_copy_keys(D, S, BN, THREADS):
 
     @device
     def entry_for(pages, n0):
-        return entry_of(pages, n0) if ONE_BLOCK else uint32(0)
+        if ONE_BLOCK:
+            return entry_of(pages, n0)
+        return uint32(0)
 
     @device
     def copy_keys(smem, to, k, v, entry, pages, n0, valid):
@@ -280,7 +282,7 @@ def make_copy_keys(D, S, BN, THREADS):
             row, chunk = i // CHUNKS, i % CHUNKS
             inside = row < valid
             mine = entry_of(pages, n0 + (row if inside else 0))
-            worst = mine if mine > worst else worst
+            worst = max(mine, worst)
             source = start_of(mine, n0 + row, pages) + chunk * CHUNK
             at = to + chunk_offset(row, chunk)
             copy16_async(smem, at, k, source, inside)
@@ -358,7 +360,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(past + (q0 + BM if q0 + BM < T else T))  # end of the keys that the block sees
+        end = int32(past + min(q0 + BM, T))  # end of the keys that the block sees
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(edges_E, 0, q0, past)
         most = first_keys(lo, edges_E, 0, w0, T, past)

@@ -122,7 +122,9 @@ def choose(D: int, group: int, half: bool, key_heads: int) -> Config:
     if key_heads <= FEW_HEADS and min(heads, group) * D <= 512:
         splits = min(parts.MAX_SPLITS, MULTIPROCESSORS // key_heads)  # no block has two items
         return Config(12 if half else 8, 1, parts.FEW_CHUNK, splits, prefetched=512)
-    blocks = 4 if heads * D <= 512 else 3 if heads * D <= 1024 else 2
+    blocks = 2
+    if heads * D <= 1024:
+        blocks = 4 if heads * D <= 512 else 3
     keys = parts.CHUNK if key_heads <= MANY_HEADS else 4 * parts.CHUNK
     return Config(4, blocks, keys, parts.MAX_SPLITS, prefetched=128)
 
@@ -275,7 +277,7 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
                 stride=uint32(uint32(G) * uint32(S * D)),
                 head=uint32(uint32(g) * uint32(S * D)),
             )
-            own = entry_of(pages, t if t >= 0 else int64(0))
+            own = entry_of(pages, max(t, int64(0)))
             if early:
                 if t >= 0:
                     prefetch_keys(cache, pages, item.lo, item.hi)

@@ -95,7 +95,7 @@ def make_attend_plain(D, S, HEADS, LIVE, WARPS, WINDOWED=False):
         for n0 in range(lo + 32 * warp, hi, 32 * WARPS):
             n = n0 + lane if n0 + lane < hi else hi - 1
             here = entry
-            worst = here if here > worst else worst
+            worst = max(here, worst)
             entry = entry_of(pages, n + 32 * WARPS if n + 32 * WARPS < hi else hi - 1)
             base = start_of(here, n, pages)
             for h in range(HEADS):
@@ -183,7 +183,7 @@ def make_load_operands(D, HEADS):
         words = cuda.local.array(4, uint32)
         for m in range(2):
             n = uint32(uint32(8 * m) + (lane >> uint32(2)))
-            n = n if n < last else last
+            n = min(n, last)
             mine = start + int64(uint32(n * uint32(D) + uint32(EACH) * (lane & uint32(3))))
             for c in range(QUADS):
                 at = mine + 32 * c
@@ -202,9 +202,10 @@ def make_load_operands(D, HEADS):
         d = uint32(VALUES) * (lane >> uint32(2))
         for m in range(2):  # keys 2t, 2t + 1, then 2t + 8, 2t + 9: registers 0 and 1
             n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
-            n, more = n if n < last else last, n + uint32(1) if n < last else last
+            next_n = n + uint32(1) if n < last else last
+            n = min(n, last)
             at_even = start + int64(uint32(uint32(n) * uint32(D) + d))
-            at_odd = start + int64(uint32(uint32(more) * uint32(D) + d))
+            at_odd = start + int64(uint32(uint32(next_n) * uint32(D) + d))
             for c in range(READS):
                 if VALUES == 8:
                     load_words8(even, v, at_even + 64 * c)
@@ -256,7 +257,7 @@ def make_load_codes(D, HEADS):
         pairs = cuda.local.array(2, uint32)
         for m in range(2):
             n = uint32(uint32(8 * m) + (lane >> uint32(2)))
-            n = n if n < last else last
+            n = min(n, last)
             mine = start + int64(uint32(n * uint32(D) + uint32(EACH) * (lane & uint32(3))))
             for c in range(D // SPAN):
                 load_of_k(words, k, mine + SPAN * c)
@@ -275,9 +276,10 @@ def make_load_codes(D, HEADS):
         d = uint32(VALUES) * (lane >> uint32(2))
         for m in range(2):
             n = uint32(uint32(8 * m) + uint32(2) * (lane & uint32(3)))
-            n, more = n if n < last else last, n + uint32(1) if n < last else last
+            next_n = n + uint32(1) if n < last else last
+            n = min(n, last)
             load_of_v(even, v, start + int64(uint32(uint32(n) * uint32(D) + d)))
-            load_of_v(odd, v, start + int64(uint32(uint32(more) * uint32(D) + d)))
+            load_of_v(odd, v, start + int64(uint32(uint32(next_n) * uint32(D) + d)))
             for j in range(V_WORDS):
                 both[0], both[1] = even[j], odd[j]
                 interleave_codes(both)
@@ -375,7 +377,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
         """Of keys g and g + 8, and of their values."""
         for m in range(2):
             n = uint32(uint32(8 * m) + uint32((cuda.threadIdx.x & 31) >> 2))
-            at = 2 * (start // D + int64(n if n < last else last))
+            at = 2 * (start // D + int64(min(n, last)))
             of_k[m] = scales[at] * UNIT
             of_v[m] = scales[at + 1] * UNIT
 
@@ -424,7 +426,7 @@ def make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOWED=False, CODES=False):
         while n0 < end:
             after = int32(n0 + STRIDE)
             following = entry_of(pages, after if after < end else int32(end - 1))
-            worst = entry if entry > worst else worst
+            worst = max(entry, worst)
             start = start_of(entry, n0, pages)
             last = uint32(end - n0 - 1)
             load_k(fk, cache.k, start, last)

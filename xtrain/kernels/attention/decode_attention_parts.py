@@ -104,9 +104,9 @@ def make_split_keys(CHUNK, MOST=MAX_SPLITS):
     @device
     def split_keys(n):
         used = (n + CHUNK // 2) // CHUNK
-        used = int64(1) if used < 1 else used if used < MOST else int64(MOST)
+        used = max(min(used, int64(MOST)), int64(1))
         keys = quotient(n, used) // 16 * 16
-        return keys if keys > 16 else int64(16), used
+        return max(keys, int64(16)), used
 
     return split_keys
 
@@ -359,7 +359,7 @@ def make_merge_splits(D, HEADS, WARPS, finish):
         share, quad = tid // QUADS, tid % QUADS
         each = (used + SHARES - 1) // SHARES
         begin = share * each
-        end = begin + each if begin + each < used else used
+        end = min(begin + each, used)
         values = cuda.local.array((AT_ONCE, 4), float32)
         acc = cuda.local.array(4, float32)
         if ONCE and begin < end:  # in flight together with the loads of weigh

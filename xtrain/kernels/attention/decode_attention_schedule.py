@@ -59,7 +59,9 @@ def make_schedule(config, WINDOW):
 
     @device
     def base_of(t):
-        return int64(t + 1 - WINDOW) // 16 * 16 if WINDOW and t + 1 > WINDOW else int64(0)
+        if WINDOW and t + 1 > WINDOW:
+            return int64(t + 1 - WINDOW) // 16 * 16
+        return int64(0)
 
     @device
     def key_range(split, t):
@@ -70,7 +72,9 @@ def make_schedule(config, WINDOW):
 
     @device
     def used_by(t):
-        return int32(split_keys(int64(t + 1) - base_of(t))[1]) if t >= 0 else int32(1)
+        if t < 0:
+            return int32(1)
+        return int32(split_keys(int64(t + 1) - base_of(t))[1])
 
     @device
     def count_items(schedule, sums_s, lengths_B, B, limit):
@@ -80,8 +84,8 @@ def make_schedule(config, WINDOW):
         lane = tid & 31
         warp = tid >> 5
         each = quotient(int64(B + THREADS - 1), int64(THREADS))
-        low = tid * each if tid * each < B else int64(B)
-        high = low + each if low + each < B else int64(B)
+        low = min(tid * each, int64(B))
+        high = min(low + each, int64(B))
         mine = int32(0)
         for b in range(low, high):
             t = int32(lengths_B[b])
@@ -142,7 +146,7 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
         b = row_of(schedule.first, B, row_split)
         split = row_split - schedule.first[b]
         t = int64(schedule.t[b])
-        lo, hi, splits = key_range(split, t if t >= 0 else int64(0))
+        lo, hi, splits = key_range(split, max(t, int64(0)))
         return Item(int64(b), g, t, split, lo, hi, splits)
 
     @device
@@ -154,7 +158,7 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
 
     @device
     def prefetch_keys(cache, pages, lo, hi):
-        count = (hi - lo if hi - lo < MOST else int64(MOST)) * D
+        count = min(hi - lo, int64(MOST)) * D
         for i in range(cuda.threadIdx.x * LINE, count, THREADS * LINE):
             n = lo + i // D
             at = start_of(entry_of(pages, n), n, pages) + i % D

@@ -269,7 +269,8 @@ def flash_attention_bwd(
     inputs = (do_BTHD, q_BTHD, k_BSGD, v_BSGD)
     if dv_BSGD is not None:
         check_array(op, "dv", dv_BSGD, (B, S, G, D), (dtype_name(q_BTHD.dtype),), strided=True)
-    if on_host(*inputs, o_BTHD, lse_BHT, *([] if dv_BSGD is None else [dv_BSGD])):
+    optional = [] if dv_BSGD is None else [dv_BSGD]
+    if on_host(*inputs, o_BTHD, lse_BHT, *optional):
         do, q, k, v, o = map(wide, (*inputs, o_BTHD))
         gradients = flash_attention_bwd_ref(do, q, k, v, o, lse_BHT, scale, causal, bounds)
         dq, dk, dv = (x.astype(q_BTHD.dtype) for x in gradients)
@@ -279,7 +280,10 @@ def flash_attention_bwd(
     dq = empty(q_BTHD, (B, T, H, D))
     dk = empty(k_BSGD, (B, S, G, D))
     dv = dv_BSGD if direct else empty(k_BSGD, (B, S, G, D))
-    compute = _bwd_hopper if use_hopper(q_BTHD) else _bwd_bf16 if half else _bwd_fp32
+    if use_hopper(q_BTHD):
+        compute = _bwd_hopper
+    else:
+        compute = _bwd_bf16 if half else _bwd_fp32
     compute(dq, dk, dv, *inputs, o_BTHD, lse_BHT, np.float32(scale), causal, bounds)
     return dq, dk, dv if direct else _copy_into(dv_BSGD, dv)
 

@@ -307,7 +307,11 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
             wait_copies(0)
             # these queries have arrived; all warps have left dS and the previous stage
             cuda.syncthreads()
-            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), int32(0))
+            next_h = h
+            next_t = int32(t0 + BM)
+            if next_t >= T:
+                next_h = int32(h + 1)
+                next_t = int32(0)
             next_first = ((b * T + next_t) * H + next_h) * D
             if next_h < end:
                 at = (b * T + next_t) * q_row + next_h * D

@@ -434,7 +434,7 @@ def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
         phase = (it // STAGES) & 1
         first = int32(S - n0)
         end = int32((S + BOX - 1) // BOX * BOX - n0)
-        end = end if end < BN else int32(BN)
+        end = min(end, int32(BN))
         mbar_wait(base + V_FULL + 8 * stage, phase)
         for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
             row = first + i // CHUNKS

@@ -105,7 +105,7 @@ def _make_paged(BN, PAGE):
     def place(found, i, where, b, g, n0):
         R = where[4]
         offset = uint32(n0 + i * BOX) % uint32(PAGE)
-        block = int32(found[i] if found[i] < uint32(R) else uint32(R))
+        block = int32(min(found[i], uint32(R)))
         return int32(g * PAGE + int32(offset)), int32(0), block
 
     @device
@@ -116,7 +116,7 @@ def _make_paged(BN, PAGE):
             blocks = int32((end + PAGE - 1) // PAGE)
             for i in range(int32(cuda.threadIdx.x & 31), blocks, 32):
                 entry = uint32(tables[uint32(b * M) + uint32(i)])
-                worst = entry if entry > worst else worst
+                worst = max(entry, worst)
         return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state
 
     return Sequences(BOX, size, look_up, place, check)

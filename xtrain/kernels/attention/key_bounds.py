@@ -105,7 +105,9 @@ def make_first_key(KIND: int):
     def by_array(first, i, t, past):
         return int32(first[i + t])
 
-    return nothing if KIND == 0 else by_array if KIND == BY_ARRAY else by_window
+    if KIND == 0:
+        return nothing
+    return by_array if KIND == BY_ARRAY else by_window
 
 
 @functools.cache
@@ -125,7 +127,9 @@ def make_last_query(KIND: int):
     def by_array(last, i, s, T, past):
         return int32(last[i + s])
 
-    return nothing if KIND == 0 else by_array if KIND == BY_ARRAY else by_window
+    if KIND == 0:
+        return nothing
+    return by_array if KIND == BY_ARRAY else by_window
 
 
 # ----------------------------------------------------------------------------- bounds of documents

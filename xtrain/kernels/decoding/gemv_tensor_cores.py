@@ -226,7 +226,7 @@ def prefetch_start(w):
     """Prefetch this block's part of the first elements of w into the L2 cache."""
     i = int64(cuda.blockIdx.x) * PREFETCH
     if i < w.size and cuda.threadIdx.x == 0:
-        prefetch_run(w, i, w.size - i if w.size - i < PREFETCH else int64(PREFETCH))
+        prefetch_run(w, i, min(w.size - i, int64(PREFETCH)))
 
 
 def make_product(K: int, variant: Variant, config: Config):
@@ -404,15 +404,23 @@ def choose(K: int, F: int, swiglu: bool, norm: bool, quantized: bool = False) ->
     tiles = -(-F // TILE)
     # a chunk of codes has as many bytes of w, but twice the columns of x, whose registers hold
     # fewer chunks then
-    at_once, most_of_16 = (AT_ONCE // 2, 4) if quantized else (AT_ONCE, MOST_OF_16)
+    at_once = AT_ONCE // 2 if quantized else AT_ONCE
+    most_of_16 = 4 if quantized else MOST_OF_16
     if not (swiglu or norm) and tiles <= MULTIPROCESSORS and chunks > 8 * at_once:
         each = -(-chunks // 16)
-        return Config(16, each if each <= most_of_16 else min(4, -(-each // 2)), 1)
+        if each > most_of_16:
+            each = min(4, -(-each // 2))
+        return Config(16, each, 1)
     large = swiglu or (norm and tiles > 2 * MULTIPROCESSORS)
-    warps = min(4 if large else 16 if norm else 8, chunks)
+    warps = 16 if norm else 8
+    if large:
+        warps = 4
+    warps = min(warps, chunks)
     each = -(-chunks // warps)
-    if swiglu or norm:
-        return Config(warps, min(4, each), 3 if swiglu else 4 if large else 1)
+    if swiglu:
+        return Config(warps, min(4, each), 3)
+    if norm:
+        return Config(warps, min(4, each), 4 if large else 1)
     once = each <= at_once and tiles <= 2 * MULTIPROCESSORS
     # more chunks would spill registers
     return Config(warps, each if once else min(4, each), 2, not once)

@@ -121,7 +121,7 @@ def make_block_table(S, D):
     @device
     def start_of(entry, p, pages):
         last = uint32(uint32(pages.blocks) - uint32(1))
-        block = entry if entry < last else last
+        block = min(entry, last)
         within = uint32(uint32(pages.head) + uint32(uint32(p) % uint32(S)) * uint32(D))
         return int64(block) * int64(uint32(pages.stride)) + int64(within)
 

@@ -150,7 +150,7 @@ def block_max_key(v, scratch):
     tid = cuda.threadIdx.x
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
-        v = v if v > other else other
+        v = max(v, other)
     if tid & 31 == 0:
         scratch[tid >> 5] = v
     cuda.syncthreads()
@@ -158,7 +158,7 @@ def block_max_key(v, scratch):
         v = scratch[tid] if tid < cuda.blockDim.x >> 5 else int64(-1)
         for step in (16, 8, 4, 2, 1):
             other = cuda.shfl_xor_sync(FULL, v, step)
-            v = v if v > other else other
+            v = max(v, other)
     return v
 
 
