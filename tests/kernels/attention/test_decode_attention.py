@@ -380,7 +380,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_attend_plain", "k, base + d)", "k, start_of(entry, n, pages) + d)"),
     (loops, "make_attend_plain", "int32(here), 16 * half)", "int32(here), 0)"),
     (loops, "make_attend_plain", "total[h] if worst < pages.blocks else NAN", "total[h]"),
-    (file, "make_decode_kernel", "uint32(uint32(b) * uint32(batch.M))", "uint32(b)"),
+    (schedule, "make_items", "uint32(uint32(b) * uint32(batch.M))", "uint32(b)"),
     # the schedule: a row too late, the splits of an earlier row, a barrier that is missing
     (schedule, "make_schedule", "first_s[middle] <= i", "first_s[middle] < i"),
     (schedule, "make_schedule", "before -= mine", "pass"),

@@ -266,17 +266,11 @@ def make_decode_kernel(D, S, GROUP, half, normalise, overlap, ready, config, WIN
             wait_for_previous()
         number = begin
         while number < end:  # a range would divide by the number of blocks
-            item = place_of(number, schedule, batch.B, G)
+            item = place_of(number, schedule, batch)
             b = item.b
             g = item.g
             t = item.t
-            pages = Pages(
-                batch.tables,
-                first=uint32(uint32(b) * uint32(batch.M)),
-                blocks=uint32(batch.R),
-                stride=uint32(uint32(G) * uint32(S * D)),
-                head=uint32(uint32(g) * uint32(S * D)),
-            )
+            pages = Pages(batch.tables, item.first, uint32(batch.R), item.stride, item.head)
             own = entry_of(pages, max(t, int64(0)))
             if early:
                 if t >= 0:

@@ -7,7 +7,7 @@ from ...device import Array
 from ..decoding.kv_cache import make_block_table
 from ..primitives.ptx import device, prefetch
 from ..primitives.reduce import FULL
-from ..runtime.compiler import cuda, int32, int64
+from ..runtime.compiler import cuda, int32, int64, uint32
 from .decode_attention_parts import make_split_keys, quotient
 
 
@@ -38,6 +38,9 @@ class Item(NamedTuple):
     lo: int  # the keys lo .. hi - 1
     hi: int
     splits: int  # of the row that have keys
+    first: int  # of Pages (kv_cache.py)
+    stride: int
+    head: int
 
 
 @functools.cache
@@ -126,7 +129,7 @@ def make_schedule(config, WINDOW):
 def make_items(D, S, half, config, WINDOW, CODES=False):
     """Return count_items, place_of, prefetch_tables, prefetch_keys.
 
-    place_of(number, schedule, B, G)               the Item of this number
+    place_of(number, schedule, batch)              the Item of this number
     prefetch_tables(tables, count)                 the blocks share the work
     prefetch_keys(cache, pages, lo, hi)            the first keys lo, lo + 1, ...
     """
@@ -140,14 +143,18 @@ def make_items(D, S, half, config, WINDOW, CODES=False):
     ENTRIES = 32
 
     @device
-    def place_of(number, schedule, B, G):
+    def place_of(number, schedule, batch):
+        G = batch.G
         row_split = quotient(number, int64(G))
         g = number - row_split * G
-        b = row_of(schedule.first, B, row_split)
+        b = row_of(schedule.first, batch.B, row_split)
         split = row_split - schedule.first[b]
         t = int64(schedule.t[b])
         lo, hi, splits = key_range(split, max(t, int64(0)))
-        return Item(int64(b), g, t, split, lo, hi, splits)
+        first = uint32(uint32(b) * uint32(batch.M))
+        stride = uint32(uint32(G) * uint32(S * D))
+        head = uint32(uint32(g) * uint32(S * D))
+        return Item(int64(b), g, t, split, lo, hi, splits, first, stride, head)
 
     @device
     def prefetch_tables(tables, count):
