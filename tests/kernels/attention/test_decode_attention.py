@@ -374,7 +374,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (kv_cache, "make_block_table", "uint32(p) % uint32(S)", "uint32(p)"),
     (kv_cache, "make_block_table", "block = min(entry, last)", "block = entry"),
     # the entry of an earlier tile is used again: a stale block
-    (loops, "make_attend_tensor", "            entry = following\n", ""),
+    (loops, "make_attend_tensor", "n0, entry = after, following", "n0 = after"),
     (loops, "make_attend_tensor", "        entry = worst\n", "        entry = uint32(0)\n"),
     (loops, "make_attend_tensor", "total[b, e] if valid else NAN", "total[b, e]"),
     (loops, "make_attend_plain", "k, base + d)", "k, start_of(entry, n, pages) + d)"),

@@ -242,9 +242,9 @@ def run_tensor_kernel(make, stage):
 @pytest.mark.parametrize(
     "w, name, old, new",
     [
-        (BF16, "make_finish", "value += b[o]", "value += b[o + 1]"),
-        (BF16, "make_finish", "up += b[F + o]", "up += b[2 * F + o]"),
-        (BF16, "make_finish", "value += b[o]", "value += b[row]"),
+        (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[o + 1]"),
+        (BF16, "make_finish", "up += weights.b[F + o]", "up += weights.b[2 * F + o]"),
+        (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[row]"),
         (np.float32, "make_multiply_row", "up += b[F + o]", "up += b[o]"),
         (np.float32, "make_multiply_row", "value += b[o]", "value += b[o] * r"),
     ],
