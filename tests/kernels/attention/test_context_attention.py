@@ -259,7 +259,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
     (
         kv_cache,
         "make_block_table",
-        "block = entry if entry < last else last",
+        "block = min(entry, last)",
         "block = entry",
         BF16,
         64,
@@ -270,7 +270,7 @@ PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line, dt
     (file, "make_fp32_kernel", "total[i] = NAN", "pass", np.float32, 16),
     (file, "make_copy_keys", "ONE_BLOCK = S % BN == 0", "ONE_BLOCK = True", BF16, 16),
     (file, "make_copy_keys", "n0 + (row if inside else 0)", "n0 + row", BF16, 16),
-    (file, "make_copy_keys", "return worst >= R", "return False", BF16, 16),
+    (file, "make_copy_keys", "return worst >= pages.blocks", "return False", BF16, 16),
     (
         file,
         "make_copy_keys",

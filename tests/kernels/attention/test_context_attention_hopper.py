@@ -14,6 +14,7 @@ from xtrain.kernels.attention import context_attention as file
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_parts as parts
+from xtrain.kernels.attention import flash_attention_hopper_sequences as sequences
 from xtrain.kernels.attention.flash_attention_hopper_table import HopperPlan, HopperTiles
 from xtrain.kernels.runtime.invariance import batch_invariant
 from xtrain.simulator import KernelError
@@ -145,22 +146,22 @@ def test_values_that_only_the_device_knows(calls, which, values):
 
 
 BUGS = {  # module, old, new
-    "table off by one": (parts, "uint32(p) // uint32(PAGE)])", "uint32(p) // uint32(PAGE) + uint32(1)])"),
-    "table of another sequence": (parts, "tables[uint32(b * M) + uint32(p)", "tables[uint32(p)"),
+    "table off by one": (sequences, "uint32(p) // uint32(PAGE)])", "uint32(p) // uint32(PAGE) + uint32(1)])"),
+    "table of another sequence": (sequences, "tables[uint32(b * M) + uint32(p)", "tables[uint32(p)"),
     "stale block": (parts, "                        found[i] = following[i]\n", "                        pass\n"),
     "next block asked for too early": (parts, "n0 - BN, S, state)", "n0, S, state)"),
-    "row of another box": (parts, "uint32(n0 + i * BOX) % uint32(PAGE)", "uint32(n0) % uint32(PAGE)"),
-    "block of another key head": (parts, "int32(g * PAGE + int32(offset))", "int32(offset)"),
-    "block that the sequence does not have": (parts, "if p >= 0 and p < S and", "if p >= 0 and"),
-    "invalid block not reported": (parts, "return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state", "return state"),
+    "row of another box": (sequences, "uint32(n0 + i * BOX) % uint32(PAGE)", "uint32(n0) % uint32(PAGE)"),
+    "block of another key head": (sequences, "int32(g * PAGE + int32(offset))", "int32(offset)"),
+    "block that the sequence does not have": (sequences, "if p >= 0 and p < S and", "if p >= 0 and"),
+    "invalid block not reported": (sequences, "return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state", "return state"),
     "tail of V not cleared": (hopper, "if end > S:", "if end > S + BN:"),
-    "tail cleared from the next row on": (parts, "first, end = int32(S - n0),", "first, end = int32(S + 1 - n0),"),
+    "tail cleared from the next row on": (parts, "first = int32(S - n0)", "first = int32(S + 1 - n0)"),
     "tail cleared before it has come": (parts, "        mbar_wait(base + V_FULL + 8 * stage, phase)\n        for i in", "        for i in"),
     "tail not shown to the products": (parts, "        fence_async()  # the products", "        # the products"),
     "tail read before all have cleared it": (parts, "        bar_sync(1, CONSUMERS)\n", ""),
-    "rows of the next sequence overwritten": (hopper, "row + 16 <= T", "row < T"),
+    "rows of the next sequence overwritten": (hopper, "row + 16 <= head.T", "row < head.T"),
     "queries of another sequence": (parts, "TILE_FULL, maps, first + q0,", "TILE_FULL, maps, q0,"),
-    "history forgotten": (parts, "int32(T + past), int32(begin)", "int32(T), int32(begin)"),
+    "history forgotten": (sequences, "int32(T + past), int32(begin)", "int32(T), int32(begin)"),
 }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_planted_bugs(calls, monkeypatch, tmp_path, bug):
     assert source.count(old) == 1, f"{name}.py has changed: {old!r}, {source.count(old)}"
     changed = {name: source.replace(old, new)}
     loaded = {}
-    for each in (parts, hopper):
+    for each in (sequences, parts, hopper):
         each_name = each.__name__.rpartition(".")[2]
         text = changed.get(each_name, source_of(f"attention.{each_name}"))
         loaded[each] = load_changed(f"attention.{each_name}", text, tmp_path, monkeypatch)

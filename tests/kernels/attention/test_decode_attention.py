@@ -26,13 +26,16 @@ from xtrain import simulator
 from xtrain.kernels.attention import decode_attention as file
 from xtrain.kernels.attention import decode_attention_loops as loops
 from xtrain.kernels.attention import decode_attention_parts
+from xtrain.kernels.attention import decode_attention_schedule as schedule
 from xtrain.kernels.attention.decode_attention import (
     decode_attention,
     decode_attention_ref,
     make_decode_kernel,
 )
+from xtrain.kernels.attention.decode_attention_parts import Cache, Inputs, Places, Shared
 from xtrain.kernels.attention.flash_attention import flash_attention_ref
 from xtrain.kernels.decoding import kv_cache
+from xtrain.kernels.decoding.kv_cache import Pages
 from xtrain.kernels.primitives import last_block
 from xtrain.kernels.primitives.ptx import kernel
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_ref, values_of
@@ -369,27 +372,27 @@ def planted(monkeypatch, old, new):
 PAGING_BUGS = [  # module, name of a factory in it, a line, the changed line
     (kv_cache, "make_block_table", "uint32(p) // uint32(S)", "uint32(p) // uint32(S) + uint32(1)"),
     (kv_cache, "make_block_table", "uint32(p) % uint32(S)", "uint32(p)"),
-    (kv_cache, "make_block_table", "block = entry if entry < last else last", "block = entry"),
+    (kv_cache, "make_block_table", "block = min(entry, last)", "block = entry"),
     # the entry of an earlier tile is used again: a stale block
     (loops, "make_attend_tensor", "n0, entry = after, following", "n0 = after"),
     (loops, "make_attend_tensor", "        entry = worst\n", "        entry = uint32(0)\n"),
     (loops, "make_attend_tensor", "total[b, e] if valid else NAN", "total[b, e]"),
-    (loops, "make_attend_plain", "k, base + d)", "k, start_of(entry, n, R, stride, head) + d)"),
+    (loops, "make_attend_plain", "k, base + d)", "k, start_of(entry, n, pages) + d)"),
     (loops, "make_attend_plain", "int32(here), 16 * half)", "int32(here), 0)"),
-    (loops, "make_attend_plain", "total[h] if worst < R else NAN", "total[h]"),
-    (file, "make_items", "uint32(uint32(b) * uint32(M))", "uint32(b)"),
+    (loops, "make_attend_plain", "total[h] if worst < pages.blocks else NAN", "total[h]"),
+    (schedule, "make_items", "uint32(uint32(b) * uint32(batch.M))", "uint32(b)"),
     # the schedule: a row too late, the splits of an earlier row, a barrier that is missing
-    (file, "make_schedule", "first_s[middle] <= i", "first_s[middle] < i"),
-    (file, "make_schedule", "before -= mine", "pass"),
-    (file, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
-    (file, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
+    (schedule, "make_schedule", "first_s[middle] <= i", "first_s[middle] < i"),
+    (schedule, "make_schedule", "before -= mine", "pass"),
+    (schedule, "make_schedule", "        cuda.syncthreads()  # the table of all rows\n", ""),
+    (schedule, "make_schedule", "        cuda.syncthreads()  # the sums of all warps\n", ""),
     (
         file,
-        "make_attend_items",
-        "start_of(own, t, blocks, stride, head)",
-        "start_of(own, 0, blocks, stride, head)",
+        "make_decode_kernel",
+        "start_of(own, t, pages)",
+        "start_of(own, 0, pages)",
     ),
-    (file, "make_attend_items", "chunk == 0 and own < R", "chunk == 0"),
+    (file, "make_decode_kernel", "chunk == 0 and own < batch.R", "chunk == 0"),
 ]
 
 
@@ -401,7 +404,7 @@ def test_planted_bugs_of_paging_are_found(short_splits, monkeypatch, module, nam
     factory = getattr(module, name)
     dtype = BF16 if name == "make_attend_tensor" else np.float32
     broken = with_bug(factory, old, new, dict(vars(module)))[name]
-    for user in (kv_cache, loops, file):
+    for user in (kv_cache, loops, schedule, file):
         if hasattr(user, name):
             monkeypatch.setattr(user, name, broken)
     for f in (make_decode_kernel, loops.make_attend_plain, loops.make_attend_tensor):
@@ -435,8 +438,8 @@ BUGS = [
     ),
     ("    cuda.syncthreads()  # the block's writes come before thread 0's addition\n", "", "race"),
     (
-        "weigh(weight_s, l_s, m_partial, l_partial, first, used)\n        cuda.syncthreads()\n",
-        "weigh(weight_s, l_s, m_partial, l_partial, first, used)\n",
+        "weigh(shared, partials, first, used)\n        cuda.syncthreads()\n",
+        "weigh(shared, partials, first, used)\n",
         "race",
     ),
     (
@@ -474,12 +477,16 @@ def test_keys_that_are_used_before_they_are_written():
 
     @kernel(128)
     def broken(out, k, v, qkv, cos, sin, tables):
-        q_s, acc_s = cuda.shared.array(128, float32), cuda.shared.array(512, float32)
-        m_s, l_s = cuda.shared.array(32, float32), cuda.shared.array(32, float32)
+        q_s = cuda.shared.array(128, float32)
+        acc_s = cuda.shared.array(512, float32)
+        m_s = cuda.shared.array(32, float32)
+        l_s = cuda.shared.array(32, float32)
         weight_s = cuda.shared.array(256, float32)
-        new_heads(q_s, k, v, cos, qkv, 0, 32, 48, 0, True, 0, cos, cos, cos, sin, 0, float32(0.0))
-        pages = 0, 1, 256, 0
-        attend(acc_s, m_s, l_s, weight_s, q_s, k, v, cos, tables, pages, 0, 1, 0, float32(1.0))
+        shared = Shared(q_s, acc_s, m_s, l_s, weight_s, last=m_s)
+        cache = Cache(k, v, scales=cos)
+        inputs = Inputs(qkv, cos, cos, cos, sin, float32(0.0))
+        new_heads(q_s, cache, inputs, Places(0, 32, 48, 0), 0, 0, True)
+        attend(shared, cache, Pages(tables, 0, 1, 256, 0), 0, 1, 0, float32(1.0))
         out[cuda.threadIdx.x] = acc_s[cuda.threadIdx.x]
 
     cos, sin = rope_tables(16, 1, 1e4)

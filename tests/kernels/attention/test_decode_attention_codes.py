@@ -196,15 +196,15 @@ BUGS = [  # module, name of a factory in it, a line, the changed line
     (loops, "make_attend_tensor", "s[b, i] *= of_k[i // 2]", "s[b, i] *= of_k[0]"),
     (loops, "make_attend_tensor", "s[b, i] *= of_v[i // 2]", "s[b, i] *= of_k[i // 2]"),
     (loops, "make_attend_tensor", "scales[at + 1] * UNIT", "scales[at + 1]"),
-    (loops, "make_attend_tensor", "n if n < last else last", "n"),
+    (loops, "make_attend_tensor", "min(n, last)", "n"),
     (loops, "make_attend_tensor", "start // D + int64", "start + int64"),
     (loops, "make_load_codes", "fk[K_WORDS * c + j, 2 * i + m]", "fk[K_WORDS * c + j, i + 2 * m]"),
     (loops, "make_load_codes", "fq[b, K_WORDS * c + j, i]", "fq[b, K_WORDS * c + j, 1 - i]"),
     (loops, "make_load_codes", "                interleave_codes(both)\n", ""),
     (loops, "make_load_codes", "+ EACH * (lane & 3)", "+ 8 * (lane & 3)"),
-    (parts, "make_new_heads", "scales, 2 * (at // D) + 1, more1", "scales, 2 * (at // D), more1"),
-    (parts, "make_new_heads", "store_codes(k, at, scales", "store_codes(k, at + D, scales"),
-    (file, "make_attend_items", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0)"),
+    (parts, "make_new_heads", "scales, 2 * (at // D) + 1, new1", "scales, 2 * (at // D), new1"),
+    (parts, "make_new_heads", "store_codes(cache.k, at, cache.scales", "store_codes(cache.k, at + D, cache.scales"),
+    (file, "make_decode_kernel", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0, CODES)", "attend = make_attend_tensor(D, S, HEADS, LIVE, WARPS, WINDOW > 0)"),
 ]  # fmt: skip
 
 

@@ -24,12 +24,13 @@ from xtrain.simulator import (
 
 FILES = (
     "primitives.hopper",
+    "attention.flash_attention_hopper_sequences",
     "attention.flash_attention_hopper_parts",
     "attention.flash_attention_hopper",
     "attention.flash_attention_hopper_dkdv",
     "attention.flash_attention_hopper_bwd",
 )
-INSTRUCTIONS, PARTS, FWD, DKDV, BWD = FILES
+INSTRUCTIONS, _, PARTS, FWD, DKDV, BWD = FILES
 PLANS = {
     "fwd": HopperPlan(HopperTiles(step=16, warpgroups=1, stages=2, blocks=1, own=1), planes=0),
     "dq": HopperPlan(HopperTiles(step=32, warpgroups=1, stages=2, blocks=1, own=2), planes=0),
@@ -116,7 +117,7 @@ BUGS = {
     "tile number read before it is written": (PARTS, "        mbar_wait(barriers + TILE_FULL, (done // OWN) & 1)\n", "", UninitializedError, "fwd"),
     # products
     "scores used before they are computed": (FWD, "            wait_s(s)\n", "", AsyncError, "fwd"),
-    "one product too many in flight": (FWD, "make_wait(BN, 1), make_wait(BN, 0)", "make_wait(BN, 1), make_wait(BN, 1)", AsyncError, "fwd"),
+    "one product too many in flight": (FWD, "wait_s = make_wait(BN, 0)", "wait_s = make_wait(BN, 1)", AsyncError, "fwd"),
     "operand changed while a product reads it": (FWD, "                hold_s(s)\n", "                pack(p, s)\n", AsyncError, "fwd"),
     "sum used before it is computed": (FWD, "                wait_o(o)\n", "", AsyncError, "fwd"),
     "stage given back before the product is done": (FWD, "                wait_o(o)\n                mbar_arrive(base + V_FREE + 8 * before)\n", "                mbar_arrive(base + V_FREE + 8 * before)\n                wait_o(o)\n", AsyncError, "fwd"),
@@ -128,7 +129,7 @@ BUGS = {
     "slices down the rows too close": (INSTRUCTIONS, "16 * 128 * k", "8 * 128 * k", AsyncError, "bwd"),
     "not transposed": (FWD, "down_rows(BN), b_rows=True", "down_rows(BN), b_rows=False", KernelError, "fwd"),
     "tile of another stage": (FWD, "            mbar_wait(base + V_FULL + 8 * stage, phase)\n            for _", "            for _", AsyncError, "fwd"),
-    "past the end of shared memory": (FWD, "lse_BHT.reshape(-1), fwd_shared_bytes(D, tiles)", "lse_BHT.reshape(-1), fwd_shared_bytes(D, tiles) - 1024", OutOfBoundsError, "fwd"),
+    "past the end of shared memory": (FWD, "lse = lse_BHT.reshape(-1)\n    shared = fwd_shared_bytes(D, tiles)", "lse = lse_BHT.reshape(-1)\n    shared = fwd_shared_bytes(D, tiles) - 1024", OutOfBoundsError, "fwd"),
     # results
     "no fence before the results leave": (PARTS, "        fence_async()\n", "", AsyncError, "fwd"),
     "rows leave before all lanes have written them": (PARTS, "        cuda.syncwarp()\n        if lane == 0:", "        if lane == 0:", UninitializedError, "fwd"),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from xtrain.kernels.decoding import gemv as file
 from xtrain.kernels.decoding import gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits, gemv_naive_kernel, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, Variant, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_operands import Config, Variant, shared_bytes, staged
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import KernelError, sim
 
@@ -242,9 +242,9 @@ def run_tensor_kernel(make, stage):
 @pytest.mark.parametrize(
     "w, name, old, new",
     [
-        (BF16, "make_finish", "value += b[o]", "value += b[o + 1]"),
-        (BF16, "make_finish", "up += b[F + o]", "up += b[2 * F + o]"),
-        (BF16, "make_finish", "value += b[o]", "value += b[row]"),
+        (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[o + 1]"),
+        (BF16, "make_finish", "up += weights.b[F + o]", "up += weights.b[2 * F + o]"),
+        (BF16, "make_finish", "value += weights.b[o]", "value += weights.b[row]"),
         (np.float32, "make_multiply_row", "up += b[F + o]", "up += b[o]"),
         (np.float32, "make_multiply_row", "value += b[o]", "value += b[o] * r"),
     ],

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtrain.kernels.decoding import gemv as file
-from xtrain.kernels.decoding import gemv_tensor_cores
+from xtrain.kernels.decoding import gemv_operands, gemv_tensor_cores
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits, gemv_ref
-from xtrain.kernels.decoding.gemv_tensor_cores import Config, choose, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_operands import Config, shared_bytes, staged
+from xtrain.kernels.decoding.gemv_tensor_cores import choose
 from xtrain.kernels.quantize import CODES, Quantized, dequantize_ref, quantize
 from xtrain.simulator import KernelError
 
@@ -218,7 +219,7 @@ def test_the_products_of_a_decoder():
         # the scale of another row, or of no row
         (BF16, "make_finish", "o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)", "o = cuda.threadIdx.x & TILE - 1"),
         (BF16, "make_finish", "o = tile * TILES * TILE + (cuda.threadIdx.x & TILE - 1)", "o = tile * TILES * TILE + cuda.threadIdx.x // TILE"),
-        (BF16, "make_finish", "row_of_w(o, m, F)", "o"),
+        (BF16, "make_finish", "row_of_w(o, m, weights.F)", "o"),
         (BF16, "make_finish", "up *= scales[1]", "up *= scales[0]"),
         # the unit of bf16 codes
         (BF16, "make_finish", " * float32(BF16_UNIT)", ""),
@@ -232,7 +233,7 @@ def test_the_products_of_a_decoder():
         (BF16, "make_multiply", "words[u, m, r, i], w)", "words[u, m, r, i ^ 1], w)"),
         (BF16, "make_multiply", "fa[r + 2 * j]", "fa[2 * r + j]"),
         # 16 columns of w with 8 of x
-        (BF16, "make_operands", "TILES, 16 if QUANTIZED else 8", "TILES, 8"),
+        (BF16, "make_operands", "E = 16 if variant.quantized else 8", "E = 8"),
         # a group of rows reads the first one
         (BF16, "make_operands", "first + (8 * group * K + c", "first + (c"),
         (BF16, "make_reduce", "8 * group + (i & 1)", "(i & 1)"),
@@ -241,10 +242,16 @@ def test_the_products_of_a_decoder():
 def test_planted_bugs_are_found(dtype, name, old, new):
     """By the simulator, or by wrong numbers."""
     check_fused_and_plain(dtype)
-    module = file if name == "make_multiply_row" else gemv_tensor_cores
-    planted = with_planted_bug([module, file, gemv_tensor_cores], name, old, new)
+    module = module_of(name)
+    planted = with_planted_bug([module, file, gemv_operands, gemv_tensor_cores], name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
         check_fused_and_plain.__wrapped__(dtype)
+
+
+def module_of(name):
+    if name == "make_multiply_row":
+        return file
+    return gemv_operands if hasattr(gemv_operands, name) else gemv_tensor_cores
 
 
 @functools.cache  # the kernels without bugs run once
@@ -270,22 +277,23 @@ def check_fused_and_plain(dtype):
         ("make_finish", "o = (tile * TILES + m) * TILE + row", "o = (tile + m) * TILE + row"),
         ("make_finish", "if n < N and o < F", "if n < N"),
         ("make_finish", "value *= scales[m]", "value *= scales[0]"),
-        ("make_finish", "total(sums, m, row, n)", "total(sums, 0, row, n)"),
+        ("make_finish", "total(shared.sums, m, row, n)", "total(shared.sums, 0, row, n)"),
         # two sets of registers, and several tiles per block
-        ("make_product", "            if tile != first:\n                load_scales(scales, scale, tile, F)", ""),
-        ("make_product", "tile, step + 1, first", "tile, step, first"),
-        ("make_product", "tile, step + 2, first", "tile, step + 1, first"),
-        ("make_product", "multiply(s, next_words, next_fx, x, x_s, step + 1, N, w)", "multiply(s, words, fx, x, x_s, step + 1, N, w)"),
+        ("make_product", "            if tile != share.first:\n                load_scales(scales, weights, tile)", ""),
+        ("make_product", "tile, step + 1, share", "tile, step, share"),
+        ("make_product", "tile, step + 2, share", "tile, step + 1, share"),
+        ("make_product", "multiply(s, next_words, next_fx, rows, weights, shared, step + 1)", "multiply(s, words, fx, rows, weights, shared, step + 1)"),
         ("make_product", "                    copy_words(words, next_words)\n", ""),
-        ("make_product", "        tile += grid", "        tile += grid + grid"),
-        ("make_product", "(tile + grid) * SPAN < F", "(tile + 2 * grid) * SPAN < F"),
-        ("make_product", "words, fx, h, x, delta, w, norm_w, tile + grid, 0", "words, fx, h, x, delta, w, norm_w, tile, 0"),
+        ("make_product", "            tile = next_tile", "            tile = next_tile + share.blocks"),
+        ("make_product", "next_tile * SPAN < weights.F", "(next_tile + share.blocks) * SPAN < weights.F"),
+        ("make_product", "(words, fx, rows, weights, next_tile, 0", "(words, fx, rows, weights, tile, 0"),
     ],
 )  # fmt: skip
 def test_planted_bugs_of_several_tiles_are_found(name, old, new):
     """By the simulator, or by other bits."""
     expected = one_tile_at_a_time()
-    planted = with_planted_bug([gemv_tensor_cores, file], name, old, new)
+    modules = [module_of(name), file, gemv_operands, gemv_tensor_cores]
+    planted = with_planted_bug(modules, name, old, new)
     with planted, pytest.raises((KernelError, AssertionError, IndexError, ValueError)):
         for y, one in zip(few_warps_and_blocks(MULTIPROCESSORS=1), expected):
             assert np.array_equal(y, one)

@@ -1,26 +1,33 @@
 """Attention of a prefill: packed prompts of any lengths, each with its history in the cache.
 
-    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache    edges: (E,), E = A + 1, see kernels/decoding/padding.py
+    q, o: (N, H, D)    k, v: (R, G, S, D), a layer's cache
+    edges: (E,), E = A + 1, see kernels/decoding/padding.py
 
-    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of its sequence:
-               s = scale q k^T,   p = softmax(s),   o = p v                       the cache already holds the new keys
+    Query i of sequence a has position h_a + i (h_a: its history) and sees the keys 0 .. h_a + i of
+    its sequence:
+        s = scale q k^T,   p = softmax(s),   o = p v      (the cache already holds the new keys)
     With a window W > 0 it sees only the last W of them, itself included (key_bounds.py).
-    Key p is in block tables[a, p // S] of the cache, at offset p % S (kernels/decoding/kv_cache.py).
+    Key p is in block tables[a, p // S] of the cache, at offset p % S
+    (kernels/decoding/kv_cache.py).
 
-This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead of a T; its keys are in
-blocks of the cache, one head after another; and their number, h_a + i + 1, is known only on the device. A tile of keys that
-lies in one block needs one entry of the table, which is loaded a tile ahead; otherwise each row of the tile looks up its own.
-Nothing is computed or loaded for padding: a thread block whose queries lie beyond its sequence exits at once. Grouped-query
+This is flash_attention.py's forward with three differences: a sequence begins at edges[a] instead
+of a T; its keys are in blocks of the cache, one head after another; and their number, h_a + i + 1,
+is known only on the device. A tile of keys that lies in one block needs one entry of the table,
+which is loaded a tile ahead; otherwise each row of the tile looks up its own. Nothing is computed
+or loaded for padding: a thread block whose queries lie beyond its sequence exits at once.
+Grouped-query
 attention: H / G query heads read the same key head, which is never copied.
 
-The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples of their size, and that size
-depends only on D. So neither the other sequences, nor S and the blocks, nor where a prompt is cut into two prefills matter.
-In batch-invariant mode the forward of training computes the same bits: flash_attention.py's kernels add in the same order.
-A sequence with a negative history is idle: o = 0.
+The bits of a query's row depend only on its sequence up to itself: tiles of keys begin at multiples
+of their size, and that size depends only on D. So neither the other sequences, nor S and the
+blocks, nor where a prompt is cut into two prefills matter. In batch-invariant mode the forward of
+training computes the same bits: flash_attention.py's kernels add in the same order. A sequence with
+a negative history is idle: o = 0.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
-                compute capability 9.0, D = 64 or 128 and S a multiple of 64: flash_attention_hopper.py's kernel, and the bits
-                of the training forward where its tiles have as many keys; not in batch-invariant mode
+                compute capability 9.0, D = 64 or 128 and S a multiple of 64:
+                flash_attention_hopper.py's kernel, and the bits of the training forward where its
+                tiles have as many keys; not in batch-invariant mode
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -30,6 +37,7 @@ import numpy as np
 
 from ...device import Array
 from ..decoding.kv_cache import (
+    Pages,
     check_block_size,
     check_block_tables,
     check_blocks,
@@ -85,14 +93,19 @@ HOPPER_BLOCK = 64
 
 # ----------------------------------------------------------------------------- reference
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale, window=0):
-    """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype, at least in float32."""
+    """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype,
+    at least in float32."""
     G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
-    o_NHD, wide = np.zeros_like(q_NHD), np.result_type(q_NHD.dtype, np.float32)
+    o_NHD = np.zeros_like(q_NHD)
+    wide = np.result_type(q_NHD.dtype, np.float32)
     for a, table_M in enumerate(tables_AM):
-        first, last, past = edges_E[a], edges_E[a + 1], history_A[a]
+        first = edges_E[a]
+        last = edges_E[a + 1]
+        past = history_A[a]
         if past < 0:
             continue
-        T, n = last - first, past + last - first
+        T = last - first
+        n = past + last - first
         bounds = KeyBounds(window)
         k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n).astype(wide) for x in (k_RGSD, v_RGSD))
         if is_batch_invariant():
@@ -110,11 +123,11 @@ def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, 
     return o_NHD
 
 
-# ----------------------------------------------------------------------------- checks of values that only the device knows
+# ------------------------------------------------------ checks of values that only the device knows
 @device
 def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
-    """The thread block's rows of o for an invalid history: 0 if it is negative, for an idle sequence, else NaN, so that the
-    caller notices."""
+    """The thread block's rows of o for an invalid history: 0 if it is negative, for an idle
+    sequence, else NaN, so that the caller notices."""
     value = float32(0.0) if past < 0 else NAN
     for i in range(cuda.threadIdx.x, rows * D, cuda.blockDim.x):
         t = t0 + i // D
@@ -125,19 +138,29 @@ def fill_invalid(o, begin, T, h, H, D, t0, rows, past):
 # ----------------------------------------------------------------------------- float32
 @functools.cache
 def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
-    """-> the float32 kernel for heads of width D and blocks of S tokens. Launch with fp32.THREADS threads."""
+    """Return the float32 kernel for heads of width D and blocks of S tokens. Launch with
+    fp32.THREADS threads."""
     entry_of, start_of = make_block_table(S, D)
     sizes = fp32.tile_sizes(D)
-    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
-    TILE1, WIDTH, ROWS, LANES = TILE + 1, PAD - 1, fp32.ROWS, fp32.LANES
+    TILE = sizes.TILE
+    PAD = sizes.PAD
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
+    TILE1 = TILE + 1
+    WIDTH = PAD - 1
+    ROWS = fp32.ROWS
+    LANES = fp32.LANES
     LOWEST = fp32.LOWEST  # mlir 0.6 does not compile a float of another module
     dots, add_weighted, clear = fp32.make_products(D)
-    add_scores, row_sum = fp32.make_add_scores(D, True, WINDOW > 0), fp32.row_sum
+    add_scores = fp32.make_add_scores(D, True, WINDOW > 0)
+    row_sum = fp32.row_sum
     first_key = make_first_key(WINDOW)
 
     @device
     def load_queries(tile, q, base, stride, first, end):
-        """tile = rows first, first + 1, ... of q (from base on, `stride` apart); zeros from row `end` and column D on"""
+        """tile = rows first, first + 1, ... of q (from base on, `stride` apart); zeros from row
+        `end` and column D on"""
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
             inside = first + r < end and d < D
@@ -145,19 +168,20 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
 
     @device
     def load_keys(k_tile, v_tile, k, v, pages, n0, end):
-        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of the table that was used"""
-        tables, first, blocks, stride, head = pages
-        worst = entry_of(tables, first, n0)
-        start = start_of(worst, n0, blocks, stride, head)
+        """Tiles of keys and values n0, n0 + 1, ...; zeros from key `end` on -> the largest entry of
+        the table that was used"""
+        worst = entry_of(pages, n0)
+        start = start_of(worst, n0, pages)
         for i in range(cuda.threadIdx.x, TILE * WIDTH, fp32.THREADS):
             r, d = i // WIDTH, i % WIDTH
-            key, value = float32(0.0), float32(0.0)
+            key = float32(0.0)
+            value = float32(0.0)
             if n0 + r < end and d < D:
                 at = start + r * D + d
                 if S % TILE != 0:  # the tile may lie in several blocks
-                    entry = entry_of(tables, first, n0 + r)
-                    at = start_of(entry, n0 + r, blocks, stride, head) + d
-                    worst = entry if entry > worst else worst
+                    entry = entry_of(pages, n0 + r)
+                    at = start_of(entry, n0 + r, pages) + d
+                    worst = max(entry, worst)
                 key, value = k[at], v[at]
             k_tile[r, d], v_tile[r, d] = key, value
         return worst
@@ -166,35 +190,44 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
     def context_attention_fp32_kernel(
         o, q, k, v, edges_E, history_A, tables, N, cache_blocks, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of a table."""
+        """Grid (ceil(longest / TILE), A H). q, o, k, v, tables: flat. cache_blocks: R; M: blocks of
+        a table."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        a, h, t0 = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H, int64(cuda.blockIdx.x) * TILE
-        begin, past = int64(edges_E[a]), int64(history_A[a])
+        a = int64(cuda.blockIdx.y) // H
+        h = cuda.blockIdx.y % H
+        t0 = int64(cuda.blockIdx.x) * TILE
+        begin = int64(edges_E[a])
+        past = int64(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         if t0 >= T or begin < 0 or N - begin < T:
             return
         if past < 0 or past > M * S - T:
             fill_invalid(o, begin, T, h, H, D, t0, TILE, past)
             return
-        head, stride = (begin * H + h) * D, H * D
-        pages, worst = (tables, a * M, cache_blocks, GSD, h // (H // G) * S * D), uint32(0)
+        head = (begin * H + h) * D
+        stride = H * D
+        pages = Pages(tables, a * M, cache_blocks, GSD, h // (H // G) * S * D)
+        worst = uint32(0)
         q_s = cuda.shared.array((TILE, PAD), float32)
         k_s = cuda.shared.array((TILE, PAD), float32)
         v_s = cuda.shared.array((TILE, PAD), float32)
         p_s = cuda.shared.array((TILE, TILE1), float32)
-        s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
-        top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        s = cuda.local.array((R, C), float32)
+        acc = cuda.local.array((R, W), float32)
+        top = cuda.local.array(R, float32)
+        total = cuda.local.array(R, float32)
         lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
-            top[i], total[i] = LOWEST, float32(0.0)
+            top[i] = LOWEST
+            total[i] = float32(0.0)
             lo[i] = first_key(edges_E, 0, t0 + y + ROWS * i, past)
         load_queries(q_s, q, head, stride, t0, T)
-        end = past + (t0 + TILE if t0 + TILE < T else T)  # end of the keys that the block sees
+        end = past + min(t0 + TILE, T)  # end of the keys that the block sees
         for n0 in range(first_key(edges_E, 0, t0, past) // TILE * TILE, end, TILE):
             cuda.syncthreads()  # all warps have left the previous tile
             used = load_keys(k_s, v_s, k, v, pages, n0, end)
-            worst = used if used > worst else worst
+            worst = max(used, worst)
             cuda.syncthreads()
             dots(s, q_s, k_s)
             add_scores(p_s, s, acc, top, total, lo, t0 + past, n0, end, scale)
@@ -204,7 +237,8 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
             for i in range(R):
                 total[i] = NAN
         for i in range(R):
-            t, factor = t0 + y + ROWS * i, float32(1.0) / row_sum(total[i])
+            t = t0 + y + ROWS * i
+            factor = float32(1.0) / row_sum(total[i])
             for w in range(W):
                 d = x + LANES * w
                 if t < T and d < D:
@@ -216,71 +250,92 @@ def make_fp32_kernel(D: int, S: int, WINDOW: int = 0):
 # ----------------------------------------------------------------------------- bf16
 @functools.cache
 def make_copy_keys(D, S, BN, THREADS):
-    """-> entry_for, copy_keys: a thread block starts to copy BN keys and their values from the cache into a stage at smem[to].
+    """Return entry_for, copy_keys: a thread block starts to copy BN keys and their values from the
+    cache into a stage at smem[to].
 
-    entry_for(pages, n0) -> entry               the table's entry for key n0, if every tile lies in one block; else 0
-    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is no block
-    n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: see decode_attention_loops.py.
+    entry_for(pages, n0) -> entry
+        the table's entry for key n0, if every tile lies in one block; else 0
+    copy_keys(smem, to, k, v, entry, pages, n0, valid) -> True if this thread used an entry that is
+    no block
+    n0: a multiple of BN. Keys from n0 + valid on become zeros. pages: of the cache.
     """
     entry_of, start_of = make_block_table(S, D)
     ONE_BLOCK = S % BN == 0
-    copy_kv, chunk_offset = make_copy_two(D, BN, THREADS), make_chunk_offset(D)
+    copy_kv = make_copy_two(D, BN, THREADS)
+    chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
 
     @device
     def entry_for(pages, n0):
-        return entry_of(pages[0], pages[1], n0) if ONE_BLOCK else uint32(0)
+        if ONE_BLOCK:
+            return entry_of(pages, n0)
+        return uint32(0)
 
     @device
     def copy_keys(smem, to, k, v, entry, pages, n0, valid):
-        tables, first, R, stride, head = pages
         if ONE_BLOCK:
-            start = start_of(entry, n0, R, stride, head)
+            start = start_of(entry, n0, pages)
             copy_kv(smem, to, k, start, D, v, start, D, valid)
-            return entry >= R
+            return entry >= pages.blocks
         worst = uint32(0)
         for i in range(cuda.threadIdx.x, BN * CHUNKS, THREADS):
             row, chunk = i // CHUNKS, i % CHUNKS
             inside = row < valid
-            mine = entry_of(tables, first, n0 + (row if inside else 0))
-            worst = mine if mine > worst else worst
-            source = start_of(mine, n0 + row, R, stride, head) + chunk * CHUNK
+            mine = entry_of(pages, n0 + (row if inside else 0))
+            worst = max(mine, worst)
+            source = start_of(mine, n0 + row, pages) + chunk * CHUNK
             at = to + chunk_offset(row, chunk)
             copy16_async(smem, at, k, source, inside)
             copy16_async(smem, at + BN * D, v, source, inside)
         commit_copies()
-        return worst >= R
+        return worst >= pages.blocks
 
     return entry_for, copy_keys
 
 
 @functools.cache
 def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
-    """-> the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+    """Return the bf16 kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    fwd_shared_bytes(D, tiles).
 
-    S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py. flash_attention_bf16.py explains
-    each step.
+    S: tokens of a block of the cache. tiles: of the kernel "fwd" in flash_attention_table.py.
+    flash_attention_bf16.py explains each step.
     """
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
-    KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    KS = D // 16
+    # Q is at 0; the stages of K and V are behind it
+    KV = BM * D
+    STAGE = 2 * BN * D
     copy_q, (entry_for, copy_keys) = make_copy(D, BM, THREADS), make_copy_keys(D, S, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
-    hide_keys, add_scores = make_hide_keys(MT, NT, True), make_softmax(MT, NT, ND)
+    hide_keys = make_hide_keys(MT, NT, True)
+    add_scores = make_softmax(MT, NT, ND)
     first_key, (first_keys, hide_early) = make_first_key(WINDOW), make_hide_early(MT, NT, WINDOW)
-    add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
+    add_product = make_add_product(D, MT, NT)
+    finish = make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def context_attention_bf16_kernel(
         o, q, k, v, edges_E, history_A, tables, N, R, M, H, G, GSD, scale
     ):
-        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a block."""
+        """Grid (ceil(longest / BM), A H). All arrays flat. M: blocks of a table. GSD: elements of a
+        block."""
         smem = cuda.shared.array(0, uint16)
-        warp, a, h = warp_id(), int64(cuda.blockIdx.y) // H, int64(cuda.blockIdx.y) % H
-        begin, past = int64(edges_E[a]), int32(history_A[a])
+        warp = warp_id()
+        a = int64(cuda.blockIdx.y) // H
+        h = int64(cuda.blockIdx.y) % H
+        begin = int64(edges_E[a])
+        past = int32(history_A[a])
         T = int64(edges_E[a + 1]) - begin
         q0 = int32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * BM)
         if q0 >= T or begin < 0 or N - begin < T:
@@ -290,17 +345,22 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
             return
         T = int32(T)
         # this warp's first row: in T, in smem
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
-        head, stride = (begin * H + h) * D, int32(H * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
+        head = (begin * H + h) * D
+        stride = int32(H * D)
         key_head = uint32(h // (H // G) * (S * D))
-        pages = tables, uint32(a * M), uint32(R), uint32(GSD), key_head
-        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
+        pages = Pages(tables, uint32(a * M), uint32(R), uint32(GSD), key_head)
+        s = cuda.local.array((MT, NT, 4), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        top = cuda.local.array((MT, 2), float32)
+        total = cuda.local.array((MT, 2), float32)
+        fq = cuda.local.array((KS, MT, 4), uint32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(past + (q0 + BM if q0 + BM < T else T))  # end of the keys that the block sees
+        end = int32(past + min(q0 + BM, T))  # end of the keys that the block sees
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(edges_E, 0, q0, past)
         most = first_keys(lo, edges_E, 0, w0, T, past)
@@ -332,7 +392,8 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
                 hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
-            n0, now = int32(n0 - BN), other
+            n0 = int32(n0 - BN)
+            now = other
         if cuda.syncthreads_or(int32(invalid)):  # o becomes NaN
             fill(total, NAN)
         finish(acc, top, total, scale * LOG2E, o, 0, 0)  # lse is not written
@@ -353,18 +414,20 @@ def context_attention(
     scale: float,
     window: int = 0,
 ) -> Array:
-    """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv first: it adds the new keys.
+    """Attention of packed prompts over the cache -> o (N, H, D) like q. Call kv_cache.append_kv
+    first: it adds the new keys.
 
-    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,), tables (A, M): int32. Sequence
-    a has the queries edges[a] .. edges[a + 1] - 1, history[a] earlier tokens, and the blocks tables[a]. longest: an upper bound
-    of the new lengths. scale: factor of the scores. window: keys that a query sees, 0 for all.
-    Raises ValueError or TypeError if shapes or dtypes do not match; on a GPU S
-    must be a multiple of 16.
+    q (N, H, D): float32 or bf16, like the cache k, v (R, G, S, D). edges (A + 1,), history (A,),
+    tables (A, M): int32. Sequence a has the queries edges[a] .. edges[a + 1] - 1, history[a]
+    earlier tokens, and the blocks tables[a]. longest: an upper bound of the new lengths. scale:
+    factor of the scores. window: keys that a query sees, 0 for all. Raises ValueError or TypeError
+    if shapes or dtypes do not match; on a GPU S must be a multiple of 16.
 
-    Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or tables raise ValueError on
-    the CPU. On a GPU the host does not know them: with a history that is too long all rows of o of that sequence become NaN,
-    with an invalid block those whose keys lie in it, and possibly others of the sequence; nothing is read or written out of
-    bounds. Invalid edges leave rows of o unwritten.
+    Rows of a sequence with a negative history, an idle one, become 0. Invalid values of history or
+    tables raise ValueError on the CPU. On a GPU the host does not know them: with a history that is
+    too long all rows of o of that sequence become NaN, with an invalid block those whose keys lie
+    in it, and possibly others of the sequence; nothing is read or written out of bounds. Invalid
+    edges leave rows of o unwritten.
     """
     op = "context_attention"
     R, G, S, D = check_cache(op, k_RGSD, v_RGSD)
@@ -392,7 +455,8 @@ def context_attention(
     check(A * H < 2**16, f"{op}: {A} sequences of {H} heads in one launch, at most 65535 in all")
     o_NHD = empty(q_NHD, q_NHD.shape)
     flat = [x.reshape(-1) for x in (o_NHD, q_NHD, k_RGSD, v_RGSD)]
-    arrays, M = (*flat, edges_E, history_A, tables_AM.reshape(-1)), tables_AM.shape[1]
+    arrays = (*flat, edges_E, history_A, tables_AM.reshape(-1))
+    M = tables_AM.shape[1]
     scalars = (N, R, M, H, G, G * S * D, np.float32(scale))
     if q_NHD.dtype == np.float32:
         check(D <= fp32.MAX_D, f"{op}: head dim {D}, the GPU kernel supports at most {fp32.MAX_D}")
@@ -406,7 +470,8 @@ def context_attention(
             paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD), window)
             return o_NHD
         tiles = choose("fwd", D, INVARIANT_T, True, shared_limit(q_NHD))
-        grid, shared = (-(-longest // tiles.BM), A * H), fwd_shared_bytes(D, tiles)
+        grid = (-(-longest // tiles.BM), A * H)
+        shared = fwd_shared_bytes(D, tiles)
         bf16_kernel = make_bf16_kernel(D, S, tiles, window)
         launch(bf16_kernel, grid, 32 * tiles.warps, *arrays, *scalars, shared=shared)
     return o_NHD

@@ -1,14 +1,17 @@
-"""The steps of decode_attention.py before and after the loop over the keys: compute the new heads, merge partial results.
+"""The steps of decode_attention.py before and after the loop over the keys: compute the new heads,
+merge partial results.
 
-All shared memory is flat. HEADS: query heads of a block, of one key head. On tensor cores there are 8 or 16, and absent heads are
-zeros; partial results contain only those that exist.
+All shared memory is flat. HEADS: query heads of a block, of one key head. On tensor cores there are
+8 or 16, and absent heads are zeros; partial results contain only those that exist.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ...device import Array
 from ..decoding.kv_codes import make_store_codes
 from ..primitives.ptx import (
     device,
@@ -24,14 +27,65 @@ from ..primitives.tensor_cores import exp2
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 
 LOG2E = float32(math.log2(math.e))
-CHUNK = 256  # keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
-FEW_CHUNK = 192  # the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than they save
+# keys of a split, about: four rounds of a warp, so that reading them outweighs its other work
+CHUNK = 256
+# the same if few key heads leave multiprocessors idle; shorter splits cost more in the merge than
+# they save
+FEW_CHUNK = 192
 MAX_SPLITS = 32  # of a row's keys: one lane per split in the warp that merges them
 AT_ONCE = 8  # partial results that a thread loads before it adds the first one
 
 
+class Cache(NamedTuple):
+    """A layer's keys and values, flat."""
+
+    k: Array
+    v: Array
+    scales: Array  # of codes (kv_codes.py)
+
+
+class Inputs(NamedTuple):
+    """What the heads of the new tokens are computed from, flat."""
+
+    qkv: Array
+    q_w: Array  # of QK-norm
+    k_w: Array
+    cos: Array
+    sin: Array
+    eps: float
+
+
+class Places(NamedTuple):
+    """Where the heads of a token and a key head are."""
+
+    query: int  # the first query head in qkv
+    key: int
+    value: int
+    to: int  # the new key and value in the cache
+
+
+class Shared(NamedTuple):
+    """The shared memory of a block, flat."""
+
+    q: Array  # (HEADS, D)
+    acc: Array  # (WARPS, HEADS, D): results of the warps
+    top: Array  # (WARPS, HEADS)
+    total: Array
+    weights: Array  # of keys or of splits
+    last: Array  # one int32, for arrive_last
+
+
+class Partials(NamedTuple):
+    """The results of the splits in global memory, flat."""
+
+    acc: Array
+    top: Array
+    total: Array
+    counters: Array  # of the splits that have arrived
+
+
 def splits_of(S: int, keys: int, most: int) -> int:
-    """-> the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
+    """Return the number of splits of a row of S tokens, at most `most`. keys: of a split, about"""
     return max(1, min(most, (S + keys // 2) // keys))
 
 
@@ -43,22 +97,24 @@ def quotient(a, b):
 
 @functools.cache
 def make_split_keys(CHUNK, MOST=MAX_SPLITS):
-    """-> split_keys(n) -> (keys, used): `used` splits of a row of n tokens have keys; the last one has the rest, at most about
-    half as many more. This depends only on n, and so do all bits of the result."""
+    """Return split_keys(n) -> (keys, used): `used` splits of a row of n tokens have keys; the last
+    one has the rest, at most about half as many more. This depends only on n, and so do all bits of
+    the result."""
 
     @device
     def split_keys(n):
         used = (n + CHUNK // 2) // CHUNK
-        used = int64(1) if used < 1 else used if used < MOST else int64(MOST)
+        used = max(min(used, int64(MOST)), int64(1))
         keys = quotient(n, used) // 16 * 16
-        return keys if keys > 16 else int64(16), used
+        return max(keys, int64(16)), used
 
     return split_keys
 
 
 @functools.cache
 def make_rope_pairs(D, NORMALISE):
-    """-> load_pairs, load_angles, turn, rotate, store_pairs, PLANES: QK-norm and RoPE of a head that a warp holds.
+    """Return load_pairs, load_angles, turn, rotate, store_pairs, PLANES: QK-norm and RoPE of a head
+    that a warp holds.
 
     A lane holds PLANES pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2.
     load_pairs(x1, x2, x, first)                 the head that begins at x[first]
@@ -74,15 +130,18 @@ def make_rope_pairs(D, NORMALISE):
     def load_pairs(x1, x2, x, first):
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            x1[i], x2[i] = float32(0.0), float32(0.0)
+            x1[i] = float32(0.0)
+            x2[i] = float32(0.0)
             if r < R:
-                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+                x1[i] = load1(x, first + r)
+                x2[i] = load1(x, first + r + R)
 
     @device
     def load_angles(c, s, cos, sin, p):
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            c[i], s[i] = float32(0.0), float32(0.0)
+            c[i] = float32(0.0)
+            s[i] = float32(0.0)
             if r < R:
                 c[i], s[i] = cos[p * R + r], sin[p * R + r]
 
@@ -96,7 +155,8 @@ def make_rope_pairs(D, NORMALISE):
 
     @device
     def turn(y1, y2, x1, x2, w_D, c, s, eps):
-        acc, rstd = float32(0.0), float32(1.0)
+        acc = float32(0.0)
+        rstd = float32(1.0)
         if NORMALISE:
             for i in range(PLANES):
                 acc += x1[i] * x1[i] + x2[i] * x2[i]
@@ -111,7 +171,8 @@ def make_rope_pairs(D, NORMALISE):
 
     @device
     def rotate(out, to, x1, x2, w_D, c, s, eps):
-        y1, y2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        y1 = cuda.local.array(PLANES, float32)
+        y2 = cuda.local.array(PLANES, float32)
         turn(y1, y2, x1, x2, w_D, c, s, eps)
         store_pairs(out, to, y1, y2)
 
@@ -120,10 +181,11 @@ def make_rope_pairs(D, NORMALISE):
 
 @functools.cache
 def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
-    """-> new_heads(q_s, k, v, scales, qkv, ...): write the block's queries to shared memory, the new key and value to the cache.
+    """Return new_heads(q_s, cache, inputs, places, p, h0, owner).
 
-    qkv[x]: the first query head of the key head; absent heads of q_s become zeros. owner: this block appends, to k[at] and
-    v[at], the key and value at qkv[key] and qkv[value]. A warp loads all its heads before it uses the first one.
+    It writes the block's queries from head h0 on to shared memory, absent heads as zeros, and if
+    this block is the owner, the new key and value to the cache. p: the position of the token.
+    A warp loads all its heads before it uses the first one.
     CODES: the cache has codes, and scales their scales (kv_codes.py).
     """
     load_pairs, load_angles, turn, rotate, store_pairs, PLANES = make_rope_pairs(D, NORMALISE)
@@ -132,38 +194,42 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
     FULL_CHUNKS = GROUP % HEADS == 0
 
     @device
-    def new_heads(
-        q_s, k, v, scales, qkv, x, key, value, at, owner, h0, q_w_D, k_w_D, cos, sin, p, eps
-    ):
+    def new_heads(q_s, cache, inputs, places, p, h0, owner):
         warp = cuda.threadIdx.x >> 5
+        eps = inputs.eps
+        at = places.to
         x1 = cuda.local.array((EACH, PLANES), float32)
         x2 = cuda.local.array((EACH, PLANES), float32)
-        more1, more2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
-        c, s = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
-        load_angles(c, s, cos, sin, p)
+        new1 = cuda.local.array(PLANES, float32)
+        new2 = cuda.local.array(PLANES, float32)
+        c = cuda.local.array(PLANES, float32)
+        s = cuda.local.array(PLANES, float32)
+        load_angles(c, s, inputs.cos, inputs.sin, p)
         for j in range(EACH):
             h = h0 + warp + j * WARPS
             h = h if h < GROUP else GROUP - 1  # also if there are more warps than heads
-            load_pairs(x1[j], x2[j], qkv, x + h * D)
+            load_pairs(x1[j], x2[j], inputs.qkv, places.query + h * D)
         if owner and warp >= WARPS - 2:
-            load_pairs(more1, more2, qkv, key if warp == WARPS - 1 else value)
+            place = places.key if warp == WARPS - 1 else places.value
+            load_pairs(new1, new2, inputs.qkv, place)
         for j in range(EACH):
             if not FULL_CHUNKS and h0 + warp + j * WARPS >= GROUP:
                 for i in range(PLANES):
-                    x1[j, i], x2[j, i] = float32(0.0), float32(0.0)
+                    x1[j, i] = float32(0.0)
+                    x2[j, i] = float32(0.0)
             if warp + j * WARPS < HEADS:
-                rotate(q_s, (warp + j * WARPS) * D, x1[j], x2[j], q_w_D, c, s, eps)
+                rotate(q_s, (warp + j * WARPS) * D, x1[j], x2[j], inputs.q_w, c, s, eps)
         if owner and warp == WARPS - 1:
             if CODES:
-                turn(more1, more2, more1, more2, k_w_D, c, s, eps)
-                store_codes(k, at, scales, 2 * (at // D), more1, more2)
+                turn(new1, new2, new1, new2, inputs.k_w, c, s, eps)
+                store_codes(cache.k, at, cache.scales, 2 * (at // D), new1, new2)
             else:
-                rotate(k, at, more1, more2, k_w_D, c, s, eps)
+                rotate(cache.k, at, new1, new2, inputs.k_w, c, s, eps)
         if owner and warp == WARPS - 2:
             if CODES:
-                store_codes(v, at, scales, 2 * (at // D) + 1, more1, more2)
+                store_codes(cache.v, at, cache.scales, 2 * (at // D) + 1, new1, new2)
             else:
-                store_pairs(v, at, more1, more2)
+                store_pairs(cache.v, at, new1, new2)
 
     return new_heads
 
@@ -172,15 +238,14 @@ def make_new_heads(D, GROUP, HEADS, WARPS, NORMALISE, CODES=False):
 class Merge:
     """Device functions on partial softmax results.
 
-    A partial result is m, the largest score (times log2 e), l, the sum of exp2(score - m), and acc, the sum of
-    exp2(score - m) v. Several are merged with M = max m and factors exp2(m - M), summed in a fixed order. A thread owns 4
-    consecutive elements j .. j + 3 of acc, of one head.
+    A partial result is m, the largest score (times log2 e), l, the sum of exp2(score - m), and
+    acc, the sum of exp2(score - m) v. Several are merged with M = max m and factors exp2(m - M),
+    summed in a fixed order. A thread owns 4 consecutive elements j .. j + 3 of acc, of one head.
 
-    gather(acc, acc_s, m_s, l_s, j) -> m, l    merges the results of all warps
-    store_partial(partial, m_partial, l_partial, i, j, acc, top, total)
-                                               writes acc, m and l as partial result i to global memory
-    finish(o, to, count, j, acc, total)        o[to + j] = acc / l, if it belongs to the first `count` heads
-    merge_splits                               see make_merge_splits
+    gather(acc, shared, j) -> m, l               merges the results of all warps
+    store_partial(partials, i, j, acc, m, l)     writes them as partial result i to global memory
+    finish(o, to, count, j, acc, l)              o[to + j] = acc / l, in the first `count` heads
+    merge_splits                                 see make_merge_splits
     """
 
     gather: Callable
@@ -191,30 +256,34 @@ class Merge:
 
 @functools.cache
 def make_merge(D: int, HEADS: int, WARPS: int) -> Merge:
-    """-> the functions for blocks of HEADS heads of width D and WARPS warps"""
+    """Return the functions for blocks of HEADS heads of width D and WARPS warps."""
     SIZE = HEADS * D
 
     @device
-    def gather(acc, acc_s, m_s, l_s, j):
-        h, values = j // D, cuda.local.array(4, float32)
-        top, total = m_s[h], float32(0.0)
+    def gather(acc, shared, j):
+        m_s = shared.top
+        h = j // D
+        values = cuda.local.array(4, float32)
+        top = m_s[h]
+        total = float32(0.0)
         for w in range(1, WARPS):
             top = top if top > m_s[w * HEADS + h] else m_s[w * HEADS + h]
         for e in range(4):
             acc[e] = float32(0.0)
         for w in range(WARPS):
             weight = exp2(m_s[w * HEADS + h] - top)
-            total += l_s[w * HEADS + h] * weight
-            load4_shared(values, acc_s, w * SIZE + j)
+            total += shared.total[w * HEADS + h] * weight
+            load4_shared(values, shared.acc, w * SIZE + j)
             for e in range(4):
                 acc[e] += values[e] * weight
         return top, total
 
     @device
-    def store_partial(partial, m_partial, l_partial, i, j, acc, top, total):
-        store4(partial, i * SIZE + j, acc)
+    def store_partial(partials, i, j, acc, top, total):
+        store4(partials.acc, i * SIZE + j, acc)
         if j % D == 0:
-            m_partial[i * HEADS + j // D], l_partial[i * HEADS + j // D] = top, total
+            partials.top[i * HEADS + j // D] = top
+            partials.total[i * HEADS + j // D] = total
 
     @device
     def finish(o, to, count, j, acc, total):
@@ -229,92 +298,97 @@ def make_merge(D: int, HEADS: int, WARPS: int) -> Merge:
 
 @functools.cache
 def make_weigh(HEADS, WARPS):
-    """-> weigh(weight_s, l_s, m_partial, l_partial, first, used): the weights of the splits, and the weighted sums of their l
+    """Return weigh(shared, partials, first, used).
 
-    weight_s: (MAX_SPLITS, HEADS), flat; 0 for splits from `used` on.
+    shared.weights: the weights of the splits (MAX_SPLITS, HEADS), 0 from `used` on.
+    shared.total: the weighted sums of their l.
     """
     EACH = -(-HEADS // WARPS)
 
     @device
-    def weigh(weight_s, l_s, m_partial, l_partial, first, used):
+    def weigh(shared, partials, first, used):
         warp, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-        m, total = cuda.local.array(EACH, float32), cuda.local.array(EACH, float32)
+        m = cuda.local.array(EACH, float32)
+        total = cuda.local.array(EACH, float32)
         for j in range(EACH):  # a lane per split
             h = warp + j * WARPS
-            i, exists = (first + lane) * HEADS + h, lane < used and h < HEADS
-            m[j] = m_partial[i] if exists else NEG_INF
-            total[j] = l_partial[i] if exists else float32(0.0)
+            i = (first + lane) * HEADS + h
+            exists = lane < used and h < HEADS
+            m[j] = partials.top[i] if exists else NEG_INF
+            total[j] = partials.total[i] if exists else float32(0.0)
         for j in range(EACH):
             h = warp + j * WARPS
             if h < HEADS:
                 weight = exp2(m[j] - warp_max(m[j]))
-                weight_s[lane * HEADS + h] = weight
+                shared.weights[lane * HEADS + h] = weight
                 row_total = warp_sum(total[j] * weight)
                 if lane == 0:
-                    l_s[h] = row_total
+                    shared.total[h] = row_total
 
     return weigh
 
 
 @functools.cache
 def make_merge_splits(D, HEADS, WARPS, finish):
-    """-> merge_splits(o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used): merge partial results.
+    """Return merge_splits(o, to, count, shared, partials, first, used).
 
-    Reads the partial results first .. first + used - 1 from global memory and writes `count` heads of o.
+    It merges the partial results first .. first + used - 1 and writes `count` heads of o.
     """
-    THREADS, SIZE = 32 * WARPS, HEADS * D
+    THREADS = 32 * WARPS
+    SIZE = HEADS * D
     weigh = make_weigh(HEADS, WARPS)
-    ONCE, QUADS = SIZE <= 4 * THREADS, min(SIZE // 4, THREADS)
+    ONCE = SIZE <= 4 * THREADS
+    QUADS = min(SIZE // 4, THREADS)
     SHARES = min(THREADS // QUADS, WARPS)  # acc_s has room for WARPS
 
     @device
     def load_partials(values, partial, first, s, end, j):
-        """values = partial results s .. s + AT_ONCE - 1; from `end` on, the last one again."""
+        """Load results s .. s + AT_ONCE - 1; from `end` on, the last one again."""
         for i in range(AT_ONCE):
             split = s + i if s + i < end else end - 1
             load4(values[i], partial, (first + split) * SIZE + j)
 
     @device
-    def merge_splits(
-        o, to, count, acc_s, l_s, weight_s, partial, m_partial, l_partial, first, used
-    ):
-        """weight_s: MAX_SPLITS HEADS floats. The caller has synchronized the block.
+    def merge_splits(o, to, count, shared, partials, first, used):
+        """Merge. The caller has synchronized the block.
 
-        If there are more threads than quadruples of acc, SHARES threads divide the splits of a quadruple among themselves.
+        If there are more threads than quadruples of acc, SHARES threads divide the splits of a
+        quadruple among themselves.
         """
         tid = cuda.threadIdx.x
         share, quad = tid // QUADS, tid % QUADS
         each = (used + SHARES - 1) // SHARES
         begin = share * each
-        end = begin + each if begin + each < used else used
-        values, acc = cuda.local.array((AT_ONCE, 4), float32), cuda.local.array(4, float32)
+        end = min(begin + each, used)
+        values = cuda.local.array((AT_ONCE, 4), float32)
+        acc = cuda.local.array(4, float32)
         if ONCE and begin < end:  # in flight together with the loads of weigh
-            load_partials(values, partial, first, begin, end, 4 * quad)
-        weigh(weight_s, l_s, m_partial, l_partial, first, used)
+            load_partials(values, partials.acc, first, begin, end, 4 * quad)
+        weigh(shared, partials, first, used)
         cuda.syncthreads()
         for j in range(4 * quad, SIZE, 4 * THREADS):
             for e in range(4):
                 acc[e] = float32(0.0)
             for s in range(begin, end, AT_ONCE):
                 if not ONCE or s > begin:
-                    load_partials(values, partial, first, s, end, j)
+                    load_partials(values, partials.acc, first, s, end, j)
                 for i in range(AT_ONCE):  # always in this order: same bits every run
                     split = s + i if s + i < end else end - 1
-                    weight = weight_s[split * HEADS + j // D]
+                    weight = shared.weights[split * HEADS + j // D]
                     weight = weight if s + i < end else float32(0.0)
                     for e in range(4):
                         acc[e] += values[i, e] * weight
             if SHARES == 1:
-                finish(o, to, count, j, acc, l_s[j // D])
+                finish(o, to, count, j, acc, shared.total[j // D])
             elif 0 < share < SHARES:
-                store4_shared(acc_s, share * SIZE + j, acc)
+                store4_shared(shared.acc, share * SIZE + j, acc)
         if SHARES > 1:
             cuda.syncthreads()
             if share == 0:
                 for i in range(1, SHARES):
-                    load4_shared(values[0], acc_s, i * SIZE + 4 * quad)
+                    load4_shared(values[0], shared.acc, i * SIZE + 4 * quad)
                     for e in range(4):
                         acc[e] += values[0, e]
-                finish(o, to, count, 4 * quad, acc, l_s[4 * quad // D])
+                finish(o, to, count, 4 * quad, acc, shared.total[4 * quad // D])
 
     return merge_splits

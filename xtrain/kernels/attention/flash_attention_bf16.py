@@ -1,26 +1,34 @@
-"""FlashAttention-2 on tensor cores, forward: the algorithm of flash_attention.py in bf16 with float32 sums.
+"""FlashAttention-2 on tensor cores, forward: the algorithm of flash_attention.py in bf16 with
+float32 sums.
 
-A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in tiles of BN keys, with two
-stages: while the warps compute on one tile, the next one is being copied. For each tile, a warp computes
+A block owns BM queries of one head, a warp 16 MT of them. K and V pass through shared memory in
+tiles of BN keys, with two
+stages: while the warps compute on one tile, the next one is being copied. For each tile, a warp
+computes
 
     scores = Q K^T                      tensor cores, operands loaded by ldmatrix
     masks keys that are not visible     only in tiles that the diagonal or the end of the keys cuts
-    p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by two shuffles
-    acc = acc + p V                     p already has the layout of a left operand (primitives/tiles.py)
+    p = exp2(scores - top)              in registers; the four lanes of a row share its maximum by
+                                        two shuffles
+    acc = acc + p V                     p already has the layout of a left operand
+                                        (primitives/tiles.py)
 
-A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles that all its warps skip,
-nor those before the first key that its first query sees (key_bounds.py).
-A warp whose queries all lie beyond T only helps to copy.
+A warp skips tiles whose keys all lie in the future of its queries; the block does not load tiles
+that all its warps skip, nor those before the first key that its first query sees (key_bounds.py). A
+warp whose queries all lie beyond T only helps to copy.
 
-With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile. Blocks start in the order of
-their index in the grid (heads in x, blocks of a head, rounds): x runs fastest, z slowest. With one head in x, the blocks of a
-head start one after another; long blocks run next to short ones and share keys and values in the cache. But the last head
-starts with its longest block when little other work is left, and most of the GPU waits for it. With many heads in x, the
-long blocks of all heads start first, and short ones fill the end. flash_attention.make_grid decides.
+With a causal mask, blocks are unequal: the last queries see all keys, the first ones one tile.
+Blocks start in the order of their index in the grid (heads in x, blocks of a head, rounds): x runs
+fastest, z slowest. With one head in x, the blocks of a head start one after another; long blocks
+run next to short ones and share keys and values in the cache. But the last head starts with its
+longest block when little other work is left, and most of the GPU waits for it. With many heads in
+x, the long blocks of all heads start first, and short ones fill the end. flash_attention.make_grid
+decides.
 
-exp(x) is computed as exp2(x log2 e), and the scale goes into the same fused multiply-add: one instruction per score before
-exp2. If a row's maximum grows by less than SLACK, the old one is kept: p is then above 1, at most 2^SLACK, which harms
-neither bf16 nor the sums, and acc need not be rescaled. The result is divided by the sum at the end anyway.
+exp(x) is computed as exp2(x log2 e), and the scale goes into the same fused multiply-add: one
+instruction per score before exp2. If a row's maximum grows by less than SLACK, the old one is kept:
+p is then above 1, at most 2^SLACK, which harms neither bf16 nor the sums, and acc need not be
+rescaled. The result is divided by the sum at the end anyway.
 """
 
 import functools
@@ -42,7 +50,8 @@ from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_table import Tiles
 from .key_bounds import make_first_key
 
-LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
+LOG2E = float32(math.log2(math.e))
+LN2 = float32(math.log(2))
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 SLACK = float32(8.0)
@@ -55,10 +64,10 @@ def fwd_shared_bytes(D: int, tiles: Tiles) -> int:
 
 @functools.cache
 def make_hide_keys(MT, NT, CAUSAL):
-    """-> hide_keys(s, t0, n0, S, past): set scores to -inf where the query may not see the key.
+    """Return hide_keys(s, t0, n0, S, past): set scores to -inf where the query may not see the key.
 
-    Row i is query t0 + i, column j key n0 + j. Masked are keys later than query + past (causal), and keys from S on. Most
-    tiles need no mask.
+    Row i is query t0 + i, column j key n0 + j. Masked are keys later than query + past (causal),
+    and keys from S on. Most tiles need no mask.
     """
     BN = 8 * NT
 
@@ -82,10 +91,12 @@ def make_hide_keys(MT, NT, CAUSAL):
 
 @functools.cache
 def make_hide_early(MT, NT, KIND):
-    """-> first_keys, hide_early: the lower bounds of a warp's 16 MT rows
+    """Return first_keys, hide_early: the lower bounds of a warp's 16 MT rows
 
-    first_keys(lo, first, i, t0, T, past) -> the largest      lo (MT, 2) = the first key that each row sees, from query t0 on
-    hide_early(s, lo, most, n0)         set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
+    first_keys(lo, first, i, t0, T, past) -> the largest
+        lo (MT, 2) = the first key that each row sees, from query t0 on
+    hide_early(s, lo, most, n0)
+        set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
     """
     first_key = make_first_key(KIND)
 
@@ -117,10 +128,11 @@ def make_hide_early(MT, NT, KIND):
 
 @functools.cache
 def make_softmax(MT, NT, ND):
-    """-> add_scores(s, acc, top, total, scale): one tile of the online softmax.
+    """Return add_scores(s, acc, top, total, scale): one tile of the online softmax.
 
-    s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are rescaled. top, total (MT, 2):
-    maxima of the rows, and this lane's share of their sums. scale includes log2 e.
+    s becomes p; where a maximum grows by more than SLACK, top is updated and acc and total are
+    rescaled. top, total (MT, 2): maxima of the rows, and this lane's share of their sums. scale
+    includes log2 e.
     """
 
     @device
@@ -161,7 +173,8 @@ def make_softmax(MT, NT, ND):
 
 @functools.cache
 def make_finish(MT, ND):
-    """-> finish(acc, top, total, scale, lse, i, valid): acc becomes o; writes lse[i], ..., lse[i + valid - 1]."""
+    """Return finish(acc, top, total, scale, lse, i, valid): acc becomes o; writes lse[i], ...,
+    lse[i + valid - 1]."""
     scale_rows = make_fill(MT, ND)[2]
 
     @device
@@ -182,52 +195,78 @@ def make_finish(MT, ND):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and fwd_shared_bytes(D, tiles).
+    """Return the forward kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    fwd_shared_bytes(D, tiles).
 
     KIND: of the bounds in key_bounds.py.
     """
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
     Q_REGISTERS = tiles.q_in_registers
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND, KS = ROWS // 16, BN // 8, D // 8, D // 16
-    KV, STAGE = BM * D, 2 * BN * D  # Q is at 0; the stages of K and V are behind it
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    KS = D // 16
+    # Q is at 0; the stages of K and V are behind it
+    KV = BM * D
+    STAGE = 2 * BN * D
+    copy_q = make_copy(D, BM, THREADS)
+    copy_kv = make_copy_two(D, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
-    hide_keys, add_scores = make_hide_keys(MT, NT, CAUSAL), make_softmax(MT, NT, ND)
+    hide_keys = make_hide_keys(MT, NT, CAUSAL)
+    add_scores = make_softmax(MT, NT, ND)
     first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
-    add_product, finish = make_add_product(D, MT, NT), make_finish(MT, ND)
+    add_product = make_add_product(D, MT, NT)
+    finish = make_finish(MT, ND)
     store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_fwd_kernel(
         o, lse, q, k, v, first, T, S, H, group, q_row, k_row, v_row, scale
     ):
-        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row, v_row: elements between
-        positions of q, k, v. group: query heads per key head. first: of key_bounds.py.
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). All arrays flat; q_row, k_row,
+        v_row: elements between positions of q, k, v. group: query heads per key head. first: of
+        key_bounds.py.
         """
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse.size:  # heads in x need not divide B H
             return
-        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bh // H)
+        h = bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)
         # this warp's first row: in T, in smem
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
         head = h // group * D
-        s, acc = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, ND, 4), float32)
-        top, total = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        fq, lo = cuda.local.array((KS, MT, 4), uint32), cuda.local.array((MT, 2), int32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        top = cuda.local.array((MT, 2), float32)
+        total = cuda.local.array((MT, 2), float32)
+        fq = cuda.local.array((KS, MT, 4), uint32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
+        end = int32(S)
+        if CAUSAL and q0 + BM < T:
+            end = int32(q0 + BM + past)
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(first, b * T, q0, past)
         most = first_keys(lo, first, b * T, w0, T, past)
         # end of the keys that this warp sees
-        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
+        visible = int32(0)
+        if w0 < T:
+            visible = int32(w0 + ROWS + past if CAUSAL else S)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
-        at_k, at_v = (b * S + n0) * k_row + head, (b * S + n0) * v_row + head
+        at_k = (b * S + n0) * k_row + head
+        at_v = (b * S + n0) * v_row + head
         copy_kv(smem, KV, k, at_k, k_row, v, at_v, v_row, S - n0)
         if Q_REGISTERS:
             wait_copies(0)
@@ -239,7 +278,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
             other = int32(2 * KV + STAGE - now)
             if n0 > begin:
-                # two ways to compute the same addresses: each variant uses the one that spills no register
+                # two ways to compute the same addresses: each variant uses the one that spills no
+                # register
                 if Q_REGISTERS:
                     n = b * S + int32(n0 - BN)
                     at_k, at_v = n * k_row + head, n * v_row + head
@@ -255,7 +295,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
                 hide_early(s, lo, most, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
-            n0, now = int32(n0 - BN), other
+            n0 = int32(n0 - BN)
+            now = other
         finish(acc, top, total, scale * LOG2E, lse, int64(bh) * T + w0, T - w0)
         store_o(acc, smem, mine, o, ((b * T + w0) * H + h) * D, H * D, T - w0)
 

@@ -1,19 +1,24 @@
-"""FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in a fixed order.
+"""FlashAttention-2 on tensor cores, backward. No atomics: every gradient is summed by one warp, in
+a fixed order.
 
-    dQ kernel       a block owns BM queries and loops over the keys          S, dP, dQ: 3 products per tile
-    dK, dV kernel   a block owns BN keys and loops over the queries          S, dP, dV, dK: 4 products
+    dQ kernel       a block owns BM queries and loops over the keys       S, dP, dQ: 3 products
+    dK, dV kernel   a block owns BN keys and loops over the queries       S, dP, dV, dK: 4 products
 
 S and dP are computed twice. Atomics on dQ would avoid that, but give different bits in every run.
 
-The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kernels need, in the registers where it uses it.
+The dQ kernel runs first. It also computes delta = rowsum(dO O), which both kernels need, in the
+registers where it uses it.
 
-The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already have the layout of a left
-operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work between two warps. For short sequences of narrow
-heads, flash_attention_bf16_bwd_whole.py computes all three gradients in one kernel.
+The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already
+have the layout of a left operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work
+between two warps. For short sequences of narrow heads, flash_attention_bf16_bwd_whole.py computes
+all three gradients in one kernel.
 """
 
 import functools
+from typing import NamedTuple
 
+from ...device import Array
 from ..primitives.ptx import device, kernel, load1, load8, store1
 from ..primitives.reduce import FULL
 from ..primitives.tensor_cores import (
@@ -61,10 +66,12 @@ def dkdv_shared_bytes(D: int, tiles: Tiles) -> int:
 # ----------------------------------------------------------------------------- dQ
 @functools.cache
 def make_statistics(D, MT):
-    """-> statistics(shift, delta, do, o, first, stride, lse, out, i, valid): the statistics of a warp's 16 MT rows.
+    """Return statistics(shift, delta, do, o, first, stride, lse, out, i, valid): the statistics of
+    a warp's 16 MT rows.
 
-    shift = lse log2 e and delta = rowsum(dO O), both in all lanes of a row; delta is also written to out[i], out[i + 1], ...
-    The rows of do and o begin at `first`, `stride` elements apart; `valid` of them exist.
+    shift = lse log2 e and delta = rowsum(dO O), both in all lanes of a row; delta is also written
+    to out[i], out[i + 1], ... The rows of do and o begin at `first`, `stride` elements apart;
+    `valid` of them exist.
     """
     CHUNKS = D // 8
     STEPS = -(-CHUNKS // 4)
@@ -72,7 +79,8 @@ def make_statistics(D, MT):
     @device
     def statistics(shift, delta, do, o, first, stride, lse, out, i, valid):
         lane = cuda.threadIdx.x & 31
-        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        x = cuda.local.array(8, float32)
+        y = cuda.local.array(8, float32)
         for m in range(MT):
             for r in range(2):
                 row = 16 * m + 8 * r + (lane >> 2)
@@ -86,7 +94,8 @@ def make_statistics(D, MT):
                             dot += x[e] * y[e]
                 dot += cuda.shfl_xor_sync(FULL, dot, 1)
                 dot += cuda.shfl_xor_sync(FULL, dot, 2)
-                shift[m, r], delta[m, r] = float32(0.0), dot
+                shift[m, r] = float32(0.0)
+                delta[m, r] = dot
                 if row < valid:
                     shift[m, r] = load1(lse, i + row) * LOG2E
                     if lane & 3 == 0:
@@ -97,7 +106,9 @@ def make_statistics(D, MT):
 
 @functools.cache
 def make_row_gradients(MT, NT):
-    """-> row_gradients(s, dp, shift, delta, scale): s becomes ds = p (dp - delta), p = exp2(s scale - shift)"""
+    """Return row_gradients(s, dp, shift, delta, scale): s becomes ds = p (dp - delta), p = exp2(s
+    scale
+    - shift)"""
 
     @device
     def row_gradients(s, dp, shift, delta, scale):
@@ -112,15 +123,29 @@ def make_row_gradients(MT, NT):
 
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and dq_shared_bytes(D, tiles)."""
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
-    THREADS, ROWS = 32 * WARPS, BM // WARPS
-    MT, NT, ND = ROWS // 16, BN // 8, D // 8
-    DO, KV, STAGE = BM * D, 2 * BM * D, 2 * BN * D  # Q is at 0
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
-    statistics, scores = make_statistics(D, MT), make_scores(D, MT, NT)[2]
-    hide_keys, row_gradients = make_hide_keys(MT, NT, CAUSAL), make_row_gradients(MT, NT)
-    add_product, store_dq = make_add_product(D, MT, NT), make_store(D, MT)
+    """Return the dQ kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    dq_shared_bytes(D, tiles)."""
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
+    THREADS = 32 * WARPS
+    ROWS = BM // WARPS
+    MT = ROWS // 16
+    NT = BN // 8
+    ND = D // 8
+    # Q is at 0
+    DO = BM * D
+    KV = 2 * BM * D
+    STAGE = 2 * BN * D
+    copy_q = make_copy(D, BM, THREADS)
+    copy_kv = make_copy_two(D, BN, THREADS)
+    statistics = make_statistics(D, MT)
+    scores = make_scores(D, MT, NT)[2]
+    hide_keys = make_hide_keys(MT, NT, CAUSAL)
+    row_gradients = make_row_gradients(MT, NT)
+    add_product = make_add_product(D, MT, NT)
+    store_dq = make_store(D, MT)
     first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
     clear, fill, scale_rows = make_fill(MT, ND)
 
@@ -128,19 +153,29 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_dq_kernel(
         dq, delta_BHT, do, q, k, v, o, lse_BHT, first_BT, T, S, H, group, q_row, k_row, v_row, scale
     ):
-        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments: see make_fwd_kernel."""
+        """Grid (heads in x, ceil(T / BM), ceil(B H / heads in x)). Also writes delta. Arguments:
+        see make_fwd_kernel."""
         smem = cuda.shared.array(0, uint16)
         bh = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         if bh * T >= lse_BHT.size:
             return
-        warp, past, b, h = warp_id(), int32(S - T), int64(bh // H), bh % H
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bh // H)
+        h = bh % H
         q0 = int32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * BM)  # most keys first
-        w0, mine = int32(q0 + warp * ROWS), int32(warp * ROWS * D)
+        w0 = int32(q0 + warp * ROWS)
+        mine = int32(warp * ROWS * D)
         head = h // group * D
-        row, first = H * D, (b * T * H + h) * D  # of o, dO and dQ
-        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
-        shift, delta = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), float32)
-        acc, lo = cuda.local.array((MT, ND, 4), float32), cuda.local.array((MT, 2), int32)
+        # of o, dO and dQ
+        row = H * D
+        first = (b * T * H + h) * D
+        s = cuda.local.array((MT, NT, 4), float32)
+        dp = cuda.local.array((MT, NT, 4), float32)
+        shift = cuda.local.array((MT, 2), float32)
+        delta = cuda.local.array((MT, 2), float32)
+        acc = cuda.local.array((MT, ND, 4), float32)
+        lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         n0 = int32(first_key(first_BT, b * T, q0, past) // BN * BN)
         most = first_keys(lo, first_BT, b * T, w0, T, past)
@@ -148,12 +183,18 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         copy_q(smem, DO, do, first + q0 * row, row, T - q0)
         k0, v0 = b * S * k_row + head, b * S * v_row + head
         copy_kv(smem, KV, k, k0 + n0 * k_row, k_row, v, v0 + n0 * v_row, v_row, S - n0)
-        i, valid = int64(bh) * T + w0, T - w0
+        i = int64(bh) * T + w0
+        valid = T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
-        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
+        end = int32(S)
+        if CAUSAL and q0 + BM < T:
+            end = int32(q0 + BM + past)
         # end of the keys that this warp sees
-        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
-        now, other = int32(KV), int32(KV + STAGE)
+        visible = int32(0)
+        if w0 < T:
+            visible = int32(w0 + ROWS + past if CAUSAL else S)
+        now = int32(KV)
+        other = int32(KV + STAGE)
         while n0 < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
@@ -183,22 +224,43 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
 
 
 # ----------------------------------------------------------------------------- dK, dV
+class Queries(NamedTuple):
+    """What dK and dV read of the queries, flat."""
+
+    q: Array
+    do: Array
+    lse: Array
+    delta: Array
+    T: int
+    H: int
+    q_row: int  # elements between the rows of q
+
+
 @functools.cache
 def make_copy_queries(D, BM, THREADS):
-    """-> copy_queries(...): the block starts to copy BM rows of Q and dO of a head, and their statistics, into a stage."""
+    """Return copy_queries(smem, stats, stage, queries, b, h, t0).
+
+    The block starts to copy BM rows of Q and dO of a head, and their statistics, into a stage.
+    """
     copy_rows = make_copy(D, BM, THREADS)
     assert THREADS >= 2 * BM
 
     @device
-    def copy_queries(smem, stats, stage, q, do, lse, delta, b, h, t0, T, H, q_row):
-        tid, valid = cuda.threadIdx.x, T - t0
-        copy_rows(smem, stage, q, (b * T + t0) * q_row + h * D, q_row, valid)
-        copy_rows(smem, stage + BM * D, do, ((b * T + t0) * H + h) * D, H * D, valid)
-        at, i = stage // 2 + BM * D, (b * H + h) * T + t0  # at: in floats
+    def copy_queries(smem, stats, stage, queries, b, h, t0):
+        tid = cuda.threadIdx.x
+        T = queries.T
+        H = queries.H
+        row = queries.q_row
+        valid = T - t0
+        copy_rows(smem, stage, queries.q, (b * T + t0) * row + h * D, row, valid)
+        copy_rows(smem, stage + BM * D, queries.do, ((b * T + t0) * H + h) * D, H * D, valid)
+        # at: in floats
+        at = stage // 2 + BM * D
+        i = (b * H + h) * T + t0
         if tid < BM:
-            copy4_async(stats, at + tid, lse, i + tid, tid < valid)
+            copy4_async(stats, at + tid, queries.lse, i + tid, tid < valid)
         elif tid < 2 * BM:
-            copy4_async(stats, at + tid, delta, i + tid - BM, tid - BM < valid)
+            copy4_async(stats, at + tid, queries.delta, i + tid - BM, tid - BM < valid)
         commit_copies()
 
     return copy_queries
@@ -206,7 +268,8 @@ def make_copy_queries(D, BM, THREADS):
 
 @functools.cache
 def make_hide_past(MT, NT, CAUSAL):
-    """-> hide_past(s, n0, t0, past): on transposed tiles, -inf where query t0 + column does not see key n0 + row."""
+    """Return hide_past(s, n0, t0, past): on transposed tiles, -inf where query t0 + column does not
+    see key n0 + row."""
     LAST = 16 * MT - 1
 
     @device
@@ -227,10 +290,12 @@ def make_hide_past(MT, NT, CAUSAL):
 
 @functools.cache
 def make_hide_late(MT, NT, KIND):
-    """-> last_queries, hide_late: the upper bounds of a warp's 16 MT keys, on transposed tiles
+    """Return last_queries, hide_late: the upper bounds of a warp's 16 MT keys, on transposed tiles
 
-    last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees each key, from key s0 on
-    hide_late(s, hi, least, t0)         -inf where query t0 + column comes after it. least: the smallest of hi
+    last_queries(hi, last, i, s0, T, S, past) -> the smallest  hi (MT, 2) = the last query that sees
+    each key, from key s0 on
+    hide_late(s, hi, least, t0)
+        -inf where query t0 + column comes after it. least: the smallest of hi
     """
     last_query = make_last_query(KIND)
 
@@ -262,7 +327,8 @@ def make_hide_late(MT, NT, KIND):
 
 @functools.cache
 def make_column_gradients(MT, NT):
-    """-> weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is the column's lse or delta.
+    """Return weights, subtract, multiply: elementwise on transposed tiles; stats[at + column] is
+    the column's lse or delta.
 
     weights(s, stats, at, scale)        s becomes p = exp2(s scale - lse log2 e)
     subtract(dp, stats, at)             dp becomes dp - delta
@@ -301,14 +367,28 @@ def make_column_gradients(MT, NT):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and dkdv_shared_bytes(D, tiles)."""
-    BM, BN, WARPS, MIN_BLOCKS = tiles.BM, tiles.BN, tiles.warps, tiles.blocks
-    THREADS, ROWS = 32 * WARPS, BN // WARPS
-    MT, NT, ND = ROWS // 16, BM // 8, D // 8
-    V, STAGES, STAGE = BN * D, 2 * BN * D, stage_elements(D, BM)  # K is at 0
-    LSE, DELTA = BM * D, BM * D + BM  # in a stage, in floats
-    copy_kv, copy_queries = make_copy_two(D, BN, THREADS), make_copy_queries(D, BM, THREADS)
-    scores, hide_past = make_scores(D, MT, NT)[2], make_hide_past(MT, NT, CAUSAL)
+    """Return the dK, dV kernel for heads of width D. Launch with 32 * tiles.warps threads and
+    dkdv_shared_bytes(D, tiles)."""
+    BM = tiles.BM
+    BN = tiles.BN
+    WARPS = tiles.warps
+    MIN_BLOCKS = tiles.blocks
+    THREADS = 32 * WARPS
+    ROWS = BN // WARPS
+    MT = ROWS // 16
+    NT = BM // 8
+    ND = D // 8
+    # K is at 0
+    V = BN * D
+    STAGES = 2 * BN * D
+    STAGE = stage_elements(D, BM)
+    # in a stage, in floats
+    LSE = BM * D
+    DELTA = BM * D + BM
+    copy_kv = make_copy_two(D, BN, THREADS)
+    copy_queries = make_copy_queries(D, BM, THREADS)
+    scores = make_scores(D, MT, NT)[2]
+    hide_past = make_hide_past(MT, NT, CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
     last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
     add_product = make_add_product(D, MT, NT)
@@ -318,38 +398,61 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     def flash_attention_dkdv_kernel(
         dk, dv, do, q, k, v, lse, delta, last, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
-        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query heads of its group in order."""
-        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        bg, G = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x), int32(H // group)
+        """Grid (heads in x, ceil(S / BN), ceil(B G / heads in x)). A block loops over the query
+        heads of its group in order."""
+        # the same bytes
+        smem = cuda.shared.array(0, uint16)
+        stats = cuda.shared.array(0, float32)
+        bg = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        G = int32(H // group)
         if bg * S * D >= dk.size:
             return
-        warp, past, b, g = warp_id(), int32(S - T), int64(bg // G), bg % G
-        n0, mine = int32(cuda.blockIdx.y * BN), int32(warp * ROWS * D)
+        warp = warp_id()
+        past = int32(S - T)
+        b = int64(bg // G)
+        g = bg % G
+        n0 = int32(cuda.blockIdx.y * BN)
+        mine = int32(warp * ROWS * D)
         w0 = int32(n0 + warp * ROWS)  # this warp's first key
-        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        dp = cuda.local.array((MT, NT, 4), float32)
         acc_k = cuda.local.array((MT, ND, 4), float32)
         acc_v = cuda.local.array((MT, ND, 4), float32)
-        factors, hi = cuda.local.array((MT, 2), float32), cuda.local.array((MT, 2), int32)
+        factors = cuda.local.array((MT, 2), float32)
+        hi = cuda.local.array((MT, 2), int32)
         clear(acc_k)
         clear(acc_v)
         # first tile that sees a key
-        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
+        first = int32(0)
+        if CAUSAL and n0 > past:
+            first = int32((n0 - past) // BM * BM)
         # end of the queries that see a key
         stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
         least = last_queries(hi, last, b * S, w0, T, S, past)
         # first query tile that this warp needs
-        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
-        h, t0, end = int32(g * group), first, int32((g + 1) * group)
-        now, other = int32(STAGES), int32(STAGES + STAGE)
-        k0, v0 = (b * S + n0) * k_row + g * D, (b * S + n0) * v_row + g * D
+        visible = int32(T)
+        if w0 < S:
+            visible = int32(w0 - past - BM + 1 if CAUSAL else 0)
+        h = int32(g * group)
+        t0 = first
+        end = int32((g + 1) * group)
+        now = int32(STAGES)
+        other = int32(STAGES + STAGE)
+        k0 = (b * S + n0) * k_row + g * D
+        v0 = (b * S + n0) * v_row + g * D
         copy_kv(smem, 0, k, k0, k_row, v, v0, v_row, S - n0)
-        copy_queries(smem, stats, now, q, do, lse, delta, b, h, t0, T, H, q_row)
+        queries = Queries(q, do, lse, delta, T, H, q_row)
+        copy_queries(smem, stats, now, queries, b, h, t0)
         while h < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
-            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
+            next_h = h
+            next_t = int32(t0 + BM)
+            if next_t >= stop:
+                next_h = int32(h + 1)
+                next_t = first
             if next_h < end:
-                copy_queries(smem, stats, other, q, do, lse, delta, b, next_h, next_t, T, H, q_row)
+                copy_queries(smem, stats, other, queries, b, next_h, next_t)
             if t0 >= visible:
                 scores(s, smem, mine, now)
                 hide_past(s, w0, t0, past)

@@ -1,20 +1,23 @@
-"""FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence and computes scores once.
+"""FlashAttention-2 on tensor cores, backward of short sequences: a block holds the whole sequence
+and computes scores once.
 
-flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one block and there are at
-least half as many key heads as multiprocessors. It replaces the two kernels for sequences of any length
-(flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum over keys, dK and dV are sums over queries, and no block
-there has both. Five products instead of seven:
+flash_attention.choose_whole selects this kernel for D <= 32 if all keys and queries fit into one
+block and there are at least half as many key heads as multiprocessors. It replaces the two kernels
+for sequences of any length (flash_attention_bf16_bwd.py), which compute S and dP twice: dQ is a sum
+over keys, dK and dV are sums over queries, and no block there has both. Five products instead of
+seven:
 
     block           one key head: its K and V stay in shared memory, dK and dV in registers
-    warp            32 of the keys; loops over the queries, 16 at a time         S, dP, dV, dK: 4 products
+    warp            32 of the keys; loops over the queries, 16 at a time
+                    S, dP, dV, dK: 4 products
     all warps       after each 64 queries: dQ = dS K over all keys               the fifth
 
-dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp writes dS^T, rows of keys;
-ldmatrix_trans reads rows of queries.
+dS passes through shared memory in bf16, the precision in which a product reads it anyway. A warp
+writes dS^T, rows of keys; ldmatrix_trans reads rows of queries.
 
-Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after the second, dS is complete.
-With a causal mask the warps of late keys have little work; they wait at the second barrier, and another block of the same
-multiprocessor runs.
+Two barriers per 64 queries: after the first, the queries and their statistics have arrived; after
+the second, dS is complete. With a causal mask the warps of late keys have little work; they wait at
+the second barrier, and another block of the same multiprocessor runs.
 """
 
 import functools
@@ -50,7 +53,10 @@ from ..runtime.cost import attention_flops, declare_cost
 from .flash_attention_bf16 import LOG2E, NEG_INF
 from .flash_attention_bf16_bwd import make_column_gradients
 
-ROWS, BM, STEP = 32, 64, 16  # keys of a warp; queries between two barriers; queries of one product
+# keys of a warp; queries between two barriers; queries of one product
+ROWS = 32
+BM = 64
+STEP = 16
 WIDTHS = (16, 32)  # of a head; wider ones need too many registers
 MIN_KEYS = 48  # with fewer keys the two kernels are faster
 
@@ -74,7 +80,8 @@ def whole_shared_bytes(D: int, tiles: WholeTiles) -> int:
 
 @functools.cache
 def make_statistics(D, BN):
-    """-> statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at + BN + t] = delta of query t
+    """Return statistics(stats, at, lse, do, o, first, stride, i, T): stats[at + t] = lse, stats[at
+    + BN + t] = delta of query t
 
     delta = rowsum(dO O). One thread per query; queries from T on get zeros.
     """
@@ -82,8 +89,10 @@ def make_statistics(D, BN):
     @device
     def statistics(stats, at, lse, do, o, first, stride, i, T):
         t = int32(cuda.threadIdx.x)
-        x, y = cuda.local.array(8, float32), cuda.local.array(8, float32)
-        norm, dot = float32(0.0), float32(0.0)
+        x = cuda.local.array(8, float32)
+        y = cuda.local.array(8, float32)
+        norm = float32(0.0)
+        dot = float32(0.0)
         if t < T:
             norm = load1(lse, i + t)
             for chunk in range(D // CHUNK):
@@ -99,10 +108,13 @@ def make_statistics(D, BN):
 
 @functools.cache
 def make_mask(CAUSAL):
-    """-> hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t + past.
+    """Return hide, last_key, first_query: query t sees key s if s < S and, with CAUSAL, s <= t +
+    past.
 
-    hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key n0 + row
-    last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a multiple of BM
+    hide(s, n0, t0, S, past)        on transposed tiles, -inf where query t0 + column does not see key
+                                    n0 + row
+    last_key(t0, S, past)           end of the keys that the BM queries from t0 on see, rounded up to a
+                                    multiple of BM
     first_query(n0, T, S, past)     the first t0 whose last_key is above n0; T if there is none
     """
 
@@ -140,7 +152,8 @@ place_ds = make_chunk_offset(BM)
 
 @device
 def store_gradients(ds, smem, a, chunk):
-    """Store a warp's dS^T (32 keys, 16 queries), packed as a left operand, in its rows from `a` on. chunk: of the first query"""
+    """Store a warp's dS^T (32 keys, 16 queries), packed as a left operand, in its rows from `a` on.
+    chunk: of the first query"""
     lane = cuda.threadIdx.x & 31
     for m in range(ROWS // 16):
         for r in range(2):
@@ -152,19 +165,24 @@ def store_gradients(ds, smem, a, chunk):
 
 @functools.cache
 def make_sum_keys(D):
-    """-> sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for queries 16 m ..., over keys below `end`
+    """Return sum_keys(acc, smem, ds, m, n, end): acc[0] (2, 4) = channels 16 n ... of dQ for
+    queries 16 m ..., over keys below `end`
 
-    K begins at 0, dS^T at ds. Two interleaved sums, each of every other 16 keys, so a product need not wait for the previous one.
+    K begins at 0, dS^T at ds. Two interleaved sums, each of every other 16 keys, so a product need
+    not wait for the previous one.
     """
-    left_lane, clear = make_left_lane(D), make_fill(2, 2)[0]
+    left_lane = make_left_lane(D)
+    clear = make_fill(2, 2)[0]
 
     @device
     def sum_keys(acc, smem, ds, m, n, end):
         lane = cuda.threadIdx.x & 31
-        fa, fb = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
+        fa = cuda.local.array((2, 4), uint32)
+        fb = cuda.local.array((2, 4), uint32)
         clear(acc)
         a = int32(ds + place_ds((lane & 7) + ((lane >> 4) << 3), 2 * m + ((lane >> 3) & 1)))
-        b, k = int32(left_lane() ^ (16 * n)), int32(0)
+        b = int32(left_lane() ^ (16 * n))
+        k = int32(0)
         while k < end:
             for j in range(2):
                 for i in range(2):
@@ -173,7 +191,9 @@ def make_sum_keys(D):
                 for i in range(2):
                     mma_bf16(acc[i, 0], fa[i], fb[i])
                     mma_bf16(acc[i, 1], fa[i], fb[i, 2:])
-            a, b, k = int32(a + 64 * BM), int32(b + 64 * D), int32(k + 64)
+            a = int32(a + 64 * BM)
+            b = int32(b + 64 * D)
+            k = int32(k + 64)
         for j in range(2):
             for e in range(4):
                 acc[0, j, e] += acc[1, j, e]
@@ -183,7 +203,8 @@ def make_sum_keys(D):
 
 @functools.cache
 def make_store_dq(D):
-    """-> store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale): write 16 queries, 16 channels of dQ
+    """Return store_dq(acc, smem, a, dq, first, stride, m, n, valid, scale): write 16 queries, 16
+    channels of dQ
 
     They pass through shared memory, over the tile of Q at `a`, which is no longer needed.
     """
@@ -209,17 +230,32 @@ def make_store_dq(D):
 
 @functools.cache
 def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
-    """-> the kernel that computes dQ, dK and dV. Launch with tiles.keys threads and whole_shared_bytes(D, tiles)."""
+    """Return the kernel that computes dQ, dK and dV. Launch with tiles.keys threads and
+    whole_shared_bytes(D, tiles)."""
     BN, MIN_BLOCKS = tiles.keys, tiles.blocks
-    THREADS, WARPS, MT, NT, ND = BN, BN // ROWS, ROWS // 16, STEP // 8, D // 8
-    V, DS, STAGES, STAGE = BN * D, 2 * BN * D, 2 * BN * D + BN * BM, 2 * BM * D  # K is at 0
+    THREADS = BN
+    WARPS = BN // ROWS
+    MT = ROWS // 16
+    NT = STEP // 8
+    ND = D // 8
+    # K is at 0
+    V = BN * D
+    DS = 2 * BN * D
+    STAGES = 2 * BN * D + BN * BM
+    STAGE = 2 * BM * D
     LSE = (STAGES + 2 * STAGE) // 2  # in floats
-    DELTA, DQ_TILES = LSE + BN, BM // 16 * (D // 16)  # dQ of 64 queries in tiles of 16 x 16
-    copy_q, copy_kv = make_copy(D, BM, THREADS), make_copy_two(D, BN, THREADS)
+    # dQ of 64 queries in tiles of 16 x 16
+    DELTA = LSE + BN
+    DQ_TILES = BM // 16 * (D // 16)
+    copy_q = make_copy(D, BM, THREADS)
+    copy_kv = make_copy_two(D, BN, THREADS)
     scores, (hide, last_key, first_query) = make_scores(D, MT, NT)[2], make_mask(CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
-    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
-    statistics, sum_keys, store_dq = make_statistics(D, BN), make_sum_keys(D), make_store_dq(D)
+    pack = make_pack(MT)
+    add_slab = make_add_slab(D, MT)
+    statistics = make_statistics(D, BN)
+    sum_keys = make_sum_keys(D)
+    store_dq = make_store_dq(D)
     store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
@@ -227,26 +263,41 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         dq, dk, dv, do, q, k, v, o, lse, T, S, H, group, q_row, k_row, v_row, dv_row, scale
     ):
         """Grid (G, B). T, S <= BN. A block loops over the query heads of its group in order."""
-        smem, stats = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        g, b, G = int32(cuda.blockIdx.x), int64(cuda.blockIdx.y), int32(cuda.gridDim.x)
-        warp, past, row = warp_id(), int32(S - T), int32(H * D)
-        # Warps are assigned to the four schedulers in turn, and early keys have the most queries: pair them with late ones.
+        # the same bytes
+        smem = cuda.shared.array(0, uint16)
+        stats = cuda.shared.array(0, float32)
+        g = int32(cuda.blockIdx.x)
+        b = int64(cuda.blockIdx.y)
+        G = int32(cuda.gridDim.x)
+        warp = warp_id()
+        past = int32(S - T)
+        row = int32(H * D)
+        # Warps are assigned to the four schedulers in turn, and early keys have the most queries:
+        # pair them with late ones.
         slab = int32(warp if warp < WARPS // 2 else WARPS + WARPS // 2 - 1 - warp)
-        w0, mine = int32(slab * ROWS), int32(slab * ROWS * D)  # this warp's first key; in smem
+        # this warp's first key; in smem
+        w0 = int32(slab * ROWS)
+        mine = int32(slab * ROWS * D)
         seen = first_query(w0, T, S, past)
         # queries below `hidden` do not see all of this warp's keys
         hidden = int32(w0 + ROWS - 1 - past if CAUSAL else 0)
         if w0 + ROWS > S:
             hidden = T
-        s, dp = cuda.local.array((MT, NT, 4), float32), cuda.local.array((MT, NT, 4), float32)
+        s = cuda.local.array((MT, NT, 4), float32)
+        dp = cuda.local.array((MT, NT, 4), float32)
         acc_k = cuda.local.array((MT, ND, 4), float32)
         acc_v = cuda.local.array((MT, ND, 4), float32)
         left = cuda.local.array((MT, 4), uint32)
-        acc_q, factors = cuda.local.array((2, 2, 4), float32), cuda.local.array((MT, 2), float32)
+        acc_q = cuda.local.array((2, 2, 4), float32)
+        factors = cuda.local.array((MT, 2), float32)
         clear(acc_k)
         clear(acc_v)
-        h, t0, end = int32(g * group), int32(0), int32((g + 1) * group)
-        now, other, first = int32(STAGES), int32(STAGES + STAGE), (b * T * H + h) * D
+        h = int32(g * group)
+        t0 = int32(0)
+        end = int32((g + 1) * group)
+        now = int32(STAGES)
+        other = int32(STAGES + STAGE)
+        first = (b * T * H + h) * D
         copy_kv(smem, 0, k, b * S * k_row + g * D, k_row, v, b * S * v_row + g * D, v_row, S)
         copy_q(smem, now, q, b * T * q_row + h * D, q_row, T)
         copy_q(smem, now + BM * D, do, first, row, T)
@@ -254,15 +305,21 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
         statistics(stats, LSE, lse, do, o, first, row, (b * H + h) * T, T)
         while h < end:
             wait_copies(0)
-            cuda.syncthreads()  # these queries have arrived; all warps have left dS and the previous stage
-            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < T else (int32(h + 1), int32(0))
+            # these queries have arrived; all warps have left dS and the previous stage
+            cuda.syncthreads()
+            next_h = h
+            next_t = int32(t0 + BM)
+            if next_t >= T:
+                next_h = int32(h + 1)
+                next_t = int32(0)
             next_first = ((b * T + next_t) * H + next_h) * D
             if next_h < end:
                 at = (b * T + next_t) * q_row + next_h * D
                 copy_q(smem, other, q, at, q_row, int32(T - next_t))
                 copy_q(smem, other + BM * D, do, next_first, row, int32(T - next_t))
                 commit_copies()
-            t, stop = int32(max(t0, seen)), int32(min(t0 + BM, T))
+            t = int32(max(t0, seen))
+            stop = int32(min(t0 + BM, T))
             while t < stop:
                 here = int32(now + (t - t0) * D)
                 scores(s, smem, mine, here)
@@ -279,7 +336,8 @@ def make_whole_kernel(D: int, CAUSAL: bool, tiles: WholeTiles):
                 add_slab(acc_k, left, smem, here, 0)
                 t = int32(t + STEP)
             cuda.syncthreads()  # dS is complete
-            tile, stop = warp, last_key(t0, S, past)
+            tile = warp
+            stop = last_key(t0, S, past)
             while tile < DQ_TILES:
                 m, n = tile & 3, tile >> 2
                 if t0 + 16 * m < T:

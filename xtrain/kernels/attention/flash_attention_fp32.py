@@ -1,12 +1,17 @@
-"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of flash_attention.py first.
+"""FlashAttention without tensor cores: float32, any head dim up to 128. Read this version of
+flash_attention.py first.
 
-    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel) of one head
-    tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed: consecutive rows then
-               begin in different banks, and 16 lanes that read one column of 16 rows have no bank conflicts
-    thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row are half a warp
+    block      128 threads, (y, x) = (8, 16); it owns TILE rows (queries; keys in the dK, dV kernel)
+               of one head
+    tiles      TILE rows of up to four arrays in shared memory, each one column wider than needed:
+               consecutive rows then begin in different banks, and 16 lanes that read one column of
+               16 rows have no bank conflicts
+    thread     rows y, y + 8, ... and columns x, x + 16, ... of every product; the 16 lanes of a row
+               are half a warp
 
-Each product is a small matrix product from shared memory with its results in registers. Between the two products of a tile,
-p (or ds) passes through shared memory, because the second product needs whole rows of it.
+Each product is a small matrix product from shared memory with its results in registers. Between the
+two products of a tile, p (or ds) passes through shared memory, because the second product needs
+whole rows of it.
 """
 
 import functools
@@ -18,7 +23,9 @@ from ..primitives.reduce import FULL
 from ..runtime.compiler import cuda, float32, int32, int64
 from .key_bounds import make_first_key, make_last_query
 
-ROWS, LANES = 8, 16  # threads: y, x
+# threads: y, x
+ROWS = 8
+LANES = 16
 THREADS = ROWS * LANES
 MAX_D = 128
 NEG_INF = float32(-math.inf)
@@ -26,7 +33,8 @@ LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 
 
 def tile_rows(D: int) -> int:
-    """-> rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of shared memory."""
+    """Return rows of a tile for heads of width D: four tiles and the weights must fit into 48 KB of
+    shared memory."""
     return 32 if D <= 64 else 16
 
 
@@ -42,15 +50,16 @@ class TileSizes:
 
 
 def tile_sizes(D: int) -> TileSizes:
-    """-> the sizes for heads of width D"""
-    TILE, W = tile_rows(D), -(-D // LANES)
+    """Return the sizes for heads of width D"""
+    TILE = tile_rows(D)
+    W = -(-D // LANES)
     return TileSizes(TILE, LANES * W + 1, TILE // ROWS, TILE // LANES, W)
 
 
 # ----------------------------------------------------------------------------- device functions
 @device
 def row_sum(v):
-    """-> the sum of v over the 16 lanes that share a row"""
+    """Return the sum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, step)
     return v
@@ -58,7 +67,7 @@ def row_sum(v):
 
 @device
 def row_max(v):
-    """-> the maximum of v over the 16 lanes that share a row"""
+    """Return the maximum of v over the 16 lanes that share a row"""
     for step in (8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
         v = v if v > other else other
@@ -67,13 +76,17 @@ def row_max(v):
 
 @functools.cache
 def make_load_store(D):
-    """-> load_tile, store_row
+    """Return load_tile, store_row
 
-    load_tile(tile, x_BTHD, b, t0, h)           tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
-    store_row(y_BTHD, b, t, h, row, factor)     this thread's columns of y[b, t, h] = row (W,) times factor
+    load_tile(tile, x_BTHD, b, t0, h)
+        tile = rows t0, t0 + 1, ... of head h; zeros beyond the last position and column
+    store_row(y_BTHD, b, t, h, row, factor)
+        this thread's columns of y[b, t, h] = row (W,) times factor
     """
     sizes = tile_sizes(D)
-    TILE, WIDTH, W = sizes.TILE, sizes.PAD - 1, sizes.W
+    TILE = sizes.TILE
+    WIDTH = sizes.PAD - 1
+    W = sizes.W
 
     @device
     def load_tile(tile, x_BTHD, b, t0, h):
@@ -94,14 +107,17 @@ def make_load_store(D):
 
 @functools.cache
 def make_products(D):
-    """-> dots, add_weighted, clear: a thread's elements of the products of shared tiles.
+    """Return dots, add_weighted, clear: a thread's elements of the products of shared tiles.
 
     dots(s, a, b)              s (R, C) = a b^T
     add_weighted(acc, p, b)    acc (R, W) += p b
     clear(acc)                 acc (R, W) = 0
     """
     sizes = tile_sizes(D)
-    TILE, R, C, W = sizes.TILE, sizes.R, sizes.C, sizes.W
+    TILE = sizes.TILE
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
 
     @device
     def dots(s, a, b):
@@ -134,19 +150,24 @@ def make_products(D):
 # ----------------------------------------------------------------------------- forward
 @functools.cache
 def make_add_scores(D, CAUSAL, BOUNDED=False):
-    """-> add_scores(p, s, acc, top, total, lo, first, n0, S, scale): one tile of the online softmax.
+    """Return add_scores(p, s, acc, top, total, lo, first, n0, S, scale): one tile of the online
+    softmax.
 
-    Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum. first: the last key that row 0
-    of the tile sees. n0: the tile's first key. S: number of keys. lo (R,): the first key that each row sees, if BOUNDED.
+    Writes exp(s - top) to the shared tile p; acc, top and total are updated to the new maximum.
+    first: the last key that row 0 of the tile sees. n0: the tile's first key. S: number of keys. lo
+    (R,): the first key that each row sees, if BOUNDED.
     """
     sizes = tile_sizes(D)
-    R, C, W = sizes.R, sizes.C, sizes.W
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
 
     @device
     def add_scores(p, s, acc, top, total, lo, first, n0, S, scale):
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         for i in range(R):
-            row, new = y + ROWS * i, top[i]
+            row = y + ROWS * i
+            new = top[i]
             for j in range(C):
                 n = n0 + x + LANES * j
                 hidden = n >= S or (CAUSAL and n > first + row) or (BOUNDED and n < lo[i])
@@ -168,31 +189,46 @@ def make_add_scores(D, CAUSAL, BOUNDED=False):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the forward kernel for heads of width D. KIND: of key_bounds.py. Launch with THREADS threads."""
+    """Return the forward kernel for heads of width D. KIND: of key_bounds.py. Launch with THREADS
+    threads."""
     sizes = tile_sizes(D)
-    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
+    TILE = sizes.TILE
+    PAD = sizes.PAD
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     dots, add_weighted, clear = make_products(D)
-    add_scores, first_key = make_add_scores(D, CAUSAL, KIND != 0), make_first_key(KIND)
+    add_scores = make_add_scores(D, CAUSAL, KIND != 0)
+    first_key = make_first_key(KIND)
 
     @kernel(THREADS)
     def flash_attention_fp32_fwd_kernel(o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, first, scale):
         """Grid (ceil(T / TILE), B H)."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
-        b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
-        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        T = q_BTHD.shape[1]
+        H = q_BTHD.shape[2]
+        S = k_BSGD.shape[1]
+        G = k_BSGD.shape[2]
+        b = int64(cuda.blockIdx.y) // H
+        h = cuda.blockIdx.y % H
+        g = h // (H // G)
+        t0 = int64(cuda.blockIdx.x) * TILE
+        past = S - T
         q = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         p = cuda.shared.array((TILE, TILE1), float32)
-        s, acc = cuda.local.array((R, C), float32), cuda.local.array((R, W), float32)
-        top, total = cuda.local.array(R, float32), cuda.local.array(R, float32)
+        s = cuda.local.array((R, C), float32)
+        acc = cuda.local.array((R, W), float32)
+        top = cuda.local.array(R, float32)
+        total = cuda.local.array(R, float32)
         lo = cuda.local.array(R, int32)
         clear(acc)
         for i in range(R):
-            top[i], total[i] = LOWEST, float32(0.0)
+            top[i] = LOWEST
+            total[i] = float32(0.0)
             lo[i] = first_key(first, b * T, min(t0 + y + ROWS * i, T - 1), past)
         load_tile(q, q_BTHD, b, t0, h)
         # end of the keys that the block sees
@@ -207,7 +243,8 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
             cuda.syncwarp()  # a row of p is written and read by the same half of a warp
             add_weighted(acc, p, v)
         for i in range(R):
-            t, row_total = t0 + y + ROWS * i, row_sum(total[i])
+            t = t0 + y + ROWS * i
+            row_total = row_sum(total[i])
             if x == 0 and t < T:
                 lse_BHT[b, h, t] = top[i] + math.log(row_total)
             store_row(o_BTHD, b, t, h, acc[i], float32(1.0) / row_total)
@@ -218,9 +255,13 @@ def make_fwd_kernel(D: int, CAUSAL: bool, KIND: int = 0):
 # ----------------------------------------------------------------------------- backward
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the dQ kernel for heads of width D. Launch with THREADS threads."""
+    """Return the dQ kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
-    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
+    TILE = sizes.TILE
+    PAD = sizes.PAD
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     (dots, add_weighted, clear), first_key = make_products(D), make_first_key(KIND)
@@ -231,23 +272,32 @@ def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     ):
         """Grid (ceil(T / TILE), B H). Also writes delta = rowsum(dO O)."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
-        b, h = int64(cuda.blockIdx.y) // H, cuda.blockIdx.y % H
-        g, t0, past = h // (H // G), int64(cuda.blockIdx.x) * TILE, S - T
+        T = q_BTHD.shape[1]
+        H = q_BTHD.shape[2]
+        S = k_BSGD.shape[1]
+        G = k_BSGD.shape[2]
+        b = int64(cuda.blockIdx.y) // H
+        h = cuda.blockIdx.y % H
+        g = h // (H // G)
+        t0 = int64(cuda.blockIdx.x) * TILE
+        past = S - T
         q = cuda.shared.array((TILE, PAD), float32)
         do = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         ds = cuda.shared.array((TILE, TILE1), float32)
-        s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
-        acc, delta = cuda.local.array((R, W), float32), cuda.local.array(R, float32)
+        s = cuda.local.array((R, C), float32)
+        dp = cuda.local.array((R, C), float32)
+        acc = cuda.local.array((R, W), float32)
+        delta = cuda.local.array(R, float32)
         load_tile(q, q_BTHD, b, t0, h)
         load_tile(do, do_BTHD, b, t0, h)
         load_tile(k, o_BTHD, b, t0, h)  # o, until the keys are loaded
         cuda.syncthreads()
         clear(acc)
         for i in range(R):
-            row, dot = y + ROWS * i, float32(0.0)
+            row = y + ROWS * i
+            dot = float32(0.0)
             for w in range(W):
                 dot += do[row, x + LANES * w] * k[row, x + LANES * w]
             delta[i] = row_sum(dot)
@@ -265,7 +315,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
                 row = y + ROWS * i
                 lo = first_key(first, b * T, min(t0 + row, T - 1), past)
                 for j in range(C):
-                    n, weight = n0 + x + LANES * j, float32(0.0)
+                    n = n0 + x + LANES * j
+                    weight = float32(0.0)
                     seen = n >= lo and not (CAUSAL and n > t0 + row + past)
                     if n < S and t0 + row < T and seen:
                         weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t0 + row])
@@ -280,9 +331,13 @@ def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D. Launch with THREADS threads."""
+    """Return the dK, dV kernel for heads of width D. Launch with THREADS threads."""
     sizes = tile_sizes(D)
-    TILE, PAD, R, C, W = sizes.TILE, sizes.PAD, sizes.R, sizes.C, sizes.W
+    TILE = sizes.TILE
+    PAD = sizes.PAD
+    R = sizes.R
+    C = sizes.C
+    W = sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
     (dots, add_weighted, clear), last_query = make_products(D), make_last_query(KIND)
@@ -291,19 +346,28 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     def flash_attention_fp32_dkdv_kernel(
         dk_BSGD, dv_BSGD, do_BTHD, q_BTHD, k_BSGD, v_BSGD, lse_BHT, delta_BHT, last, scale
     ):
-        """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are transposed."""
+        """Grid (ceil(S / TILE), B G). Rows are keys, columns are queries: s and dp are
+        transposed."""
         y, x = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        T, H, S, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[1], k_BSGD.shape[2]
-        b, g = int64(cuda.blockIdx.y) // G, cuda.blockIdx.y % G
-        n0, past, group = int64(cuda.blockIdx.x) * TILE, S - T, H // G
+        T = q_BTHD.shape[1]
+        H = q_BTHD.shape[2]
+        S = k_BSGD.shape[1]
+        G = k_BSGD.shape[2]
+        b = int64(cuda.blockIdx.y) // G
+        g = cuda.blockIdx.y % G
+        n0 = int64(cuda.blockIdx.x) * TILE
+        past = S - T
+        group = H // G
         q = cuda.shared.array((TILE, PAD), float32)
         do = cuda.shared.array((TILE, PAD), float32)
         k = cuda.shared.array((TILE, PAD), float32)
         v = cuda.shared.array((TILE, PAD), float32)
         p = cuda.shared.array((TILE, TILE1), float32)
         ds = cuda.shared.array((TILE, TILE1), float32)
-        s, dp = cuda.local.array((R, C), float32), cuda.local.array((R, C), float32)
-        dk, dv = cuda.local.array((R, W), float32), cuda.local.array((R, W), float32)
+        s = cuda.local.array((R, C), float32)
+        dp = cuda.local.array((R, C), float32)
+        dk = cuda.local.array((R, W), float32)
+        dv = cuda.local.array((R, W), float32)
         clear(dk)
         clear(dv)
         load_tile(k, k_BSGD, b, n0, g)
@@ -323,7 +387,9 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
                     row = y + ROWS * i
                     latest = last_query(last, b * S, min(n0 + row, S - 1), T, past)
                     for j in range(C):
-                        t, weight, gradient = t0 + x + LANES * j, float32(0.0), float32(0.0)
+                        t = t0 + x + LANES * j
+                        weight = float32(0.0)
+                        gradient = float32(0.0)
                         if t <= latest and not (CAUSAL and n0 + row > t + past):
                             weight = math.exp(s[i, j] * scale - lse_BHT[b, h, t])
                             gradient = weight * (dp[i, j] - delta_BHT[b, h, t])

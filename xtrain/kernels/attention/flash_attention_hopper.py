@@ -1,14 +1,17 @@
-"""FlashAttention-2 for compute capability 9.0, forward: the algorithm of flash_attention.py with wgmma, TMA, specialized warps.
+"""FlashAttention-2 for compute capability 9.0, forward: the algorithm of flash_attention.py with
+wgmma, TMA, specialized warps.
 
-As in flash_attention_bf16.py, a tile of queries loops over tiles of keys; flash_attention_hopper_parts.py describes producer and
-consumers. Per tile of BN keys, a consumer warpgroup (64 queries) computes
+As in flash_attention_bf16.py, a tile of queries loops over tiles of keys;
+flash_attention_hopper_parts.py describes producer and consumers. Per tile of BN keys, a consumer
+warpgroup (64 queries) computes
 
     S = Q K^T       wgmma, both operands from shared memory
     p = exp2(S scale - top)             in registers
-    O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left operand
+    O = O + p V     wgmma, p from registers: a packed accumulator already has the layout of a left
+                    operand
 
-and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of tile i + 1 are computed
-(Shah et al. 2024, "FlashAttention-3", section 3.2).
+and overlaps them: the tensor cores run S of tile i + 1 and p V of tile i while the exponentials of
+tile i + 1 are computed (Shah et al. 2024, "FlashAttention-3", section 3.2).
 
 Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of V.
 """
@@ -16,6 +19,7 @@ Shared memory: barriers | OWN of Q | O on its way out | STAGES of K | STAGES of 
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,12 +46,10 @@ from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
 from ..runtime.launch import can_overlap, launch
 from .flash_attention_hopper_parts import (
-    INVALID,
     LN2,
     LOG2E,
     LOWEST,
     PANEL_ROW,
-    VALID,
     declare_mapped_cost,
     find_tile,
     key_layout,
@@ -57,12 +59,12 @@ from .flash_attention_hopper_parts import (
     make_key_producer,
     make_keys,
     make_own,
-    make_sequences,
     make_skip,
     make_store,
     registers,
     split,
 )
+from .flash_attention_hopper_sequences import INVALID, VALID, make_sequences
 from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
 from .key_bounds import UNBOUNDED, KeyBounds
 
@@ -78,16 +80,18 @@ def fwd_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_softmax(D, BN):
-    """-> softmax(s, top, total, shrink, scale), rescale(o, shrink): one tile of the online softmax.
+    """Return softmax(s, top, total, shrink, scale), rescale(o, shrink): one tile of the online
+    softmax.
 
-    s becomes exp2(scale (s - new top)); shrink becomes the factor by which earlier sums and O must be multiplied.
-    scale includes log2 e.
+    s becomes exp2(scale (s - new top)); shrink becomes the factor by which earlier sums and O must
+    be multiplied. scale includes log2 e.
     """
     GROUPS, O_GROUPS = BN // 8, D // 8
 
     @device
     def softmax(s, top, total, shrink, scale):
-        maxima, sums = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        maxima = cuda.local.array(4, float32)
+        sums = cuda.local.array(4, float32)
         shift = cuda.local.array(2, float32)
         for j in range(4):
             maxima[j] = s[j]
@@ -132,67 +136,108 @@ def finish_rows(top, total, factor, scale, lse, i, row, T, write):
             store1(lse, i + row + 8 * r, (top[r] * scale + log2(x)) * LN2)
 
 
+class Head(NamedTuple):
+    """Where a consumer writes the results of a head."""
+
+    T: int
+    first: int  # position of the sequence's first query in the batch
+    batch: int
+    h: int
+    H: int
+
+
 @functools.cache
 def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
-    """-> consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's work of a consumer warpgroup
+    """Return consume(base, maps, written, bounds, where, T, B, H, together, scale): the forward's
+    work of a consumer warpgroup
 
-    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
-    written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the copy engine would write 16,
-    into the next sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest
+    sequence.
+    written: lse; with PAGE, o itself: a sequence's last rows are written by threads, because the
+    copy engine would write 16, into the next sequence.
     """
-    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
-    RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
-    S_SIZE, P_SIZE, O_SIZE = BN // 2, BN // 4, D // 2
+    BM = tiles.rows
+    BN = tiles.step
+    STAGES = tiles.stages
+    OWN = tiles.own
+    RING = BN * D * 2
+    ROW_STEP = 8 if CAUSAL else 0
+    Q_PANEL = BM * PANEL_ROW
+    KV_PANEL = BN * PANEL_ROW
+    QUERIES = BM * D * 2
+    S_SIZE = BN // 2
+    P_SIZE = BN // 4
+    O_SIZE = D // 2
     layout = key_layout(D, tiles, 1)
     Q, O, K, V = layout.q, layout.out, layout.k, layout.v  # noqa: E741
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
     add_pv = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
-    wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
-    wait_o, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
+    wait_s_but_one = make_wait(BN, 1)
+    wait_s = make_wait(BN, 0)
+    wait_o = make_wait(D, 0)
+    hold_s = make_hold(BN)
+    descriptor = make_descriptor(KV_PANEL)
     key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
     softmax, rescale = make_softmax(D, BN)
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
-    elements, clear = make_elements(BN), make_elements(D).clear
-    pack, hide_after, hide_below = elements.pack, elements.hide_after, elements.hide_below
+    elements = make_elements(BN)
+    clear = make_elements(D).clear
+    pack = elements.pack
+    hide_after = elements.hide_after
+    hide_below = elements.hide_below
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
-    sequences, PAGED, GROUPS = make_sequences(BN, PAGE), PAGE > 0, D // 8
-    size, check, clear_tail = sequences.size, sequences.check, make_clear_tail(D, tiles, PAGE)
+    sequences = make_sequences(BN, PAGE)
+    PAGED = PAGE > 0
+    GROUPS = D // 8
+    size = sequences.size
+    check = sequences.check
+    clear_tail = make_clear_tail(D, tiles, PAGE)
 
     @device
     def begin(o, top, total):
         clear(o)
         for r in range(2):
-            top[r], total[r] = LOWEST, float32(0.0)
+            top[r] = LOWEST
+            total[r] = float32(0.0)
 
     @device
-    def store(base, o, factor, maps, warp, w0, T, first, batch, h, H, written):
+    def store(base, o, factor, maps, warp, w0, head, written):
         stores_done()  # of the previous tile
-        at, row = base + O + warp * (16 * PANEL_ROW), w0 + 16 * (warp & 3)
-        if not PAGED or row + 16 <= T:
-            store_rows(o, factor, at, Q_PANEL, maps, OUT, first + row, h, batch)
+        at = base + O + warp * (16 * PANEL_ROW)
+        row = w0 + 16 * (warp & 3)
+        if not PAGED or row + 16 <= head.T:
+            store_rows(o, factor, at, Q_PANEL, maps, OUT, head.first + row, head.h, head.batch)
         else:
             lane = int32(cuda.threadIdx.x & 31)
             for r in range(2):
                 t = row + (lane >> 2) + 8 * r
-                if t < T:
-                    i = ((int64(first) + t) * H + h) * D + 2 * (lane & 3)
+                if t < head.T:
+                    i = ((int64(head.first) + t) * head.H + head.h) * D + 2 * (lane & 3)
                     for n in range(GROUPS):
                         for c in range(2):
                             store1(written, i + 8 * n + c, o[4 * n + 2 * r + c] * factor[r])
 
     @device
     def consume(base, maps, written, bounds, where, longest, B, H, together, scale):
-        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
-        blocks_m, column = (longest + BM - 1) // BM, 2 * (lane & 3)
-        s, o = cuda.local.array(S_SIZE, float32), cuda.local.array(O_SIZE, float32)
+        warp = warp_id()
+        lane = int32(cuda.threadIdx.x & 31)
+        blocks_m = (longest + BM - 1) // BM
+        column = 2 * (lane & 3)
+        s = cuda.local.array(S_SIZE, float32)
+        o = cuda.local.array(O_SIZE, float32)
         p = cuda.local.array(P_SIZE, uint32)
-        top, total = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        shrink, lo = cuda.local.array(2, float32), cuda.local.array(2, int32)
+        top = cuda.local.array(2, float32)
+        total = cuda.local.array(2, float32)
+        shrink = cuda.local.array(2, float32)
+        lo = cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
-        it, done = uint32(0), uint32(0)
+        it = uint32(0)
+        done = uint32(0)
         while True:
             tile = await_tile(base, done)
             if tile >= blocks_m * B * H:
@@ -203,7 +248,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             row = w0 + 16 * (warp & 3) + (lane >> 2)  # this lane's rows: row, row + 8
             b, h = split(bh, H)
             T, S, first, batch, state = size(where, b)
-            past, blocks = S - T, key_blocks(q0, T, S)
+            past = S - T
+            blocks = key_blocks(q0, T, S)
             if PAGED:
                 end = int32(blocks * BN)  # of the keys that this block sees
                 state = check(where, b, S if end > S else end, state)
@@ -217,7 +263,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to the first key
             begin(o, top, total)
-            stage, phase = it % STAGES, (it // STAGES) & 1
+            stage = it % STAGES
+            phase = (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
             scores(s, q, descriptor(base + K + stage * RING))
             wait_s(s)
@@ -232,7 +279,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 before = stage
                 it += uint32(1)
                 n0 = int32(n0 - BN)
-                stage, phase = it % STAGES, (it // STAGES) & 1
+                stage = it % STAGES
+                phase = (it // STAGES) & 1
                 mbar_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
                 add_pv(o, p, descriptor(base + V + before * RING))
@@ -263,7 +311,7 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 clear(o)
                 for r in range(2):
                     shrink[r] = NAN if state == INVALID else float32(0.0)
-            store(base, o, shrink, maps, warp, w0, T, first, batch, h, H, written)
+            store(base, o, shrink, maps, warp, w0, Head(T, first, batch, h, H), written)
         stores_done()
 
     return consume
@@ -271,8 +319,11 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
 
 @functools.cache
 def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
-    """-> block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the forward's work of a thread block"""
-    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 1)
+    """Return block(maps, written, counter, bounds, where, T, B, H, group, together, scale): the
+    forward's work of a thread block"""
+    WGS = tiles.warpgroups
+    PER_SM = tiles.blocks
+    layout = key_layout(D, tiles, 1)
     CONSUMERS = 128 * WGS
     FEW, MANY = registers(WGS, PER_SM)
     stages = range(tiles.stages)
@@ -281,7 +332,8 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
     produce = make_key_producer(D, CAUSAL, tiles, 1, PAGE, KIND)
     consume = make_consumer(D, CAUSAL, tiles, PAGE, KIND)
-    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+    fewer_registers = make_setmaxnreg(FEW, False)
+    more_registers = make_setmaxnreg(MANY, True)
 
     @device
     def block(maps, written, counter, bounds, where, T, B, H, group, together, scale):
@@ -302,16 +354,17 @@ def make_block(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int):
 
 @functools.cache
 def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the forward kernel for heads of width D; launch_tiles starts it."""
+    """Return the forward kernel for heads of width D; launch_tiles starts it."""
     block = make_block(D, CAUSAL, tiles, 0, KIND)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def flash_attention_hopper_fwd_kernel(
         maps, lse, first, counter, T, S, B, H, group, together, scale
     ):
-        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T); first: see key_bounds.py;
-        counter: two zeros, zeros again at the end; together: see find_tile. The order in which blocks take tiles does not
-        change the result.
+        """Grid: any. maps: tensor maps of Q, K, V, O as (B, heads, positions, D); lse (B H T);
+        first: see key_bounds.py;
+        counter: two zeros, zeros again at the end; together: see find_tile. The order in which
+        blocks take tiles does not change the result.
         """
         block(maps, lse, counter, first, (T, S), T, B, H, group, together, scale)
 
@@ -321,15 +374,16 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
 
 @functools.cache
 def make_paged_kernel(D: int, PAGE: int, tiles: HopperTiles, WINDOW: int = 0):
-    """-> the forward kernel for packed queries and the keys of a paged cache; launch_tiles starts it."""
+    """Return the forward kernel for packed queries and the keys of a paged cache; launch_tiles
+    starts it."""
     block = make_block(D, True, tiles, PAGE, WINDOW)
 
     @kernel(128 * (tiles.warpgroups + 1), tiles.blocks, **SM_90A)
     def context_attention_hopper_kernel(
         maps, o, edges, history, tables, counter, T, S, A, H, group, together, N, R, M, scale
     ):
-        """Grid: any. maps: of Q, K, V, O: Q and O as (1, N, H, D), the cache as (R, G PAGE, 1, D); tables: flat. T: queries of
-        the longest sequence. S: keys that fit into a table.
+        """Grid: any. maps: of Q, K, V, O: Q and O as (1, N, H, D), the cache as (R, G PAGE, 1, D);
+        tables: flat. T: queries of the longest sequence. S: keys that fit into a table.
         """
         where = edges, history, tables, N, R, M
         block(maps, o, counter, edges, where, T, A, H, group, together, scale)
@@ -369,7 +423,7 @@ class Work:
 
 
 def choose(kind: str, D: int, T: int, causal: bool) -> HopperPlan:
-    """-> the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
+    """Return the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
     rows = TABLE[kind, D, causal].items()
     return next(plan for longest, plan in rows if longest is None or longest >= T)
 
@@ -386,7 +440,8 @@ def launch_tiles(
 ) -> None:
     """Start a kernel on as many blocks as the GPU holds at once; they compute all tiles of `work`.
 
-    shared: bytes of shared memory. Kernel arguments: maps, arrays, a tile counter, the sizes of `work`, scalars.
+    shared: bytes of shared memory. Kernel arguments: maps, arrays, a tile counter, the sizes of
+    `work`, scalars.
     """
     tiles, planes = plan.tiles, work.planes
     grid = min(work.tiles * planes, gpu.multiprocessors * tiles.blocks)
@@ -395,7 +450,8 @@ def launch_tiles(
     sizes = work.T, work.S, work.B, work.heads, work.group, together
     counter = tile_counter(maps, kernel.py_func.__name__)
     args = maps, *arrays, counter, *map(np.int32, sizes), *scalars
-    block, overlap = 128 * (tiles.warpgroups + 1), can_overlap(maps)
+    block = 128 * (tiles.warpgroups + 1)
+    overlap = can_overlap(maps)
     launch(kernel, grid, block, *args, shared=shared, overlap=overlap)
 
 
@@ -410,7 +466,8 @@ def forward(
     gpu: Gpu,
     bounds: KeyBounds = UNBOUNDED,
 ) -> None:
-    """Fill o and lse. q, k, v: arrays that a tensor map can describe (primitives.tensor_maps.mappable)."""
+    """Fill o and lse. q, k, v: arrays that a tensor map can describe
+    (primitives.tensor_maps.mappable)."""
     plan = choose("fwd", q.shape[3], q.shape[1], causal)
     fill_o(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu, plan, bounds)
 
@@ -425,7 +482,8 @@ def fill_o(
     maps = tensor_maps((q, tiles.rows), (k, tiles.step), (v, tiles.step), (o_BTHD, 16))
     kernel = make_fwd_kernel(D, causal, tiles, bounds.kind)
     work = Work(T, S, B, H, H // G, -(-T // tiles.rows), 4 * S * D)
-    lse, shared = lse_BHT.reshape(-1), fwd_shared_bytes(D, tiles)
+    lse = lse_BHT.reshape(-1)
+    shared = fwd_shared_bytes(D, tiles)
     arrays = lse, bounds.first(lse)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, np.float32(scale))
 
@@ -445,18 +503,21 @@ def paged_forward(
 ) -> None:
     """Fill o: context_attention.py's arrays in bf16, contiguous.
 
-    The tile of keys is always that of the longest prompts, so the order of additions depends on nothing but a key's position.
+    The tile of keys is always that of the longest prompts, so the order of additions depends on
+    nothing but a key's position.
     """
     (N, H, D), (R, G, S, _), (A, M) = q_NHD.shape, k_RGSD.shape, tables_AM.shape
     if longest == 0:
         return
     plan = choose("fwd", D, 2**31, True)
-    tiles, box = plan.tiles, math.gcd(plan.tiles.step, S)
+    tiles = plan.tiles
+    box = math.gcd(plan.tiles.step, S)
     q, o = (x.reshape(1, N, H, D) for x in (q_NHD, o_NHD))
     k, v = (x.reshape(R, G * S, 1, D) for x in (k_RGSD, v_RGSD))
     maps = tensor_maps((q, tiles.rows), (k, box), (v, box), (o, 16))
     work = Work(longest, M * S, A, H, H // G, -(-longest // tiles.rows), 4 * M * S * D)
     arrays = o_NHD.reshape(-1), edges_E, history_A, tables_AM.reshape(-1)
     scalars = *map(np.int32, (N, R, M)), np.float32(scale)
-    kernel, shared = make_paged_kernel(D, S, tiles, window), fwd_shared_bytes(D, tiles)
+    kernel = make_paged_kernel(D, S, tiles, window)
+    shared = fwd_shared_bytes(D, tiles)
     launch_tiles(kernel, shared, plan, work, gpu, maps, arrays, *scalars)

@@ -1,14 +1,19 @@
-"""FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is summed by one warpgroup.
+"""FlashAttention-2 for compute capability 9.0, backward. No atomics on data: every gradient is
+summed by one warpgroup.
 
-    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy brings both
-    dQ kernel       a block owns queries, keys stream:   S = Q K^T    dP = dO V^T    dQ += dS K                   3 products
-    dK, dV kernel   a block owns keys, queries stream:   S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q   4 products
+    statistics      delta = rowsum(dO O), and lse log2 e; 16 rows of each alternate, so one copy
+                    brings both
+    dQ kernel       a block owns queries, keys stream; 3 products
+                    S = Q K^T    dP = dO V^T    dQ += dS K
+    dK, dV kernel   a block owns keys, queries stream; 4 products
+                    S^T = K Q^T  dP^T = V dO^T  dV += P^T dO  dK += dS^T Q
 
-with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to left operands in registers;
-K, Q and dO are read from the same tiles in shared memory, plain for one product and transposed for the other.
+with P = exp2(S scale log2 e - lse log2 e) and dS = P (dP - delta). P and dS go from accumulators to
+left operands in registers; K, Q and dO are read from the same tiles in shared memory, plain for one
+product and transposed for the other.
 
-The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q | dO) | dQ on its
-way out | STAGES of K | STAGES of V.
+The dK, dV kernel is in flash_attention_hopper_dkdv.py. Shared memory of dQ: barriers | OWN of (Q |
+dO) | dQ on its way out | STAGES of K | STAGES of V.
 """
 
 import functools
@@ -62,19 +67,22 @@ from .key_bounds import UNBOUNDED, KeyBounds
 PAD = 128  # the rows of a head's statistics are a multiple of this; no tile of queries is larger
 NO_WEIGHT = float32(1e30)  # lse of the padding: exp2(s - 1e30) is 0
 OUT = 4  # the map of dQ
-THREADS, ROWS_PER_THREAD = 256, 1  # of the statistics kernel
+# of the statistics kernel
+THREADS = 256
+ROWS_PER_THREAD = 1
 
 
 # ----------------------------------------------------------------------------- delta and lse
 @device
 def statistics_at(start, row):
-    """-> the index of a row's lse log2 e; its delta is SIDE elements further. start: first row of its head"""
+    """Return the index of a row's lse log2 e; its delta is SIDE elements further. start: first row
+    of its head"""
     return 2 * (start + (row & -SIDE)) + (row & (SIDE - 1))
 
 
 @functools.cache
 def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
-    """-> (kernel, rows of a block). TURNS: rows of a thread"""
+    """Return (kernel, rows of a block). TURNS: rows of a thread"""
     LANES = D // 8  # threads that share a row
     STEP = THREADS // LANES
     ROWS = TURNS * STEP
@@ -82,24 +90,30 @@ def make_statistics_kernel(D: int, TURNS: int = ROWS_PER_THREAD) -> tuple:
 
     @kernel(THREADS)
     def flash_attention_statistics_kernel(stats, o, do, lse, T, PADDED, H):
-        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2, SIDE). LANES threads share a
-        row. A thread loads all its TURNS rows before it uses the first one.
+        """Grid (PADDED / ROWS, B H). o, do (B T H D), lse (B H T); stats (B H PADDED / SIDE, 2,
+        SIDE). LANES threads share a row. A thread loads all its TURNS rows before it uses the first
+        one.
         """
         wait_for_previous()
         let_next_start()
-        tid, bh = int32(cuda.threadIdx.x), int64(cuda.blockIdx.y)
-        first, lane = int32(cuda.blockIdx.x * ROWS + tid // LANES), tid % LANES
-        x, y = cuda.local.array((TURNS, 8), float32), cuda.local.array((TURNS, 8), float32)
+        tid = int32(cuda.threadIdx.x)
+        bh = int64(cuda.blockIdx.y)
+        first = int32(cuda.blockIdx.x * ROWS + tid // LANES)
+        lane = tid % LANES
+        x = cuda.local.array((TURNS, 8), float32)
+        y = cuda.local.array((TURNS, 8), float32)
         b, h = split(int32(cuda.blockIdx.y), H)
         for turn in range(TURNS):
             row = first + turn * STEP
-            # selp instead of a branch: with a branch, each row is waited for before the next is loaded
+            # selp instead of a branch: with a branch, each row is waited for before the next is
+            # loaded
             row = cuda.selp(row < T, row, T - 1)
             i = ((int64(b) * T + row) * H + h) * D + 8 * lane
             load8(x[turn], o, i)
             load8(y[turn], do, i)
         for turn in range(TURNS):
-            row, dot = first + turn * STEP, float32(0.0)
+            row = first + turn * STEP
+            dot = float32(0.0)
             for e in range(8):
                 dot += x[turn, e] * y[turn, e]
             for i in range(HALVINGS):
@@ -123,7 +137,8 @@ def dq_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_gradient_steps(N):
-    """-> weights, score_gradients: elementwise on 64 x N accumulators; shift = lse log2 e and delta of the lane's two rows.
+    """Return weights, score_gradients: elementwise on 64 x N accumulators; shift = lse log2 e and
+    delta of the lane's two rows.
 
     weights(s, shift, scale)        s becomes p = exp2(s scale - shift)
     score_gradients(s, dp, delta)   s becomes s (dp - delta)
@@ -147,23 +162,44 @@ def make_gradient_steps(N):
 
 @functools.cache
 def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale): the dQ work of a consumer warpgroup"""
-    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
-    RING, ROW_STEP = BN * D * 2, 8 if CAUSAL else 0
-    Q_PANEL, KV_PANEL, QUERIES = BM * PANEL_ROW, BN * PANEL_ROW, BM * D * 2
-    S_SIZE, A_SIZE, OUT_SIZE = BN // 2, BN // 4, D // 2
+    """Return consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale): the dQ work of
+    a consumer warpgroup"""
+    BM = tiles.rows
+    BN = tiles.step
+    STAGES = tiles.stages
+    OWN = tiles.own
+    RING = BN * D * 2
+    ROW_STEP = 8 if CAUSAL else 0
+    Q_PANEL = BM * PANEL_ROW
+    KV_PANEL = BN * PANEL_ROW
+    QUERIES = BM * D * 2
+    S_SIZE = BN // 2
+    A_SIZE = BN // 4
+    OUT_SIZE = D // 2
     layout = key_layout(D, tiles, 2)
-    Q, DQ, K, V = layout.q, layout.out, layout.k, layout.v
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    Q = layout.q
+    DQ = layout.out
+    K = layout.k
+    V = layout.v
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
     scores = make_product(BN, along_rows(D, Q_PANEL), along_rows(D, KV_PANEL))
     add_ds_k = make_product(D, None, down_rows(BN), b_rows=True, accumulate=True)
-    wait_s_but_one, wait_s = make_wait(BN, 1), make_wait(BN, 0)
-    wait_dq, hold_s, descriptor = make_wait(D, 0), make_hold(BN), make_descriptor(KV_PANEL)
+    wait_s_but_one = make_wait(BN, 1)
+    wait_s = make_wait(BN, 0)
+    wait_dq = make_wait(D, 0)
+    hold_s = make_hold(BN)
+    descriptor = make_descriptor(KV_PANEL)
     key_blocks, first_block, row_bounds = make_keys(BM, BN, CAUSAL, KIND)
     weights, score_gradients = make_gradient_steps(BN)
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
-    elements, clear = make_elements(BN), make_elements(D).clear
-    pack, hide_after, hide_below = elements.pack, elements.hide_after, elements.hide_below
+    elements = make_elements(BN)
+    clear = make_elements(D).clear
+    pack = elements.pack
+    hide_after = elements.hide_after
+    hide_below = elements.hide_below
     skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 2), make_store(D)
 
     @device
@@ -184,17 +220,24 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
     @device
     def consume(base, maps, stats, first, T, S, PADDED, B, H, together, scale):
-        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
-        blocks_m, past, column = (T + BM - 1) // BM, S - T, 2 * (lane & 3)
-        s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
-        ds, dq = cuda.local.array(A_SIZE, uint32), cuda.local.array(OUT_SIZE, float32)
-        shift, drop = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        warp = warp_id()
+        lane = int32(cuda.threadIdx.x & 31)
+        blocks_m = (T + BM - 1) // BM
+        past = S - T
+        column = 2 * (lane & 3)
+        s = cuda.local.array(S_SIZE, float32)
+        dp = cuda.local.array(S_SIZE, float32)
+        ds = cuda.local.array(A_SIZE, uint32)
+        dq = cuda.local.array(OUT_SIZE, float32)
+        shift = cuda.local.array(2, float32)
+        drop = cuda.local.array(2, float32)
         lo = cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
         wait_for_previous()  # for the statistics. Q, K, V and dO are older
         let_next_start()
-        it, done = uint32(0), uint32(0)
+        it = uint32(0)
+        done = uint32(0)
         while True:
             tile = await_tile(base, done)
             if tile >= blocks_m * B * H:
@@ -214,7 +257,8 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             load_rows(shift, drop, stats, int64(bh) * int64(PADDED), row, PADDED)
             before = uint32(0)
             for i in range(blocks - begin):
-                stage, phase = it % STAGES, (it // STAGES) & 1
+                stage = it % STAGES
+                phase = (it // STAGES) & 1
                 mbar_wait(base + K_FULL + 8 * stage, phase)
                 scores(s, q, descriptor(base + K + stage * RING))
                 mbar_wait(base + V_FULL + 8 * stage, phase)
@@ -228,7 +272,8 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     hide_below(s, lo, n0 + column)
                 weights(s, shift, scale * LOG2E)
                 hold_s(s)
-                # already complete: it keeps the compiler from moving the wait before the exponentials
+                # already complete: it keeps the compiler from moving the wait before the
+                # exponentials
                 mbar_wait(base + V_FULL + 8 * stage, phase)
                 wait_s(dp)
                 mbar_arrive(base + V_FREE + 8 * stage)
@@ -251,9 +296,12 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the dQ kernel for heads of width D; launch_tiles starts it."""
-    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, key_layout(D, tiles, 2)
-    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    """Return the dQ kernel for heads of width D; launch_tiles starts it."""
+    WGS = tiles.warpgroups
+    PER_SM = tiles.blocks
+    layout = key_layout(D, tiles, 2)
+    CONSUMERS = 128 * WGS
+    THREADS = 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM)
     stages = range(tiles.stages)
     FULLS = tuple(at + 8 * i for at in (layout.k_full, layout.v_full) for i in stages)
@@ -261,13 +309,15 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
     produce = make_key_producer(D, CAUSAL, tiles, 2, KIND=KIND)
     consume = make_dq_consumer(D, CAUSAL, tiles, KIND)
-    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+    fewer_registers = make_setmaxnreg(FEW, False)
+    more_registers = make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM, **SM_90A)
     def flash_attention_hopper_dq_kernel(
         maps, stats, first, counter, T, S, B, H, group, together, PADDED, scale
     ):
-        """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and make_statistics_kernel."""
+        """Maps of Q, K, V, dO, dQ. The other arguments: see make_fwd_kernel and
+        make_statistics_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:
@@ -301,7 +351,8 @@ def compute_statistics(
     kernel, rows = make_statistics_kernel(D, turns)
     flat = o.reshape(-1), do.reshape(-1), lse_BHT.reshape(-1)
     sizes = [np.int32(n) for n in (T, padded, H)]
-    grid, overlap = (-(-padded // rows), B * H), can_overlap(o)
+    grid = (-(-padded // rows), B * H)
+    overlap = can_overlap(o)
     launch(kernel, grid, THREADS, stats.reshape(-1), *flat, *sizes, overlap=overlap)
     return Statistics(stats, padded)
 
@@ -312,9 +363,12 @@ def fill_dq(
     """Fill dq (B, T, H, D)."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    tiles, rows, step = plan.tiles, plan.tiles.rows, plan.tiles.step
+    tiles = plan.tiles
+    rows = plan.tiles.rows
+    step = plan.tiles.step
     maps = tensor_maps((q, rows), (k, step), (v, step), (do, rows), (dq, 16))
-    kernel, shared = make_dq_kernel(D, causal, tiles, bounds.kind), dq_shared_bytes(D, tiles)
+    kernel = make_dq_kernel(D, causal, tiles, bounds.kind)
+    shared = dq_shared_bytes(D, tiles)
     work = Work(T, S, B, H, H // G, -(-T // rows), 4 * S * D)
     rows_of_stats = stats.array.reshape(-1)
     arrays = rows_of_stats, bounds.first(rows_of_stats)
@@ -339,10 +393,15 @@ def fill_dkdv(
     """Fill dk and dv (B, S, G, D)."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    tiles, rows, step, group = plan.tiles, plan.tiles.rows, plan.tiles.step, H // G
-    inputs, outputs = ((q, step), (k, rows), (v, rows), (do, step)), ((dk, 16), (dv, 16))
+    tiles = plan.tiles
+    rows = plan.tiles.rows
+    step = plan.tiles.step
+    group = H // G
+    inputs = ((q, step), (k, rows), (v, rows), (do, step))
+    outputs = ((dk, 16), (dv, 16))
     maps = tensor_maps(*inputs, *outputs, (stats.array, 2 * step))
-    kernel, shared = make_dkdv_kernel(D, causal, tiles, bounds.kind), dkdv_shared_bytes(D, tiles)
+    kernel = make_dkdv_kernel(D, causal, tiles, bounds.kind)
+    shared = dkdv_shared_bytes(D, tiles)
     work = Work(T, S, B, G, group, -(-S // rows), 4 * T * D * group)
     launch_tiles(kernel, shared, plan, work, gpu, maps, (bounds.last(maps),), np.float32(scale))
 
@@ -360,7 +419,8 @@ def backward(
     gpu: Gpu,
     bounds: KeyBounds = UNBOUNDED,
 ) -> None:
-    """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see flash_attention_hopper.forward"""
+    """Fill gradients = (dq, dk, dv). do, o: contiguous. q, k, v: see
+    flash_attention_hopper.forward"""
     dq, dk, dv = gradients
     T, D = q.shape[1], q.shape[3]
     stats = compute_statistics(do, o, lse_BHT)

@@ -1,10 +1,11 @@
 """FlashAttention-2 for compute capability 9.0: dK and dV. See flash_attention_hopper_bwd.py.
 
-A block owns keys; queries, dO and their statistics stream. Scores are computed transposed, S^T = K Q^T, so P^T and dS^T
-already have the layout of a left operand; lse and delta then belong to columns, and are read from shared memory.
+A block owns keys; queries, dO and their statistics stream. Scores are computed transposed, S^T = K
+Q^T, so P^T and dS^T already have the layout of a left operand; lse and delta then belong to
+columns, and are read from shared memory.
 
-Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics. Results leave through the
-buffers of K and V.
+Shared memory: barriers | OWN of (K | V) | STAGES of Q | STAGES of dO | STAGES of statistics.
+Results leave through the buffers of K and V.
 """
 
 import functools
@@ -54,10 +55,12 @@ from .flash_attention_hopper_parts import (
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_last_query
 
-OUT, STATISTICS = 4, 6  # the map of dK, then that of dV; the map of the statistics
+# the map of dK, then that of dV; the map of the statistics
+OUT = 4
+STATISTICS = 6
 
 
-# ----------------------------------------------------------------------------- layout of shared memory
+# -------------------------------------------------------------------------- layout of shared memory
 @dataclass(frozen=True)
 class QueryLayout:
     """Byte offsets in a block's shared memory."""
@@ -74,12 +77,15 @@ class QueryLayout:
 
 @functools.cache
 def query_layout(D: int, tiles: HopperTiles) -> QueryLayout:
-    """-> the layout for heads of width D"""
-    stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2
+    """Return the layout for heads of width D"""
+    stages = tiles.stages
+    own = tiles.rows * D * 2
+    ring = tiles.step * D * 2
     q = HEADER + 2 * tiles.own * own
     do = q + stages * ring
     statistics = do + stages * ring
-    total, full = statistics + stages * 8 * tiles.step, NEXT_TILE * tiles.own
+    total = statistics + stages * 8 * tiles.step
+    full = NEXT_TILE * tiles.own
     return QueryLayout(HEADER, HEADER + own, q, do, statistics, total, full, full + 8 * stages)
 
 
@@ -90,11 +96,12 @@ def dkdv_shared_bytes(D: int, tiles: HopperTiles) -> int:
 
 @functools.cache
 def make_queries(BM, BN, CAUSAL, KIND):
-    """-> first_query, end_query, row_bounds: the queries that see the keys n0 ... n0 + BN - 1
+    """Return first_query, end_query, row_bounds: the queries that see the keys n0 ... n0 + BN - 1
 
     first_query(n0, past)           the beginning of the first tile of BM queries that sees key n0
     end_query(last, i, n0, T, S)    the end of those that see the last key
-    row_bounds(hi, last, i, row, w0, T, S) -> last query that sees key w0; hi[r]: that of the lane's keys `row`, row + 8
+    row_bounds(hi, last, i, row, w0, T, S) -> last query that sees key w0; hi[r]: that of the lane's
+    keys `row`, row + 8
     """
     last_query = make_last_query(KIND)
 
@@ -122,12 +129,23 @@ def make_queries(BM, BN, CAUSAL, KIND):
 
 @functools.cache
 def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> produce(base, maps, last, counter, T, S, B, G, group, together): the producer thread. Maps: see make_dkdv_kernel"""
-    BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
-    PANELS, layout = D // PANEL, query_layout(D, tiles)
-    TILE_BYTES, RING, STATS = BN * D * 2, BM * D * 2, 8 * BM
+    """Return produce(base, maps, last, counter, T, S, B, G, group, together): the producer thread.
+    Maps: see make_dkdv_kernel"""
+    BM = tiles.step
+    BN = tiles.rows
+    STAGES = tiles.stages
+    OWN = tiles.own
+    PANELS = D // PANEL
+    layout = query_layout(D, tiles)
+    TILE_BYTES = BN * D * 2
+    RING = BM * D * 2
+    STATS = 8 * BM
     OWN_PANEL, RING_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
-    K, V, Q, DO, ROWS = layout.k, layout.v, layout.q, layout.do, layout.statistics
+    K = layout.k
+    V = layout.v
+    Q = layout.q
+    DO = layout.do
+    ROWS = layout.statistics
     STAGE_FULL, STAGE_FREE = layout.full, layout.free
     first_query, end_query, _ = make_queries(BM, BN, CAUSAL, KIND)
     offer_tile = make_own(OWN).offer
@@ -152,11 +170,14 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
     @device
     def produce(base, maps, last, counter, T, S, B, G, group, together):
-        blocks_n, planes = (S + BN - 1) // BN, B * G
+        blocks_n = (S + BN - 1) // BN
+        planes = B * G
         for i in range(4):
             acquire_map(maps, i)
         acquire_map(maps, STATISTICS)
-        it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
+        it = uint32(0)
+        done = uint32(0)
+        tile = int32(cuda.blockIdx.x)
         while tile < blocks_n * planes:
             n, bg = find_tile(tile, blocks_n, planes, together)
             n0, (b, g) = int32(n * BN), split(bg, G)
@@ -165,7 +186,8 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             barriers = offer_tile(base, done, tile)
             to = base + 2 * TILE_BYTES * (done % OWN)
             load_own(to, barriers + TILE_FULL, maps, n0, g, b)
-            h, end = int32(g * group), int32(g * group + group)
+            h = int32(g * group)
+            end = int32(g * group + group)
             before = int32((bg - g) * group)  # planes of Q of the earlier sequences
             while h < end:
                 m0 = first
@@ -187,9 +209,11 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_column_steps(BM):
-    """-> weights(s, rows, scale), score_gradients(s, dp, rows): make_gradient_steps on transposed accumulators.
+    """Return weights(s, rows, scale), score_gradients(s, dp, rows): make_gradient_steps on
+    transposed accumulators.
 
-    rows: the address in shared memory of the columns' lse log2 e (weights) or delta (score_gradients).
+    rows: the address in shared memory of the columns' lse log2 e (weights) or delta
+    (score_gradients).
     """
     GROUPS = BM // 8
 
@@ -214,24 +238,41 @@ def make_column_steps(BM):
 
 @functools.cache
 def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
-    """-> consume(base, maps, last, T, S, B, G, group, together, scale): the dK, dV work of a consumer warpgroup"""
-    BM, BN, STAGES, OWN = tiles.step, tiles.rows, tiles.stages, tiles.own
-    RING, STATS, OWN_BYTES = BM * D * 2, 8 * BM, 2 * BN * D * 2
+    """Return consume(base, maps, last, T, S, B, G, group, together, scale): the dK, dV work of a
+    consumer warpgroup"""
+    BM = tiles.step
+    BN = tiles.rows
+    STAGES = tiles.stages
+    OWN = tiles.own
+    RING = BM * D * 2
+    STATS = 8 * BM
+    OWN_BYTES = 2 * BN * D * 2
     await_tile, free_tile = make_own(OWN).wait, make_own(OWN).free
     UNEVEN = CAUSAL and tiles.warpgroups > 1  # a block's warpgroups see different queries
     KV_PANEL, Q_PANEL = BN * PANEL_ROW, BM * PANEL_ROW
-    S_SIZE, A_SIZE, OUT_SIZE = BM // 2, BM // 4, D // 2
+    S_SIZE = BM // 2
+    A_SIZE = BM // 4
+    OUT_SIZE = D // 2
     layout = query_layout(D, tiles)
-    K, V, Q, DO, ROWS = layout.k, layout.v, layout.q, layout.do, layout.statistics
+    K = layout.k
+    V = layout.v
+    Q = layout.q
+    DO = layout.do
+    ROWS = layout.statistics
     STAGE_FULL, STAGE_FREE = layout.full, layout.free
     scores = make_product(BM, along_rows(D, KV_PANEL), along_rows(D, Q_PANEL))
     add = make_product(D, None, down_rows(BM), b_rows=True, accumulate=True)
-    wait_s, wait_out, hold_s = make_wait(BM, 1), make_wait(D, 0), make_hold(BM)
+    wait_s = make_wait(BM, 1)
+    wait_out = make_wait(D, 0)
+    hold_s = make_hold(BM)
     descriptor = make_descriptor(Q_PANEL)
     first_query, end_query, row_bounds = make_queries(BM, BN, CAUSAL, KIND)
     weights, score_gradients = make_column_steps(BM)
-    elements, clear = make_elements(BM), make_elements(D).clear
-    pack, hide_before, hide_above = elements.pack, elements.hide_before, elements.hide_above
+    elements = make_elements(BM)
+    clear = make_elements(D).clear
+    pack = elements.pack
+    hide_before = elements.hide_before
+    hide_above = elements.hide_above
     store_rows, stores_done = make_store(D)
 
     @device
@@ -239,8 +280,10 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
         """Store the results through the warpgroup's rows of K and V, which are no longer needed."""
         bar_sync(1 + (warp >> 2), 128)  # all its warps have finished with them
         b, g = split(bg, G)
-        row, at = w0 + 16 * (warp & 3), to + warp * (16 * PANEL_ROW)
-        factor[0], factor[1] = float32(1.0), float32(1.0)
+        row = w0 + 16 * (warp & 3)
+        at = to + warp * (16 * PANEL_ROW)
+        factor[0] = float32(1.0)
+        factor[1] = float32(1.0)
         store_rows(dv, factor, at + V, KV_PANEL, maps, OUT + 1, row, g, b)
         factor[0], factor[1] = scale, scale
         store_rows(dk, factor, at + K, KV_PANEL, maps, OUT, row, g, b)
@@ -248,16 +291,22 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
     @device
     def consume(base, maps, last, T, S, B, G, group, together, scale):
-        warp, lane = warp_id(), int32(cuda.threadIdx.x & 31)
-        blocks_n, past = (S + BN - 1) // BN, S - T
-        s, dp = cuda.local.array(S_SIZE, float32), cuda.local.array(S_SIZE, float32)
+        warp = warp_id()
+        lane = int32(cuda.threadIdx.x & 31)
+        blocks_n = (S + BN - 1) // BN
+        past = S - T
+        s = cuda.local.array(S_SIZE, float32)
+        dp = cuda.local.array(S_SIZE, float32)
         a = cuda.local.array(A_SIZE, uint32)  # P^T, then dS^T
-        dk, dv = cuda.local.array(OUT_SIZE, float32), cuda.local.array(OUT_SIZE, float32)
-        factor, hi = cuda.local.array(2, float32), cuda.local.array(2, int32)
+        dk = cuda.local.array(OUT_SIZE, float32)
+        dv = cuda.local.array(OUT_SIZE, float32)
+        factor = cuda.local.array(2, float32)
+        hi = cuda.local.array(2, int32)
         if lane == 0:
             acquire_map(maps, OUT)
             acquire_map(maps, OUT + 1)
-        it, done = uint32(0), uint32(0)
+        it = uint32(0)
+        done = uint32(0)
         while True:
             tile = await_tile(base, done)
             if tile >= blocks_n * B * G:
@@ -276,12 +325,11 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             clear(dk)
             clear(dv)
             # pending: dK's product with stage `before` is in flight
-            before, pending = (
-                uint32(0),
-                int32(0),
-            )
+            before = uint32(0)
+            pending = int32(0)
             for _ in range(group * ((stop - first + BM - 1) // BM)):
-                stage, phase = it % STAGES, (it // STAGES) & 1
+                stage = it % STAGES
+                phase = (it // STAGES) & 1
                 q = descriptor(base + Q + stage * RING)
                 do = q + uint64((DO - Q) >> 4)
                 rows = base + ROWS + stage * STATS + 8 * (lane & 3)
@@ -310,12 +358,14 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     wait_s(dp)
                     score_gradients(s, dp, rows + 4 * SIDE)
                     hold_s(s)
-                    # already complete: it keeps the compiler from moving the wait before the arithmetic
+                    # already complete: it keeps the compiler from moving the wait before the
+                    # arithmetic
                     mbar_wait(base + STAGE_FULL + 8 * stage, phase)
                     wait_out(dv)  # then `a` may be written again
                     pack(a, s)
                     add(dk, a, q)
-                    before, pending = stage, int32(1)
+                    before = stage
+                    pending = int32(1)
                 it += uint32(1)
                 m0 = int32(m0 + BM)
                 if m0 >= stop:
@@ -336,20 +386,25 @@ def make_dkdv_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
 
 @functools.cache
 def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int = 0):
-    """-> the dK, dV kernel for heads of width D; launch_tiles starts it."""
-    WGS, PER_SM, layout = tiles.warpgroups, tiles.blocks, query_layout(D, tiles)
-    CONSUMERS, THREADS = 128 * WGS, 128 * (WGS + 1)
+    """Return the dK, dV kernel for heads of width D; launch_tiles starts it."""
+    WGS = tiles.warpgroups
+    PER_SM = tiles.blocks
+    layout = query_layout(D, tiles)
+    CONSUMERS = 128 * WGS
+    THREADS = 128 * (WGS + 1)
     FEW, MANY = registers(WGS, PER_SM, 24 if D == 128 else 0)
     FULLS = tuple(layout.full + 8 * i for i in range(tiles.stages))
     FREES = tuple(layout.free + 8 * i for i in range(tiles.stages))
     set_up = make_barriers(4 * WGS, tiles.own, FULLS, FREES)
     produce = make_query_producer(D, CAUSAL, tiles, KIND)
     consume = make_dkdv_consumer(D, CAUSAL, tiles, KIND)
-    fewer_registers, more_registers = make_setmaxnreg(FEW, False), make_setmaxnreg(MANY, True)
+    fewer_registers = make_setmaxnreg(FEW, False)
+    more_registers = make_setmaxnreg(MANY, True)
 
     @kernel(THREADS, PER_SM, **SM_90A)
     def flash_attention_hopper_dkdv_kernel(maps, last, counter, T, S, B, G, group, together, scale):
-        """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other arguments: see make_fwd_kernel."""
+        """Maps of Q, K, V, dO, dK, dV, the statistics. last: of key_bounds.py, flat. The other
+        arguments: see make_fwd_kernel."""
         base = shared_base()
         set_up(base)
         if warp_id() >= 4 * WGS:

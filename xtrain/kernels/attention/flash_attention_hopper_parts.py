@@ -1,15 +1,18 @@
-"""Common parts of the FlashAttention kernels for compute capability 9.0: scheduling of tiles, loads, masks, stores of results.
+"""Common parts of the FlashAttention kernels for compute capability 9.0: scheduling of tiles,
+loads, masks, stores of results.
 
-A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a ring of stages in shared
-memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers synchronize each stage: FULL (the bytes have arrived)
-and FREE (every warp has finished with it). A wait names the parity of a barrier's phase. Iteration i uses its stage for the
-(i // STAGES)-th time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first round of the
-ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the same way: with OWN = 2, the next tile's
-operands load while this tile's results are stored.
+A block is one producer thread and WGS consumer warpgroups. The producer streams tiles by TMA into a
+ring of stages in shared memory; a consumer warpgroup owns 64 rows of the result. Two mbarriers
+synchronize each stage: FULL (the bytes have arrived) and FREE (every warp has finished with it). A
+wait names the parity of a barrier's phase. Iteration i uses its stage for the (i // STAGES)-th
+time: FULL is waited for with the parity of that number, FREE with the opposite one, so the first
+round of the ring does not wait. The tiles that a block owns, OWN at a time, are synchronized in the
+same way: with OWN = 2, the next tile's operands load while this tile's results are stored.
 
-A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a counter in global memory when it
-is idle; so long tiles (the last queries of a causal mask) start first and short ones fill the end. No sum runs across tiles, so
-the result does not depend on which block computes a tile.
+A launch starts as many blocks as the GPU holds at once. Each block takes the next tile from a
+counter in global memory when it is idle; so long tiles (the last queries of a causal mask) start
+first and short ones fill the end. No sum runs across tiles, so the result does not depend on which
+block computes a tile.
 """
 
 import functools
@@ -42,28 +45,34 @@ from ..primitives.tensor_cores import opaque, pack_bf16
 from ..primitives.tensor_maps import tensors_of
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import attention_flops, declare_cost, distinct_bytes
+from .flash_attention_hopper_sequences import make_sequences
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_first_key
 
-LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2))
+LOG2E = float32(math.log2(math.e))
+LN2 = float32(math.log(2))
 NEG_INF = float32(-math.inf)
 LOWEST = float32(-1e30)  # initial maximum; with -inf, -inf - -inf would be NaN
 HEADER = 1024  # bytes before the first tile: barriers, the numbers of the owned tiles
-TILE_FULL, TILE_FREE, TILE = 0, 8, 16  # byte offsets of an owned tile's barriers and of its number
-NEXT_TILE = 24  # bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes each
-SIDE = 16  # statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of lse log2 e
+# byte offsets of an owned tile's barriers and of its number
+TILE_FULL = 0
+TILE_FREE = 8
+TILE = 16
+# bytes from one owned tile's entry to the next; after the last: barriers of the stages, 8 bytes
+# each
+NEXT_TILE = 24
+# statistics for backward alternate: SIDE rows of lse log2 e, SIDE rows of delta, the next SIDE of
+# lse log2 e
+SIDE = 16
 PANEL_ROW = 128  # bytes of a row of a panel
-VALID, IDLE, INVALID = (
-    int32(0),
-    int32(1),
-    int32(2),
-)  # states of a sequence: its rows of o are computed, zeros, NaN
 
 
 def registers(warpgroups: int, per_sm: int, producer: int = 0) -> tuple[int, int]:
-    """-> registers of a producer's and of a consumer's thread; in total no more than the launch gives the block.
+    """Return registers of a producer's and of a consumer's thread; in total no more than the launch
+    gives the block.
 
-    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a multiple of 8.
+    A setmaxnreg that requests more never returns. A launch gives every thread the same number, a
+    multiple of 8.
     """
     producer = producer or (32 if warpgroups == 3 else 40)
     alike = 65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8
@@ -87,10 +96,10 @@ def declare_mapped_cost(kernel, products: int, causal: bool, window: int = 0) ->
     declare_cost(kernel, nbytes=nbytes, flops=flops)
 
 
-# ----------------------------------------------------------------------------- which block computes which tile
+# ------------------------------------------------------------------ which block computes which tile
 @device
 def split(i, n):
-    """-> i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
+    """Return i // n, i % n for i >= 0, n > 0: an unsigned division of 32 bits is enough."""
     quotient = int32(uint32(i) // uint32(n))
     return quotient, int32(i - quotient * n)
 
@@ -99,8 +108,8 @@ def split(i, n):
 def find_tile(tile, blocks, planes, together):
     """Number of a tile -> (block of rows, plane). A plane is one head of one sequence.
 
-    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes. So what all running
-    blocks read at one time fits into the L2 cache.
+    Order: block 0 of `together` planes, then block 1 of the same planes, ..., then the next planes.
+    So what all running blocks read at one time fits into the L2 cache.
     """
     turn, rest = split(tile, together * blocks)
     width = planes - turn * together
@@ -112,7 +121,8 @@ def find_tile(tile, blocks, planes, together):
 
 @device
 def next_tile(counter):
-    """-> the next tile for a block that is free. Block b begins with tile b. counter: two zeros before the launch"""
+    """Return the next tile for a block that is free. Block b begins with tile b. counter: two zeros
+    before the launch"""
     return int32(cuda.gridDim.x + cuda.atomic.add(counter, 0, 1))
 
 
@@ -127,9 +137,11 @@ def leave(counter):
 
 @dataclass(frozen=True)
 class OwnedTiles:
-    """Device functions that pass a block's tiles from the producer to the consumers. done: number of tiles before this one
+    """Device functions that pass a block's tiles from the producer to the consumers. done: number
+    of tiles before this one
 
-    offer(base, done, tile)    the producer waits for a free buffer and writes the tile's number -> address of its barriers
+    offer(base, done, tile) -> address of its barriers
+        the producer waits for a free buffer and writes the tile's number
     wait(base, done)           a consumer waits for the tile's operands -> the tile's number
     free(base, done)           a warp has finished with the tile's operands
     """
@@ -141,7 +153,7 @@ class OwnedTiles:
 
 @functools.cache
 def make_own(OWN: int) -> OwnedTiles:
-    """-> the functions for OWN buffers in shared memory"""
+    """Return the functions for OWN buffers in shared memory"""
 
     @device
     def offer_tile(base, done, tile):
@@ -165,7 +177,8 @@ def make_own(OWN: int) -> OwnedTiles:
 
 @functools.cache
 def make_barriers(ARRIVALS, OWN, FULLS, FREES):
-    """-> set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets of those of the stages"""
+    """Return set_up(base): one thread initializes the block's barriers. FULLS, FREES: byte offsets
+    of those of the stages"""
     N = len(FULLS)
 
     @device
@@ -183,130 +196,7 @@ def make_barriers(ARRIVALS, OWN, FULLS, FREES):
     return set_up
 
 
-# ----------------------------------------------------------------------------- where the sequences are
-@dataclass(frozen=True)
-class Sequences:
-    """Device functions that find sequence b, its queries and its keys. make_sequences has the two kinds of `where`.
-
-    size(where, b) -> (T, S, row, batch, state)     its queries, its keys; its first query is row `row` of batch `batch` of Q
-    look_up(found, where, b, n0, S, state)          found[i] = the block of the i-th box of the tile of keys n0, for `place`
-    place(found, i, where, b, g, n0) -> (row, head, batch)     where the i-th box of the tile begins in the maps of K and V
-    check(where, b, end, state) -> state            INVALID if one of the blocks of keys 0 .. end - 1 does not exist
-    BOX: keys of a box; a tile of keys is BN // BOX boxes.
-    """
-
-    BOX: int
-    size: Callable
-    look_up: Callable
-    place: Callable
-    check: Callable
-
-
-@functools.cache
-def make_sequences(BN: int, PAGE: int) -> Sequences:
-    """PAGE = 0: Q (B, T, H, D), K and V (B, S, G, D) hold them; where = T, S.
-
-    PAGE > 0: queries are packed, keys are in blocks of PAGE tokens of a cache, seen as (R, G PAGE, 1, D).
-    where = edges, history, tables, N, R, M: see context_attention.py. A block that does not exist is read as R: the copy
-    engine fills the box with zeros. A box never crosses from one block into the next.
-    """
-    return _make_paged(BN, PAGE) if PAGE else _make_batched(BN)
-
-
-def _make_batched(BN):
-    @device
-    def size(where, b):
-        return where[0], where[1], int32(0), b, VALID
-
-    @device
-    def look_up(found, where, b, n0, S, state):
-        found[0] = uint32(0)
-
-    @device
-    def place(found, i, where, b, g, n0):
-        return n0, g, b
-
-    @device
-    def check(where, b, end, state):
-        return state
-
-    return Sequences(BN, size, look_up, place, check)
-
-
-def _make_paged(BN, PAGE):
-    BOX = math.gcd(BN, PAGE)
-    BOXES = BN // BOX
-
-    @device
-    def size(where, b):
-        edges, history, _, N, _, M = where
-        begin, past = int64(edges[b]), int64(history[b])
-        T, state = int64(edges[b + 1]) - begin, VALID
-        if begin < 0 or N - begin < T:
-            T = int64(0)  # rows that no array has
-        if past < 0:
-            state = IDLE
-        elif past > int64(M) * PAGE - T:
-            state = INVALID
-        if state != VALID:
-            past = int64(0)
-        return int32(T), int32(T + past), int32(begin), int32(0), state
-
-    @device
-    def look_up(found, where, b, n0, S, state):
-        _, _, tables, _, R, M = where
-        for i in range(BOXES):
-            p, found[i] = int32(n0 + i * BOX), uint32(R)
-            if p >= 0 and p < S and state == VALID:
-                found[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
-
-    @device
-    def place(found, i, where, b, g, n0):
-        R, offset = where[4], uint32(n0 + i * BOX) % uint32(PAGE)
-        block = int32(found[i] if found[i] < uint32(R) else uint32(R))
-        return int32(g * PAGE + int32(offset)), int32(0), block
-
-    @device
-    def check(where, b, end, state):
-        _, _, tables, _, R, M = where
-        worst = uint32(0)
-        if state == VALID:
-            blocks = int32((end + PAGE - 1) // PAGE)
-            for i in range(int32(cuda.threadIdx.x & 31), blocks, 32):
-                entry = uint32(tables[uint32(b * M) + uint32(i)])
-                worst = entry if entry > worst else worst
-        return INVALID if cuda.any_sync(FULL, worst >= uint32(R)) else state
-
-    return Sequences(BOX, size, look_up, place, check)
-
-
-@functools.cache
-def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
-    """-> clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S - 1, in the tile of keys n0.
-
-    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the iteration that brings the tile.
-    """
-    BN, STAGES, CONSUMERS, CHUNKS = tiles.step, tiles.stages, 128 * tiles.warpgroups, D // 8
-    layout, RING, PANEL_BYTES = key_layout(D, tiles, 1), BN * D * 2, BN * PANEL_ROW
-    BOX, V, V_FULL = math.gcd(BN, PAGE), layout.v, layout.v_full
-
-    @device
-    def clear_tail(base, it, n0, S):
-        stage, phase = it % STAGES, (it // STAGES) & 1
-        first, end = int32(S - n0), int32((S + BOX - 1) // BOX * BOX - n0)
-        end = end if end < BN else int32(BN)
-        mbar_wait(base + V_FULL + 8 * stage, phase)
-        for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
-            row, chunk = first + i // CHUNKS, i % CHUNKS
-            at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
-            clear_shared(uint32(base + V + stage * RING + at))
-        fence_async()  # the products read what these threads have written
-        bar_sync(1, CONSUMERS)
-
-    return clear_tail
-
-
-# ----------------------------------------------------------------------------- forward and dQ: a block owns queries, keys stream
+# ------------------------------------------------ forward and dQ: a block owns queries, keys stream
 @dataclass(frozen=True)
 class KeyLayout:
     """Byte offsets in a block's shared memory, forward and dQ."""
@@ -324,8 +214,11 @@ class KeyLayout:
 
 @functools.cache
 def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
-    """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which follows Q."""
-    stages, own, ring = tiles.stages, tiles.rows * D * 2, tiles.step * D * 2
+    """queries: 1 if a block owns a tile of Q (forward), 2 if it owns one of Q and one of dO, which
+    follows Q."""
+    stages = tiles.stages
+    own = tiles.rows * D * 2
+    ring = tiles.step * D * 2
     out = HEADER + tiles.own * queries * own
     k = out + own
     v = k + stages * ring
@@ -335,10 +228,12 @@ def key_layout(D: int, tiles: HopperTiles, queries: int) -> KeyLayout:
 
 @functools.cache
 def make_keys(BM, BN, CAUSAL, KIND=0):
-    """-> key_blocks, first_block, row_bounds: the BM queries from q0 on see the blocks first_block .. key_blocks - 1 of BN keys
+    """Return key_blocks, first_block, row_bounds: the BM queries from q0 on see the blocks
+    first_block .. key_blocks - 1 of BN keys
 
-    key_blocks(q0, T, S), first_block(first, i, q0, T, S): the last query sees the latest key, the first one the earliest
-    row_bounds(lo, first, i, row, w0, T, S) -> first key that query w0 + 63 sees; lo[r]: that of the lane's rows `row`, row + 8
+    key_blocks(q0, T, S), first_block(first, i, q0, T, S): the last query sees the latest key, the
+    first one the earliest row_bounds(lo, first, i, row, w0, T, S) -> first key that query w0 + 63
+    sees; lo[r]: that of the lane's rows `row`, row + 8
     """
     first_key = make_first_key(KIND)
 
@@ -368,13 +263,19 @@ def make_keys(BM, BN, CAUSAL, KIND=0):
 
 @functools.cache
 def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
-    """-> skip(base, it, blocks, begin, w0, T, S) -> (it, blocks) without the last blocks, which this warpgroup does not see.
+    """Return skip(base, it, blocks, begin, w0, T, S) -> (it, blocks) without the last blocks, which
+    this warpgroup does not see.
 
-    The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the stages of the skipped blocks
-    without reading them.
+    The warpgroup owns the queries w0 ... w0 + 63; `begin` is the first of the blocks. It frees the
+    stages of the skipped blocks without reading them.
     """
-    BN, STAGES, layout = tiles.step, tiles.stages, key_layout(D, tiles, QUERIES)
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    BN = tiles.step
+    STAGES = tiles.stages
+    layout = key_layout(D, tiles, QUERIES)
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
 
     @device
     def skip(base, it, blocks, begin, w0, T, S):
@@ -384,7 +285,8 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
         if w0 >= T:  # the warpgroup has no queries
             last = int32(0)
         while (blocks - 1) * BN > last and blocks - 1 > begin:
-            stage, phase = it % STAGES, (it // STAGES) & 1
+            stage = it % STAGES
+            phase = (it // STAGES) & 1
             mbar_wait(base + K_FULL + 8 * stage, phase)
             mbar_wait(base + V_FULL + 8 * stage, phase)
             cuda.syncwarp()  # all lanes have seen this phase
@@ -401,24 +303,38 @@ def make_skip(D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int):
 def make_key_producer(
     D: int, CAUSAL: bool, tiles: HopperTiles, QUERIES: int, PAGE: int = 0, KIND: int = 0
 ):
-    """-> produce(base, maps, counter, bounds, where, T, B, H, group, together): the producer thread of forward and dQ.
+    """Return produce(base, maps, counter, bounds, where, T, B, H, group, together): the producer
+    thread of forward and dQ.
 
-    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest sequence.
+    where, PAGE: see make_sequences. bounds, KIND: see key_bounds.py. T: queries of the longest
+    sequence.
 
-    QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first keys of the next tile are
-    requested before its buffer is free.
+    QUERIES: 1 loads Q (map 0), 2 also dO (map 3). Maps 1 and 2: K and V. With OWN = 2, the first
+    keys of the next tile are requested before its buffer is free.
     """
-    BM, BN, STAGES, OWN = tiles.rows, tiles.step, tiles.stages, tiles.own
-    EARLY, PANELS = OWN > 1, D // PANEL
+    BM = tiles.rows
+    BN = tiles.step
+    STAGES = tiles.stages
+    OWN = tiles.own
+    EARLY = OWN > 1
+    PANELS = D // PANEL
     ROWS, RING = BM * D * 2, BN * D * 2  # bytes
     OWN_PANEL, RING_PANEL = BM * PANEL_ROW, BN * PANEL_ROW
     layout = key_layout(D, tiles, QUERIES)
-    Q, K, V = layout.q, layout.k, layout.v
-    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    Q = layout.q
+    K = layout.k
+    V = layout.v
+    K_FULL = layout.k_full
+    K_FREE = layout.k_free
+    V_FULL = layout.v_full
+    V_FREE = layout.v_free
     key_blocks, first_block, _ = make_keys(BM, BN, CAUSAL, KIND)
     offer_tile = make_own(OWN).offer
     sequences = make_sequences(BN, PAGE)
-    BOX, size, look_up, place = sequences.BOX, sequences.size, sequences.look_up, sequences.place
+    BOX = sequences.BOX
+    size = sequences.size
+    look_up = sequences.look_up
+    place = sequences.place
     BOXES = BN // BOX
 
     @device
@@ -433,7 +349,8 @@ def make_key_producer(
     def load_keys(ring, full, free, maps, i, it, n0, g, b, found, where):
         stage = it % STAGES
         mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
-        full, to = full + 8 * stage, ring + stage * RING
+        full = full + 8 * stage
+        to = ring + stage * RING
         mbar_expect(full, RING)
         for j in range(BOXES):
             row, head, batch = place(found, j, where, b, g, n0)
@@ -443,10 +360,13 @@ def make_key_producer(
 
     @device
     def produce(base, maps, counter, bounds, where, T, B, H, group, together):
-        blocks_m, planes = (T + BM - 1) // BM, B * H
+        blocks_m = (T + BM - 1) // BM
+        planes = B * H
         for i in range(2 + QUERIES):
             acquire_map(maps, i)
-        it, done, tile = uint32(0), uint32(0), int32(cuda.blockIdx.x)
+        it = uint32(0)
+        done = uint32(0)
+        tile = int32(cuda.blockIdx.x)
         found = cuda.local.array(
             BOXES, uint32
         )  # blocks of the tile of keys n0, and of the next one
@@ -489,6 +409,44 @@ def make_key_producer(
     return produce
 
 
+@functools.cache
+def make_clear_tail(D: int, tiles: HopperTiles, PAGE: int):
+    """Return clear_tail(base, it, n0, S): all consumers zero the rows of V behind the last key, S -
+    1, in the tile of keys n0.
+
+    A block of a cache keeps there what earlier sequences left, and 0 NaN is NaN. `it`: the
+    iteration that brings the tile.
+    """
+    BN = tiles.step
+    STAGES = tiles.stages
+    CONSUMERS = 128 * tiles.warpgroups
+    CHUNKS = D // 8
+    layout = key_layout(D, tiles, 1)
+    RING = BN * D * 2
+    PANEL_BYTES = BN * PANEL_ROW
+    BOX = math.gcd(BN, PAGE)
+    V = layout.v
+    V_FULL = layout.v_full
+
+    @device
+    def clear_tail(base, it, n0, S):
+        stage = it % STAGES
+        phase = (it // STAGES) & 1
+        first = int32(S - n0)
+        end = int32((S + BOX - 1) // BOX * BOX - n0)
+        end = min(end, int32(BN))
+        mbar_wait(base + V_FULL + 8 * stage, phase)
+        for i in range(int32(cuda.threadIdx.x), (end - first) * CHUNKS, CONSUMERS):
+            row = first + i // CHUNKS
+            chunk = i % CHUNKS
+            at = (chunk // 8) * PANEL_BYTES + row * PANEL_ROW + (chunk % 8) * 16
+            clear_shared(uint32(base + V + stage * RING + at))
+        fence_async()  # the products read what these threads have written
+        bar_sync(1, CONSUMERS)
+
+    return clear_tail
+
+
 # ----------------------------------------------------------------------------- in registers
 @dataclass(frozen=True)
 class Elements:
@@ -496,8 +454,10 @@ class Elements:
 
     clear(acc)                          zeros
     pack(a, acc)                        acc in bf16, as a left operand
-    hide_after(s, last, row_step)       -inf in columns after `last`; in the lane's second row, after last + row_step
-    hide_before(s, first)               -inf in columns before `first`; in the lane's second row, before first + 8
+    hide_after(s, last, row_step)
+        -inf in columns after `last`; in the lane's second row, after last + row_step
+    hide_before(s, first)
+        -inf in columns before `first`; in the lane's second row, before first + 8
     hide_below(s, lo, at)               -inf in columns before lo[r] - at; r: the lane's row
     hide_above(s, hi, at)               -inf in columns after hi[r] - at
     Columns are counted from the lane's first one.
@@ -513,7 +473,7 @@ class Elements:
 
 @functools.cache
 def make_elements(COLUMNS: int) -> Elements:
-    """-> the functions for an accumulator of COLUMNS columns"""
+    """Return the functions for an accumulator of COLUMNS columns"""
     SIZE, GROUPS = COLUMNS // 2, COLUMNS // 8
 
     @device
@@ -563,12 +523,16 @@ def make_elements(COLUMNS: int) -> Elements:
 
 @functools.cache
 def make_store(D):
-    """-> store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows at a time.
+    """Return store_rows, stores_done: write results through shared memory by TMA, a warp's 16 rows
+    at a time.
 
-    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the rows]) to shared memory from
-                                                            `at` on, panels `panel` bytes apart, and starts the copy to
-                                                            rows `row`, row + 1, ... of map i
-    stores_done()                                           waits until the shared memory may be written again
+    store_rows(acc, factor, at, panel, maps, i, row, h, b)  writes bf16(acc * factor[half of the
+    rows]) to shared memory from
+                                                            `at` on, panels `panel` bytes apart, and
+                                                            starts the copy to rows `row`, row + 1,
+                                                            ... of map i
+    stores_done()
+        waits until the shared memory may be written again
     """
     PANELS = D // PANEL
 

@@ -1,6 +1,8 @@
-"""Tuned tiles of the kernels for compute capability 9.0. bench/tune_flash_attention.py --hopper --write rewrites TABLE.
+"""Tuned tiles of the kernels for compute capability 9.0. bench/tune_flash_attention.py --hopper
+--write rewrites TABLE.
 
-TABLE: (kernel, D, causal) -> {longest T: plan}, in the order of T; the last entry has no limit (None).
+TABLE: (kernel, D, causal) -> {longest T: plan}, in the order of T; the last entry has no limit
+(None).
 kernel: "fwd", "dq" or "dkdv". D: width of a head. T: queries of a sequence.
 """
 
@@ -9,13 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """What a kernel is compiled for. A block owns 64 * warpgroups rows: queries (fwd, dq) or keys (dkdv)."""
+    """What a kernel is compiled for. A block owns 64 * warpgroups rows: queries (fwd, dq) or keys
+    (dkdv)."""
 
-    step: int  # rows of the tiles that pass through the ring of stages: keys (fwd, dq) or queries (dkdv)
+    # rows of the tiles that pass through the ring of stages: keys (fwd, dq) or queries (dkdv)
+    step: int
     warpgroups: int  # consumers; each owns 64 rows
     stages: int  # of the ring
     blocks: int  # per multiprocessor
-    own: int  # owned tiles in shared memory: with 2, the next tile's operands load while this tile's results are stored
+    # owned tiles in shared memory: with 2, the next tile's operands load while this tile's results
+    # are stored
+    own: int
 
     @property
     def rows(self) -> int:
@@ -28,7 +34,8 @@ class HopperPlan:
     """Tiles and the order in which blocks take them."""
 
     tiles: HopperTiles
-    planes: int  # heads whose tiles alternate (see find_tile); 0: as many as fit into half of the L2 cache
+    # heads whose tiles alternate (see find_tile); 0: as many as fit into half of the L2 cache
+    planes: int
 
 
 GPU = "NVIDIA H200"

@@ -1,6 +1,8 @@
-"""Tuned tiles of the tensor-core kernels (mma.sync). bench/tune_flash_attention.py --write rewrites TABLE.
+"""Tuned tiles of the tensor-core kernels (mma.sync). bench/tune_flash_attention.py --write rewrites
+TABLE.
 
-TABLE: (kernel, D, causal) -> {longest T: tiles}, in the order of T; the last entry has no limit (None).
+TABLE: (kernel, D, causal) -> {longest T: tiles}, in the order of T; the last entry has no limit
+(None).
 kernel: "fwd", "dq" or "dkdv". D: width of a head. T: queries of a sequence.
 """
 

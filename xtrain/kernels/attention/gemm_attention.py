@@ -4,12 +4,14 @@
     forward    s = q k^T / sqrt(D)        p = softmax(s), causal        o = p v
     backward   dv = p^T do    dp = do v^T    ds = softmax_bwd(dp, p)    dq = ds k    dk = ds^T q
 
-Two strided-batched GEMMs around one softmax kernel; no loop over heads or sequences. The batch of the GEMMs is
-(sequence, key head), B G of them: the H / G query heads that share a key head are stacked as rows, so grouped-query attention
-costs nothing extra, and the GEMM sums dk and dv over the group. One layout kernel converts between BTHD and BHTD; it reads v
-from a slice of a packed array and writes dv to a slice of a packed gradient.
+Two strided-batched GEMMs around one softmax kernel; no loop over heads or sequences. The batch of
+the GEMMs is (sequence, key head), B G of them: the H / G query heads that share a key head are
+stacked as rows, so grouped-query attention costs nothing extra, and the GEMM sums dk and dv over
+the group. One layout kernel converts between BTHD and BHTD; it reads v from a slice of a packed
+array and writes dv to a slice of a packed gradient.
 
-Saved for backward: p, (B, H, T, S) floats, S / D times as many as q has. flash_attention.py recomputes p instead.
+Saved for backward: p, (B, H, T, S) floats, S / D times as many as q has. flash_attention.py
+recomputes p instead.
 """
 
 from ...device import Array
@@ -28,10 +30,10 @@ def _stack(x_BXTD, G):
 def attention_fwd(
     q_BTHD: Array, k_BSGD: Array, v_BSGD: Array, scale: float, causal: bool = True
 ) -> tuple[Array, tuple]:
-    """-> o (B, T, H, D), and what attention_bwd needs.
+    """Return o (B, T, H, D), and what attention_bwd needs.
 
-    q (B, T, H, D), k, v (B, S, G, D): all float32 or all bf16, H % G == 0. scale: factor of the scores. Raises ValueError or
-    TypeError if shapes or dtypes do not match.
+    q (B, T, H, D), k, v (B, S, G, D): all float32 or all bf16, H % G == 0. scale: factor of the
+    scores. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     for name, x in (("q", q_BTHD), ("k", k_BSGD), ("v", v_BSGD)):
         check_array("attention", name, x, (None,) * 4, strided=True)
@@ -53,10 +55,10 @@ def attention_fwd(
 def attention_bwd(
     do_BTHD: Array, saved: tuple, scale: float, causal: bool = True, dv_BSGD: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """-> dq (B, T, H, D), dk, dv (B, S, G, D).
+    """Return dq (B, T, H, D), dk, dv (B, S, G, D).
 
-    do: the gradient of o. saved: the second result of attention_fwd. dv_BSGD: if given, dv is written there, for example to a
-    slice of a packed gradient.
+    do: the gradient of o. saved: the second result of attention_fwd. dv_BSGD: if given, dv is
+    written there, for example to a slice of a packed gradient.
     """
     T = do_BTHD.shape[1]
     *shared, p_ARS = saved

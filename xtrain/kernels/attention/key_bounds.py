@@ -1,16 +1,22 @@
-"""Which keys a causal query sees: all of its past, the last `window` of them, or those of its own document.
+"""Which keys a causal query sees: all of its past, the last `window` of them, or those of its own
+document.
 
-    query t sees the keys first(t) .. t + past          key s is seen by the queries s - past .. last(s)        past = S - T
+    query t sees the keys first(t) .. t + past                           past = S - T
+    key s is seen by the queries s - past .. last(s)
 
-first and last never decrease. So the first query of a tile has the earliest key, the last key of a tile the latest query: a
-block of threads needs one bound for its range of tiles, and one more comparison per score in the tiles that a bound cuts.
+first and last never decrease. So the first query of a tile has the earliest key, the last key of a
+tile the latest query: a block of threads needs one bound for its range of tiles, and one more
+comparison per score in the tiles that a bound cuts.
 
     KIND             first(t)                       last(s)
     0                0                              T - 1
-    window W > 0     max(t + past - W + 1, 0)       min(s - past + W - 1, T - 1)      sliding window (Beltagy et al. 2020)
-    BY_ARRAY         first_BT[b, t]                 last_BS[b, s]                     several documents in a row; T = S
+    window W > 0     max(t + past - W + 1, 0)       min(s - past + W - 1, T - 1)
+                     a sliding window (Beltagy et al. 2020)
+    BY_ARRAY         first_BT[b, t]                 last_BS[b, s]
+                     several documents in a row; T = S
 
-KIND is a constant of a kernel's code: without bounds, kernels are compiled as if this file did not exist.
+KIND is a constant of a kernel's code: without bounds, kernels are compiled as if this file did not
+exist.
 """
 
 import functools
@@ -29,9 +35,11 @@ BLOCK = 256  # threads
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """What a launcher of attention needs to know. At most one of the two kinds is given; document_bounds has both in its arrays.
+    """What a launcher of attention needs to know. At most one of the two kinds is given;
+    document_bounds has both in its arrays.
 
-    window: keys that a query sees, itself among them.  first_BT, last_BS: int32; see document_bounds.
+    window: keys that a query sees, itself among them.
+    first_BT, last_BS: int32; see document_bounds.
     """
 
     window: int = 0
@@ -58,7 +66,8 @@ class KeyBounds:
         return np.maximum(np.arange(T) + S - T - self.window + 1, 0) if self.window else np.zeros(T)
 
     def hidden(self, T: int, S: int) -> np.ndarray:
-        """On the CPU -> (B, T, S) bool: the keys before first(t); B is 1 if all sequences have the same"""
+        """On the CPU -> (B, T, S) bool: the keys before first(t); B is 1 if all sequences have the
+        same"""
         first_BT = self.first_key(0, T, S)[None] if self.first_BT is None else self.first_BT
         return np.arange(S) < first_BT[..., None]
 
@@ -81,7 +90,8 @@ def check_bounds(op: str, bounds: KeyBounds, B: int, T: int, S: int, causal: boo
 # ----------------------------------------------------------------------------- device functions
 @functools.cache
 def make_first_key(KIND: int):
-    """-> first_key(first, i, t, past): the first key that query t sees. i: index in `first` of the sequence's query 0"""
+    """Return first_key(first, i, t, past): the first key that query t sees. i: index in `first` of
+    the sequence's query 0"""
 
     @device
     def nothing(first, i, t, past):
@@ -95,12 +105,15 @@ def make_first_key(KIND: int):
     def by_array(first, i, t, past):
         return int32(first[i + t])
 
-    return nothing if KIND == 0 else by_array if KIND == BY_ARRAY else by_window
+    if KIND == 0:
+        return nothing
+    return by_array if KIND == BY_ARRAY else by_window
 
 
 @functools.cache
 def make_last_query(KIND: int):
-    """-> last_query(last, i, s, T, past): the last query that sees key s; T - 1 if all from s - past on do"""
+    """Return last_query(last, i, s, T, past): the last query that sees key s; T - 1 if all from s -
+    past on do"""
 
     @device
     def nothing(last, i, s, T, past):
@@ -114,7 +127,9 @@ def make_last_query(KIND: int):
     def by_array(last, i, s, T, past):
         return int32(last[i + s])
 
-    return nothing if KIND == 0 else by_array if KIND == BY_ARRAY else by_window
+    if KIND == 0:
+        return nothing
+    return by_array if KIND == BY_ARRAY else by_window
 
 
 # ----------------------------------------------------------------------------- bounds of documents
@@ -130,7 +145,8 @@ def document_bounds_ref(starts_BT, window=0):
 
 @kernel(BLOCK)
 def document_bounds_kernel(first_N, last_N, positions_N, starts_N, T, window):
-    """Grid ceil(N / BLOCK), N = B T. One thread per token; `last` by binary search: the last t with first(t) <= s."""
+    """Grid ceil(N / BLOCK), N = B T. One thread per token; `last` by binary search: the last t with
+    first(t) <= s."""
     n = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if n >= first_N.size:
         return
@@ -140,10 +156,13 @@ def document_bounds_kernel(first_N, last_N, positions_N, starts_N, T, window):
     recent = int32(s - window + 1)
     first_N[n] = recent if window > 0 and recent > mine else mine
     positions_N[n] = int32(s - mine)
-    low, high = s, int32(T)  # first(low) <= s < first(high), if there were one
+    # first(low) <= s < first(high), if there were one
+    low = s
+    high = int32(T)
     while high - low > 1:
         middle = int32((low + high) >> 1)
-        start, late = int32(starts_N[row + middle]), int32(middle - window + 1)
+        start = int32(starts_N[row + middle])
+        late = int32(middle - window + 1)
         if window > 0 and late > start:
             start = late
         if start <= s:
@@ -154,9 +173,11 @@ def document_bounds_kernel(first_N, last_N, positions_N, starts_N, T, window):
 
 
 def document_bounds(starts_BT: Array, window: int = 0) -> tuple[KeyBounds, Array]:
-    """Of rows that hold several documents -> the bounds of attention, and each token's position in its document (B T,) int32.
+    """Of rows that hold several documents -> the bounds of attention, and each token's position in
+    its document (B T,) int32.
 
-    starts (B, T) int32: where in the row the document of each token begins; it never decreases, and starts[b, t] <= t.
+    starts (B, T) int32: where in the row the document of each token begins; it never decreases, and
+    starts[b, t] <= t.
     window: of a sliding window, 0 for none. The values are not checked on a GPU.
     """
     op = "document_bounds"

@@ -1,21 +1,26 @@
-"""Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations before and after it.
+"""Matrix-vector products for a few rows at a time: y = x w^T, fused with a decoder's operations
+before and after it.
 
-    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it, or quantized    y: (N, O)    b: (O,), optional
+    x: (N, K), N <= 8    w: (O, K), as Hugging Face stores it, or quantized
+    y: (N, O)            b: (O,), optional
 
     add        x is first replaced by h = x + delta, the residual stream, which is a result too
     norm       h is RMS-normalized: h r nw,  r = 1 / sqrt(mean_k(h^2) + eps)       (rmsnorm.py)
-               r is one number per row, so it can be applied at the end: y = r ((h nw) w^T). The kernels sum the squares of
-               what they read for the product anyway, so there is no separate pass over x.
+               r is one number per row, so it can be applied at the end: y = r ((h nw) w^T). The
+               kernels sum the squares of what they read for the product anyway, so there is no
+               separate pass over x.
     bias       b is added to the product, in float32
-    swiglu     w holds gate rows, then up rows, F each: y_f = silu(x . w_f) (x . w_{F + f})   (swiglu.py)
+    swiglu     w holds gate rows, then up rows, F each (swiglu.py):
+               y_f = silu(x . w_f) (x . w_{F + f})
 
-A decoding step reads every weight once and does little arithmetic with it: 2 N operations per weight. So the memory must never
-be idle, and every fused kernel saves a gap between two kernels:
+A decoding step reads every weight once and does little arithmetic with it: 2 N operations per
+weight. So the memory must never be idle, and every fused kernel saves a gap between two kernels:
 
     bf16 weights   tensor cores: gemv_tensor_cores.py
     float32        plain arithmetic, one warp per row of w
-    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype that the codes stand for.
-                   With tensor cores up to 32 rows, where nothing precedes the product: a GEMM would need a dequantized copy
+    quantized      one byte per weight and a scale per row (quantize.py): the same two, by the dtype
+                   that the codes stand for. With tensor cores up to 32 rows, where nothing precedes
+                   the product: a GEMM would need a dequantized copy
 
 Every block needs all of h, so every block computes it; each writes a part of it to memory.
 Bytes moved: read w; x, y and delta are small.
@@ -43,36 +48,37 @@ from ..quantize import Quantized, check_quantized, dense
 from ..runtime.compiler import cuda, float32, int64, rsqrtf, uint32
 from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, launch, on_host
 from ..swiglu import sigmoid, silu_ref
-from .gemv_tensor_cores import (
+from .gemv_operands import (
     CHUNK,
     CHUNK_QUANTIZED,
     MAX_ROWS,
     MAX_ROWS_QUANTIZED,
-    MULTIPROCESSORS,
     TILE,
     Variant,
-    choose,
-    make_tensor_kernel,
     shared_bytes,
     staged,
 )
+from .gemv_tensor_cores import MULTIPROCESSORS, choose, make_tensor_kernel
 
 BLOCK = 256
-# Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x. Every block reads all of x, so 2
-# halve that traffic: gate/up is 1.04 to 1.17 times as fast on an H100, with the same bits. Where each multiprocessor has at most
-# one tile, 2 would leave half of them idle (2048 x 2048: 8 to 19 % longer), so such products keep 1.
+# Tiles of 16 rows of w that a block multiplies with what it has read of more than 8 rows of x.
+# Every block reads all of x, so 2 halve that traffic: gate/up is 1.04 to 1.17 times as fast on an
+# H100, with the same bits. Where each multiprocessor has at most one tile, 2 would leave half of
+# them idle (2048 x 2048: 8 to 19 % longer), so such products keep 1.
 ROW_TILES = 2
 
 
 # ----------------------------------------------------------------------------- reference
 def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_O=None):
-    """gemv and add_norm_gemv in NumPy -> h (N, K), y (N, O), or (N, O / 2) with swiglu, in x's dtype, at least float32.
+    """gemv and add_norm_gemv in NumPy -> h (N, K), y (N, O), or (N, O / 2) with swiglu, in x's
+    dtype, at least float32.
 
-    Computes row by row: a BLAS sums a matrix-matrix product in another order than a matrix-vector product, and here a row's
-    bits must not depend on the other rows.
+    Computes row by row: a BLAS sums a matrix-matrix product in another order than a matrix-vector
+    product, and here a row's bits must not depend on the other rows.
     """
     wide = np.result_type(x_NK.dtype, np.float32)
-    h, w = x_NK.astype(wide), w_OK.astype(wide, copy=False)
+    h = x_NK.astype(wide)
+    w = w_OK.astype(wide, copy=False)
     h = h if delta_NK is None else h + delta_NK.astype(wide, copy=False)
     x = h
     if norm_w_K is not None:
@@ -86,11 +92,13 @@ def gemv_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_
     return h, y
 
 
-# ----------------------------------------------------------------------------- kernels without tensor cores
+# --------------------------------------------------------------------- kernels without tensor cores
 @cuda.jit
 def gemv_naive_kernel(y_NO, x_NK, w_OK):
-    """Grid (ceil(O / BLOCK), N), block BLOCK. One thread per element of y: neighbouring threads read different rows of w."""
-    o, n = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, cuda.blockIdx.y
+    """Grid (ceil(O / BLOCK), N), block BLOCK. One thread per element of y: neighbouring threads
+    read different rows of w."""
+    o = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+    n = cuda.blockIdx.y
     if o < w_OK.shape[0]:
         acc = float32(0.0)
         for k in range(w_OK.shape[1]):
@@ -99,18 +107,23 @@ def gemv_naive_kernel(y_NO, x_NK, w_OK):
 
 
 def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
-    """-> multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps): column o of y, by one warp, for any dtypes.
+    """Return multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps): column o of y, by one
+    warp, for any dtypes.
 
-    A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or 16 if w is quantized.
+    A warp reads a row of w (two with swiglu), 16 bytes per lane, and all rows of x: 4 columns, or
+    16 if w is quantized.
     """
     M, E = 2 if SWIGLU else 1, 16 if QUANTIZED else 4
 
     @device
     def multiply_row(y, h, x, delta, w, norm_w, scale, b, o, F, eps):
         lane = cuda.threadIdx.x & 31
-        x_4, w_ME = cuda.local.array(4, float32), cuda.local.array((M, E), float32)
-        acc_NM, squares = cuda.local.array((N, M), float32), cuda.local.array(N, float32)
-        nw_4, delta_4 = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        x_4 = cuda.local.array(4, float32)
+        w_ME = cuda.local.array((M, E), float32)
+        acc_NM = cuda.local.array((N, M), float32)
+        squares = cuda.local.array(N, float32)
+        nw_4 = cuda.local.array(4, float32)
+        delta_4 = cuda.local.array(4, float32)
         words = cuda.local.array(4, uint32)
         for n in range(N):
             squares[n] = float32(0.0)
@@ -165,12 +178,13 @@ def make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED):
 
 @functools.cache
 def make_plain_kernel(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED, overlap):
-    """-> the kernel without tensor cores, for any dtypes."""
+    """Return the kernel without tensor cores, for any dtypes."""
     multiply_row = make_multiply_row(N, K, NORM, ADD, SWIGLU, BIAS, QUANTIZED)
 
     @kernel(BLOCK)
     def gemv_plain_kernel(y, h, x, delta, w, norm_w, scale, b, F, eps):
-        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.  scale: of the rows of quantized weights."""
+        """Grid ceil(F / 8), block BLOCK: 8 warps. All arrays flat. F: columns of y.
+        scale: of the rows of quantized weights."""
         o = int64(cuda.blockIdx.x) * 8 + (cuda.threadIdx.x >> 5)
         if overlap:
             wait_for_previous()
@@ -196,7 +210,7 @@ def _most_rows(dtype, quantized, fused):
 
 
 def _unit(dtype, quantized):
-    """-> the number of which K must be a multiple for weights of this dtype"""
+    """Return the number of which K must be a multiple for weights of this dtype"""
     if np.dtype(dtype) == np.float32:
         return 16 if quantized else 4
     return CHUNK_QUANTIZED if quantized else CHUNK
@@ -205,24 +219,33 @@ def _unit(dtype, quantized):
 def gemv(
     x_NK: Array, w_OK: Array, dtype=None, weights_ready: bool = False, b_O: Array | None = None
 ) -> Array:
-    """-> y (N, O) = x w^T + b.
+    """Return y (N, O) = x w^T + b.
 
-    x (N, K), w (O, K): float32 or bf16, w also quantized. b (O,): float32. dtype: of y; by default w's. A row's bits do not
-    depend on other rows.
+    x (N, K), w (O, K): float32 or bf16, w also quantized. b (O,): float32. dtype: of y; by default
+    w's. A row's bits do not depend on other rows.
     weights_ready: the previous kernel does not write w, so it may be read before that kernel ends.
-    On a GPU, gemv_fits says which N and K are supported. Raises ValueError or TypeError if shapes or dtypes do not match.
+    On a GPU, gemv_fits says which N and K are supported. Raises ValueError or TypeError if shapes
+    or dtypes do not match.
     """
     return _checked("gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype, b_O)[1]
 
 
 def add_norm_gemv(
-    x_NK: Array, delta_NK: Array | None, norm_w_K: Array, w_OK: Array, eps: float, swiglu: bool = False,
-    weights_ready: bool = False, dtype=None, b_O: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """-> h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T + b, or (N, O / 2) with swiglu; see this file's docstring.
+    x_NK: Array,
+    delta_NK: Array | None,
+    norm_w_K: Array,
+    w_OK: Array,
+    eps: float,
+    swiglu: bool = False,
+    weights_ready: bool = False,
+    dtype=None,
+    b_O: Array | None = None,
+) -> tuple[Array, Array]:
+    """Return h (N, K) = x + delta in x's dtype, y (N, O) = rmsnorm(h) w^T + b, or (N, O / 2) with
+    swiglu; see this file's docstring.
 
-    delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32. weights_ready: the previous
-    kernel writes neither w nor norm_w. Otherwise as gemv.
+    delta (N, K): float32 or bf16, rounded to bf16 if w is; None: h is x. norm_w (K,): float32.
+    weights_ready: the previous kernel writes neither w nor norm_w. Otherwise as gemv.
     """
     return _checked(
         "add_norm_gemv", x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O
@@ -255,10 +278,12 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
         h, y = gemv_ref(x_NK, dense(w_OK, np.float32), norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
     fused = norm_w_K is not None or swiglu
-    unit, most = _unit(w_OK.dtype, quantized), _most_rows(w_OK.dtype, quantized, fused)
+    unit = _unit(w_OK.dtype, quantized)
+    most = _most_rows(w_OK.dtype, quantized, fused)
     fits = gemv_fits(N, K, w_OK.dtype, quantized, fused)
     check(fits, f"{op}: {N} rows of {K}, the GPU supports 1 to {most} of a multiple of {unit}")
-    h_NK, y = x_NK if delta_NK is None else empty(x_NK, x_NK.shape), empty(x_NK, shape, dtype)
+    h_NK = x_NK if delta_NK is None else empty(x_NK, x_NK.shape)
+    y = empty(x_NK, shape, dtype)
     _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O=b_O)
     return h_NK, y
 
@@ -279,7 +304,8 @@ def _launch(
         x_NK = cast_fwd(x_NK, w_OK.dtype)  # usually it is already
     arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta, w, norm_w)]
     check(on_16_bytes(*arrays[1:]), "gemv: arrays must begin at multiples of 16 bytes")
-    eps, bias = np.float32(eps), b_O is not None
+    eps = np.float32(eps)
+    bias = b_O is not None
     arrays += [w_OK.scale_O if quantized else arrays[-1], b_O if bias else arrays[-1]]
     if w_OK.dtype == np.float32:
         plain_kernel = make_plain_kernel(N, K, norm, add, swiglu, bias, quantized, overlap)
@@ -288,7 +314,8 @@ def _launch(
     # with 16 warps there is no room for more sums
     several = groups > 1 and config.warps <= 8 and F > TILE * MULTIPROCESSORS
     row_tiles = ROW_TILES if several else 1
-    tiles, chunk = -(-F // (row_tiles * TILE)), CHUNK_QUANTIZED if quantized else CHUNK
+    tiles = -(-F // (row_tiles * TILE))
+    chunk = CHUNK_QUANTIZED if quantized else CHUNK
     grid = min(tiles, config.blocks * MULTIPROCESSORS)
     variant = Variant(
         norm=norm,

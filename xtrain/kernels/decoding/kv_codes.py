@@ -1,31 +1,39 @@
-"""The KV cache in one byte per number: e4m3 codes, and a float32 scale for each key and each value of a head.
+"""The KV cache in one byte per number: e4m3 codes, and a float32 scale for each key and each value
+of a head.
 
-    append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)          x: the key or the value of a token, of one head
-    read       x'_d = s code_d            quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
+    append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)
+               x: the key or the value of a token, of one head
+    read       x'_d = s code_d
+               quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
 
-    k, v (R, G, S, D): the codes, as in kv_cache.py     scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
+    k, v (R, G, S, D): the codes, as in kv_cache.py
+    scales (R, G, S, 2): [..., 0] of k, [..., 1] of v
 
-A decoding step reads all keys and values of all sequences: with many or long sequences these are most of its bytes. Codes
-are about half of them: a head of 128 channels has 2 (128 + 4) bytes per token, in bf16 512. The copy of one layer that prefill
-reads (below) is also in memory; with 28 layers of such heads the same memory holds 1.8 times as many tokens.
+A decoding step reads all keys and values of all sequences: with many or long sequences these are
+most of its bytes. Codes are about half of them: a head of 128 channels has 2 (128 + 4) bytes per
+token, in bf16 512. The copy of one layer that prefill reads (below) is also in memory; with 28
+layers of such heads the same memory holds 1.8 times as many tokens.
 
-The scale belongs to one token and one head. So it is known when the token is computed, it never changes, and a token has the same
-codes in every sequence that shares its block. Attention multiplies by it once per token and not once per number: a scale is a
-factor of a whole dot product, and of a whole term of the sum over the values:
+The scale belongs to one token and one head. So it is known when the token is computed, it never
+changes, and a token has the same codes in every sequence that shares its block. Attention
+multiplies by it once per token and not once per number: a scale is a factor of a whole dot product,
+and of a whole term of the sum over the values:
 
     q . k'_n = s_n (q . code_n)          o = sum_n p_n v'_n = sum_n (p_n s_n) code_n
 
-decode_attention.py reads the codes so. Prefill computes many products with each key, and its kernels expect bf16: it reads a
-copy, of one layer at a time, of the blocks that it needs (dequantize_blocks).
+decode_attention.py reads the codes so. Prefill computes many products with each key, and its
+kernels expect bf16: it reads a copy, of one layer at a time, of the blocks that it needs
+(dequantize_blocks).
 
-e4m3 and not int8: in most models a few channels of the keys are much larger than the others (KIVI, Liu et al. 2024). The error
-of a float is relative to its own number, that of int8 to the largest number of the row.
+e4m3 and not int8: in most models a few channels of the keys are much larger than the others (KIVI,
+Liu et al. 2024). The error of a float is relative to its own number, that of int8 to the largest
+number of the row.
 
-A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN; without codes an infinite number
-may reach only some heads or channels.
+A key or value that is not finite has the scale NaN, and everything computed from it becomes NaN;
+without codes an infinite number may reach only some heads or channels.
 
-Bytes moved: append reads 4 N G D (keys and values in bf16) and writes 2 N G (D + 4). dequantize_blocks reads 2 G S (D + 4) per
-block and writes 4 G S D.
+Bytes moved: append reads 4 N G D (keys and values in bf16) and writes 2 N G (D + 4).
+dequantize_blocks reads 2 G S (D + 4) per block and writes 4 G S D.
 """
 
 import functools
@@ -46,17 +54,19 @@ from .kv_cache import check_int32, gather_sequence_ref
 BLOCK = 128  # threads
 WARPS = BLOCK // 32
 EACH = 16  # codes of a thread: one 16-byte access
-INFINITY, NAN = np.float32(np.inf), np.float32(np.nan)
+INFINITY = np.float32(np.inf)
+NAN = np.float32(np.nan)
 
 
 # ----------------------------------------------------------------------------- the arrays
 def kv_codes_bytes(L: int, R: int, G: int, S: int, D: int) -> int:
-    """-> bytes of the arrays of empty_kv_codes"""
+    """Return bytes of the arrays of empty_kv_codes"""
     return 2 * L * R * G * S * (D + 4)
 
 
 def empty_kv_codes(like: Array, L: int, R: int, G: int, S: int, D: int) -> tuple[Array, Array]:
-    """-> codes (L, 2, R, G, S, D) uint8, scales (L, R, G, S, 2) float32, zeros, on the device of `like`
+    """Return codes (L, 2, R, G, S, D) uint8, scales (L, R, G, S, 2) float32, zeros, on the device
+    of `like`
 
     Raises ValueError if a size is not positive.
     """
@@ -67,7 +77,7 @@ def empty_kv_codes(like: Array, L: int, R: int, G: int, S: int, D: int) -> tuple
 
 # ----------------------------------------------------------------------------- references
 def kv_codes_ref(x):
-    """-> codes (..., D), scales (...) of keys or values (..., D), in NumPy"""
+    """Return codes (..., D), scales (...) of keys or values (..., D), in NumPy"""
     rows = x.reshape(-1, x.shape[-1]).astype(np.float32)
     rows = np.where(np.isfinite(rows).all(1, keepdims=True), rows, NAN)
     codes, scales = quantize_ref(rows, "fp8")
@@ -76,7 +86,8 @@ def kv_codes_ref(x):
 
 
 def kv_values_ref(codes, scales, dtype):
-    """-> the keys or values (..., D) that codes (..., D) and scales (...) stand for, in NumPy"""
+    """Return the keys or values (..., D) that codes (..., D) and scales (...) stand for, in
+    NumPy"""
     rows = dequantize_ref(codes.reshape(-1, codes.shape[-1]), scales.reshape(-1), dtype)
     return rows.reshape(codes.shape)
 
@@ -91,7 +102,8 @@ def append_codes_ref(k_RGSD, v_RGSD, scales_RGS2, k_NGD, v_NGD, blocks_N, offset
 
 
 def write_token_ref(k_RGSD, v_RGSD, scales_RGS2, block, offset, k_GD, v_GD):
-    """Write the key and the value of one token to the cache, in place: as they are if scales is None, else as codes."""
+    """Write the key and the value of one token to the cache, in place: as they are if scales is
+    None, else as codes."""
     for i, (cache, x_GD) in enumerate(((k_RGSD, k_GD), (v_RGSD, v_GD))):
         if scales_RGS2 is None:
             cache[block, :, offset] = x_GD
@@ -100,7 +112,7 @@ def write_token_ref(k_RGSD, v_RGSD, scales_RGS2, block, offset, k_GD, v_GD):
 
 
 def read_sequence_ref(k_RGSD, v_RGSD, scales_RGS2, table_M, n: int, dtype):
-    """-> k, v (G, n, D) of the first n positions of a sequence, in dtype"""
+    """Return k, v (G, n, D) of the first n positions of a sequence, in dtype"""
     k_GSD, v_GSD = (gather_sequence_ref(x, table_M, n) for x in (k_RGSD, v_RGSD))
     if scales_RGS2 is None:
         return k_GSD.astype(dtype), v_GSD.astype(dtype)
@@ -117,20 +129,26 @@ def magnitude(x):
 
 @functools.cache
 def make_store_codes(D):
-    """-> store_codes(codes, to, scales, at, x1, x2): a warp writes a row as codes to codes[to], ..., and its scale to scales[at].
+    """Return store_codes(codes, to, scales, at, x1, x2): a warp writes a row as codes to codes[to],
+    ..., and its scale to scales[at].
 
-    A lane holds the pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2, and zeros from there on. They are rounded
-    to bf16 first, as in prefill: values get identical codes in both, keys may differ in the last bit of a bf16.
+    A lane holds the pairs (x_r, x_{r + R}), r = lane, lane + 32, ... below R = D / 2, and zeros
+    from there on. They are rounded to bf16 first, as in prefill: values get identical codes in
+    both, keys may differ in the last bit of a bf16.
     """
     R = D // 2
-    PLANES, Q, LEAST = -(-R // 32), LARGEST["fp8"], LEAST_SCALE
+    PLANES = -(-R // 32)
+    Q = LARGEST["fp8"]
+    LEAST = LEAST_SCALE
 
     @device
     def store_codes(codes, to, scales, at, x1, x2):
-        lane, largest = cuda.threadIdx.x & 31, float32(0.0)
+        lane = cuda.threadIdx.x & 31
+        largest = float32(0.0)
         for i in range(PLANES):
             pair = pack_bf16(x1[i], x2[i])
-            x1[i], x2[i] = low_bf16(pair), high_bf16(pair)
+            x1[i] = low_bf16(pair)
+            x2[i] = high_bf16(pair)
             largest = fmax(largest, fmax(magnitude(x1[i]), magnitude(x2[i])))
         scale = fmax(warp_max(largest) / float32(Q), float32(LEAST))
         finite = scale < float32(INFINITY)
@@ -147,30 +165,36 @@ def make_store_codes(D):
 
 @functools.cache
 def make_append_codes_kernel(D):
-    """-> the kernel for heads of D channels"""
-    store_codes, R = make_store_codes(D), D // 2
+    """Return the kernel for heads of D channels"""
+    store_codes = make_store_codes(D)
+    R = D // 2
     PLANES = -(-R // 32)
 
     @device
     def copy_row(codes, to, scales, at, x, first):
-        x1, x2 = cuda.local.array(PLANES, float32), cuda.local.array(PLANES, float32)
+        x1 = cuda.local.array(PLANES, float32)
+        x2 = cuda.local.array(PLANES, float32)
         for i in range(PLANES):
             r = (cuda.threadIdx.x & 31) + 32 * i
-            x1[i], x2[i] = float32(0.0), float32(0.0)
+            x1[i] = float32(0.0)
+            x2[i] = float32(0.0)
             if r < R:
-                x1[i], x2[i] = load1(x, first + r), load1(x, first + r + R)
+                x1[i] = load1(x, first + r)
+                x2[i] = load1(x, first + r + R)
         store_codes(codes, to, scales, at, x1, x2)
 
     @kernel(BLOCK)
     def append_codes_kernel(
         k_codes, v_codes, scales, k, v, blocks_N, offsets_N, N, G, R, S, k_row, v_row
     ):
-        """Grid ceil(N G / WARPS), block BLOCK. A warp owns a head of a token. Arrays flat; k_row, v_row: as in kv_cache.py."""
+        """Grid ceil(N G / WARPS), block BLOCK. A warp owns a head of a token. Arrays flat; k_row,
+        v_row: as in kv_cache.py."""
         head = int64(cuda.blockIdx.x) * WARPS + (cuda.threadIdx.x >> 5)
         n, g = head // G, head % G
         if n >= N:
             return
-        block, p = int64(blocks_N[n]), int64(offsets_N[n])
+        block = int64(blocks_N[n])
+        p = int64(offsets_N[n])
         if block < 0 or block >= R or p < 0 or p >= S:
             return
         row = (block * G + g) * S + p
@@ -182,11 +206,12 @@ def make_append_codes_kernel(D):
 
 @functools.cache
 def make_dequantize_blocks_kernel(D):
-    """-> the kernel for heads of D channels"""
+    """Return the kernel for heads of D channels"""
 
     @device
     def expand(out, codes, at, scale):
-        words, values = cuda.local.array(4, uint32), cuda.local.array(EACH, float32)
+        words = cuda.local.array(4, uint32)
+        values = cuda.local.array(EACH, float32)
         load_codes16(words, codes, at)
         codes_to_floats(values, words, codes)
         for j in range(EACH):
@@ -196,7 +221,8 @@ def make_dequantize_blocks_kernel(D):
 
     @kernel(BLOCK)
     def dequantize_blocks_kernel(k_out, v_out, k_codes, v_codes, scales, blocks_U, R, size):
-        """Grid (U, ceil(size / (EACH BLOCK))), block BLOCK. size: numbers of a block, G S D. All arrays flat."""
+        """Grid (U, ceil(size / (EACH BLOCK))), block BLOCK. size: numbers of a block, G S D. All
+        arrays flat."""
         block = int64(blocks_U[cuda.blockIdx.x])
         i = EACH * (int64(cuda.blockIdx.y) * BLOCK + cuda.threadIdx.x)
         if block < 0 or block >= R or i >= size:
@@ -211,14 +237,20 @@ def make_dequantize_blocks_kernel(D):
 
 # ----------------------------------------------------------------------------- launchers
 def append_codes(
-    k_codes_RGSD: Array, v_codes_RGSD: Array, scales_RGS2: Array, k_NGD: Array, v_NGD: Array, blocks_N: Array,
+    k_codes_RGSD: Array,
+    v_codes_RGSD: Array,
+    scales_RGS2: Array,
+    k_NGD: Array,
+    v_NGD: Array,
+    blocks_N: Array,
     offsets_N: Array,
-) -> None:  # fmt: skip
+) -> None:
     """Write keys and values of N tokens to the cache, as kv_cache.append_kv does, in codes.
 
-    Codes (R, G, S, D): uint8, scales (R, G, S, 2): float32. New keys and values (N, G, D): both float32 or both bf16; they may be
-    slices of packed arrays. blocks, offsets (N,): int32. A token whose block or offset does not exist is skipped. Two tokens
-    must not have the same block and offset. On a GPU they are bf16, and D is even. Raises ValueError or TypeError if shapes or
+    Codes (R, G, S, D): uint8, scales (R, G, S, 2): float32. New keys and values (N, G, D): both
+    float32 or both bf16; they may be slices of packed arrays. blocks, offsets (N,): int32. A token
+    whose block or offset does not exist is skipped. Two tokens must not have the same block and
+    offset. On a GPU they are bf16, and D is even. Raises ValueError or TypeError if shapes or
     dtypes do not match.
     """
     op = "append_codes"
@@ -236,9 +268,18 @@ def append_codes(
     new = [x if row_step(x) is not None else x.copy() for x in (k_NGD, v_NGD)]
     flat = [x.reshape(-1) for x in arrays[:3]] + [flat_rows(x) for x in new]
     launch(
-        make_append_codes_kernel(D), -(-N * G // WARPS), BLOCK, *flat, blocks_N, offsets_N, N, G, R, S,
+        make_append_codes_kernel(D),
+        -(-N * G // WARPS),
+        BLOCK,
+        *flat,
+        blocks_N,
+        offsets_N,
+        N,
+        G,
+        R,
+        S,
         *map(row_step, new),
-    )  # fmt: skip
+    )
 
 
 def dequantize_blocks(
@@ -249,10 +290,11 @@ def dequantize_blocks(
     k_out_RGSD: Array,
     v_out_RGSD: Array,
 ) -> None:
-    """Write the keys and values of some blocks to the same blocks of k_out and v_out, float32 or bf16, both the same.
+    """Write the keys and values of some blocks to the same blocks of k_out and v_out, float32 or
+    bf16, both the same.
 
-    blocks (U,): int32, distinct; one that is not in 0 .. R - 1 is skipped. On a GPU D must be a multiple of 16. Raises ValueError
-    or TypeError if shapes or dtypes do not match.
+    blocks (U,): int32, distinct; one that is not in 0 .. R - 1 is skipped. On a GPU D must be a
+    multiple of 16. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     op = "dequantize_blocks"
     R, G, S, D = check_codes(op, k_codes_RGSD, v_codes_RGSD, scales_RGS2)
@@ -265,7 +307,8 @@ def dequantize_blocks(
         for i, (out, codes) in enumerate(((k_out_RGSD, k_codes_RGSD), (v_out_RGSD, v_codes_RGSD))):
             out[some] = kv_values_ref(codes[some], scales_RGS2[some, ..., i], out.dtype)
         return
-    flat, size = [x.reshape(-1) for x in arrays], G * S * D
+    flat = [x.reshape(-1) for x in arrays]
+    size = G * S * D
     fits = D % EACH == 0 and on_16_bytes(*flat)
     check(fits, f"{op}: heads of {D} channels, the GPU kernel needs a multiple of {EACH}, aligned")
     grid = (blocks_U.size, -(-size // (EACH * BLOCK)))
@@ -275,7 +318,8 @@ def dequantize_blocks(
 def check_codes(
     op: str, k_codes_RGSD: Array, v_codes_RGSD: Array, scales_RGS2: Array
 ) -> tuple[int, int, int, int]:
-    """-> R, G, S, D. Raises ValueError or TypeError if these are not the codes and scales of one layer."""
+    """Return R, G, S, D. Raises ValueError or TypeError if these are not the codes and scales of
+    one layer."""
     check_array(op, "k codes", k_codes_RGSD, (None,) * 4, ("uint8",))
     check_array(op, "v codes", v_codes_RGSD, k_codes_RGSD.shape, ("uint8",))
     check_array(op, "scales", scales_RGS2, (*k_codes_RGSD.shape[:3], 2))

@@ -1,19 +1,23 @@
-"""Log-probabilities of tokens: of given ones, and of the most likely ones.   logits: (B, V)   tokens: (B,)   results: float32
+"""Log-probabilities of tokens: of given ones, and of the most likely ones.
+
+    logits: (B, V)   tokens: (B,)   results: float32
 
     m = max_v x_v     w_v = floor(2^44 exp(x_v - m) + 1/2)     rest = 2^-44 (sum_v w_v - 2^44)
     logprob_t = (x_t - m) - log1p(rest)
 
-of the model's own logits, before temperature, bias and penalties, as in OpenAI's interface. The largest token's weight is 2^44,
-so `rest` is the sum over the others; a sum of floats that includes its 1 would lose the digits of a logprob near 0.
+of the model's own logits, before temperature, bias and penalties, as in OpenAI's interface. The
+largest token's weight is 2^44, so `rest` is the sum over the others; a sum of floats that includes
+its 1 would lose the digits of a logprob near 0.
 
-The sum of integers is exact: it has no order. A row's bits depend on its logits alone, not on the number of rows nor on how
-blocks share them. All float operations are float32: x - m, exp, times 2^44 (exact), + 1/2, the conversion of the sum (rounded
-once), log1p, the last subtraction. Error against float64: at most 2 units in the last place, plus V 2^-45 if the most likely
-token has all but a millionth of the probability.
+The sum of integers is exact: it has no order. A row's bits depend on its logits alone, not on the
+number of rows nor on how blocks share them. All float operations are float32: x - m, exp, times
+2^44 (exact), + 1/2, the conversion of the sum (rounded once), log1p, the last subtraction. Error
+against float64: at most 2 units in the last place, plus V 2^-45 if the most likely token has all
+but a millionth of the probability.
 
-The most likely tokens are found as in sampling_search.py: first the largest logit, then sum and histogram in one launch, and
-only if alternatives are wanted a third launch that gathers the bins of the first `top` and a fourth that sorts them.
-Bytes moved: 2 B V logits, with alternatives 3.
+The most likely tokens are found as in sampling_search.py: first the largest logit, then sum and
+histogram in one launch, and only if alternatives are wanted a third launch that gathers the bins of
+the first `top` and a fourth that sorts them. Bytes moved: 2 B V logits, with alternatives 3.
 """
 
 import functools
@@ -29,6 +33,10 @@ from ..runtime.launch import FLOATS, can_overlap, check, check_array, empty, lau
 from .sampling_search import (
     KEY,
     LAST_KEY,
+    Candidates,
+    GatherShared,
+    Row,
+    Shared,
     Sizes,
     add_weight,
     is_finite,
@@ -80,36 +88,64 @@ def token_logprobs_ref(logits_BV, tokens_B, top):
 # ----------------------------------------------------------------------------- kernels
 @device
 def weight_of(logit, top, inverse, least):
-    """-> floor(2^44 exp(logit - top) + 1/2). inverse and least: those of sampling, 1 and 0 here."""
+    """Return floor(2^44 exp(logit - top) + 1/2). inverse and least: those of sampling, 1 and 0
+    here."""
     return int64(math.exp(logit - top) * float32(ONE) + float32(0.5))
 
 
 @functools.cache
 def make_score_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the second launch. overlap: it may start before the previous one has ended."""
-    THREADS, BATCH, K = sizes.threads, sizes.batch, sizes.keys
+    """Return the kernel of the second launch. overlap: it may start before the previous one has
+    ended."""
+    THREADS = sizes.threads
+    BATCH = sizes.batch
+    K = sizes.keys
     ops = make_search(sizes, DISTANCE, weight_of)
-    EACH, load_batch, bin_of, clear_bins = ops.EACH, ops.load_batch, ops.bin_of, ops.clear_bins
-    add_bins, load_bins, total_of, find = ops.add_bins, ops.load_bins, ops.total_of, ops.find
+    EACH = ops.EACH
+    load_batch = ops.load_batch
+    bin_of = ops.bin_of
+    clear_bins = ops.clear_bins
+    add_bins = ops.add_bins
+    load_bins = ops.load_bins
+    total_of = ops.total_of
+    find = ops.find
 
     @kernel(THREADS, sizes.blocks)
     def score_kernel(
-        logprobs_B, log_total_B, last_bin_B, sums, bins, counters, logits, tokens_B, top_B, n, length, V, columns
-    ):  # fmt: skip
+        logprobs_B,
+        log_total_B,
+        last_bin_B,
+        sums,
+        bins,
+        counters,
+        logits,
+        tokens_B,
+        top_B,
+        n,
+        length,
+        V,
+        columns,
+    ):
         """Grid (blocks per row, B), block THREADS. sums: flat (B gridDim.x). n: alternatives.
 
-        log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that follow.
+        log_total_B: log1p(rest), last_bin_B: the bin of the last alternative; for the launches that
+        follow.
         """
-        bins_s, x = cuda.shared.array((2, K), uint32), cuda.local.array(BATCH, float32)
-        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
+        bins_s = cuda.shared.array((2, K), uint32)
+        x = cuda.local.array(BATCH, float32)
+        scratch = cuda.shared.array(32, int64)
+        found = cuda.shared.array(3, int64)
         last_s = cuda.shared.array(1, int32)
         values = cuda.local.array(EACH, int64)
-        tid, row, s = cuda.threadIdx.x, int64(cuda.blockIdx.y), int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
+        row = int64(cuda.blockIdx.y)
+        s = int64(cuda.blockIdx.x)
         clear_bins(bins_s)
         if overlap:
             wait_for_previous()
             let_next_start()
-        need, top = min(int64(n), V), logit_of(top_B[row])
+        need = min(int64(n), V)
+        top = logit_of(top_B[row])
         if not is_finite(top):
             if s == 0 and tid == 0:
                 logprobs_B[row] = NAN
@@ -137,7 +173,8 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
             total = total_of(values, scratch)
             if tid == 0:
                 log_total = math.log1p(float32(total - ONE) * float32(1.0 / ONE))
-                token, logprob = int64(tokens_B[row]), NAN
+                token = int64(tokens_B[row])
+                logprob = NAN
                 if token >= 0 and token < V:
                     logprob = (load1(logits, first + token) - top) - log_total
                 logprobs_B[row], log_total_B[row] = logprob, log_total
@@ -152,68 +189,84 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
 
 @functools.cache
 def make_gather_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the third launch. overlap: see make_score_kernel"""
-    THREADS, K, gather = sizes.threads, sizes.keys, make_search(sizes, DISTANCE, weight_of).gather
+    """Return the kernel of the third launch. overlap: see make_score_kernel"""
+    THREADS = sizes.threads
+    K = sizes.keys
+    gather = make_search(sizes, DISTANCE, weight_of).gather
 
     @kernel(THREADS, sizes.blocks)
     def top_gather_kernel(candidates, counts_B, logits, last_bin_B, top_B, length, V, columns):
-        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros before."""
-        keys_s, count_s = cuda.shared.array(K, int64), cuda.shared.array(1, int32)
+        """Grid (blocks per row, B), block THREADS. candidates: flat (B ROOM) int64; counts_B: zeros
+        before."""
+        keys_s = cuda.shared.array(K, int64)
+        count_s = cuda.shared.array(1, int32)
         base_s = cuda.shared.array(1, int32)
-        row, start = int64(cuda.blockIdx.y), int64(cuda.blockIdx.x) * length
+        row = int64(cuda.blockIdx.y)
+        start = int64(cuda.blockIdx.x) * length
         if overlap:
             wait_for_previous()
             let_next_start()
         top = logit_of(top_B[row])
         if not is_finite(top):
             return
-        gather(
-            keys_s, count_s, base_s, candidates, counts_B, row, logits, row * columns, start, min(start + length, V), top,
-            float32(1.0), int64(0), last_bin_B[row], int64(-1),
-        )  # fmt: skip
+        of_row = Row(logits, row * columns, V, top, float32(1.0), int64(0))
+        shared = GatherShared(keys_s, count_s, base_s)
+        end = min(start + length, V)
+        last = last_bin_B[row]
+        gather(shared, candidates, counts_B, row, of_row, start, end, int64(0), last, int64(-1))
 
     return top_gather_kernel
 
 
 @functools.cache
 def make_list_kernel(sizes: Sizes, overlap: bool):
-    """-> the kernel of the fourth launch, of sizes.sorters threads. overlap: see make_score_kernel"""
-    K, ops = sizes.keys, make_search(sizes.for_sorting(), DISTANCE, weight_of)
-    collect, narrow, THREADS = ops.collect, ops.narrow, sizes.sorters
+    """Return the kernel of the fourth launch, of sizes.sorters threads. overlap: see
+    make_score_kernel"""
+    K = sizes.keys
+    ops = make_search(sizes.for_sorting(), DISTANCE, weight_of)
+    collect = ops.collect
+    narrow = ops.narrow
+    THREADS = sizes.sorters
 
     @kernel(sizes.sorters)
     def top_list_kernel(
         ids_BT, values_BT, candidates, counts_B, logits, last_bin_B, log_total_B, top_B, V, columns
     ):
-        """Grid B. Writes every element of ids_BT and values_BT; -1 and NaN where there is no alternative."""
-        keys_s, bins_s = cuda.shared.array(K, int64), cuda.shared.array((2, K), uint32)
-        scratch, found = cuda.shared.array(32, int64), cuda.shared.array(3, int64)
-        count_s, tid, row = cuda.shared.array(1, int32), cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        """Grid B. Writes every element of ids_BT and values_BT; -1 and NaN where there is no
+        alternative."""
+        keys_s = cuda.shared.array(K, int64)
+        bins_s = cuda.shared.array((2, K), uint32)
+        scratch = cuda.shared.array(32, int64)
+        found = cuda.shared.array(3, int64)
+        count_s = cuda.shared.array(1, int32)
+        tid = cuda.threadIdx.x
+        row = int64(cuda.blockIdx.x)
         n = ids_BT.shape[1]
         if overlap:
             wait_for_previous()
             let_next_start()
-        need, top, one = min(int64(n), V), logit_of(top_B[row]), float32(1.0)
+        need = min(int64(n), V)
+        top = logit_of(top_B[row])
         if not is_finite(top):
             need = int64(0)
         for i in range(tid, n, THREADS):
             if i >= need:
-                ids_BT[row, i], values_BT[row, i] = int32(-1), NAN
+                ids_BT[row, i] = int32(-1)
+                values_BT[row, i] = NAN
         if need <= 0:
             return
-        size, last, low, first = int64(counts_B[row]), last_bin_B[row], int64(0), row * columns
-        if size > K:  # find the last of the first `need` keys
-            before = narrow(
-                keys_s, bins_s, count_s, scratch, found, candidates, size, row, logits, first, V, top, one, int64(0),
-                int64(0), last, need - 1, True,
-            )  # fmt: skip
+        listed = Candidates(candidates, row, int64(counts_B[row]))
+        of_row = Row(logits, row * columns, V, top, float32(1.0), int64(0))
+        shared = Shared(keys_s, bins_s, count_s, scratch, found)
+        last = last_bin_B[row]
+        low = int64(0)
+        if listed.n > K:  # find the last of the first `need` keys
+            before = narrow(shared, listed, of_row, int64(0), last, need - 1, True)
             low = keys_s[need - 1 - before]
             cuda.syncthreads()  # the list is read before it is overwritten
-        listed = collect(
-            keys_s, bins_s, count_s, candidates, size, row, logits, first, V, top, one, int64(0), int64(0), int64(K), low,
-            int64(LAST_KEY), int64(KEY), True,
-        )  # fmt: skip
-        sort_keys(keys_s, listed)
+        high = int64(LAST_KEY)
+        size = collect(shared, listed, of_row, int64(0), int64(K), low, high, int64(KEY), True)
+        sort_keys(keys_s, size)
         for i in range(tid, need, THREADS):
             ids_BT[row, i] = token_of(keys_s[i])
             values_BT[row, i] = (logit_of(keys_s[i]) - top) - log_total_B[row]
@@ -225,12 +278,14 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
 def token_logprobs(
     logits_BV: Array, tokens_B: Array, top: int = 0, vocab: int | None = None
 ) -> tuple[Array, Array, Array]:
-    """-> log-probability of each row's token (B,), the `top` most likely tokens (B, top), and their log-probabilities (B, top).
+    """Return log-probability of each row's token (B,), the `top` most likely tokens (B, top), and
+    their log-probabilities (B, top).
 
-    logits (B, V): float32 or bf16. tokens (B,): int32 or int64. vocab: number of tokens, by default V; further columns are
-    padding. Log-probabilities are float32, the most likely tokens int32, in order, of equal ones the lower id first; beyond the
-    vocabulary -1 and NaN. NaN is also the result for an id that is no token; a row whose largest logit is NaN or infinite has
-    only NaN and -1. Raises ValueError or TypeError if shapes or dtypes do not match or top > 20.
+    logits (B, V): float32 or bf16. tokens (B,): int32 or int64. vocab: number of tokens, by default
+    V; further columns are padding. Log-probabilities are float32, the most likely tokens int32, in
+    order, of equal ones the lower id first; beyond the vocabulary -1 and NaN. NaN is also the
+    result for an id that is no token; a row whose largest logit is NaN or infinite has only NaN and
+    -1. Raises ValueError or TypeError if shapes or dtypes do not match or top > 20.
     """
     op = "token_logprobs"
     check_array(op, "logits", logits_BV, (None, None), FLOATS)
@@ -245,14 +300,18 @@ def token_logprobs(
     check(B < 2**16, f"{op}: {B} rows in one launch, at most 65535")
     new = lambda shape, dtype: empty(logits_BV, shape, dtype)
     logprobs_B, log_total_B, last_bin_B = (new(B, t) for t in (np.float32, np.float32, np.int64))
-    ids_BT, values_BT = new((B, top), np.int32), new((B, top), np.float32)
+    ids_BT = new((B, top), np.int32)
+    values_BT = new((B, top), np.float32)
     if B == 0:
         return logprobs_B, ids_BT, values_BT
-    logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
+    logits = logits_BV.reshape(-1)
+    overlap = can_overlap(logits_BV)
     K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
     top_B, tops, sums = (new(B * m, np.int64) for m in (1, blocks, blocks))
-    bins, counts_B = new(B * K, np.int64), new(B, np.int32)
-    counters, sizes = zero_counters(logits, B, "logprobs"), (vocab, V)
+    bins = new(B * K, np.int64)
+    counts_B = new(B, np.int32)
+    counters = zero_counters(logits, B, "logprobs")
+    sizes = (vocab, V)
 
     def run(make, grid, threads, *arguments):
         launch(make(SIZES, overlap), grid, threads, *arguments, *sizes, overlap=overlap)
@@ -260,9 +319,20 @@ def token_logprobs(
     grid = (blocks, B), SIZES.threads
     run(make_top_kernel, *grid, top_B, bins, counts_B, tops, counters, logits, length)
     run(
-        make_score_kernel, *grid, logprobs_B, log_total_B, last_bin_B, sums, bins, counters, logits, tokens_B, top_B, top,
+        make_score_kernel,
+        *grid,
+        logprobs_B,
+        log_total_B,
+        last_bin_B,
+        sums,
+        bins,
+        counters,
+        logits,
+        tokens_B,
+        top_B,
+        top,
         length,
-    )  # fmt: skip
+    )
     if top:
         candidates = new(B * SIZES.room, np.int64)
         run(make_gather_kernel, *grid, candidates, counts_B, logits, last_bin_B, top_B, length)

@@ -1,13 +1,15 @@
 """Packed prompts: prompts of unequal lengths without padding, their tokens one after another.
 
     lengths (A,)           tokens of each sequence;  N = their sum
-    edges (E,), E = A + 1  0, l0, l0 + l1, ..., N: sequence a owns the packed rows edges[a] .. edges[a + 1] - 1
+    edges (E,), E = A + 1  0, l0, l0 + l1, ..., N: sequence a owns the packed rows edges[a] ..
+    edges[a + 1] - 1
 
     padded, T = 4      a0 a1 a2 .  b0 .  .  .  c0 c1 .  .        lengths 3 1 2
     packed             a0 a1 a2 b0 c0 c1                         edges 0 3 4 6
 
-Matrix products see N rows instead of A T, which for unequal prompts is often half. A token's position begins at the history
-h_a of its sequence, and the sequence's block table (kv_cache.py) says where in the cache that is:
+Matrix products see N rows instead of A T, which for unequal prompts is often half. A token's
+position begins at the history h_a of its sequence, and the sequence's block table (kv_cache.py)
+says where in the cache that is:
     position p = h_a + n - edges[a],  block = tables[a, p // S],  offset = p % S
 The sequence of a token is found by a binary search in `edges`: log2 A steps, no table of N entries.
 """
@@ -44,8 +46,10 @@ def token_positions_ref(edges_E, N, history_A, tables_AM, S):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sequence_of(n, edges_E):
-    """-> the a with edges[a] <= n < edges[a + 1]. Empty sequences own no rows."""
-    low, high = int64(0), int64(edges_E.size - 1)  # edges[low] <= n < edges[high]
+    """Return the a with edges[a] <= n < edges[a + 1]. Empty sequences own no rows."""
+    # edges[low] <= n < edges[high]
+    low = int64(0)
+    high = int64(edges_E.size - 1)
     while high - low > 1:
         middle = (low + high) >> 1
         if edges_E[middle] <= n:
@@ -65,20 +69,23 @@ def token_positions_kernel(blocks_N, offsets_N, positions_N, edges_E, history_A,
         p = past + n - edges_E[a] if past >= 0 else int64(0)
         known = past >= 0 and p >= 0 and p < tables_AM.shape[1] * S
         blocks_N[n] = tables_AM[a, p // S] if known else int32(-1)
-        offsets_N[n], positions_N[n] = int32(p % S), int32(p)
+        offsets_N[n] = int32(p % S)
+        positions_N[n] = int32(p)
 
 
 # ----------------------------------------------------------------------------- launchers
 def token_positions(
     edges_E: Array, N: int, history_A: Array, tables_AM: Array, S: int
 ) -> tuple[Array, Array, Array]:
-    """-> blocks (N,), offsets (N,), positions (N,) int32: where each of the N = edges[-1] packed tokens belongs.
+    """Return blocks (N,), offsets (N,), positions (N,) int32: where each of the N = edges[-1]
+    packed tokens belongs.
 
-    Token n has position positions[n] in its sequence, and its key belongs at offset offsets[n] of block blocks[n] of the cache.
-    edges (A + 1,) int32. history (A,) int32: tokens of each sequence that are already in the cache. tables (A, M) int32: the
-    blocks of each sequence, S tokens each. The block is -1, which kv_cache.append_kv skips, if the position is not in
-    0 .. M S - 1, and if the history is negative: the sequence is idle, and its tokens have position 0.
-    Raises ValueError or TypeError if shapes or dtypes do not match.
+    Token n has position positions[n] in its sequence, and its key belongs at offset offsets[n] of
+    block blocks[n] of the cache. edges (A + 1,) int32. history (A,) int32: tokens of each sequence
+    that are already in the cache. tables (A, M) int32: the blocks of each sequence, S tokens each.
+    The block is -1, which kv_cache.append_kv skips, if the position is not in 0 .. M S - 1, and if
+    the history is negative: the sequence is idle, and its tokens have position 0. Raises ValueError
+    or TypeError if shapes or dtypes do not match.
     """
     op = "token_positions"
     A = check_edges(op, edges_E, N)
@@ -94,7 +101,8 @@ def token_positions(
 
 
 def check_edges(op: str, edges_E: Array, N: int, T: int = 0) -> int:
-    """Raise ValueError or TypeError if edges cannot belong to N packed tokens -> A, the number of sequences.
+    """Raise ValueError or TypeError if edges cannot belong to N packed tokens -> A, the number of
+    sequences.
 
     Checks only what the host knows. T: tokens of a padded sequence.
     """

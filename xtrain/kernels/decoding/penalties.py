@@ -1,18 +1,25 @@
-"""Changes of single logits before a token is drawn: bias and penalties.   logits: (B, V), changed in place
+"""Changes of single logits before a token is drawn: bias and penalties.
+
+    logits: (B, V), changed in place
 
     bias         x += bias_t                                      OpenAI's logit_bias
-    repetition   x / r if x > 0 else x r                          if token t is in the prompt or the answer (Keskar et al. 2019)
+    repetition   x / r if x > 0 else x r                          if token t is in the prompt or the
+                                                                  answer (Keskar et al. 2019)
     frequency    x -= f times the number of t in the answer       OpenAI's frequency_penalty
     presence     x -= a if t is in the answer                     OpenAI's presence_penalty
 
 in this order. (transformers has the first two, in the same order.)
 
-Only tokens that occur in the text or have a bias are changed, so a sequence has a short list of them: token, count, bias. It is
-cheaper than an array over the vocabulary, which sampling would have to read with the logits. The list belongs to a slot of the
-decode batch and stays on the device: a step changes the logits (apply_penalties), draws, puts the model's own logits back and
-counts the drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a slot end at once.
+Only tokens that occur in the text or have a bias are changed, so a sequence has a short list of
+them: token, count, bias. It is cheaper than an array over the vocabulary, which sampling would have
+to read with the logits. The list belongs to a slot of the decode batch and stays on the device: a
+step changes the logits (apply_penalties), draws, puts the model's own logits back and counts the
+drawn token (count_tokens). So log-probabilities afterwards are those of the model. Rows without a
+slot end at once.
 
-count        -1: the token is not in the text, it only has a bias; 0: only in the prompt; above: times in the answer
+count        -1: the token is not in the text, it only has a bias
+             0: only in the prompt
+             above: times in the answer
 """
 
 import functools
@@ -41,7 +48,8 @@ class PenaltyRules:
     bias: Mapping[int, float] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for values that are not supported. Call this for each request: kernels cannot raise."""
+        """Raise ValueError for values that are not supported. Call this for each request: kernels
+        cannot raise."""
         bias = self.bias or {}
         check(len(bias) <= MAX_BIASES, f"logit_bias has {len(bias)} tokens, expected at most 300")
         wrong = next((x for x in bias.values() if not -MAX_BIAS <= x <= MAX_BIAS), None)
@@ -60,7 +68,8 @@ class PenaltyRules:
 
 @dataclass(frozen=True)
 class Penalties:
-    """The lists and rules of R slots, with room for L tokens each: distinct tokens of prompt and answer, and biases."""
+    """The lists and rules of R slots, with room for L tokens each: distinct tokens of prompt and
+    answer, and biases."""
 
     tokens_RL: Array  # int32, the first sizes_R[r] of a row, distinct
     counts_RL: Array  # int32
@@ -74,7 +83,8 @@ class Penalties:
         """Empty lists on the device of `like`. Bytes: 16 for each of slots x tokens."""
         new = lambda shape, dtype: zeros(like, shape, dtype)
         ints, floats = (lambda t=t: new((slots, tokens), t) for t in (np.int32, np.float32))
-        sizes, rules = new(slots, np.int32), new((slots, 3), np.float32)
+        sizes = new(slots, np.int32)
+        rules = new((slots, 3), np.float32)
         return cls(ints(), ints(), floats(), floats(), sizes, rules)
 
     @property
@@ -92,13 +102,15 @@ class Penalties:
     def set_slot(
         self, slot: int, rules: PenaltyRules, prompt: Sequence[int], answer: Sequence[int]
     ) -> None:
-        """Write the rules of a sequence and its tokens so far to a slot, in stream order. They must fit: L distinct tokens."""
+        """Write the rules of a sequence and its tokens so far to a slot, in stream order. They must
+        fit: L distinct tokens."""
         counts = dict.fromkeys(prompt, 0) if rules.repetition != 1 else {}
         for token in answer:
             counts[token] = counts.get(token, 0) + 1
         bias = rules.bias or {}
         tokens = list(dict.fromkeys([*counts, *bias]))
-        n, L = len(tokens), self.tokens_RL.shape[1]
+        n = len(tokens)
+        L = self.tokens_RL.shape[1]
         check(n <= L, f"penalties: {n} different tokens, a slot has room for {L}")
         module = array_module(self.tokens_RL)
         for array, values in (
@@ -113,7 +125,8 @@ class Penalties:
 
 # ----------------------------------------------------------------------------- reference
 def penalized_ref(x, count, bias, repetition, frequency, presence):
-    """The changed logits of tokens with these counts and biases, float32. x, count, bias: arrays of the same length"""
+    """The changed logits of tokens with these counts and biases, float32. x, count, bias: arrays of
+    the same length"""
     f32 = np.float32
     x = x.astype(f32) + bias
     repeated = np.where(x > 0, x / f32(repetition), x * f32(repetition))
@@ -125,7 +138,8 @@ def penalized_ref(x, count, bias, repetition, frequency, presence):
 # ----------------------------------------------------------------------------- kernels
 @device
 def penalized(x, count, bias, repetition, frequency, presence):
-    """penalized_ref of one logit. The *_rn functions round each operation, so the bits are those of the reference."""
+    """penalized_ref of one logit. The *_rn functions round each operation, so the bits are those of
+    the reference."""
     x = fadd_rn(x, bias)
     if count >= 0:
         x = fdiv_rn(x, repetition) if x > float32(0.0) else fmul_rn(x, repetition)
@@ -142,7 +156,8 @@ def make_apply_kernel(overlap: bool):
     def apply_penalties_kernel(
         logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, columns
     ):
-        """Grid B, block THREADS. logits: flat (B columns). Every entry of the list is one token: no two threads share one."""
+        """Grid B, block THREADS. logits: flat (B columns). Every entry of the list is one token: no
+        two threads share one."""
         b = int64(cuda.blockIdx.x)
         if overlap:
             wait_for_previous()
@@ -150,7 +165,9 @@ def make_apply_kernel(overlap: bool):
         r = int64(slots_B[b])
         if r < 0:
             return
-        repetition, frequency, presence = rules_R3[r, 0], rules_R3[r, 1], rules_R3[r, 2]
+        repetition = rules_R3[r, 0]
+        frequency = rules_R3[r, 1]
+        presence = rules_R3[r, 2]
         for i in range(cuda.threadIdx.x, sizes_R[r], THREADS):
             at = b * columns + tokens_RL[r, i]
             x = load1(logits, at)
@@ -169,9 +186,11 @@ def make_count_kernel(overlap: bool):
     def count_tokens_kernel(
         logits, tokens_RL, counts_RL, biases_RL, raw_RL, sizes_R, rules_R3, slots_B, ids_B, columns
     ):
-        """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is appended to the list."""
+        """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is
+        appended to the list."""
         known = cuda.shared.array(1, int32)
-        b, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+        b = int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
         if overlap:
             wait_for_previous()
             let_next_start()
@@ -189,7 +208,8 @@ def make_count_kernel(overlap: bool):
                 known[0] = 1
         cuda.syncthreads()  # also: every thread has read the size
         if tid == 0 and known[0] == 0 and token >= 0 and size < tokens_RL.shape[1]:
-            tokens_RL[r, size], counts_RL[r, size] = token, int32(1)
+            tokens_RL[r, size] = token
+            counts_RL[r, size] = int32(1)
             biases_RL[r, size] = float32(0.0)
             sizes_R[r] = size + 1
 
@@ -198,10 +218,12 @@ def make_count_kernel(overlap: bool):
 
 # ----------------------------------------------------------------------------- launchers
 def apply_penalties(logits_BV: Array, penalties: Penalties, slots_B: Array) -> None:
-    """Change the logits of row b by the list of slot slots[b], in place; a row with slots[b] < 0 is left alone.
+    """Change the logits of row b by the list of slot slots[b], in place; a row with slots[b] < 0 is
+    left alone.
 
-    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. slots (B,): int32, none twice. count_tokens must put
-    the logits back before the next call. Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16; in bf16 the changed logits are rounded. slots (B,): int32, none
+    twice. count_tokens must put the logits back before the next call. Raises ValueError or
+    TypeError if shapes or dtypes do not match.
     """
     _check("apply_penalties", logits_BV, slots_B)
     p = penalties
@@ -232,7 +254,9 @@ def count_tokens(logits_BV: Array, penalties: Penalties, slots_B: Array, ids_B: 
             if known.size:
                 p.counts_RL[r, known] = np.maximum(p.counts_RL[r, known], 0) + 1
             elif ids_B[b] >= 0 and n < p.tokens_RL.shape[1]:
-                p.tokens_RL[r, n], p.counts_RL[r, n], p.biases_RL[r, n] = ids_B[b], 1, 0
+                p.tokens_RL[r, n] = ids_B[b]
+                p.counts_RL[r, n] = 1
+                p.biases_RL[r, n] = 0
                 p.sizes_R[r] += 1
         return
     (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)
@@ -246,5 +270,5 @@ def _check(op, logits_BV, slots_B):
 
 
 def _lists(penalties, slots_B):
-    """-> row, slot, length of its list, of the rows that have a slot"""
+    """Return row, slot, length of its list, of the rows that have a slot"""
     return [(b, r, penalties.sizes_R[r]) for b, r in enumerate(slots_B.tolist()) if r >= 0]

@@ -1,25 +1,32 @@
 """From logits to the next token, without leaving the device.   logits: (B, V)   ids: (B,)
 
-    order       tokens are sorted by their logits, the largest first; of equal ones the lower id first
+    order       tokens are sorted by their logits, the largest first; of equal ones the lower id
+                first
     weights     w_i = exp((logit_i - logit_0) / temperature), relative to the first
     min-p       tokens with less than min_p times the first token's probability get the weight 0
     top-k       the first k tokens are kept (0: all)
-    top-p       of those, token i is kept while the weights before it sum to less than p of the total: the smallest set
-                with at least p of the probability (Holtzman et al. 2020). The first one is always kept.
-    draw        a random number u in [0, 1): the first token at which the running sum exceeds u times the total
+    top-p       of those, token i is kept while the weights before it sum to less than p of the
+                total: the smallest set with at least p of the probability (Holtzman et al. 2020).
+                The first one is always kept.
+    draw        a random number u in [0, 1): the first token at which the running sum exceeds u
+                times the total
     greedy      temperature 0: the first token
 
-The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on the order in which
-threads add, on the GPU, or on how the vocabulary is divided, and a draw is one exact comparison.
+The weights are integers: w_i = floor(2^40 exp(...)). Their sums are exact, so they do not depend on
+the order in which threads add, on the GPU, or on how the vocabulary is divided, and a draw is one
+exact comparison.
 
-The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k, top-p. transformers applies
-min-p last. That differs only next to top-p: min-p first leaves less for top-p to cut.
+The order of the steps is vLLM's: bias and penalties (penalties.py), temperature, min-p, top-k,
+top-p. transformers applies min-p last. That differs only next to top-p: min-p first leaves less for
+top-p to cut.
 
-On a GPU several blocks share a row, in three launches that each read the logits, before one that draws (sampling_search.py).
-Bytes moved: 3 B V logits, of which the second and third read are from L2 for few rows; greedy rows are read once.
+On a GPU several blocks share a row, in three launches that each read the logits, before one that
+draws (sampling_search.py). Bytes moved: 3 B V logits, of which the second and third read are from
+L2 for few rows; greedy rows are read once.
 
-Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns (step, sequence) into
-random bits under the key `seed`. So a token depends only on its own row's seed, sequence number and step.
+Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et al. 2011) turns
+(step, sequence) into random bits under the key `seed`. So a token depends only on its own row's
+seed, sequence number and step.
 """
 
 import numpy as np
@@ -52,20 +59,23 @@ def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
-        c0, c1 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF
-        c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
-        k0, k1 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF, (k1 + PHILOX_W[1]) & 0xFFFFFFFF
+        c0 = (b >> 32) ^ c1 ^ k0
+        c1 = b & 0xFFFFFFFF
+        c2 = (a >> 32) ^ c3 ^ k1
+        c3 = a & 0xFFFFFFFF
+        k0 = (k0 + PHILOX_W[0]) & 0xFFFFFFFF
+        k1 = (k1 + PHILOX_W[1]) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
 def random_fraction_ref(seed: int, sequence: int, step: int) -> int:
-    """-> 31 random bits of one step of one sequence"""
+    """Return 31 random bits of one step of one sequence"""
     split = lambda x: (x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF)
     return philox_ref((step & 0xFFFFFFFF, 0, *split(sequence)), split(seed))[0] >> 1
 
 
 def kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
-    """-> ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
+    """Return ids of the tokens that top-k and top-p keep, sorted, and their weights, int64"""
     logits_V = np.asarray(logits_V, np.float32)
     order = np.argsort(-logits_V, kind="stable")  # of equal ones the lower id first
     if top_k:
@@ -81,7 +91,7 @@ def kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
 
 
 def scaled_ref(total, fraction):
-    """-> floor(total fraction / 2^31), in integers of any size"""
+    """Return floor(total fraction / 2^31), in integers of any size"""
     return total * fraction >> FRACTION
 
 
@@ -99,7 +109,8 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step, min_p=
 
 # ----------------------------------------------------------------------------- launchers
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> None:
-    """Raise ValueError for parameters that `sample` does not support. Call this for each request: kernels cannot raise."""
+    """Raise ValueError for parameters that `sample` does not support. Call this for each request:
+    kernels cannot raise."""
     fits = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
     what = f"0 (greedy), or a finite number of at least {MIN_TEMPERATURE}"
     check(fits, f"temperature {temperature}: expected {what}")
@@ -120,21 +131,28 @@ def sample(
     vocab: int | None = None,
     min_p_B: Array | None = None,
 ) -> None:
-    """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its logits.
+    """Write the next token of every row to ids_B (int32); -1 for a row that has a NaN among its
+    logits.
 
-    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are padding. temperature, top_p,
-    min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that check_sampling allows.
-    Raises ValueError or TypeError if shapes or dtypes do not match.
+    logits (B, V): float32 or bf16. vocab: number of tokens, by default V; further columns are
+    padding. temperature, top_p,
+    min_p: float32; top_k, step: int32; seed, sequence: int64; all (B,), with any mix of values that
+    check_sampling allows. Raises ValueError or TypeError if shapes or dtypes do not match.
     """
     check_array("sample", "logits", logits_BV, (None, None), FLOATS)
     B, V = logits_BV.shape
     vocab = V if vocab is None else vocab
     check(0 < vocab <= V, f"sample: a vocabulary of {vocab}, the logits have {V} columns")
     parameters = dict(
-        ids=(ids_B, "int32"), temperature=(temperature_B, "float32"), top_k=(top_k_B, "int32"),
-        top_p=(top_p_B, "float32"), min_p=(top_p_B if min_p_B is None else min_p_B, "float32"),
-        seed=(seed_B, "int64"), sequence=(sequence_B, "int64"), step=(step_B, "int32"),
-    )  # fmt: skip
+        ids=(ids_B, "int32"),
+        temperature=(temperature_B, "float32"),
+        top_k=(top_k_B, "int32"),
+        top_p=(top_p_B, "float32"),
+        min_p=(top_p_B if min_p_B is None else min_p_B, "float32"),
+        seed=(seed_B, "int64"),
+        sequence=(sequence_B, "int64"),
+        step=(step_B, "int32"),
+    )
     for name, (x, dtype) in parameters.items():
         check_array("sample", name, x, (B,), (dtype,))
     arrays = [x for x, _ in parameters.values()]  # without min_p, another array takes its place
@@ -148,13 +166,20 @@ def sample(
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules)
         return
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
-    logits, overlap = logits_BV.reshape(-1), can_overlap(logits_BV)
+    logits = logits_BV.reshape(-1)
+    overlap = can_overlap(logits_BV)
     K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
     new = lambda shape, dtype=np.int64: empty(logits_BV, shape, dtype)
-    top_B, tops, bins, counts_B = new(B), new(B * blocks), new(B * K), new(B, np.int32)
-    state_BF, candidates = new((B, FIELDS)), new(B * SIZES.room)
-    counters, variant = zero_counters(logits_BV, B, "sample"), (SIZES, min_p_B is not None, overlap)
-    work, sizes = (top_B, *arrays[1:]), (length, vocab, V)
+    top_B = new(B)
+    tops = new(B * blocks)
+    bins = new(B * K)
+    counts_B = new(B, np.int32)
+    state_BF = new((B, FIELDS))
+    candidates = new(B * SIZES.room)
+    counters = zero_counters(logits_BV, B, "sample")
+    variant = (SIZES, min_p_B is not None, overlap)
+    work = (top_B, *arrays[1:])
+    sizes = (length, vocab, V)
     run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
     top = make_top_kernel(SIZES, overlap)
     run(top, top_B, bins, counts_B, tops, counters, logits, *sizes)
@@ -174,8 +199,9 @@ def advance(
 ) -> None:
     """The end of a decoding step: lengths += 1 and step += 1 where rows >= 0.
 
-    lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given, host_ids[step % 2, b] = ids[b] is
-    written first. host_ids may be in memory that host and GPU share (device.mapped_array); then no copy separates two steps.
+    lengths, step, rows, ids (B,), host_ids (2, L) with L >= B: int32. If host_ids is given,
+    host_ids[step % 2, b] = ids[b] is written first. host_ids may be in memory that host and GPU
+    share (device.mapped_array); then no copy separates two steps.
     """
     for name, x in (("lengths", lengths_B), ("step", step_B), ("rows", rows_B)):
         check_array("advance", name, x, (rows_B.size,), ("int32",))
@@ -183,7 +209,8 @@ def advance(
     if host_ids_2L is not None:
         check_array("advance", "ids", ids_B, (rows_B.size,), ("int32",))
         check_array("advance", "host_ids", host_ids_2L, (2, None), ("int32",))
-        L, B = host_ids_2L.shape[1], rows_B.size
+        L = host_ids_2L.shape[1]
+        B = rows_B.size
         check(L >= B, f"advance: host_ids has {L} columns, expected at least {B}")
     if on_host(lengths_B, step_B, rows_B):
         live = np.flatnonzero(rows_B >= 0)
@@ -192,7 +219,8 @@ def advance(
         lengths_B[live] += 1
         step_B[live] += 1
         return
-    overlap, arrays = can_overlap(rows_B), (lengths_B, step_B, rows_B)
+    overlap = can_overlap(rows_B)
+    arrays = (lengths_B, step_B, rows_B)
     copies = host_ids_2L is not None
     more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
     advance_kernel = make_advance_kernel(overlap, copies)
