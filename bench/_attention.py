@@ -1,4 +1,6 @@
-"""What the benches and tuners of FlashAttention share: timing in CUDA graphs, operations, compilation in parallel."""
+"""What the benches and tuners of FlashAttention share: timing in CUDA graphs, operations,
+compilation in parallel.
+"""
 
 import functools
 import math
@@ -28,13 +30,15 @@ HOPPER_KERNELS = {  # kind -> function that makes the kernel, bytes of shared me
 
 
 def operations(B, T, H, D, causal):
-    """-> floating-point operations of the forward: two matrix products, half of them if causal"""
+    """Return floating-point operations of the forward: two matrix products, half of them if causal"""
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
 # ----------------------------------------------------------------------------- timing
 def capture(run, ms: float = 4.0):
-    """-> (replay, calls per replay): a CUDA graph of as many calls of run() as take about `ms` milliseconds"""
+    """Return (replay, calls per replay): a CUDA graph of as many calls of run() as take about `ms`
+    milliseconds
+    """
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         for _ in range(2):
@@ -54,7 +58,7 @@ def capture(run, ms: float = 4.0):
 
 
 def replay_ms(replay, calls: int) -> float:
-    """-> milliseconds per call of one replay"""
+    """Return milliseconds per call of one replay"""
     start, end = cp.cuda.Event(), cp.cuda.Event()
     start.record(cp.cuda.Stream.null)
     replay()
@@ -64,7 +68,9 @@ def replay_ms(replay, calls: int) -> float:
 
 
 def repeat_ms(run, turns: int = 5) -> float:
-    """-> median milliseconds of run(), back to back in a CUDA graph: without launch overhead, and with warm caches"""
+    """Return median milliseconds of run(), back to back in a CUDA graph: without launch overhead,
+    and with warm caches
+    """
     replay, calls = capture(run)
     replay()
     return float(np.median([replay_ms(replay, calls) for _ in range(turns)]))
@@ -96,7 +102,9 @@ def _compiled(compile_one):
 
 
 def _local_bytes(kernel, shared: int, args: Iterable) -> int:
-    """Compile a kernel for arguments like these and fill the kernel cache -> bytes of local memory per thread (spills)"""
+    """Compile a kernel for arguments like these and fill the kernel cache -> bytes of local memory
+    per thread (spills)
+    """
     handle, _ = load_function(kernel, tuple(map(numba_type, args)), shared)
     return cp.cuda.driver.funcGetAttribute(LOCAL_SIZE_BYTES, handle)
 
@@ -117,7 +125,10 @@ def compile_mma_sync(kind: str, D: int, causal: bool, tiles: Tiles) -> int:
 
 @_compiled
 def compile_hopper(kind: str, D: int, causal: bool, tiles: HopperTiles) -> int:
-    """Compile a kernel of flash_attention_hopper*.py. Call it with one task (kind, D, causal, tiles)."""
+    """Compile a kernel of flash_attention_hopper*.py.
+
+    Call it with one task (kind, D, causal, tiles).
+    """
     make, shared_bytes = HOPPER_KERNELS[kind]
     dtypes = (np.uint64, np.int32) if kind == "dkdv" else (np.uint64, np.float32, np.int32)
     arrays = [cp.empty(2, dtype) for dtype in dtypes]
@@ -126,7 +137,9 @@ def compile_hopper(kind: str, D: int, causal: bool, tiles: HopperTiles) -> int:
 
 
 def compile_all(tasks: Iterable[tuple[Callable, tuple]], jobs: int | None = None) -> dict:
-    """Run (function, task) pairs in worker processes, by default one per core -> {task: (bytes of local memory, error)}"""
+    """Run (function, task) pairs in worker processes, by default one per core -> {task: (bytes of
+    local memory, error)}
+    """
     with multiprocessing.get_context("spawn").Pool(jobs or os.cpu_count()) as pool:
         running = [pool.apply_async(compile_one, (task,)) for compile_one, task in tasks]
         done = [result.get() for result in running]

@@ -12,15 +12,25 @@ import numpy as np
 
 from xtrain.kernels import cast
 
-N, C, F, V = 32768, 768, 2048, 50304  # tokens of a batch, width, MLP width, vocabulary
-H, D, T = 12, 64, 1024  # heads of one layer, their width, positions
+# tokens of a batch, width, MLP width, vocabulary
+N = 32768
+C = 768
+F = 2048
+V = 50304
+# heads of one layer, their width, positions
+H = 12
+D = 64
+T = 1024
 PARAMETERS = 150_000_000
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass
 class Peer:
-    """The same op in PyTorch: f of the inputs as tensors; with dy, its backward. eager: another f for the eager column."""
+    """The same op in PyTorch: f of the inputs as tensors; with dy, its backward.
+
+    eager: another f for the eager column.
+    """
 
     f: Callable
     inputs: tuple
@@ -51,10 +61,13 @@ def case(f):
 
 
 def draw(dtype, *shape, seed=0, scale=1.0):
-    """Random numbers with mean 0.1 on the GPU, generated in float32 slice by slice, so that a large array fits."""
+    """Random numbers with mean 0.1 on the GPU, generated in float32 slice by slice, so that a large
+    array fits.
+    """
     generator = cp.random.RandomState(seed)
     x = cp.empty(shape, dtype)
-    flat, step = x.reshape(-1), 1 << 28
+    flat = x.reshape(-1)
+    step = 1 << 28
     for i in range(0, flat.size, step):
         part = generator.standard_normal(min(step, flat.size - i), dtype=np.float32)
         part *= np.float32(scale)

@@ -1,6 +1,7 @@
-"""Cases of bench_kernels.py: kernels that write fp8 codes in both orientations. Inputs are bf16, the residual stream float32.
+"""Cases of bench_kernels.py: kernels that write fp8 codes in both orientations.
 
-Bytes: every input once, and 2 per code. Compared are the numbers that the codes stand for, both orientations.
+Inputs are bf16, the residual stream float32. Bytes: every input once, and 2 per code. Compared are
+the numbers that the codes stand for, both orientations.
 """
 
 import cupy as cp
@@ -23,13 +24,13 @@ def slot(kind, largest):
 
 
 def only_bf16(dtype):
-    """Raises TypeError for another dtype, which bench_kernels.py reports as not supported."""
+    """Raise TypeError for another dtype, which bench_kernels.py reports as not supported."""
     if dtype != DTYPES["bf16"]:
         raise TypeError("activations of fp8 training are bf16")
 
 
 def decoded(x):
-    """-> the numbers of the codes and, from the transposed codes, the same again, on the GPU"""
+    """Return the numbers of the codes and, from the transposed codes, the same again, on the GPU"""
     number = lambda codes: to_numpy(codes).view(K.DTYPES[x.kind]).astype(np.float32)
     return tuple(cp.asarray(number(c)) * x.scale_1 for c in (x.codes_NK, x.codes_KN.T))
 
@@ -46,7 +47,8 @@ def torch_codes(y, kind, scale):
     """In PyTorch: the codes, the transposed codes, the largest size"""
     import torch
 
-    to, most = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[kind], K.LARGEST[kind]
+    to = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[kind]
+    most = K.LARGEST[kind]
     codes = (y.float() / scale).clamp(-most, most).to(to)
     return codes, codes.t().contiguous(), y.abs().max()
 
@@ -102,17 +104,20 @@ def fp8_swiglu_bwd(dtype):
 
 
 def loss_case(dtype, vocab_size, P):
-    """The loss and the codes of its gradient. The column `naive` is that of the gradient in bf16, and its codes after it.
+    """The loss and the codes of its gradient.
 
-    Bytes: the logits twice, and 2 per code. Both columns overwrite no logits that the other reads.
+    The column `naive` is that of the gradient in bf16, and its codes after it. Bytes: the logits
+    twice, and 2 per code. Both columns overwrite no logits that the other reads.
     """
     only_bf16(dtype)
     rows = 2048  # of a chunk of the head
     logits, again = (draw(dtype, rows, P, scale=2.0) for _ in range(2))
     targets = cp.asarray(np.random.default_rng(3).integers(0, vocab_size, rows))
-    inverse, lse = count_targets(targets), cp.empty(rows, np.float32)
+    inverse = count_targets(targets)
+    lse = cp.empty(rows, np.float32)
     at = slot("e4m3", float(inverse[0]))
-    scale, given = float(at.scale_1[0]), (targets, vocab_size, inverse)
+    scale = float(at.scale_1[0])
+    given = (targets, vocab_size, inverse)
 
     def ours():
         loss, _ = cross_entropy(logits, *given, with_gradient=False, lse_N=lse)
@@ -156,7 +161,9 @@ def fp8_cross_entropy_151936(dtype):
 def norm_case(dtype, N, C):
     """The column `naive` is that of the two kernels that this one replaces."""
     only_bf16(dtype)
-    x, r, w = draw(np.float32, N, C), draw(dtype, N, C, seed=1), draw(np.float32, C, seed=2)
+    x = draw(np.float32, N, C)
+    r = draw(dtype, N, C, seed=1)
+    w = draw(np.float32, C, seed=2)
     at = slot("e4m3", 8.0)
     scale = float(at.scale_1[0])
 

@@ -9,12 +9,13 @@ from _cases import C, Case, D, H, N, Peer, T, V, case, converted, double, draw, 
 from xtrain.kernels import cross_entropy, layout, qk_norm_rope, residual, rmsnorm, rope, softmax
 from xtrain.kernels.runtime.launch import launch
 
-EPS, SCALE = 1e-6, 0.125
+EPS = 1e-6
+SCALE = 0.125
 SOME = 2 * T  # rows
 POSITIONS = np.arange(SOME) % T
 
 
-# ----------------------------------------------------------------------------- rmsnorm.py, residual.py
+# -------------------------------------------------------------------------- rmsnorm.py, residual.py
 def torch_rmsnorm(x, w):
     return functional().rms_norm(x, (x.shape[-1],), w, EPS)
 
@@ -26,8 +27,10 @@ def torch_residual_rmsnorm(x, r, w):
 
 @case
 def rmsnorm_fwd(dtype):
-    x, w = draw(dtype, N, C), draw(np.float32, C, seed=1)
-    y, rstd = cp.empty_like(x), cp.empty(N, np.float32)
+    x = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
+    y = cp.empty_like(x)
+    rstd = cp.empty(N, np.float32)
     naive = lambda: launch(
         rmsnorm.rmsnorm_fwd_naive_kernel, N, rmsnorm.BLOCK, y, rstd, x, w, np.float32(EPS)
     )
@@ -42,7 +45,9 @@ def rmsnorm_fwd(dtype):
 
 @case
 def rmsnorm_bwd(dtype):
-    x, w, dy = draw(dtype, N, C), draw(np.float32, C, seed=1), draw(dtype, N, C, seed=2)
+    x = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
+    dy = draw(dtype, N, C, seed=2)
     _, rstd = rmsnorm.rmsnorm_fwd(x, w, EPS)
     dw = cp.zeros(C, np.float32)
 
@@ -61,7 +66,9 @@ def rmsnorm_bwd(dtype):
 
 @case
 def residual_rmsnorm_fwd(dtype):
-    x, r, w = draw(dtype, N, C), draw(dtype, N, C, seed=1), draw(np.float32, C, seed=2)
+    x = draw(dtype, N, C)
+    r = draw(dtype, N, C, seed=1)
+    w = draw(np.float32, C, seed=2)
     return Case(
         4 * x.nbytes,
         lambda: residual.residual_rmsnorm_fwd(x, r, w, EPS),
@@ -72,7 +79,8 @@ def residual_rmsnorm_fwd(dtype):
 
 @case
 def residual_rmsnorm_bwd(dtype):
-    h, w = draw(dtype, N, C), draw(np.float32, C, seed=1)
+    h = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
     dy, dh = draw(dtype, N, C, seed=2), draw(dtype, N, C, seed=3)
     _, rstd = rmsnorm.rmsnorm_fwd(h, w, EPS)
     dw = cp.zeros(C, np.float32)
@@ -92,7 +100,7 @@ def residual_rmsnorm_bwd(dtype):
     )
 
 
-# ----------------------------------------------------------------------------- rope.py, qk_norm_rope.py, layout.py
+# -------------------------------------------------------------- rope.py, qk_norm_rope.py, layout.py
 def tables():
     return tuple(map(cp.asarray, rope.rope_tables(D, T, 10000.0)))
 
@@ -113,7 +121,8 @@ def torch_qk_norm_rope(qkv, q_w, k_w, cos, sin):
 
 
 def heads(dtype):
-    qkv, cos_sin = draw(dtype, N, 3 * C), tables()
+    qkv = draw(dtype, N, 3 * C)
+    cos_sin = tables()
     w = draw(np.float32, D, seed=1), draw(np.float32, D, seed=2)
     return qkv, w, cos_sin
 
@@ -173,7 +182,8 @@ def qk_norm_rope_bwd(dtype):
 
 @case
 def rope_fwd(dtype):
-    x, cos_sin = draw(dtype, N, H, D), tables()
+    x = draw(dtype, N, H, D)
+    cos_sin = tables()
     return Case(
         2 * x.nbytes,
         lambda: rope.rope_fwd(x, *cos_sin, T=T),
@@ -196,7 +206,7 @@ def swap_heads(dtype):
     )
 
 
-# ----------------------------------------------------------------------------- softmax.py, cross_entropy.py
+# --------------------------------------------------------------------- softmax.py, cross_entropy.py
 def torch_causal_softmax(s):
     import torch
 

@@ -1,8 +1,9 @@
 """The charts of lessons/speed.md, drawn from the records: SVG files that scale with the page.
 
-tables.py writes them to lessons/charts together with the tables. A phone shows a chart 358 pixels wide, so letters of SIZE in
-a drawing WIDTH wide are 10 pixels high there. Colours are CSS variables: as a file, a chart follows the dark mode of the
-system; the site puts it into the page, where it follows the page (lessons/site.css).
+tables.py writes them to lessons/charts together with the tables. A phone shows a chart 358 pixels
+wide, so letters of SIZE in a drawing WIDTH wide are 10 pixels high there. Colours are CSS
+variables: as a file, a chart follows the dark mode of the system; the site puts it into the page,
+where it follows the page (lessons/site.css).
 """
 
 import html
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterable
 Latest = Callable[..., list[dict]]  # tables.latest
 Point = tuple[float, float]
 
-WIDTH, SIZE = 420.0, 12
+WIDTH = 420.0
+SIZE = 12
 LETTER = 0.58 * SIZE  # mean width in a wide font; the reader's font is not known here
-LEFT, RIGHT = 38.0, 14.0  # margins of a plot; LEFT has room for the numbers of an axis
+# margins of a plot; LEFT has room for the numbers of an axis
+LEFT = 38.0
+RIGHT = 14.0
 NOTHING = "Not measured yet."
 STYLE = """svg.chart { --ink: #263238; --soft: #5f6b73; --rule: #d8dde1; --paper: #fff; --c0: #00796b; --c1: #d9480f; --c2: #3949ab; --c3: #ad1457 }
 @media (prefers-color-scheme: dark) { svg.chart { --ink: #e4e8ec; --soft: #a3adb5; --rule: #3b434b; --paper: #1e2129; --c0: #4db6ac; --c1: #ffa94d; --c2: #91a7ff; --c3: #f783ac } }
@@ -28,7 +32,8 @@ STYLE = STYLE.replace("SIZE", str(SIZE))
 
 # Roofs of one H200. The bandwidth is the fastest copy in the records.
 BF16_PEAK = 989e12  # operations per second, NVIDIA's data sheet, dense
-# Floating-point operations per element and bytes per element, counted from the formulas of the kernels (lesson 2).
+# Floating-point operations per element and bytes per element, counted from the formulas of the
+# kernels (lesson 2).
 OPERATIONS = {
     ("add", "bf16"): 1 / 6,
     ("rmsnorm_fwd", "bf16"): 4 / 4,
@@ -40,7 +45,9 @@ class Drawing:
     """An SVG under construction. y is the position of the next line; it only grows."""
 
     def __init__(self, title: str):
-        self.name, self.parts, self.y = title, [], 18.0
+        self.name = title
+        self.parts = []
+        self.y = 18.0
         self.text(0, self.y, title, "title")
         self.y += 8
 
@@ -75,7 +82,8 @@ class Drawing:
         for kind, text in entries:
             width = 26 + LETTER * len(text)
             if x and x + width > WIDTH:
-                x, self.y = 0.0, self.y + 17
+                x = 0.0
+                self.y = self.y + 17
             if kind.startswith("s"):
                 self.line(x, self.y - 4, x + 14, self.y - 4, kind)
             else:
@@ -114,7 +122,7 @@ def _n(x: float) -> str:
 
 
 def _scale(low: float, high: float, first: float, last: float, log: bool = False):
-    """-> the function from values to positions, linear or logarithmic"""
+    """Return the function from values to positions, linear or logarithmic"""
     f = math.log if log else float
     return lambda v: first + (last - first) * (f(v) - f(low)) / (f(high) - f(low))
 
@@ -149,7 +157,10 @@ def _empty(title: str) -> str:
 
 
 def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], records: list[dict]) -> str:
-    """Ratios from 1 on a logarithmic axis: to the right xtrain is faster. rows: (label, [(peer, ratio), ...])."""
+    """Ratios from 1 on a logarithmic axis: to the right xtrain is faster.
+
+    rows: (label, [(peer, ratio), ...]).
+    """
     if not rows:
         return _empty(title)
     drawing = Drawing(title)
@@ -239,7 +250,10 @@ def attention(width: int, latest: Latest) -> str:
 
 
 def roofline(latest: Latest) -> str:
-    """Operations per byte against operations per second. Intensities come from shapes, speeds from records."""
+    """Operations per byte against operations per second.
+
+    Intensities come from shapes, speeds from records.
+    """
     title = "Roofline: the kernels under the limits of one H200"
     kernels = [r for r in latest("bench_kernels", per_peer=False) if "H200" in r["gpu"]]
     points: list[tuple[str, int, float, float]] = []  # name, group, operations/byte, operations/s

@@ -1,8 +1,10 @@
-"""Candidates for the kernels of compute capability 9.0, measured: `python bench/tune_flash_attention.py --hopper`.
+"""Candidates for the kernels of compute capability 9.0, measured: `python
+bench/tune_flash_attention.py --hopper`.
 
-A shape is (D, T, causal, query heads per key head). Candidates alternate on a warm GPU, each in its own CUDA graph; the median
-of the turns is used. Before that, one sequence's first key head is compared with attention in float32 by plain CuPy, and the
-rest with the results of the current table. The table has an entry per class of lengths: the winner is the candidate whose times,
+A shape is (D, T, causal, query heads per key head). Candidates alternate on a warm GPU, each in its
+own CUDA graph; the median of the turns is used. Before that, one sequence's first key head is
+compared with attention in float32 by plain CuPy, and the rest with the results of the current
+table. The table has an entry per class of lengths: the winner is the candidate whose times,
 relative to the best of each shape, have the smallest sum over the shapes of the class.
 
     python bench/tune_flash_attention.py --hopper --heads 128    about 50 seconds with 16 cores; the same for 64
@@ -77,7 +79,7 @@ def arrays_of(T, D, group):
 
 
 def exact(arrays, causal):
-    """-> {"o", "dq", "dk", "dv"} of the first sequence's first key head, float32, (heads, T, D)"""
+    """Return {"o", "dq", "dk", "dv"} of the first sequence's first key head, float32, (heads, T, D)"""
     group = arrays[0].shape[2] // arrays[1].shape[2]
     heads = [x[0].transpose(1, 0, 2).astype(cp.float32) for x in arrays]
     q, k, v, do = (x[: group if x is heads[0] or x is heads[3] else 1] for x in heads)
@@ -99,7 +101,7 @@ def distance(x, y):
 
 
 def present(arrays, causal, kinds):
-    """-> ({name: result}, lse) with the plans of the table, compared with `exact`"""
+    """Return ({name: result}, lse) with the plans of the table, compared with `exact`"""
     q, k, v, do = arrays
     scale = np.float32(q.shape[3] ** -0.5)
     o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
@@ -116,12 +118,14 @@ def present(arrays, causal, kinds):
 
 
 def kinds_of(arrays, causal, kinds):
-    """-> {kind: (start(plan), [(an output, its expected value)])}"""
+    """Return {kind: (start(plan), [(an output, its expected value)])}"""
     q, k, v, do = arrays
-    scale, gpu = np.float32(q.shape[3] ** -0.5), fa.gpu_of(q)
+    scale = np.float32(q.shape[3] ** -0.5)
+    gpu = fa.gpu_of(q)
     right, lse = present(arrays, causal, kinds)
     new = {name: cp.empty_like(x) for name, x in right.items()}
-    more, rest = cp.empty_like(lse), (do, q, k, v, scale, causal, gpu)
+    more = cp.empty_like(lse)
+    rest = (do, q, k, v, scale, causal, gpu)
     stats = backward.compute_statistics(do, right["o"], lse) if len(right) > 1 else None
     starts = {
         "fwd": lambda plan: hopper.fill_o(new["o"], more, *rest[1:], plan),
@@ -133,7 +137,7 @@ def kinds_of(arrays, causal, kinds):
 
 
 def measure(kind, D, T, causal, group, start, pairs, turns):
-    """-> {plan: median ms} of the candidates whose results are right"""
+    """Return {plan: median ms} of the candidates whose results are right"""
     contestants = {}
     for p in CANDIDATES[kind, D]:
         for got, _ in pairs:
@@ -169,8 +173,14 @@ def _record(kind, shape, plan, ms, rate):
     from _timing import record
 
     record(
-        "tune_flash_attention", f"hopper {kind} {label(plan)}", shape=shape, dtype="bf16", ms=ms, value=rate, unit="TFLOP/s"
-    )  # fmt: skip
+        "tune_flash_attention",
+        f"hopper {kind} {label(plan)}",
+        shape=shape,
+        dtype="bf16",
+        ms=ms,
+        value=rate,
+        unit="TFLOP/s",
+    )
 
 
 def measure_statistics(arrays, turns=5) -> None:
@@ -185,7 +195,7 @@ def measure_statistics(arrays, turns=5) -> None:
 
 # ----------------------------------------------------------------------------- all of them
 def tune(heads, kinds, lengths, causal, turns=5) -> dict:
-    """-> {(kind, D, causal): {longest T of a class: plan}}"""
+    """Return {(kind, D, causal): {longest T of a class: plan}}"""
     begin = time.monotonic()
     keys = [(kind, D, mode) for kind in kinds for D in heads for mode in causal]
     tasks = [(*key, p.tiles) for key in keys for p in CANDIDATES[key[:2]]]
@@ -214,7 +224,9 @@ def class_of(T):
 
 
 def fastest(shapes):
-    """{shape: {plan: ms}} -> the plan with the smallest sum of times, each relative to the best of its shape"""
+    """{shape: {plan: ms}} -> the plan with the smallest sum of times, each relative to the best of
+    its shape
+    """
     everywhere = set.intersection(*(set(times) for times in shapes.values()))
     cost = lambda plan: sum(t[plan] / min(t.values()) for t in shapes.values())
     return min(sorted(everywhere, key=astuple), key=cost)
@@ -233,7 +245,7 @@ def report(times, best) -> None:
 
 
 def merge(best: dict) -> dict:
-    """-> the table with the new measurements; classes that were not measured keep their plan."""
+    """Return the table with the new measurements; classes that were not measured keep their plan."""
     table = dict(TABLE)
     for key, row in best.items():
         classes = [(limit, row.get(limit) or _current(key, limit)) for limit in CLASSES]
@@ -253,7 +265,10 @@ def merged_classes(classes: list[tuple[int | None, object]]) -> dict:
 
 
 def write_table(file: Path, table: dict, show: Callable) -> str:
-    """Replace GPU and TABLE in a file of tuned tiles -> its new text. show: the source text of an entry"""
+    """Replace GPU and TABLE in a file of tuned tiles -> its new text.
+
+    show: the source text of an entry
+    """
     text = file.read_text(encoding="utf-8")
     head, _, rest = text.partition("GPU = ")
     annotation = rest[rest.index("TABLE: ") : rest.index(" = {")]

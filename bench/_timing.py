@@ -1,7 +1,8 @@
 """Shared by all benches: timing on the GPU, and one JSON line per measurement.
 
-A time is the median of several runs between CUDA events, after warm-up, together with p20 and p80. `flush` overwrites the
-L2 cache before every run, so that a kernel reads its input from memory, as in a training step.
+A time is the median of several runs between CUDA events, after warm-up, together with p20 and p80.
+`flush` overwrites the L2 cache before every run, so that a kernel reads its input from memory, as
+in a training step.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ FLUSH_BYTES = 256 << 20  # four times an H200's L2 cache
 def gpu_ms(
     f: Callable[[], object], runs: int = 30, warmup: int = 5, flush: bool = True
 ) -> np.ndarray:
-    """-> (median, p20, p80) milliseconds of f() on CuPy's current stream."""
+    """Return (median, p20, p80) milliseconds of f() on CuPy's current stream."""
     junk = cp.empty(FLUSH_BYTES, cp.uint8) if flush else None
     for _ in range(warmup):
         f()
@@ -47,10 +48,11 @@ EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: an event that a graph records and that
 
 
 def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
-    """-> (median, p20, p80) milliseconds of f() without the host's launch overhead.
+    """Return (median, p20, p80) milliseconds of f() without the host's launch overhead.
 
-    One CUDA graph holds runs x [flush, event, f, event]; the times are those of its second replay. torch: the module, if f
-    launches on PyTorch's current stream instead of CuPy's. f runs before the capture, so that its kernels are compiled.
+    One CUDA graph holds runs x [flush, event, f, event]; the times are those of its second replay.
+    torch: the module, if f launches on PyTorch's current stream instead of CuPy's. f runs before
+    the capture, so that its kernels are compiled.
     """
     junk = cp.empty(FLUSH_BYTES, cp.uint8)
     events = [cp.cuda.Event() for _ in range(2 * runs)]
@@ -104,7 +106,9 @@ def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
 
 @functools.cache
 def copy_ms(nbytes: int) -> float:
-    """Milliseconds of a device-to-device copy that moves nbytes in total, in a graph or on a stream, whichever is faster."""
+    """Milliseconds of a device-to-device copy that moves nbytes in total, in a graph or on a
+    stream, whichever is faster.
+    """
     a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
     current = cp.cuda.get_current_stream
     copy = lambda: b.data.copy_from_device_async(a.data, a.nbytes, current())
@@ -151,12 +155,24 @@ def _commit() -> str:
 def record(
     bench: str, name: str, *, shape: str, dtype: str, ms: float, value: float, unit: str, **more
 ) -> dict:
-    """Append one line to results/<bench>.jsonl and print it. -> the line. more: peer, peer_value, peak_gb and other fields."""
+    """Append one line to results/<bench>.jsonl and print it. -> the line.
+
+    more: peer, peer_value, peak_gb and other fields.
+    """
     line = {
-        "bench": bench, "name": name, "shape": shape, "dtype": dtype, "ms": round(float(ms), 4),
-        "value": round(float(value), 2), "unit": unit,
-        "peer": None, "peer_value": None, "ratio": None, "peak_gb": None, **more,
-    }  # fmt: skip
+        "bench": bench,
+        "name": name,
+        "shape": shape,
+        "dtype": dtype,
+        "ms": round(float(ms), 4),
+        "value": round(float(value), 2),
+        "unit": unit,
+        "peer": None,
+        "peer_value": None,
+        "ratio": None,
+        "peak_gb": None,
+        **more,
+    }
     if line["peer_value"]:
         line["ratio"] = round(float(value) / float(line["peer_value"]), 4)
         line["peer_value"] = round(float(line["peer_value"]), 2)

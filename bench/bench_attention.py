@@ -1,14 +1,16 @@
 """FlashAttention in bf16 compared with PyTorch's SDPA (flash and cuDNN backends), in one run.
 
-On compute capability 9.0 both versions of ours are measured, mma.sync and wgmma with TMA, whichever is in use.
+On compute capability 9.0 both versions of ours are measured, mma.sync and wgmma with TMA, whichever
+is in use.
 
     python bench/bench_attention.py [--parts named random sweep]
 
 All kernels are compiled beforehand, one process per core.
 
-Operations: forward 4 B H T^2 D (two matrix products), half of it if causal; forward + backward 3.5 times that (five more
-products, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
-write (B, T, H, D). Each runs inside CUDA graphs, alternating with the others; the median of the turns is reported.
+Operations: forward 4 B H T^2 D (two matrix products), half of it if causal; forward + backward 3.5
+times that (five more products, whatever an implementation really computes). TFLOP/s are these
+operations over time. All contestants read and write (B, T, H, D). Each runs inside CUDA graphs,
+alternating with the others; the median of the turns is reported.
 """
 
 import itertools
@@ -74,14 +76,17 @@ class Options:
 
 # ----------------------------------------------------------------------------- contestants
 def ours(q, k, v, do, causal, alone, mma_sync):
-    """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}
+    """Return {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there
+    are such kernels}
 
-    alone: also "alone", wgmma without overlap of consecutive kernels. mma_sync: also if wgmma is in use
+    alone: also "alone", wgmma without overlap of consecutive kernels. mma_sync: also if wgmma is in
+    use
     """
     from xtrain.kernels.attention import flash_attention
     from xtrain.kernels.runtime import launch as _launch
 
-    found, usual = {}, flash_attention.HOPPER
+    found = {}
+    usual = flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
     for name in ("mma.sync", "wgmma", "alone")[: 2 + alone]:
         if name == "mma.sync" and flash_attention.use_hopper(q) and not mma_sync:
@@ -123,7 +128,9 @@ def torch_graph(run, calls):
 
 
 def theirs(backend, arrays, causal, calls):
-    """-> {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} if the backend does not support the shape"""
+    """Return {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} if the backend does
+    not support the shape
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -159,7 +166,10 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
 
     from xtrain.kernels.attention import flash_attention
 
-    B, T, D, causal = shape.B, shape.T, shape.D, shape.causal
+    B = shape.B
+    T = shape.T
+    D = shape.D
+    causal = shape.causal
     draw = cp.random.default_rng(0)
     make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
         ml_dtypes.bfloat16
@@ -181,12 +191,21 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
             flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
             wgmma, usual = rate.get("wgmma"), rate.get("mma.sync")
             record(
-                "bench_attention", f"{name} {run}", shape=str(shape), dtype="bf16", ms=times[used][0],
-                value=rate[used], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash, kernels=used,
-                mma_sync_value=usual and round(usual, 2), wgmma_value=wgmma and round(wgmma, 2),
+                "bench_attention",
+                f"{name} {run}",
+                shape=str(shape),
+                dtype="bf16",
+                ms=times[used][0],
+                value=rate[used],
+                unit="TFLOP/s",
+                peer="torch SDPA flash",
+                peer_value=flash,
+                kernels=used,
+                mma_sync_value=usual and round(usual, 2),
+                wgmma_value=wgmma and round(wgmma, 2),
                 cudnn_value=cudnn and round(cudnn, 2),
                 p20_p80=[round(float(x), 4) for x in times[used][1:]],
-            )  # fmt: skip
+            )
 
 
 def random_shapes(n: int = 10, seed: int = 0):
@@ -207,7 +226,8 @@ def compile_ahead(shapes: set[tuple[int, int]], mma_sync: bool) -> None:
     from xtrain.kernels.attention import flash_attention_hopper as hopper
 
     one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
-    limit, tasks = fa.shared_limit(one), {}
+    limit = fa.shared_limit(one)
+    tasks = {}
     for (D, T), kind in itertools.product(sorted(shapes), WORK):
         wgmma = fa.use_hopper(cp.empty((1, 1, 1, D), ml_dtypes.bfloat16))
         if wgmma:

@@ -2,11 +2,12 @@
 
     python bench/bench_data.py [--gigabytes 1] [--vocab-size 16384] [--folder FOR_THE_TEXT]
 
-The text is Python's standard library again and again, with its words exchanged at random, so that no block repeats: about
-half of it is one document without a line break, the rest a folder of files. peak_gb is the largest resident set of the
-process (VmHWM, so Linux only), with Python and its libraries, of which `import_gb`; value counts all passes: reading,
-training the tokenizer, encoding, writing. again_s is a second start with the same text. peer_value: what the `tokenizers`
-library encodes per second when it is given 4 MB of the same text in pieces, without reading or writing.
+The text is Python's standard library again and again, with its words exchanged at random, so that
+no block repeats: about half of it is one document without a line break, the rest a folder of files.
+peak_gb is the largest resident set of the process (VmHWM, so Linux only), with Python and its
+libraries, of which `import_gb`; value counts all passes: reading, training the tokenizer, encoding,
+writing. again_s is a second start with the same text. peer_value: what the `tokenizers` library
+encodes per second when it is given 4 MB of the same text in pieces, without reading or writing.
 """
 
 import argparse
@@ -71,7 +72,8 @@ def write_text(folder: Path, n_bytes: int, seed: int = 0) -> None:
         """About 1 MB: a random part of the source, with a fifth of its words replaced."""
         n = 250_000
         first = int(rng.integers(len(tokens) - n))
-        part, new = tokens[first : first + n], rng.random(n) < 0.2
+        part = tokens[first : first + n]
+        new = rng.random(n) < 0.2
         other = rng.integers(len(words), size=n)
         mixed = (
             words[other[i]] if new[i] and token[0].isalnum() else token
@@ -98,7 +100,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--vocab-size", type=int, default=16384)
-    parser.add_argument("--folder", type=Path, help="where the text and the cache are written, and then removed")  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, help="where the text and the cache are written, and then removed"
+    )
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
@@ -106,26 +110,43 @@ def main() -> int:
         write_text(work / "text", int(arguments.gigabytes * 1e9))
         load_before = os.getloadavg()
         what = (work / "text", arguments.vocab_size, work / "cache")
-        first, load_after = json.loads(run(MEASURE, *what)), os.getloadavg()
+        first = json.loads(run(MEASURE, *what))
+        load_after = os.getloadavg()
         again = json.loads(run(MEASURE, *what))
         alone = float(run(ALONE, work / "text" / "one_line.txt", first["folder"]))
     finally:
         shutil.rmtree(work)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     line = {
-        "bench": "bench_data", "name": "tokenize", "shape": f"{first['bytes']} bytes, {first['documents']} documents",
-        "dtype": "text", "ms": round(1e3 * first["seconds"], 1), "value": round(first["bytes"] / 1e6 / first["seconds"], 3),
-        "unit": "MB/s", "peer": "tokenizers alone, 4 MB", "peer_value": round(alone, 3),
-        "ratio": round(first["bytes"] / 1e6 / first["seconds"] / alone, 4), "peak_gb": round(first["peak_gb"], 3),
-        "import_gb": round(first["import_gb"], 3), "tokens": first["tokens"], "vocab_size": first["vocab_size"],
+        "bench": "bench_data",
+        "name": "tokenize",
+        "shape": f"{first['bytes']} bytes, {first['documents']} documents",
+        "dtype": "text",
+        "ms": round(1e3 * first["seconds"], 1),
+        "value": round(first["bytes"] / 1e6 / first["seconds"], 3),
+        "unit": "MB/s",
+        "peer": "tokenizers alone, 4 MB",
+        "peer_value": round(alone, 3),
+        "ratio": round(first["bytes"] / 1e6 / first["seconds"] / alone, 4),
+        "peak_gb": round(first["peak_gb"], 3),
+        "import_gb": round(first["import_gb"], 3),
+        "tokens": first["tokens"],
+        "vocab_size": first["vocab_size"],
         "began_s": {name: round(seconds, 1) for name, seconds in first["began"].items()},
-        "again_s": round(again["seconds"], 3), "again_peak_gb": round(again["peak_gb"], 3),
-        "cores": os.cpu_count(), "load_before": load_before, "load_after": load_after, "gpu": None,
-        "versions": {"python": platform.python_version(), "numpy": np.__version__,
-                     "tokenizers": importlib.metadata.version("tokenizers")},
+        "again_s": round(again["seconds"], 3),
+        "again_peak_gb": round(again["peak_gb"], 3),
+        "cores": os.cpu_count(),
+        "load_before": load_before,
+        "load_after": load_after,
+        "gpu": None,
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "tokenizers": importlib.metadata.version("tokenizers"),
+        },
         "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    }
     folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "bench_data.jsonl", "a", encoding="utf-8") as file:

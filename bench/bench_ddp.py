@@ -1,10 +1,12 @@
-"""Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP + torch.compile.
+"""Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP +
+torch.compile.
 
-    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
-    python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
+    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8
+    16 32 64] python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
 
-Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without waiting in between, as in
-training), and the median of five such runs, on a chip warmed up by one second of the same work. Printed for each variant, in ms:
+Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without
+waiting in between, as in training), and the median of five such runs, on a chip warmed up by one
+second of the same work. Printed for each variant, in ms:
 
     step           the whole step
     alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with the variant:
@@ -60,7 +62,7 @@ class Options:
 
 
 def variants(o: Options, n: int) -> list[dict]:
-    """-> the options of every variant that runs on n GPUs"""
+    """Return the options of every variant that runs on n GPUs"""
     if n == 1:
         return [dict(dp="none")]
     # all stages only on the largest number of GPUs
@@ -91,7 +93,8 @@ class Batches:
     def __init__(self, config, B, T, rank):
         from bench_train import batches
 
-        self.batches, self.taken = batches(config, B, T, 8, seed=rank), 0
+        self.batches = batches(config, B, T, 8, seed=rank)
+        self.taken = 0
 
     def next_batch(self):
         self.taken += 1
@@ -99,7 +102,7 @@ class Batches:
 
 
 def measure(runs, ranks, steps, warmup=WARMUP):
-    """-> ms per step of each run (median, best, worst of RUNS); the runs alternate"""
+    """Return ms per step of each run (median, best, worst of RUNS); the runs alternate"""
     import cupy as cp
 
     def once(run):
@@ -120,7 +123,7 @@ def measure(runs, ranks, steps, warmup=WARMUP):
 
 
 def alone(work, ranks, steps):
-    """-> ms of work() on the GPU, captured in a graph"""
+    """Return ms of work() on the GPU, captured in a graph"""
     import cupy as cp
 
     from xtrain.nn.cuda_graph import Graphed
@@ -137,8 +140,9 @@ def kind_of(T, batch, ranks=1):
 
 @functools.cache
 def run_alone(name, precision, batch, rank):
-    """-> a run of xtrain.train, created once, with which every variant is compared; its initial weights, the same on
-    all ranks"""
+    """Return a run of xtrain.train, created once, with which every variant is compared; its initial
+    weights, the same on all ranks
+    """
     from bench_train import model_config
 
     from xtrain.config import TrainConfig
@@ -166,10 +170,12 @@ def one_variant(o, name, v, ranks):
     from xtrain.parallel.ddp import ParallelConfig, ParallelRun
 
     shape, _, T = model_config(name)
-    n, pool = ranks.world, cp.get_default_memory_pool()
+    n = ranks.world
+    pool = cp.get_default_memory_pool()
     by_itself, first = run_alone(name, o.precision, o.batch, ranks.rank)
     pool.free_all_blocks()
-    taken, runs = memory_peak_bytes("gpu"), [by_itself]
+    taken = memory_peak_bytes("gpu")
+    runs = [by_itself]
     if n > 1:
         kind = kind_of(T, o.batch, n)
         model = Transformer(shape, None, "gpu", o.precision, world=n)
@@ -180,15 +186,18 @@ def one_variant(o, name, v, ranks):
         for _ in range(3):
             runs[0].step()
         taken = memory_peak_bytes("gpu") - taken
-    run, model = runs[0], runs[0].model
+    run = runs[0]
+    model = runs[0].model
     ms, *others = measure(runs, ranks, o.steps)
-    arena, optimizer = model.arena, run.optimizer
+    arena = model.arena
+    optimizer = run.optimizer
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
     found = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
     found["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
-    hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
+    hyper = cp.asarray(optimizer.advance())
+    factor = cp.ones(1, np.float32)
 
     def update():
         optimizer.clip(1.0) if v.get("zero") else clip(model, 1.0)
@@ -212,8 +221,10 @@ def one_variant(o, name, v, ranks):
 
 def communicate(run):
     """Run only the collectives of one backward pass."""
-    stage, collectives = run.parallel.stage, run.parallel.collectives
-    slices, start = stage.slices, getattr(stage, "start", collectives.all_reduce)
+    stage = run.parallel.stage
+    collectives = run.parallel.collectives
+    slices = stage.slices
+    start = getattr(stage, "start", collectives.all_reduce)
     if run.config.dp == "flat":
         slices = [(0, run.model.arena.grads.size)]
     if run.config.dp == "naive":
@@ -248,7 +259,8 @@ def torch_worker(o: Options) -> None:
     from bench_train import BETAS, CLIP, DECAY, LR, model_config
     from torch_model import Model
 
-    task, rank = json.loads(o.worker), int(os.environ["LOCAL_RANK"])
+    task = json.loads(o.worker)
+    rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl")
     n = torch.distributed.get_world_size()
@@ -309,8 +321,10 @@ def results(command, o, task):
     path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*map(str, command), str(here), *map(str, task_options)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
     if done.returncode:
         print(
@@ -330,12 +344,16 @@ def main(o: Options) -> None:
             ours = results(["mpirun", "-n", n, sys.executable], o, task)
             too = o.against == "torch" and n in o.torch_gpus
             theirs = results([*run, n], o, dict(task, torch=True)) if too else []
-            peer, silent = (theirs[0] if theirs else None), None
+            peer = theirs[0] if theirs else None
+            silent = None
             if peer:
                 torch_one = peer["tokens"] if n == 1 else torch_one
                 peer["of_linear"] = torch_one and round(peer["tokens"] / n / torch_one, 4)
-                print(f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
-                      f"{peer['of_linear']} of linear", flush=True)  # fmt: skip
+                print(
+                    f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
+                    f"{peer['of_linear']} of linear",
+                    flush=True,
+                )
             for found in ours:
                 one = found["tokens"] if n == 1 else one
                 silent = found["ms"][0] if found["dp"] == "none" else silent
@@ -356,9 +374,15 @@ def main(o: Options) -> None:
                     more["peer_of_linear"] = peer["of_linear"]
                 variant = label(found) if n > 1 else "one GPU"
                 record(
-                    "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {o.batch} per GPU", dtype=o.precision,
-                    ms=found["ms"][0], value=found["tokens"], unit="tok/s", **more,
-                )  # fmt: skip
+                    "bench_ddp",
+                    f"{name}, {n} GPU, {variant}",
+                    shape=f"batch {o.batch} per GPU",
+                    dtype=o.precision,
+                    ms=found["ms"][0],
+                    value=found["tokens"],
+                    unit="tok/s",
+                    **more,
+                )
                 print("   ", more, flush=True)
 
 

@@ -1,31 +1,36 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
-    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
+    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8
+    fp8] [--peers plain compile]
         [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M] [--one-kernel]
 
-A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
-weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
-greedy tokens.
+A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
+vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
+tokens are submitted at once; every sequence gets `new` greedy tokens.
 
     first token    from submitting the prompts to having all of their first tokens on the host
     decoding       tokens per second from then on, by the host's clock, everything included
     bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
-                   every weight once (except the embedding's rows) and all keys and values so far, on average those of
-                   context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
+                   every weight once (except the embedding's rows) and all keys and values so far,
+                   on average those of context + new / 2 tokens; the bandwidth is that of a
+                   device-to-device copy of 1 GB, read plus written
 
 --model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
 
---kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same weights, is the one to compare with.
-These records are in bench/results/bench_kv_codes.jsonl.
+--kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same
+weights, is the one to compare with. These records are in bench/results/bench_kv_codes.jsonl.
 
---one-kernel: also Engine(one_kernel=True), in the same run; batches of more than 8 are left out. The peer is then the graph of
-separate kernels. These records are in bench/results/bench_one_kernel.jsonl.
+--one-kernel: also Engine(one_kernel=True), in the same run; batches of more than 8 are left out.
+The peer is then the graph of separate kernels. These records are in
+bench/results/bench_one_kernel.jsonl.
 
---weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another one of the same shape, and
-`bytes of weights` are those of its codes and scales; the speed of `full` in the same run is the one to compare with.
+--weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another
+one of the same shape, and `bytes of weights` are those of its codes and scales; the speed of `full`
+in the same run is the one to compare with.
 
-The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs it by default, and
-`compile` with a static cache, where generate() decodes through torch.compile. Each step is timed to its end.
+The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs
+it by default, and `compile` with a static cache, where generate() decodes through torch.compile.
+Each step is timed to its end.
 """
 
 import gc
@@ -100,17 +105,21 @@ def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
 
 
 def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
-    """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens
+    """Return engine, seconds to the first tokens, milliseconds per decoding step (wall clock),
+    tokens
 
-    Prompts of more tokens than one pass may have are prefilled while the first sequences decode: only the steps that decode all
-    sequences count."""
-    B, T = len(prompts), len(prompts[0])
+    Prompts of more tokens than one pass may have are prefilled while the first sequences decode:
+    only the steps that decode all sequences count.
+    """
+    B = len(prompts)
+    T = len(prompts[0])
     options = dict(reuse_prefix=False, one_kernel=one_kernel, kv_cache=kv_cache)
     engine = xtrain.Engine(model, B, T + new, **options)
     first = None
     engine.generate(prompts, new)  # compiles the kernels, captures the graph, wakes the clocks
     engine.trace.clear()
-    start, stream = time.perf_counter(), engine.stream(prompts, new)
+    start = time.perf_counter()
+    stream = engine.stream(prompts, new)
     for _ in stream:
         if first is None and all(stream.completions):
             first = time.perf_counter() - start
@@ -119,10 +128,13 @@ def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
 
 
 def step_ms(engine, B, T):
-    """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every slot."""
+    """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every
+    slot.
+    """
     batch = engine.batch
     batch.clear()
-    batch.host["lengths"][:B], batch.host["temperature"][:B] = T, 0
+    batch.host["lengths"][:B] = T
+    batch.host["temperature"][:B] = 0
     each = batch.host_tables.shape[1]
     batch.host_tables[:B] = np.arange(B * each).reshape(B, each)  # each sequence in its own blocks
 
@@ -154,8 +166,9 @@ def profile(step):
 
 
 def step_bytes(model, B, T, new, kv_cache="full"):
-    """-> bytes of weights, of keys and values"""
-    c, head = model.config, model.config.head_dim
+    """Return bytes of weights, of keys and values"""
+    c = model.config
+    head = model.config.head_dim
     head = 2 * head if kv_cache == "full" else head + 4  # bytes
     table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
@@ -167,7 +180,7 @@ def step_bytes(model, B, T, new, kv_cache="full"):
 
 # ----------------------------------------------------------------------------- transformers
 def their_model(model):
-    """-> a model of transformers that shares the weights' memory"""
+    """Return a model of transformers that shares the weights' memory"""
     import torch
     import transformers
 
@@ -187,11 +200,12 @@ def their_model(model):
 
 
 def their_times(theirs, prompts, new, static):
-    """-> seconds to the first tokens, median milliseconds per decoding step, new tokens"""
+    """Return seconds to the first tokens, median milliseconds per decoding step, new tokens"""
     import torch
     import transformers
 
-    times, ids = [], torch.tensor(prompts, device="cuda")
+    times = []
+    ids = torch.tensor(prompts, device="cuda")
 
     class Clock(transformers.StoppingCriteria):
         def __call__(self, input_ids, scores, **_):
@@ -200,9 +214,14 @@ def their_times(theirs, prompts, new, static):
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     options = dict(
-        attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-        pad_token_id=0, stopping_criteria=[Clock()], **({"cache_implementation": "static"} if static else {}),
-    )  # fmt: skip
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=[Clock()],
+        **({"cache_implementation": "static"} if static else {}),
+    )
     for _ in range(2 if static else 1):  # the first runs compile and capture
         theirs.generate(ids, **options)
     times.clear()
@@ -214,10 +233,21 @@ def their_times(theirs, prompts, new, static):
 
 # ----------------------------------------------------------------------------- all of it
 def bench(
-    model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", one_kernel=False, kv_cache="full"
-):  # fmt: skip
-    """Measure and record. -> tokens per second. full: those of the same run with weights, or keys and values, in bf16, or with
-    separate kernels."""
+    model,
+    theirs,
+    B,
+    T,
+    o,
+    bandwidth,
+    kind="full",
+    full=None,
+    size="1.1B",
+    one_kernel=False,
+    kv_cache="full",
+):
+    """Measure and record. -> tokens per second. full: those of the same run with weights, or keys and
+    values, in bf16, or with separate kernels.
+    """
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
     engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel, kv_cache)
     gpu, step = step_ms(engine, B, T + o.new // 2)
@@ -231,19 +261,27 @@ def bench(
     if o.profile:
         profile(step)
     more = dict(
-        bound=round(B / bound * 1e3, 1), share_of_bound=round(bound / ms, 4), gpu_ms=round(float(gpu), 4),
-        first_token_ms=round(first * 1e3, 2), new=o.new, copy_gb_s=round(bandwidth / 1e9),
-        weights_gb=round(weights / 1e9, 3), kv_gb=round(kv / 1e9, 3),
+        bound=round(B / bound * 1e3, 1),
+        share_of_bound=round(bound / ms, 4),
+        gpu_ms=round(float(gpu), 4),
+        first_token_ms=round(first * 1e3, 2),
+        new=o.new,
+        copy_gb_s=round(bandwidth / 1e9),
+        weights_gb=round(weights / 1e9, 3),
+        kv_gb=round(kv / 1e9, 3),
         peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
-    )  # fmt: skip
+    )
     del engine, step
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()
-    name, layers = SHAPES[size][0], SHAPES[size][1]["n_layers"]
+    name = SHAPES[size][0]
+    layers = SHAPES[size][1]["n_layers"]
     name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
-    shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
+    shape = f"B={B} context={T}"
+    speeds = dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
     plain = kind == kv_cache == "full" and not one_kernel
-    dtype, peers = "bf16" if kind == "full" else kind, o.peers if plain else []
+    dtype = "bf16" if kind == "full" else kind
+    peers = o.peers if plain else []
     found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
         found = [dict(peer="bf16 weights", peer_value=full)]
@@ -261,7 +299,9 @@ def bench(
 
 
 def measure_peer(theirs, peer, prompts, new, tokens):
-    """-> a record's fields about a peer; None if it fails, so that the other peers are still measured"""
+    """Return a record's fields about a peer; None if it fails, so that the other peers are still
+    measured
+    """
     try:
         first, ms, their_tokens = their_times(theirs, prompts, new, peer == "compile")
     except Exception as error:
@@ -270,9 +310,12 @@ def measure_peer(theirs, peer, prompts, new, tokens):
         )
     same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
     return dict(
-        peer=f"transformers {peer}", peer_value=len(prompts) / ms * 1e3, peer_ms=round(ms, 3),
-        peer_first_token_ms=round(first * 1e3, 2), same_first_tokens=round(float(same), 3),
-    )  # fmt: skip
+        peer=f"transformers {peer}",
+        peer_value=len(prompts) / ms * 1e3,
+        peer_ms=round(ms, 3),
+        peer_first_token_ms=round(first * 1e3, 2),
+        same_first_tokens=round(float(same), 3),
+    )
 
 
 def main(o: Options) -> None:

@@ -1,20 +1,23 @@
-"""Serving many requests: output tokens per second, prefill, how long others wait for a long prompt, and the first prompt.
+"""Serving many requests: output tokens per second, prefill, how long others wait for a long prompt,
+and the first prompt.
 
     python bench/bench_serve.py [--only requests prefill gap first] [--peers] [--models 0.6B 8B]
     python bench/bench_serve.py --only requests --batch-invariant       what batch_invariant=True costs
 
 first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a second one. cold: the cache
-           of machine code is empty when it starts; warm: it is not. value: milliseconds from the first prompt to its first
-           token; peer: the second prompt
+           of machine code is empty when it starts; warm: it is not. value: milliseconds from the
+           first prompt to its first token; peer: the second prompt
 requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
            engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
            value: output tokens per second of the second run, which compiles nothing.
-           bound: the bytes of keys and values that decoding reads, and of weights in every step, at copy bandwidth; also at
-           the nominal peak of an H200
-           --peers: the first 64 of these requests by continuous batching of transformers, after 4 short ones, and by xtrain
+           bound: the bytes of keys and values that decoding reads, and of weights in every step, at
+           copy bandwidth; also at the nominal peak of an H200
+           --peers: the first 64 of these requests by continuous batching of transformers, after 4
+           short ones, and by xtrain
 prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds. share_of_gemm: of the
-           measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200. Operations: 2 per parameter (without the
-           embedding) and token, plus 4 H D per key and query of attention, and the head once
+           measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200. Operations: 2 per
+           parameter (without the embedding) and token, plus 4 H D per key and query of attention,
+           and the head once
            --peers: transformers with SDPA, with the same weights
 gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time between two tokens of a
            running sequence until the prompt has its first token, in milliseconds
@@ -50,7 +53,9 @@ MODELS = {
 }  # fmt: skip
 
 
-H200_FLOPS, H200_BYTES = 989e12, 4.8e12  # nominal, per second: bf16 products, memory
+# nominal, per second: bf16 products, memory
+H200_FLOPS = 989e12
+H200_BYTES = 4.8e12
 PEER_REQUESTS = 64  # continuous batching of transformers is slow
 PARTS = ["first", "requests", "prefill", "gap"]
 
@@ -99,7 +104,7 @@ def random_model(o: Options, name: str) -> xtrain.Transformer:
 
 
 def gemm_peak() -> float:
-    """-> FLOP/s of a bf16 product of 4096 x 4096 x 4096"""
+    """Return FLOP/s of a bf16 product of 4096 x 4096 x 4096"""
     a, b, c = (
         cast_fwd(cp.random.standard_normal((4096, 4096), dtype=cp.float32), "bfloat16")
         for _ in range(3)
@@ -145,11 +150,18 @@ def bench_requests(o, name, model, bandwidth):
             flush=True,
         )
         record(
-            "bench_serve", f"{o.kind}requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
-            ms=seconds * 1e3, value=speed, unit="tok/s", share_of_bound=round(bound / seconds, 4), preempted=preempted,
+            "bench_serve",
+            f"{o.kind}requests {name}",
+            shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB",
+            dtype="bf16",
+            ms=seconds * 1e3,
+            value=speed,
+            unit="tok/s",
+            share_of_bound=round(bound / seconds, 4),
+            preempted=preempted,
             copy_gb_s=round(bandwidth / 1e9),
             share_of_nominal=round(bound * bandwidth / H200_BYTES / seconds, 4),
-        )  # fmt: skip
+        )
         del engine
         gc.collect()
         free_cached("gpu")
@@ -171,26 +183,39 @@ def compare_requests(o, name, model, prompts, answers):
         engine.generate(prompts, answers, temperature=0.6, seed=1)
         ours = time.perf_counter() - start
     record(
-        "bench_serve", f"{o.kind}requests {name}", shape=f"n={len(prompts)}", dtype="bf16", ms=ours * 1e3,
-        value=sum(answers) / ours, unit="tok/s", peer="transformers, continuous batching", peer_value=sum(answers) / seconds,
-    )  # fmt: skip
+        "bench_serve",
+        f"{o.kind}requests {name}",
+        shape=f"n={len(prompts)}",
+        dtype="bf16",
+        ms=ours * 1e3,
+        value=sum(answers) / ours,
+        unit="tok/s",
+        peer="transformers, continuous batching",
+        peer_value=sum(answers) / seconds,
+    )
     del engine
     gc.collect()
     free_cached("gpu")
 
 
 def their_requests(theirs, prompts, answers):
-    """-> seconds that transformers takes for the requests"""
+    """Return seconds that transformers takes for the requests"""
     import transformers
 
     config = transformers.GenerationConfig(
-        do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(answers)
-    )  # fmt: skip
+        do_sample=True,
+        temperature=0.6,
+        top_k=0,
+        eos_token_id=-1,
+        pad_token_id=0,
+        max_new_tokens=max(answers),
+    )
     opened = theirs.continuous_batching_context_manager(
         generation_config=config, block=True, timeout=5
     )
     with opened as manager:
-        start, lengths = time.perf_counter(), []
+        start = time.perf_counter()
+        lengths = []
         for prompt, n in zip(prompts, answers):
             manager.add_request(prompt, max_new_tokens=n)
         while len(lengths) < len(prompts):
@@ -236,9 +261,17 @@ def bench_prefill(o, name, model, peak):
             flush=True,
         )
         record(
-            "bench_serve", f"{o.kind}prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
-            share_of_gemm=round(flops / seconds / peak, 4), mfu=round(flops / seconds / H200_FLOPS, 4), **peer,
-        )  # fmt: skip
+            "bench_serve",
+            f"{o.kind}prefill {name}",
+            shape=f"T={T}",
+            dtype="bf16",
+            ms=seconds * 1e3,
+            value=seconds * 1e3,
+            unit="ms",
+            share_of_gemm=round(flops / seconds / peak, 4),
+            mfu=round(flops / seconds / H200_FLOPS, 4),
+            **peer,
+        )
     if theirs is not None:
         del theirs
         gc.collect()
@@ -246,7 +279,7 @@ def bench_prefill(o, name, model, peak):
 
 
 def their_model(model):
-    """-> a model of transformers that shares the weights' memory"""
+    """Return a model of transformers that shares the weights' memory"""
     import torch
     import transformers
 
@@ -268,10 +301,11 @@ def their_model(model):
 
 
 def their_prefill(theirs, prompt):
-    """-> milliseconds to the first token, warm"""
+    """Return milliseconds to the first token, warm"""
     import torch
 
-    ids, times = torch.tensor([prompt], device="cuda"), []
+    ids = torch.tensor([prompt], device="cuda")
+    times = []
     for _ in range(4):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -299,7 +333,9 @@ def bench_gap(o, name, model):
         for _ in range(16 * 20):
             next(running)
         other = engine.stream([long], 2)
-        start, gaps, last = time.perf_counter(), [], None
+        start = time.perf_counter()
+        gaps = []
+        last = None
         requests = other.requests
         engine.submit(requests[0])
         while not requests[0].completion:
@@ -309,7 +345,8 @@ def bench_gap(o, name, model):
             if sum(map(len, running.completions)) > before:
                 gaps += [] if last is None else [now - last]
                 last = now
-        total, worst = time.perf_counter() - start, max(gaps)
+        total = time.perf_counter() - start
+        worst = max(gaps)
         running.close(), other.close()
     typical = float(np.median(gaps))
     print(
@@ -317,12 +354,19 @@ def bench_gap(o, name, model):
         flush=True,
     )
     record(
-        "bench_serve", f"{o.kind}gap {name}", shape="16 sequences, a prompt of 30000", dtype="bf16", ms=worst * 1e3, value=worst * 1e3,
-        unit="ms", median_ms=round(typical * 1e3, 2), admitted_s=round(total, 3),
-    )  # fmt: skip
+        "bench_serve",
+        f"{o.kind}gap {name}",
+        shape="16 sequences, a prompt of 30000",
+        dtype="bf16",
+        ms=worst * 1e3,
+        value=worst * 1e3,
+        unit="ms",
+        median_ms=round(typical * 1e3, 2),
+        admitted_s=round(total, 3),
+    )
 
 
-# ----------------------------------------------------------------------------- the first prompt of a process
+# -------------------------------------------------------------------- the first prompt of a process
 def bench_first(o, name):
     with tempfile.TemporaryDirectory() as folder:
         for state in ("cold", "warm"):
@@ -335,19 +379,30 @@ def bench_first(o, name):
             first, second, start = map(float, times)
             print(f"{name}, {state}: engine {start:.2f} s ({ready})", flush=True)
             record(
-                "bench_serve", f"first prompt {name}", shape=f"{state}, 100 tokens", dtype="bf16", ms=first,
-                value=first, unit="ms", peer="second prompt", peer_value=second,
-                engine_s=round(start, 2), ready=ready,
-            )  # fmt: skip
+                "bench_serve",
+                f"first prompt {name}",
+                shape=f"{state}, 100 tokens",
+                dtype="bf16",
+                ms=first,
+                value=first,
+                unit="ms",
+                peer="second prompt",
+                peer_value=second,
+                engine_s=round(start, 2),
+                ready=ready,
+            )
 
 
 def start_once(o):
-    """What a new process does: prints milliseconds to the first token of two prompts, seconds to make the engine, its line."""
+    """What a new process does: prints milliseconds to the first token of two prompts, seconds to
+    make the engine, its line.
+    """
     model = random_model(o, o.models[0])
     cp.cuda.Device().synchronize()
     start = time.perf_counter()
     engine = xtrain.Engine(model, 256, 2048, warm_up=True)
-    seconds, times = time.perf_counter() - start, []
+    seconds = time.perf_counter() - start
+    times = []
     for seed in (1, 2):
         prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).tolist()
         start = time.perf_counter()
@@ -364,7 +419,8 @@ def main(o: Options) -> None:
             bench_first(o, name)
         if o.only == ["first"]:
             return None
-    bandwidth, peak = copy_bandwidth(1 << 30), gemm_peak()
+    bandwidth = copy_bandwidth(1 << 30)
+    peak = gemm_peak()
     print(f"copy {bandwidth / 1e9:,.0f} GB/s, GEMM {peak / 1e12:.0f} TFLOP/s", flush=True)
     for name in o.models:
         model = random_model(o, name)

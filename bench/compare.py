@@ -1,8 +1,9 @@
 """Compare two sets of bench results.   python bench/compare.py OLD NEW
 
-OLD, NEW: a results file (.jsonl), or a folder with bench_*.jsonl files. Lines match if bench, name, shape, dtype and gpu are
-equal; the last of several matching lines counts. The time (ms) is compared; lower is better. Changes of more than 3 % are
-marked. Exit code: 0, 1 if a marked change is slower, 2 if nothing could be compared.
+OLD, NEW: a results file (.jsonl), or a folder with bench_*.jsonl files. Lines match if bench, name,
+shape, dtype and gpu are equal; the last of several matching lines counts. The time (ms) is
+compared; lower is better. Changes of more than 3 % are marked. Exit code: 0, 1 if a marked change
+is slower, 2 if nothing could be compared.
 """
 
 import json
@@ -40,7 +41,9 @@ class Change:
 
 
 def read(path: Path) -> dict[tuple[str, ...], float]:
-    """-> {key: ms}. Raises ValueError with file and line for an invalid line, OSError for an unreadable file."""
+    """Return {key: ms}. Raises ValueError with file and line for an invalid line, OSError for an
+    unreadable file.
+    """
     files = sorted(path.glob("bench_*.jsonl")) if path.is_dir() else [path]
     found = {}
     for file in files:
@@ -49,7 +52,8 @@ def read(path: Path) -> dict[tuple[str, ...], float]:
                 continue
             try:
                 record = json.loads(line)
-                key, ms = tuple(str(record[k]) for k in KEY), float(record["ms"])
+                key = tuple(str(record[k]) for k in KEY)
+                ms = float(record["ms"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{file}:{number} is not a measurement: {error!r}") from error
             if ms > 0:
@@ -58,13 +62,13 @@ def read(path: Path) -> dict[tuple[str, ...], float]:
 
 
 def compare(old: dict, new: dict) -> list[Change]:
-    """-> the measurements that both have, the worst change first"""
+    """Return the measurements that both have, the worst change first"""
     changes = [Change(key, old[key], new[key]) for key in old.keys() & new.keys()]
     return sorted(changes, key=lambda c: (-c.percent, c.key))
 
 
 def table(changes: list[Change], percent: float) -> Table:
-    """-> a table of the changes; those of more than `percent` are marked"""
+    """Return a table of the changes; those of more than `percent` are marked"""
     out = Table()
     for column in KEY:
         out.add_column(column, overflow="fold")

@@ -1,4 +1,5 @@
-"""Write the tables and charts of the README and of the site from bench/results, so that every number there has a record.
+"""Write the tables and charts of the README and of the site from bench/results, so that every
+number there has a record.
 
 python bench/tables.py            rewrite the text between <!-- results:NAME --> and <!-- results:end -->, and lessons/charts
 python bench/tables.py --check    exit 1 if a table or a chart differs from the records
@@ -23,7 +24,8 @@ CHART_FILES = ROOT / "lessons" / "charts"
 
 
 def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dict]:
-    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance.
+    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first
+    appearance.
 
     per_peer False: the newest line of every (name, shape, dtype), with any peer or none.
     per_gpu: the newest line of each GPU model, for tables that compare two lines with each other.
@@ -61,10 +63,14 @@ def number(x: float | None, form: str = ",.0f") -> str:
 
 # ----------------------------------------------------------------------------- training
 def train() -> str:
-    """For every step and GPU the newest comparison with PyTorch, with PyTorch's fastest mode in that run."""
-    rows, records = [], raced(latest)
+    """For every step and GPU the newest comparison with PyTorch, with PyTorch's fastest mode in
+    that run.
+    """
+    rows = []
+    records = raced(latest)
     for r in records:
-        peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"
+        peer = f"{r['peer_value']:,.0f} ({r['peer']})"
+        ratio = f"{r['ratio']:.2f}"
         memory = " / ".join(
             number(gb or None, ".1f") for gb in (r["peak_gb"], r.get("peer_peak_gb"))
         )
@@ -95,7 +101,9 @@ def precisions() -> str:
 
 
 def fp8() -> str:
-    """bench_train --precision bf16 fp8: whole steps of which both were measured, each compared with its newest run."""
+    """bench_train --precision bf16 fp8: whole steps of which both were measured, each compared with
+    its newest run.
+    """
     found: dict[tuple, dict[str, dict]] = {}
     for r in sorted(latest("bench_train", per_gpu=True), key=lambda r: r["line"]):
         found.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
@@ -171,7 +179,8 @@ def _job(r: dict) -> tuple[str, ...]:
 
 
 def ddp(only: tuple[str, ...] = ()) -> str:
-    """Tokens per second and the share of linear scaling of each variant, with PyTorch's where it was measured in the same run.
+    """Tokens per second and the share of linear scaling of each variant, with PyTorch's where it
+    was measured in the same run.
 
     only: keep the records whose names end with one of these; empty: all.
     """
@@ -181,7 +190,8 @@ def ddp(only: tuple[str, ...] = ()) -> str:
     records.sort(key=_job)
     rows = []
     for r in records:
-        value, share = r["peer_value"], r.get("peer_of_linear")
+        value = r["peer_value"]
+        share = r.get("peer_of_linear")
         peer = f"{value:,.0f}" + (f" ({share:.0%})" if share else "") if value else ""
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
@@ -196,7 +206,8 @@ def ddp(only: tuple[str, ...] = ()) -> str:
 
 # ----------------------------------------------------------------------------- kernels
 def attention(*parts: str) -> str:
-    """TFLOP/s of some parts of bench_attention: one row per shape, with forward and forward + backward.
+    """TFLOP/s of some parts of bench_attention: one row per shape, with forward and forward +
+    backward.
 
     If both kernels of xtrain were measured, each has a column, and the one in use is bold.
     """
@@ -207,7 +218,8 @@ def attention(*parts: str) -> str:
     records = [r for _, r in chosen]
     two = any(r.get("wgmma_value") for r in records)
     ours = ["xtrain mma.sync", "xtrain wgmma"] if two else ["xtrain"]
-    header, rows = ["causal, bf16, TFLOP/s"], []
+    header = ["causal, bf16, TFLOP/s"]
+    rows = []
     for direction in ("forward", "forward + backward"):
         header += [f"{direction}: {ours[0]}", *ours[1:], "torch flash", "torch cuDNN"]
     for (_, shape), directions in shapes.items():
@@ -232,7 +244,8 @@ def rates(r: dict, two: bool) -> list[str]:
 
 def kernels() -> str:
     """All of bench_kernels: the time, and the time of a copy of the same bytes as a share of it."""
-    rows, records = [], latest("bench_kernels", per_peer=False)
+    rows = []
+    records = latest("bench_kernels", per_peer=False)
     for r in records:
         peers = [number(r.get(f"torch_{key}_ms"), ".4f") for key in ("compile", "eager")]
         times = [f"{r['ms']:.4f}", f"{r['value']:,.0f}", f"{r['share']:.0%}"]
@@ -243,7 +256,8 @@ def kernels() -> str:
 
 def lessons() -> str:
     """bench_lessons: the kernels that the lessons build."""
-    rows, records = [], latest("bench_lessons")
+    rows = []
+    records = latest("bench_lessons")
     for r in records:
         share = f"{r['copy_ms'] / r['ms']:.0%}" if r.get("copy_ms") else "-"
         value = [f"{r['ms']:.4f}", f"{r['value']:,.0f} {r['unit']}", share]
@@ -254,7 +268,11 @@ def lessons() -> str:
 
 # ----------------------------------------------------------------------------- serving
 def decode() -> str:
-    """bench_decode: decoding speed and time to first token, compared with transformers where measured. A row is one run."""
+    """bench_decode: decoding speed and time to first token, compared with transformers where
+    measured.
+
+    A row is one run.
+    """
     runs: dict[tuple, dict] = {}
     records = [r for r in latest("bench_decode") if r["dtype"] == "bf16"]
     for r in records:
@@ -288,7 +306,8 @@ def kv_codes() -> str:
 
 def in_codes(peer: str, *benches: str) -> str:
     """The table of records that are compared with bf16."""
-    rows, records = [], [r for bench in benches for r in latest(bench) if r["peer"] == peer]
+    rows = []
+    records = [r for bench in benches for r in latest(bench) if r["peer"] == peer]
     for r in records:
         speed = f"{r['value']:,.0f} ({r['peer_value']:,.0f})"
         memory = number(r["peak_gb"], ".1f")
@@ -299,7 +318,9 @@ def in_codes(peer: str, *benches: str) -> str:
 
 
 def one_kernel() -> str:
-    """bench_decode --one-kernel: a step as one kernel, next to the separate kernels in the same run."""
+    """bench_decode --one-kernel: a step as one kernel, next to the separate kernels in the same
+    run.
+    """
     records = [r for r in latest("bench_one_kernel") if r["peer"] == "separate kernels"]
     rows = [
         [f"{r['name']}, {r['shape']}", f"{r['value']:,.0f}", f"{r['peer_value']:,.0f}"]
@@ -311,7 +332,9 @@ def one_kernel() -> str:
 
 
 def handover() -> str:
-    """bench_handover: a vector that the blocks of a kernel hand over to each other, by a counter and in sealed words."""
+    """bench_handover: a vector that the blocks of a kernel hand over to each other, by a counter
+    and in sealed words.
+    """
     runs: dict[str, dict] = {}
     records = latest("bench_handover")
     for r in records:
@@ -344,8 +367,12 @@ def muon() -> str:
 
 
 def serve() -> str:
-    """bench_serve: many requests, prefill, the wait for a long prompt, the first prompt. A row is the newest run."""
-    rows, records = [], latest("bench_serve", per_peer=False)
+    """bench_serve: many requests, prefill, the wait for a long prompt, the first prompt.
+
+    A row is the newest run.
+    """
+    rows = []
+    records = latest("bench_serve", per_peer=False)
     for r in sorted(records, key=lambda r: r["name"].split()[-2]):
         share = "-" if r.get("mfu") is None else f"{r['mfu']:.0%} of peak FLOP/s"
         if r.get("share_of_bound") is not None:
@@ -358,7 +385,8 @@ def serve() -> str:
 
 def finetune() -> str:
     """bench_finetune: examples alone and packed, adapters."""
-    rows, records = [], latest("bench_finetune", per_peer=False)
+    rows = []
+    records = latest("bench_finetune", per_peer=False)
     for r in records:
         peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
         form = ",.1f" if r["unit"] == "GB" else ",.0f"
@@ -372,7 +400,8 @@ def finetune() -> str:
 
 def reinforce() -> str:
     """bench_reinforce: GRPO in batch-invariant mode and with the faster kernels."""
-    rows, records = [], latest("bench_reinforce")
+    rows = []
+    records = latest("bench_reinforce")
     for r in records:
         drift = f"{r['ratio_error_max']:.2g} / {r['rollout_kl_max']:.2g}"
         rewards = f"{r['reward_first']:.2f} to {r['reward_last']:.2f}"
@@ -390,7 +419,8 @@ def reinforce() -> str:
 
 def start() -> str:
     """bench_start: from the command to the first step."""
-    rows, records = [], latest("bench_start", per_peer=False)
+    rows = []
+    records = latest("bench_start", per_peer=False)
     for r in records:
         rows.append([r["name"], r["shape"], f"{r['value']:.1f}"])
     return table(["`xtrain train`", "machine", "seconds to the first step"], rows, records)
@@ -398,7 +428,8 @@ def start() -> str:
 
 def simulator() -> str:
     """bench_simulator: kernels in the simulator, next to Numba's simulator and to one process."""
-    rows, records = [], latest("bench_simulator")
+    rows = []
+    records = latest("bench_simulator")
     for r in records:
         rows.append([r["name"], number(r["value"]), f"{r['ratio']:.1f} x {r['peer']}"])
     return table(["kernel", "CUDA threads a second", "compared with"], rows, records)
@@ -408,7 +439,8 @@ def server() -> str:
     """bench_server: the engine behind HTTP."""
     # One row per kind: the name of a Poisson load contains its rate, which depends on the machine.
     kinds = {r["name"].split()[0]: r for r in latest("bench_server", per_peer=False)}
-    rows, records = [], list(kinds.values())
+    rows = []
+    records = list(kinds.values())
     for r in records:
         peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
         first, last = (" / ".join(f"{x:,.0f}" for x in r[k]) for k in ("first_ms", "last_ms"))
@@ -426,10 +458,12 @@ def server() -> str:
 
 def engine_kernels() -> str:
     """bench_engine: the kernels of a decoding step, one by one."""
-    rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
+    rows = []
+    records = [r for r in latest("bench_engine") if not r["name"].startswith("step")]
     for r in records:
         rate = f"{r['value']:,.0f} {r['unit']}" if r["unit"] != "us" else "-"
-        share, ratio = number(r.get("share"), ".0%"), number(r["ratio"], ".2f")
+        share = number(r.get("share"), ".0%")
+        ratio = number(r["ratio"], ".2f")
         ratio += f" x {r['peer']}" if r["peer"] else ""
         rows.append([f"`{r['name']}`", r["shape"], f"{1e3 * r['ms']:,.1f}", rate, share, ratio])
     header = ["kernel", "shape", "us", "rate", "copy's time, share", "compared with"]
@@ -457,11 +491,13 @@ PAIR = {"mlir": "numba-cuda-mlir", "numba": "numba-cuda"}
 
 
 def _compared(card: str = "9.0") -> tuple[list[dict], list[tuple[str, dict, dict]]]:
-    """Records of bench_compilers; (kernel, with mlir, with numba) of those that both compile for this compute capability.
+    """Record of bench_compilers; (kernel, with mlir, with numba) of those that both compile for
+    this compute capability.
 
     Of the last run only: a new kernel changes the numbers of the signatures after it.
     """
-    records, found = [r for r in latest("bench_compilers") if card in r["cards"]], []
+    records = [r for r in latest("bench_compilers") if card in r["cards"]]
+    found = []
     last = max(records, key=lambda r: r["line"], default={}).get("commit")
     records = [r for r in records if r["commit"] == last]
     for r in records:
@@ -473,7 +509,9 @@ def _compared(card: str = "9.0") -> tuple[list[dict], list[tuple[str, dict, dict
 
 
 def compilers() -> str:
-    """bench_compilers: all kernels with one compiler and with the other, for each compute capability."""
+    """bench_compilers: all kernels with one compiler and with the other, for each compute
+    capability.
+    """
     cards = sorted({c for r in latest("bench_compilers") for c in r["cards"]}, key=float)
     rows, records = [], []
     for card in cards:
@@ -541,9 +579,13 @@ TABLES = {
 
 
 def filled(text: str) -> str:
-    """-> the page with current tables. Raises ValueError for a marker with an unknown table or without an end."""
+    """Return the page with current tables.
+
+    Raises ValueError for a marker with an unknown table or without an end.
+    """
     head, *rest = text.split("<!-- results:")
-    parts, inside = [head], False
+    parts = [head]
+    inside = False
     for part in rest:
         name, _, after = part.partition(" -->")
         if name == "end" and inside:

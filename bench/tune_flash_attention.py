@@ -2,12 +2,14 @@
 
     python bench/tune_flash_attention.py [--heads 64 ...] [--kernels fwd ...] [--write] [--hopper]
 
-Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
-inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
-forward's). With --write, the fastest of each shape class are written to xtrain/kernels/attention/flash_attention_table.py.
-Candidates that do not fit the GPU or spill registers are skipped.
+Every candidate is compiled (one process per core fills the kernel cache), checked against the
+float32 kernels, and timed inside a CUDA graph. Prints TFLOP/s of the operations that the kernel
+itself does (dq 1.5 and dkdv 2 times the forward's). With --write, the fastest of each shape class
+are written to xtrain/kernels/attention/flash_attention_table.py. Candidates that do not fit the GPU
+or spill registers are skipped.
 
---hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, flash_attention_hopper_table.py).
+--hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py,
+flash_attention_hopper_table.py).
 """
 
 import functools
@@ -74,7 +76,9 @@ def inputs(B, T, H, D):
 
 @functools.lru_cache(2)
 def expected(B, T, H, D, causal):
-    """-> the inputs of the backward kernels (o, lse, delta), and {output: values for two heads} by the float32 kernels"""
+    """Return the inputs of the backward kernels (o, lse, delta), and {output: values for two heads}
+    by the float32 kernels
+    """
     q, k, v, do = inputs(B, T, H, D)
     o, lse = fa.flash_attention_fwd(q, k, v, D**-0.5, causal)
     delta = (o.astype(cp.float32) * do.astype(cp.float32)).sum(-1).transpose(0, 2, 1)
@@ -89,7 +93,7 @@ def both_ways(q, k, v, do, scale, causal):
 
 
 def arguments(kind, T, D, causal):
-    """-> all arguments of a kernel, {name of an output: the array}"""
+    """Return all arguments of a kernel, {name of an output: the array}"""
     B, H = CLASSES[T]
     q, k, v, do = inputs(B, T, H, D)
     o, lse, delta, _ = expected(B, T, H, D, causal)
@@ -106,7 +110,7 @@ def arguments(kind, T, D, causal):
 
 
 def measure(task, T):
-    """-> milliseconds. Raises AssertionError if the result is wrong."""
+    """Return milliseconds. Raises AssertionError if the result is wrong."""
     kind, D, causal, tiles = task
     B, H = CLASSES[T]
     args, outputs = arguments(kind, T, D, causal)
@@ -125,7 +129,7 @@ def measure(task, T):
 
 # ----------------------------------------------------------------------------- all of them
 def tune(options: Options) -> dict:
-    """-> {(kind, D, causal): {T: (tiles, milliseconds)}}"""
+    """Return {(kind, D, causal): {T: (tiles, milliseconds)}}"""
     keys = list(itertools.product(options.kernels, options.heads, options.causal))
     tasks = [(*key, tiles) for key in keys for tiles in CANDIDATES[key[:2]]]
     defaults = [

@@ -6,16 +6,17 @@ A bfloat16 is the upper half of a float32: sign, the same 8 exponent bits, 7 of 
     narrowing  keep the upper half, rounded to nearest, ties to even. With b the 32 bits:
                (b + 0x7FFF + (bit 16 of b)) >> 16
                A lower half of 0x8000 is a tie: with bit 16 added it carries exactly when the kept
-               half is odd. A carry out of the fraction increments the exponent, which is the correct
-               result, up to infinity. A carry could turn a NaN into another value, and narrowing
+               half is odd. A carry out of the fraction increments the exponent, which is the
+               correct result, up to infinity. A carry could turn a NaN into another value, and
+               narrowing
                could drop its last fraction bit, so a NaN becomes sign | 0x7FC0.
 
     backward   rounding is a step function with derivative zero almost everywhere. We use the slope
                of the line that it follows, one: dy is cast back.
 
-The naive kernel does the integer arithmetic above. The kernel in use leaves it to the instruction that narrows two
-numbers at once (store4 in primitives/ptx.py). It gives the same bits, except that it drops the sign of a NaN, which
-restore_nan_signs puts back. Bytes moved: 6 per element.
+The naive kernel does the integer arithmetic above. The kernel in use leaves it to the instruction
+that narrows two numbers at once (store4 in primitives/ptx.py). It gives the same bits, except that
+it drops the sign of a NaN, which restore_nan_signs puts back. Bytes moved: 6 per element.
 """
 
 import math
@@ -46,7 +47,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # ----------------------------------------------------------------------------- reference
 def cast_ref(x, dtype):
-    """-> x in another dtype; to bf16: rounded to nearest, ties to even"""
+    """Return x in another dtype; to bf16: rounded to nearest, ties to even"""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, 3.4e38 becomes infinity
         return x.astype(dtype)
 
@@ -54,7 +55,10 @@ def cast_ref(x, dtype):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def narrow_naive_kernel(y_n, x_n):
-    """Grid ceil(n / BLOCK), block BLOCK. x: float32, viewed as uint32. y: bfloat16, viewed as uint16."""
+    """Grid ceil(n / BLOCK), block BLOCK. x: float32, viewed as uint32.
+
+    y: bfloat16, viewed as uint16.
+    """
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         bits = int64(x_n[i])
@@ -113,7 +117,8 @@ def widen_kernel(y_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launcher
 def cast_fwd(x: Array, dtype) -> Array:
-    """x float32 or bfloat16, of any shape -> a copy in `dtype`, one of the two; x itself if it has that dtype already.
+    """x float32 or bfloat16, of any shape -> a copy in `dtype`, one of the two; x itself if it has
+    that dtype already.
 
     Raises TypeError for another dtype of x, ValueError for another `dtype` or a non-contiguous x.
     """

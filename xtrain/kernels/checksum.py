@@ -2,10 +2,11 @@
 
     sum = sum_i (word_i mod 2^32) ((2 i + 1) mod 2^16)   mod 2^32
 
-Every factor is odd, so a change of one word, in one bit or in several, always changes the sum; other changes escape with a
-probability of about 2^-32. The numbers are integers, so the order of the additions does not matter: every warp writes the sum
-of its words, and one more warp adds these. Everything stays on the device, so a captured step can check its memory.
-Bytes moved: read the words once.
+Every factor is odd, so a change of one word, in one bit or in several, always changes the sum;
+other changes escape with a probability of about 2^-32. The numbers are integers, so the order of
+the additions does not matter: every warp writes the sum of its words, and one more warp adds these.
+Everything stays on the device, so a captured step can check its memory. Bytes moved: read the words
+once.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ BLOCK_REF = 1 << 20  # words that the reference widens to int64 at once
 
 # ----------------------------------------------------------------------------- reference
 def checksum_ref(words_n):
-    """-> the checksum, (1,) int64"""
+    """Return the checksum, (1,) int64"""
     total = 0
     for first in range(0, words_n.size, BLOCK_REF):
         words = words_n[first : first + BLOCK_REF].astype(np.int64) & 0xFFFFFFFF
@@ -67,7 +68,10 @@ def compare_kernel(changed_1, sums_K, expected_K):
 
 # ----------------------------------------------------------------------------- launchers
 def checksum(words_n: Array, sum_1: Array) -> None:
-    """sum (1,) int64 = the checksum of words (n,) int32, on the device of words. Raises ValueError or TypeError otherwise."""
+    """sum (1,) int64 = the checksum of words (n,) int32, on the device of words.
+
+    Raises ValueError or TypeError otherwise.
+    """
     check_array("checksum", "words", words_n, (None,), ("int32",))
     check_array("checksum", "sum", sum_1, (1,), ("int64",))
     if on_host(words_n, sum_1):
@@ -80,7 +84,9 @@ def checksum(words_n: Array, sum_1: Array) -> None:
 
 
 def compare(sums_K: Array, expected_K: Array, changed_1: Array) -> None:
-    """changed (1,) int32 becomes 1 if sums (K,) int64 are not the expected ones, and else keeps its value."""
+    """changed (1,) int32 becomes 1 if sums (K,) int64 are not the expected ones, and else keeps its
+    value.
+    """
     check_array("compare", "sums", sums_K, (None,), ("int64",))
     check_array("compare", "expected", expected_K, tuple(sums_K.shape), ("int64",))
     check_array("compare", "changed", changed_1, (1,), ("int32",))

@@ -5,21 +5,24 @@
     backward   d logsumexp / dx_v is the softmax p_v, so with L = inv_count sum_n loss_n
                dL/dx_v = inv_count (p_v - [v == target])
 
-inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its micro-batches simply
-add up. It may also be one number per row: dL/d(loss_n) of a loss that is not a mean (reinforcement learning).
-A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
-part of the softmax, and their gradient is exactly 0.
+inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its
+micro-batches simply add up. It may also be one number per row: dL/d(loss_n) of a loss that is not a
+mean (reinforcement learning).
+A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding:
+they are not part of the softmax, and their gradient is exactly 0.
 
-Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits, float32 or bf16. m and the
-sum come from one pass (see softmax.py), which also keeps as much of the row in shared memory as fits: all of GPT-2's 50304
-columns in bf16, half of them in float32. Only the rest is read twice, mostly from L2.
-Where another kernel computes the gradient (fp8.py), forward saves each row's logsumexp l, and p_v = exp(x_v - l), with
-the absolute rounding error of l as its relative error.
+Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits,
+float32 or bf16. m and the sum come from one pass (see softmax.py), which also keeps as much of the
+row in shared memory as fits: all of GPT-2's 50304 columns in bf16, half of them in float32. Only
+the rest is read twice, mostly from L2.
+Where another kernel computes the gradient (fp8.py), forward saves each row's logsumexp l, and p_v =
+exp(x_v - l), with the absolute rounding error of l as its relative error.
 Bytes moved: logits read and written once, 2 N P elements.
 
-In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes together, so exp(x - m) is
-computed as exp2((x - m) log2 e): two multiplications and one instruction, accurate to two units in the last place. The sum
-over rows runs in one block in a fixed order: the same bits in every run, without atomics.
+In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes
+together, so exp(x - m) is computed as exp2((x - m) log2 e): two multiplications and one
+instruction, accurate to two units in the last place. The sum over rows runs in one block in a fixed
+order: the same bits in every run, without atomics.
 """
 
 import functools
@@ -67,8 +70,9 @@ class LossPlan:
     register_rounds: int  # rounds of a row that stay in registers
 
 
-# By the number of logits in 16 bytes: 8 for bf16, 4 for float32. With the part of a row that fits into shared memory, the
-# bf16 plan holds all of GPT-2's 50304 columns on chip: nothing is read twice.
+# By the number of logits in 16 bytes: 8 for bf16, 4 for float32. With the part of a row that fits
+# into shared memory, the bf16 plan holds all of GPT-2's 50304 columns on chip: nothing is read
+# twice.
 PLANS = {
     8: LossPlan(threads=384, blocks_per_sm=3, register_rounds=1),
     4: LossPlan(threads=512, blocks_per_sm=2, register_rounds=3),
@@ -81,13 +85,14 @@ SUM_BLOCK = 1024  # one block sums all rows, with the maximum number of threads
 def cross_entropy_ref(
     logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True, lse_N=None
 ):
-    """-> loss (N,), and the gradient, which overwrites the logits, or None. An invalid target gives NaN.
+    """Return loss (N,), and the gradient, which overwrites the logits, or None.
 
-    lse_N: where each row's logsumexp goes, if it is wanted.
+    An invalid target gives NaN. lse_N: where each row's logsumexp goes, if it is wanted.
     """
     ignored_N = targets_N == IGNORE
     wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
-    n, target_N = np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)
+    n = np.arange(targets_N.size)
+    target_N = np.where(ignored_N | wrong_N, 0, targets_N)
     x_NV = logits_NP[:, :vocab_size]
     m_N = x_NV.max(1)
     if with_gradient:
@@ -114,7 +119,10 @@ def cross_entropy_ref(
 
 
 def logits_gradient_ref(logits_NP, targets_N, lse_N, vocab_size, inv_count_1):
-    """-> the gradient (N, P) from each row's logsumexp. The logits stay. An invalid target gives NaN."""
+    """Return the gradient (N, P) from each row's logsumexp. The logits stay.
+
+    An invalid target gives NaN.
+    """
     ignored_N = targets_N == IGNORE
     wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
     d_NP = np.zeros_like(logits_NP)
@@ -123,7 +131,8 @@ def logits_gradient_ref(logits_NP, targets_N, lse_N, vocab_size, inv_count_1):
     np.exp(d_NV, out=d_NV)
     d_NV[np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)] -= 1
     d_NV *= inv_count_1[:, None]  # one for all rows, or one per row
-    d_NV[ignored_N], d_NV[wrong_N] = 0, np.nan
+    d_NV[ignored_N] = 0
+    d_NV[wrong_N] = np.nan
     return d_NP
 
 
@@ -136,12 +145,14 @@ def cross_entropy_naive_kernel(
 
     The maths in its simplest form, float32 only: four bytes per access, every logit read twice.
     """
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     P = logits_NP.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     target = int64(targets_N[n])
     used = vocab_size if target != IGNORE else 0  # an ignored row is not read
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for v in range(tid, used, BLOCK):
         m, total = online_softmax(logits_NP[n, v], m, total)
     at_target = float32(math.nan)  # for an invalid target
@@ -164,26 +175,39 @@ def cross_entropy_naive_kernel(
 
 @functools.cache
 def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
-    """The kernel in use. vec: logits in 16 bytes. aligned: every row starts at a multiple of 16 bytes.
+    """Return the kernel in use. vec: logits in 16 bytes.
 
-    A block reads its row in rounds of UNROLL chunks per thread. The columns after the last whole round and the first
-    `smem_end` columns stay in shared memory, the last REGISTER_ROUNDS rounds in registers. The others, if any, are read
+    aligned: every row starts at a multiple of 16 bytes. A block reads its row in rounds of UNROLL
+    chunks per thread. The columns after the last whole round and the first `smem_end` columns stay
+    in shared memory, the last REGISTER_ROUNDS rounds in registers. The others, if any, are read
     again in `write_row`, the most recent first: those are still in L2.
     """
-    BLOCK, REGISTER_ROUNDS = plan.threads, plan.register_rounds
+    BLOCK = plan.threads
+    REGISTER_ROUNDS = plan.register_rounds
     STRIDE = BLOCK * vec
     ROUND = UNROLL * STRIDE
     ELEMENT = types.uint16 if vec == 8 else types.float32
     if vec == 8:
-        load_vector, store_vector, unpack, pack = load_words8, store_words8, unpack8, pack8
-        store_shared, load_shared = store_words8_shared, load_words8_shared
+        load_vector = load_words8
+        store_vector = store_words8
+        unpack = unpack8
+        pack = pack8
+        store_shared = store_words8_shared
+        load_shared = load_words8_shared
     else:
-        load_vector, store_vector, unpack, pack = load_words4, store_words4, unpack4, pack4
-        store_shared, load_shared = store_words4_shared, load_words4_shared
+        load_vector = load_words4
+        store_vector = store_words4
+        unpack = unpack4
+        pack = pack4
+        store_shared = store_words4_shared
+        load_shared = load_words4_shared
 
     @device
     def load_words(words, logits, first, c, end):
-        """words = the chunk at column c. If rows are not aligned, columns from `end` on are not read."""
+        """words = the chunk at column c.
+
+        If rows are not aligned, columns from `end` on are not read.
+        """
         if aligned:
             load_vector(words, logits, first + c)
         else:
@@ -195,7 +219,8 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
     @device
     def add_chunk(words, logits, m, total):
         """Add one chunk: -> the new maximum, the new sum of exp(logit - maximum)."""
-        x, top = cuda.local.array(vec, float32), m
+        x = cuda.local.array(vec, float32)
+        top = m
         unpack(x, words, logits)
         for j in range(vec):
             top = fmax(top, x[j])
@@ -206,7 +231,9 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
 
     @device
     def store_grad(logits, first, c, end, used, words, top, factor):
-        """Overwrite the chunk at column c with softmax times factor; with zeros from column `used` on."""
+        """Overwrite the chunk at column c with softmax times factor; with zeros from column `used`
+        on.
+        """
         x = cuda.local.array(vec, float32)
         if c < used:
             unpack(x, words, logits)
@@ -223,8 +250,13 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
 
     @device
     def read_row(x_RUW, smem_row, logits, first, used, full_end, reg_begin, smem_end):
-        """-> this thread's largest logit, and its sum of exp(logit - largest). Keeps the row on chip as far as it fits."""
-        v, m, total = cuda.threadIdx.x * vec, LOWEST, float32(0.0)
+        """Return this thread's largest logit, and its sum of exp(logit - largest).
+
+        Keeps the row on chip as far as it fits.
+        """
+        v = cuda.threadIdx.x * vec
+        m = LOWEST
+        total = float32(0.0)
         x = cuda.local.array(vec, float32)
         for c in range(full_end + v, used, STRIDE):
             load_words(x_RUW[0, 0], logits, first, c, used)
@@ -268,7 +300,9 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
         top,
         factor,
     ):
-        """Overwrite the row with its gradient: from registers, from global memory, from shared memory."""
+        """Overwrite the row with its gradient: from registers, from global memory, from shared
+        memory.
+        """
         v = cuda.threadIdx.x * vec
         for h in range(REGISTER_ROUNDS):
             base = reg_begin + h * ROUND + v
@@ -296,12 +330,15 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
     def cross_entropy_kernel(
         loss_N, lse_N, logits, targets_N, inv_count_1, P, vocab_size, smem_end, gradient
     ):
-        """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P).
+        """Grid N, block BLOCK.
 
-        Shared memory: the first `smem_end` columns and those after the last whole round. gradient: whether to write it.
-        lse: logsumexp of each row. Where it is not wanted it is loss, which is written after it.
+        Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P). Shared
+        memory: the first `smem_end` columns and those after the last whole round. gradient: whether
+        to write it. lse: logsumexp of each row. Where it is not wanted it is loss, which is written
+        after it.
         """
-        n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+        n = int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
         scratch = cuda.shared.array(MAX_WARPS, float32)
         # A thread reads only what it has written itself: no barrier is needed.
         smem_row = cuda.shared.array(0, ELEMENT)
@@ -315,7 +352,8 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
         m, total = read_row(
             x_RUW, smem_row, logits, n * P, vocab_size, full_end, reg_begin, smem_end
         )
-        in_vocabulary, counted = target >= 0 and target < vocab_size, target != IGNORE
+        in_vocabulary = target >= 0 and target < vocab_size
+        counted = target != IGNORE
         at_target = load1(logits, n * P + target) if in_vocabulary else float32(math.nan)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
@@ -323,7 +361,8 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
             lse_N[n] = math.log(total) + top
             loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
-            used, inv_count = vocab_size, inv_count_1[min(n, inv_count_1.size - 1)]
+            used = vocab_size
+            inv_count = inv_count_1[min(n, inv_count_1.size - 1)]
             if not counted:
                 used = full_end = reg_begin = smem_end = 0  # zeros everywhere
             factor = inv_count / total if in_vocabulary else float32(math.nan)
@@ -364,7 +403,10 @@ def row_sum_kernel(out_1, x_N, scale_1, scaled):
 
 @cuda.jit
 def count_targets_kernel(inv_count_1, targets_N):
-    """Grid 1, block SUM_BLOCK. The barrier counts, in integers: no rounding for any number of targets."""
+    """Grid 1, block SUM_BLOCK.
+
+    The barrier counts, in integers: no rounding for any number of targets.
+    """
     tid = cuda.threadIdx.x
     N = targets_N.shape[0]
     count = int64(0)
@@ -389,14 +431,18 @@ def cross_entropy(
     out_N: Array | None = None,
     lse_N: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """-> loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which **overwrites the logits**.
+    """Return loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which
+    **overwrites the logits**.
 
-    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets; or (N,), one
-    factor per row, for the gradient of sum(inv_count loss).
-    with_gradient=False leaves the logits unchanged and returns None for the gradient; then inv_count may be None.
-    lse_N (N,) float32, if given, becomes the logsumexp of each row, also of rows whose target is -100.
-    A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU, where the check would have
-    to synchronize, loss and gradient of that row are NaN. Raises ValueError or TypeError for other shapes or dtypes.
+    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see
+    count_targets; or (N,), one factor per row, for the gradient of sum(inv_count loss).
+    with_gradient=False leaves the logits unchanged and returns None for the gradient; then
+    inv_count may be None.
+    lse_N (N,) float32, if given, becomes the logsumexp of each row, also of rows whose target is
+    -100.
+    A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU,
+    where the check would have to synchronize, loss and gradient of that row are NaN. Raises
+    ValueError or TypeError for other shapes or dtypes.
     """
     check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape
@@ -441,7 +487,8 @@ class SharedColumns:
 
 def shared_columns(vocab_size: int, vec: int, plan: LossPlan, nbytes: int) -> SharedColumns:
     """How much of a row stays in nbytes of shared memory. vec: logits in 16 bytes."""
-    round_columns, round_bytes = UNROLL * plan.threads * vec, UNROLL * plan.threads * 16
+    round_columns = UNROLL * plan.threads * vec
+    round_bytes = UNROLL * plan.threads * 16
     rest = -(-(vocab_size % round_columns) // vec) * 16
     rounds = min(vocab_size // round_columns - plan.register_rounds, (nbytes - rest) // round_bytes)
     columns = max(rounds, 0) * round_columns
@@ -449,7 +496,9 @@ def shared_columns(vocab_size: int, vec: int, plan: LossPlan, nbytes: int) -> Sh
 
 
 def shared_bytes(x: Array, blocks_per_sm: int) -> int:
-    """Bytes of dynamic shared memory that each of `blocks_per_sm` resident blocks can use on the GPU of x."""
+    """Bytes of dynamic shared memory that each of `blocks_per_sm` resident blocks can use on the
+    GPU of x.
+    """
     block, multiprocessor = (232448, 233472) if isinstance(x, SimArray) else _limits(x.device.id)
     # The driver reserves 1024 bytes per block; `scratch` is static.
     return min(block, multiprocessor // blocks_per_sm - 1024) - 4 * MAX_WARPS
@@ -457,7 +506,7 @@ def shared_bytes(x: Array, blocks_per_sm: int) -> int:
 
 @functools.cache
 def _limits(device):
-    """-> bytes of shared memory per block, per multiprocessor"""
+    """Return bytes of shared memory per block, per multiprocessor"""
     attributes = cupy().cuda.Device(device).attributes
     return [attributes[f"MaxSharedMemoryPer{of}"] for of in ("BlockOptin", "Multiprocessor")]
 
@@ -468,7 +517,9 @@ def row_sum(x_N: Array) -> Array:
 
 
 def mean_loss(loss_N: Array, inv_count_1: Array) -> Array:
-    """loss (N,), inv_count (1,) float32 -> inv_count sum(loss), (1,), in one launch and a fixed order."""
+    """loss (N,), inv_count (1,) float32 -> inv_count sum(loss), (1,), in one launch and a fixed
+    order.
+    """
     check_array("mean_loss", "inv_count", inv_count_1, (1,))
     return _row_sum(loss_N, inv_count_1)
 
@@ -485,7 +536,8 @@ def _row_sum(x_N, scale_1):
 
 
 def count_targets(targets_N: Array) -> Array:
-    """targets (N,) integers -> 1 / (the number of targets that are not -100), (1,) float32, on their device.
+    """targets (N,) integers -> 1 / (the number of targets that are not -100), (1,) float32, on
+    their device.
 
     0 if there is none, so that loss and gradient are 0 and not NaN.
     """
@@ -504,7 +556,7 @@ def _check_targets(op, targets_N, N):
 
 
 def check_targets_on_host(targets_N: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError if a target is neither in [0, vocab_size) nor -100."""
+    """Raise ValueError if a target is neither in [0, vocab_size) nor -100."""
     wrong_N = ((targets_N < 0) | (targets_N >= vocab_size)) & (targets_N != IGNORE)
     if wrong_N.any():
         n = int(wrong_N.argmax())

@@ -1,19 +1,23 @@
-"""Residual addition and RMSNorm whose result is fp8 codes.   x, r: (N, C)   w: (C,)   h: (N, C)   codes: (N, C), (C, N)
+"""Residual addition and RMSNorm whose result is fp8 codes.
+
+x, r: (N, C)   w: (C,)   h: (N, C)   codes: (N, C), (C, N)
 
     h = x + r        y = rmsnorm(h) w        (residual.py; without r: h is x)        y ~ codes x scale        (fp8.py)
 
-Only a product reads y, so y is never written, in bf16 or otherwise. Backward needs h and rstd (residual_rmsnorm_bwd) and, for
-the product's weight gradient, the transposed codes. The codes are those of y in float32: y is rounded once, not to bf16 first.
+Only a product reads y, so y is never written, in bf16 or otherwise. Backward needs h and rstd
+(residual_rmsnorm_bwd) and, for the product's weight gradient, the transposed codes. The codes are
+those of y in float32: y is rounded once, not to bf16 first.
 
 Bytes of a number, with x in float32 and r in bf16:   x 4 + r 2 + h 4 + codes 2 = 12
 two kernels, residual_rmsnorm_fwd and fp8:            x 4 + r 2 + h 4 + y 2 + y 2 + codes 2 = 16
 
-A row is needed whole before its first code, and 16 rows or more before a transposed store: 16 neighbouring bytes of a column.
-So a block owns ROWS whole rows. W warps hold a row in registers from the load of x to the codes, as in rows.py, and put its
-codes in shared memory; when all rows are there, threads transpose 4 x 4 bytes at a time and write 16 bytes of each of 4
-columns. With 32 rows 2 lanes write 32 neighbouring bytes of a column, a sector of memory. Rows in shared memory are one word
-longer than C, an odd number: the 16 words that 16 lanes read in one row and those of the other 16 lanes, 16 rows below, are
-in different banks.
+A row is needed whole before its first code, and 16 rows or more before a transposed store: 16
+neighbouring bytes of a column. So a block owns ROWS whole rows. W warps hold a row in registers
+from the load of x to the codes, as in rows.py, and put its codes in shared memory; when all rows
+are there, threads transpose 4 x 4 bytes at a time and write 16 bytes of each of 4 columns. With 32
+rows 2 lanes write 32 neighbouring bytes of a column, a sector of memory. Rows in shared memory are
+one word longer than C, an odd number: the 16 words that 16 lanes read in one row and those of the
+other 16 lanes, 16 rows below, are in different banks.
 """
 
 import functools
@@ -45,13 +49,17 @@ from .runtime.cost import declare_cost, distinct_bytes
 from .runtime.launch import FLOATS, check, check_array, empty, empty_like, launch, on_host, wide
 
 WARPS = 16  # of a block at most, or those of one row if they are more
-# Warps per multiprocessor, for up to 24 columns per thread (80 registers) and beyond (128). With this limit ptxas issues all
-# loads of a row before it uses the first; without a limit it takes 72 registers, and some loads wait for the first sums.
-RESIDENT, RESIDENT_WIDE = 24, 16
+# Warps per multiprocessor, for up to 24 columns per thread (80 registers) and beyond (128). With
+# this limit ptxas issues all loads of a row before it uses the first; without a limit it takes 72
+# registers, and some loads wait for the first sums.
+RESIDENT = 24
+RESIDENT_WIDE = 16
 VEC = 4  # neighbouring columns of a thread: 16 bytes of float32, a word of codes
-# Columns. Up to WIDE a block owns 32 rows: their codes take 98 KB of shared memory, and a block may have 99 KiB (Ada), 227 KiB
-# (Hopper). Beyond it owns 16: up to 6272 columns on Ada, WIDEST on Hopper.
-WIDE, WIDEST = 3072, 14336
+# Columns. Up to WIDE a block owns 32 rows: their codes take 98 KB of shared memory, and a block may
+# have 99 KiB (Ada), 227 KiB (Hopper). Beyond it owns 16: up to 6272 columns on Ada, WIDEST on
+# Hopper.
+WIDE = 3072
+WIDEST = 14336
 
 
 def rows_of_a_block(C: int) -> int:
@@ -60,21 +68,36 @@ def rows_of_a_block(C: int) -> int:
 
 
 def rows_at_a_time(W: int) -> int:
-    """How many rows of W warps each a block computes at the same time: a power of two, so that it divides rows_of_a_block"""
+    """How many rows of W warps each a block computes at the same time: a power of two, so that it
+    divides rows_of_a_block
+    """
     return 1 << (max(WARPS // W, 1).bit_length() - 1)
 
 
 # ----------------------------------------------------------------------------- kernel
 @functools.cache
 def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
-    """-> the kernel and its block size. add: h = x + r, else h is x. write False: it only takes the maximum."""
+    """Return the kernel and its block size. add: h = x + r, else h is x.
+
+    write False: it only takes the maximum.
+    """
     ops = make_row_ops(C, VEC, True)
-    load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
-    W, STEPS, STRIDE, FULL, INVERSE = ops.W, ops.STEPS, ops.STRIDE, C % ops.STRIDE == 0, 1 / C
+    load = ops.load
+    store = ops.store
+    load_words = ops.load_words
+    unpack = ops.unpack
+    W = ops.W
+    STEPS = ops.STEPS
+    STRIDE = ops.STRIDE
+    FULL = C % ops.STRIDE == 0
+    INVERSE = 1 / C
     GROUPS = rows_at_a_time(W)
-    THREADS, ROWS, WORDS = 32 * W * GROUPS, rows_of_a_block(C), C // 4 + 1
+    THREADS = 32 * W * GROUPS
+    ROWS = rows_of_a_block(C)
+    WORDS = C // 4 + 1
     PIECES = ROWS // 16
-    encode4, warps = make_encode4(kind), RESIDENT if STEPS * VEC <= 24 else RESIDENT_WIDE
+    encode4 = make_encode4(kind)
+    warps = RESIDENT if STEPS * VEC <= 24 else RESIDENT_WIDE
 
     @kernel(THREADS, max(32 * warps // THREADS, 1))
     def fp8_norm_kernel(codes, columns, h, rstd_N, x, r, w_C, scale_1, largest_1, counts_2, N, eps):
@@ -88,8 +111,10 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
         largest, counts = cuda.local.array(1, float32), cuda.local.array(2, int32)
         start_notes(largest, counts)
         tid = cuda.threadIdx.x
-        group, column = tid // (32 * W), tid % (32 * W) * VEC
-        n0, inverse = int64(cuda.blockIdx.x) * ROWS, float32(1.0) / scale_1[0]
+        group = tid // (32 * W)
+        column = tid % (32 * W) * VEC
+        n0 = int64(cuda.blockIdx.x) * ROWS
+        inverse = float32(1.0) / scale_1[0]
         for first in range(0, ROWS, GROUPS):
             row = first + group
             n = n0 + row
@@ -135,7 +160,9 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
         add_notes(largest_1, counts_2, largest, counts, partial, write)
         if write:
             for i in range(tid, PIECES * (C // 4), THREADS):
-                piece, at = i % PIECES, i // PIECES  # 16 rows, 4 columns
+                # 16 rows, 4 columns
+                piece = i % PIECES
+                at = i // PIECES
                 there = int64(at * 4) * N + n0 + piece * 16
                 store_transposed(columns, there, N, tile, piece * 16 * WORDS + at, WORDS)
 
@@ -152,10 +179,11 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
 def fp8_norm(
     x_NC: Array, r_NC: Array | None, w_C: Array, eps: float, slot: Slot, current: bool = False
 ) -> tuple[Array, Fp8, Array]:
-    """h = x + r (r None: h is x itself) -> h in the dtype of x, the codes of rmsnorm(h) w, rstd (N,) float32.
+    """h = x + r (r None: h is x itself) -> h in the dtype of x, the codes of rmsnorm(h) w, rstd
+    (N,) float32.
 
-    x, r (N, C), w (C,) float32 or bf16. N and C: multiples of TILE, C at most WIDEST. slot, current: as in fp8.fp8.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    x, r (N, C), w (C,) float32 or bf16. N and C: multiples of TILE, C at most WIDEST. slot,
+    current: as in fp8.fp8. Raises ValueError or TypeError for other shapes or dtypes.
     """
     op = "fp8 norm"
     check_type(op, slot, Slot)
@@ -183,7 +211,8 @@ def fp8_norm(
     )
     h_NC = x_NC if r_NC is None else empty_like(x_NC)
     rstd_N = empty(x_NC, N, np.float32)
-    flat, ROWS = [a.reshape(-1) for a in (h_NC, x_NC, r)], rows_of_a_block(C)
+    flat = [a.reshape(-1) for a in (h_NC, x_NC, r)]
+    ROWS = rows_of_a_block(C)
 
     def start(write, codes, columns, scale_1):
         norm_kernel, threads = make_fp8_norm_kernel(C, slot.kind, r_NC is not None, write)
@@ -199,8 +228,13 @@ def fp8_norm(
             slot.counts_2,
         )
         launch(
-            norm_kernel, N // ROWS, threads, *arguments, N, np.float32(eps),
+            norm_kernel,
+            N // ROWS,
+            threads,
+            *arguments,
+            N,
+            np.float32(eps),
             shared=ROWS * (C // 4 + 1) * 4,
-        )  # fmt: skip
+        )
 
     return h_NC, encode_on_gpu((N, C), slot, current, start), rstd_N

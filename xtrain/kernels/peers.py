@@ -1,10 +1,11 @@
-"""Sums and copies of arrays that are in the memory of other GPUs, its peers.    y, x, a, b, ...: (n,)
+"""Sums and copies of arrays that are in the memory of other GPUs, its peers. y, x, a, b, ...: (n,)
 
     add_peers        y = y + a + b + ...       from left to right, so the same arguments give the same bits
     copy_to_peers    a = x, b = x, ...
 
-Loads and stores travel over NVLink or PCIe. One kernel for all peers keeps the link busy: with a kernel per peer it would
-be idle from the last element of one to the first of the next. And y (or x) is read once.
+Loads and stores travel over NVLink or PCIe. One kernel for all peers keeps the link busy: with a
+kernel per peer it would be idle from the last element of one to the first of the next. And y (or x)
+is read once.
 """
 
 import functools
@@ -39,7 +40,7 @@ COPYING = 64
 
 # ----------------------------------------------------------------------------- references
 def add_peers_ref(y_n, peers):
-    """Adds the peers to y in place, one after the other, in float32."""
+    """Add the peers to y in place, one after the other, in float32."""
     total_n = y_n.astype(np.float32)
     for x_n in peers:
         total_n += x_n.astype(np.float32)
@@ -144,7 +145,8 @@ def make_copy_to_peers_kernel(COUNT: int):
 def add_peers(y_n: Array, peers: list[Array]) -> None:
     """y += each of the peers in turn, with one rounding to the dtype of y per MOST of them.
 
-    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and without a peer.
+    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and
+    without a peer.
     """
     for some in _some("add_peers", y_n, peers):
         if on_host(y_n, *some):
@@ -158,7 +160,8 @@ def add_peers(y_n: Array, peers: list[Array]) -> None:
 def copy_to_peers(peers: list[Array], x_n: Array) -> None:
     """Write x to each of the peers, bit for bit except that in bf16 a NaN becomes the usual one.
 
-    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and without a peer.
+    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and
+    without a peer.
     """
     for some in _some("copy_to_peers", x_n, peers):
         if on_host(x_n, *some):

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021).   x, y: (N, H, D)   cos, sin: (P, R), R = D / 2
 
-A head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in Hugging Face. At position p
-it is rotated by the angle a = p f_r with f_r = theta^(-2r / D). Planes with a high frequency distinguish near positions,
-those with a low frequency distant ones.
+A head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in
+Hugging Face. At position p it is rotated by the angle a = p f_r with f_r = theta^(-2r / D). Planes
+with a high frequency distinguish near positions, those with a low frequency distant ones.
 
     forward    y_r     = x_r cos a - x_{r+R} sin a
                y_{r+R} = x_{r+R} cos a + x_r sin a
@@ -14,8 +14,8 @@ Row n has position n % T (sequences of T tokens, one after another) or positions
 x and y are float32 or bf16; the tables and the arithmetic are float32.
 Bytes moved: read x, write y; the tables stay in cache.
 
-Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs (rope_type, in older
-configs type). S0 is the trained length, S the longest sequence:
+Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs
+(rope_type, in older configs type). S0 is the trained length, S the longest sequence:
     linear     f / factor (Chen et al. 2023)
     dynamic    theta grows with S:  theta (factor S / S0 - (factor - 1))^(D / (D - 2))
     llama3     f for planes of high frequency, f / factor for those of low frequency, interpolated between
@@ -46,7 +46,8 @@ from .runtime.launch import (
     wide,
 )
 
-BLOCK = 256  # threads, approximately. The plain kernel: as many whole heads as fit, one thread per plane
+# threads, approximately. The plain kernel: as many whole heads as fit, one thread per plane
+BLOCK = 256
 
 
 # ----------------------------------------------------------------------------- tables
@@ -57,7 +58,7 @@ def rope_frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> np.ndarray:
-    """-> f (R,) float64, in radians per position. The arguments are those of rope_tables.
+    """Return f (R,) float64, in radians per position. The arguments are those of rope_tables.
 
     Raises ValueError for an unknown scaling type, and for dynamic scaling without max_seq_len.
     """
@@ -89,8 +90,10 @@ def _llama3(f_R, scaling, max_seq_len):
 
 
 def _yarn(f_R, head_dim, theta, scaling):
-    """Peng et al. 2023: planes that turn less than beta_slow times within the trained length are slowed down by the factor,
-    those that turn more than beta_fast times are kept, and between the two the share changes linearly with the plane."""
+    """Peng et al. 2023: planes that turn less than beta_slow times within the trained length are
+    slowed down by the factor, those that turn more than beta_fast times are kept, and between the
+    two the share changes linearly with the plane.
+    """
     trained = scaling["original_max_position_embeddings"]
     plane = lambda turns: (  # which one turns that often
         head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -110,12 +113,13 @@ def rope_tables(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """-> cos, sin (P, R) float32 for positions 0 .. length - 1, computed in float64 and rounded once.
+    """Return cos, sin (P, R) float32 for positions 0 .. length - 1, computed in float64 and rounded
+    once.
 
     scaling: as in Hugging Face's config; with YaRN both are multiplied by its attention_factor.
     seq_len: the longest sequence to be run; only dynamic scaling uses it.
-    max_seq_len: the length that the model was trained for (max_position_embeddings; None: length); dynamic and llama3
-    scaling use it.
+    max_seq_len: the length that the model was trained for (max_position_embeddings; None: length);
+    dynamic and llama3 scaling use it.
     Raises ValueError for an odd head_dim or an unknown scaling type.
     """
     check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
@@ -129,9 +133,13 @@ def rope_tables(
 
 # ----------------------------------------------------------------------------- reference
 def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
-    """-> y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin]. sign -1: the inverse, which is also the backward."""
+    """Return y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin].
+
+    sign -1: the inverse, which is also the backward.
+    """
     R = cos_PR.shape[1]
-    cos_NR, sin_NR = cos_PR[positions_N], sign * sin_PR[positions_N]
+    cos_NR = cos_PR[positions_N]
+    sin_NR = sign * sin_PR[positions_N]
     swapped_NHD = np.concatenate([x_NHD[..., R:], x_NHD[..., :R]], -1)
     swapped_NHD *= np.concatenate([-sin_NR, sin_NR], 1)[:, None]
     y_NHD = np.multiply(x_NHD, np.concatenate([cos_NR, cos_NR], 1)[:, None], out=out)
@@ -148,7 +156,9 @@ def cycle(n, T):
 
 @cuda.jit(device=True)
 def position_of(n, positions_N, T, P):
-    """The position of row n < 2^32: n % T, or positions_N[n] if T is 0. -1 if it is outside the P rows of the tables."""
+    """The position of row n < 2^32: n % T, or positions_N[n] if T is 0. -1 if it is outside the P
+    rows of the tables.
+    """
     if T > 0:
         return cycle(n, T)
     p = int64(positions_N[n])
@@ -157,7 +167,7 @@ def position_of(n, positions_N, T, P):
 
 @cuda.jit(device=True)
 def angle(cos_PR, sin_PR, p, r):
-    """-> cos, sin of plane r at position p; NaN where p is -1"""
+    """Return cos, sin of plane r at position p; NaN where p is -1"""
     if p >= 0:
         return cos_PR[p, r], sin_PR[p, r]
     return NAN, NAN
@@ -165,11 +175,12 @@ def angle(cos_PR, sin_PR, p, r):
 
 @cuda.jit
 def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
-    """Grid (N, ceil(H / heads)), block (R, heads). A thread rotates plane r of one head of token n. x, y: flat.
+    """Grid (N, ceil(H / heads)), block (R, heads). A thread rotates plane r of one head of token n.
 
-    sign: 1 rotates forward, -1 back. For heads of any width.
+    x, y: flat. sign: 1 rotates forward, -1 back. For heads of any width.
     """
-    n, r = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    r = cuda.threadIdx.x
     h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
     R = cos_PR.shape[1]
     if h < H:
@@ -184,21 +195,23 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
 
 @functools.cache
 def make_rope_kernel(H, D, vec, forward):
-    """The kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py. None if the shape does not fit."""
+    """Return the kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py.
+
+    None if the shape does not fit.
+    """
     plan = head_plan(H, D, vec, BLOCK)
     if plan is None:
         return None
     ops = make_head_ops(H, D, vec, plan)
-    token_head_plane, load_angles, load_words, unpack, pack, store_words = (
-        ops.token_head_plane,
-        ops.load_angles,
-        ops.load_words,
-        ops.unpack,
-        ops.pack,
-        ops.store_words,
-    )
+    token_head_plane = ops.token_head_plane
+    load_angles = ops.load_angles
+    load_words = ops.load_words
+    unpack = ops.unpack
+    pack = ops.pack
+    store_words = ops.store_words
     rotate = ops.rotate if forward else ops.rotate_back
-    R, TOKENS = D // 2, plan.tokens
+    R = D // 2
+    TOKENS = plan.tokens
 
     @kernel(plan.THREADS)
     def rope_kernel(y, x, cos_PR, sin_PR, positions_N, N, T):
@@ -207,7 +220,8 @@ def make_rope_kernel(H, D, vec, forward):
         n = int64(cuda.blockIdx.x) * TOKENS + token
         if n < N and h < H:
             cos, sin = cuda.local.array(vec, float32), cuda.local.array(vec, float32)
-            x_2E, x_2W = cuda.local.array((2, vec), float32), cuda.local.array((2, 4), uint32)
+            x_2E = cuda.local.array((2, vec), float32)
+            x_2W = cuda.local.array((2, 4), uint32)
             load_words(x_2W, x, (n * H + h) * D + r)
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
             load_angles(cos, sin, cos_PR, sin_PR, p, r)
@@ -227,10 +241,11 @@ def rope_fwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """x (N, H, D) float32 or bf16, contiguous -> y with the shape and dtype of x. cos, sin (P, D / 2) float32.
+    """x (N, H, D) float32 or bf16, contiguous -> y with the shape and dtype of x.
 
-    Row n has position positions_N[n], or n % T without positions (default of T: N). A position outside the tables raises
-    ValueError on the CPU; on a GPU, where the check would have to synchronize, y of that row is NaN.
+    cos, sin (P, D / 2) float32. Row n has position positions_N[n], or n % T without positions
+    (default of T: N). A position outside the tables raises ValueError on the CPU; on a GPU, where
+    the check would have to synchronize, y of that row is NaN.
     """
     return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1)
 
@@ -242,7 +257,10 @@ def rope_bwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """dy (N, H, D) -> dx (N, H, D): dy rotated back. It is also the inverse of rope_fwd. Arguments as there."""
+    """dy (N, H, D) -> dx (N, H, D): dy rotated back. It is also the inverse of rope_fwd.
+
+    Arguments as there.
+    """
     return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1)
 
 
@@ -266,21 +284,23 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
         launch(vectorized.kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
     else:
         heads = max(1, min(H, BLOCK // R))
-        grid, block = (N, -(-H // heads)), (R, heads)
+        grid = (N, -(-H // heads))
+        block = (R, heads)
         arrays = (*flat, cos_PR, sin_PR, positions)
         launch(rope_plane_kernel, grid, block, *arrays, H, T, np.float32(sign))
     return y_NHD
 
 
 def check_tables(op: str, cos_PR: Array, sin_PR: Array, D: int) -> None:
-    """Raises ValueError or TypeError unless cos and sin are (P, D / 2) float32 and D is even."""
+    """Raise ValueError or TypeError unless cos and sin are (P, D / 2) float32 and D is even."""
     check(D % 2 == 0, f"{op}: head width {D} is odd, planes are pairs")
     check_array(op, "cos", cos_PR, (None, D // 2))
     check_array(op, "sin", sin_PR, cos_PR.shape)
 
 
 def positions_for(op, x, cos_PR, positions_N, T) -> tuple[Array, int]:
-    """-> positions, T as the reference and the kernels take them; T = 0: the kernel reads positions.
+    """Return positions, T as the reference and the kernels take them; T = 0: the kernel reads
+    positions.
 
     Raises ValueError if T or, on the CPU, a position is not in the tables of cos_PR.shape[0] rows.
     """

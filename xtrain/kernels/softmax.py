@@ -1,17 +1,18 @@
 """Causal softmax of attention scores, in place, with scale and mask.   s, p, dp, ds: (A, R, S)
 
-A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query heads of T positions
-each, so row i has position t = i % T. It attends to the keys s <= t + (S - T): with S > T the first S - T keys are a past
-that every row sees.
+A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query
+heads of T positions each, so row i has position t = i % T. It attends to the keys s <= t + (S - T):
+with S > T the first S - T keys are a past that every row sees.
 
     forward    p_s = exp(scale s_s - m) / sum_j exp(scale s_j - m),   m = max_j scale s_j
     backward   dp_j/ds_s = scale p_j ([j == s] - p_s): the sum over j is one number for the row,
                ds_s = scale p_s (dp_s - sum_j dp_j p_j)
 
-The maximum and the sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing in exact
-arithmetic and keeps exp from overflowing. m and the sum are computed in one pass (Milakov & Gimelshein 2018): when a larger
-score appears, the sum so far is multiplied by exp(old m - new m). scale s is rounded before m is subtracted (fmul_rn): a
-fused operation would give another value than the one whose maximum is m.
+The maximum and the sums run over the visible keys; masked p and ds are exactly 0. Subtracting m
+changes nothing in exact arithmetic and keeps exp from overflowing. m and the sum are computed in
+one pass (Milakov & Gimelshein 2018): when a larger score appears, the sum so far is multiplied by
+exp(old m - new m). scale s is rounded before m is subtracted (fmul_rn): a fused operation would
+give another value than the one whose maximum is m.
 Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written completely.
 """
 
@@ -32,7 +33,8 @@ from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32
-NARROW = 1024  # keys; up to here one warp per row: no barrier is needed, and the row stays in the L1 cache
+# keys; up to here one warp per row: no barrier is needed, and the row stays in the L1 cache
+NARROW = 1024
 WIDEST = 16384  # keys of the kernels that keep a row in registers
 VEC_SIZE = 4  # float32 of one 16-byte access
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
@@ -62,7 +64,7 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
     return ds_ARS
 
 
-# ----------------------------------------------------------------------------- kernels for any width
+# ---------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
     """Add one score x: -> the new maximum, the new sum of exp(score - maximum)."""
@@ -88,7 +90,8 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     if n >= N:  # the same for the whole warp, so no lane is missing in the shuffles
         return
     visible = visible_keys(n, T, S, causal)
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for s in range(lane, visible, 32):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = warp_max(m)
@@ -102,11 +105,13 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
 @cuda.jit
 def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
     """Grid N, block BLOCK. Block n owns row n, thread tid the keys tid, tid + BLOCK, ..."""
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     S = s_NS.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     visible = visible_keys(n, T, S, causal)
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for s in range(tid, visible, BLOCK):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = block_max(m, partial)
@@ -139,7 +144,8 @@ def causal_softmax_bwd_warp_kernel(dp_NS, p_NS, T, scale, causal):
 @cuda.jit
 def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
     """Grid N, block BLOCK. Block n owns row n."""
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     S = p_NS.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     visible = visible_keys(n, T, S, causal)
@@ -153,9 +159,11 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
         dp_NS[n, s] = float32(0.0)
 
 
-# ----------------------------------------------------------------------------- kernels in use: the row in registers
+# ------------------------------------------------------------- kernels in use: the row in registers
 def make_row_functions(W):
-    """-> device functions: maximum and sum over the W warps of a row, the thread's row and column (see primitives/rows.py)."""
+    """Return device functions: maximum and sum over the W warps of a row, the thread's row and
+    column (see primitives/rows.py).
+    """
 
     @device
     def largest(v, partial):
@@ -181,7 +189,10 @@ def make_row_functions(W):
 
 @functools.cache
 def make_fwd_kernel(W, STEPS, R):
-    """The forward kernel for rows of a multiple of 4 keys. S is not a compile-time constant: it grows during generation."""
+    """Return the forward kernel for rows of a multiple of 4 keys.
+
+    S is not a compile-time constant: it grows during generation.
+    """
     largest, total, row_and_column = make_row_functions(W)
     STRIDE = 32 * W * VEC_SIZE
 
@@ -223,13 +234,16 @@ def make_fwd_kernel(W, STEPS, R):
 
 @functools.cache
 def make_bwd_kernel(W, STEPS, R):
-    """The backward kernel for rows of a multiple of 4 keys."""
+    """Return the backward kernel for rows of a multiple of 4 keys."""
     _, total, row_and_column = make_row_functions(W)
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
-        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S). Where p is masked it is 0, and so is ds."""
+        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S).
+
+        Where p is masked it is 0, and so is ds.
+        """
         row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:
@@ -284,9 +298,10 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
 def causal_softmax_bwd(
     dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
 ) -> Array:
-    """dp, p (A, R, S) float32, contiguous -> ds, which overwrites dp. Masked elements of dp may have any finite value.
+    """dp, p (A, R, S) float32, contiguous -> ds, which overwrites dp.
 
-    T, scale, causal and the errors as in causal_softmax_fwd.
+    Masked elements of dp may have any finite value. T, scale, causal and the errors as in
+    causal_softmax_fwd.
     """
     _check("softmax backward", "p", p_ARS, T, causal)
     check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
@@ -307,10 +322,12 @@ def _check(op, name, x_ARS, T, causal):
 
 def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
-    N, scale = A * R, np.float32(scale)
+    N = A * R
+    scale = np.float32(scale)
     if S % VEC_SIZE == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
         plan = row_plan(S, VEC_SIZE)
-        row_kernel, flat = make_kernel(plan.W, plan.STEPS, plan.R), [x.reshape(-1) for x in arrays]
+        row_kernel = make_kernel(plan.W, plan.STEPS, plan.R)
+        flat = [x.reshape(-1) for x in arrays]
         launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
     else:
         row_kernel, grid = (warp_kernel, -(-N // WARPS)) if S <= NARROW else (block_kernel, N)

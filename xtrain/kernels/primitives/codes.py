@@ -1,4 +1,6 @@
-"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
+"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used.
+
+quantize.py says what the bytes mean.
 
     load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16; load_codes8: 2
                                        words; load_codes4: 1 word
@@ -6,27 +8,33 @@
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
     codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs of bf16. Compute capability 8.0
     e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
-                                       Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
+                                       Beyond the largest code: that one; NaN stays NaN. Compute
+                                       capability 8.9
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
     interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and c C d D
 
-The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a bf16). Every int8 and every
-e4m3 is a bf16, so nothing is rounded here; the scale of the row is applied to the sum.
+The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a
+bf16). Every int8 and every e4m3 is a bf16, so nothing is rounded here; the scale of the row is
+applied to the sum.
 
-A conversion instruction is slow: at the speed of an H200's memory a multiprocessor gets 18 codes a cycle, and converts 16
-integers to float32 in one. So bits are moved to where a float has them, by instructions of which 64 to 128 run in a cycle:
+A conversion instruction is slow: at the speed of an H200's memory a multiprocessor gets 18 codes a
+cycle, and converts 16 integers to float32 in one. So bits are moved to where a float has them, by
+instructions of which 64 to 128 run in a cycle:
 
     int8 -> float32   0x4B0000uu is the float 2^23 + uu. With uu = code + 128: one byte permutation, one subtraction
     int8 -> bf16      0x00uu is the bf16 uu 2^-133: for bytes below 128 a subnormal number, and the next exponent, which is for
-                      bytes from 128 on, has the same step. With uu = code + 128, times 2^127 and less 2 is code / 64. Both halves
-                      of a register at once: for 4 codes one mask, 2 permutations and 2 multiply-adds
+                      bytes from 128 on, has the same step. With uu = code + 128, times 2^127 and
+                      less 2 is code / 64. Both halves of a register at once: for 4 codes one mask,
+                      2 permutations and 2 multiply-adds
     e4m3              sign, exponent and fraction move to their places in the wider float. The exponent is then too small by
-                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal numbers): times 2^120. As bf16
-                      times 2^114, so that both kinds have one unit. A byte permutation can fill a byte with copies of a sign bit:
-                      shifted by 4, sign and number are where they belong. For 4 codes 2 permutations, 2 shifts, 2 masks and 2
-                      products
+                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal
+                      numbers): times 2^120. As bf16 times 2^114, so that both kinds have one unit.
+                      A byte permutation can fill a byte with copies of a sign bit: shifted by 4,
+                      sign and number are where they belong. For 4 codes 2 permutations, 2 shifts, 2
+                      masks and 2 products
 
-BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes up for it, exactly.
+BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes
+up for it, exactly.
 """
 
 import ml_dtypes
@@ -43,13 +51,16 @@ BF16_UNIT = 64.0
 
 # ----------------------------------------------------------------------------- code generation
 def _permute(code, a, b, selector):
-    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last; 8 more:
-    copies of the sign bit of that byte. "prmt" """
+    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the
+    lowest byte last; 8 more: copies of the sign bit of that byte. "prmt"
+    """
     return code.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", uint32, [a, b], effect=False)
 
 
 def _fma_pairs(code, a, b, c):
-    """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are not flushed."""
+    """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are
+    not flushed.
+    """
     return code.asm("fma.rn.bf16x2 $0, $1, $2, $3;", uint32, [a, b, c], effect=False)
 
 
@@ -150,9 +161,12 @@ store_codes4, store_codes8, store_codes16 = (
 )
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def nearest_codes(values: np.ndarray, dtype) -> np.ndarray:
-    """The codes (uint8) of float32 numbers as the hardware's conversion gives them. dtype: E4M3 or E5M2."""
+    """The codes (uint8) of float32 numbers as the hardware's conversion gives them.
+
+    dtype: E4M3 or E5M2.
+    """
     most = np.float32(ml_dtypes.finfo(dtype).max)
     codes = np.clip(values, -most, most).astype(dtype).view(np.uint8)
     return np.where(np.isnan(values), np.uint8(NAN_CODE), codes)

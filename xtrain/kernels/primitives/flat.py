@@ -1,12 +1,13 @@
-"""Vectorized access to n contiguous elements, or to the rows of a matrix: 8 elements per thread, in two 16-byte accesses.
+"""Vectorized access to n contiguous elements, or to the rows of a matrix: 8 elements per thread, in
+two 16-byte accesses.
 
-An element-wise kernel does not depend on the shape: a contiguous array is n elements, whatever its shape. Three units
-make such a kernel as fast as a copy:
+An element-wise kernel does not depend on the shape: a contiguous array is n elements, whatever its
+shape. Three units make such a kernel as fast as a copy:
 
     quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
-             neighbouring quads, so a warp writes whole 32-byte sectors. With two adjacent quads per thread each
-             store would write half sectors: in float32 9 % (scale) to 21 % (silu) slower on an H200 at
-             N = 32768, C = 768.
+             neighbouring quads, so a warp writes whole 32-byte sectors. With two adjacent quads per
+             thread each store would write half sectors: in float32 9 % (scale) to 21 % (silu)
+             slower on an H200 at N = 32768, C = 768.
     chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
     tile     what a block owns: STEPS chunks per thread, all loaded before the first computation. About 25 KB
              per multiprocessor must be in flight at any time.
@@ -14,8 +15,9 @@ make such a kernel as fast as a copy:
     elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (gap = 1024)
     thread       0     1           255     |      0
 
-A 16-byte access needs an address that is a multiple of 16. An array with another start address (a slice of the arena, a
-row of odd width), and the end of an array, are read and written element by element, which is slower.
+A 16-byte access needs an address that is a multiple of 16. An array with another start address (a
+slice of the arena, a row of odd width), and the end of an array, are read and written element by
+element, which is slower.
 """
 
 import math
@@ -43,8 +45,9 @@ SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 def load(registers, x, i, gap, end, vectorized):
     """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
 
-    vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the compiler removes the
-    branch: a bf16 is widened in the branch that loads it, so loads in separate branches would wait for each other.
+    vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the
+    compiler removes the branch: a bf16 is widened in the branch that loads it, so loads in separate
+    branches would wait for each other.
     """
     if vectorized:
         load4(registers[0:QUAD], x, i)
@@ -90,10 +93,11 @@ def can_vectorize(first, n, aligned):
 
 
 def make_row_and_column(C: int):
-    """-> row_and_column(), gap, for rows of C columns. row_and_column() -> row and first column of this thread's chunk.
+    """Return row_and_column(), gap, for rows of C columns.
 
-    The quads of a chunk are half a row apart, so a chunk lies in one row. C is a compile-time constant: the compiler
-    replaces the division by a multiplication.
+    row_and_column() -> row and first column of this thread's chunk. The quads of a chunk are half a
+    row apart, so a chunk lies in one row. C is a compile-time constant: the compiler replaces the
+    division by a multiplication.
     """
     GAP = row_gap(C)
     CHUNKS = GAP // QUAD  # of a row
@@ -133,22 +137,26 @@ def _address(a):
 
 
 def row_step(x: Array) -> int | None:
-    """The distance in elements between consecutive rows of x (..., X, D), where a row is X D elements.
+    """The distance in elements between consecutive rows of x (..., X, D), where a row is X D
+    elements.
 
-    None if the rows are not contiguous, not evenly spaced, or overlap. More than X D if x is a slice of the columns of a
-    packed array.
+    None if the rows are not contiguous, not evenly spaced, or overlap. More than X D if x is a
+    slice of the columns of a packed array.
     """
     *outer, X, D = x.shape
     if x.flags.c_contiguous:
         return X * D
-    size, step, rows = x.itemsize, X * D * x.itemsize, 1
+    size = x.itemsize
+    step = X * D * x.itemsize
+    rows = 1
     if (D > 1 and x.strides[-1] != size) or (X > 1 and x.strides[-2] != D * size):
         return None
     for n, stride in zip(reversed(outer), reversed(x.strides[:-2])):
         if n > 1:
             if stride != rows * step and (rows > 1 or stride < step or stride % size):
                 return None
-            step, rows = stride if rows == 1 else step, rows * n
+            step = stride if rows == 1 else step
+            rows = rows * n
     return step // size
 
 
@@ -171,7 +179,8 @@ def can_vectorize_rows(C: int, *arrays: Array) -> bool:
 def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:
     """Launch kernel(arrays..., others..., aligned) on ceil(n / TILE) blocks.
 
-    arrays: contiguous, n elements each; the kernel gets flat views. others: scalars and small arrays.
+    arrays: contiguous, n elements each; the kernel gets flat views. others: scalars and small
+    arrays.
     """
     runs = [a.reshape(-1) for a in arrays]
     launch(kernel, -(-runs[0].size // TILE), BLOCK, *runs, *others, on_16_bytes(*runs))

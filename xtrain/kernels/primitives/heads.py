@@ -9,7 +9,8 @@
     bf16, D = 32:  columns   0..7  8..15 | 16..23  24..31
                    thread      0     1   |   0       1
 
-Other widths (R not a multiple of a chunk, or S not a power of two) have plain kernels with one thread per plane.
+Other widths (R not a multiple of a chunk, or S not a power of two) have plain kernels with one
+thread per plane.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,9 @@ class HeadKernel:
 
 
 def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
-    """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape does not fit."""
+    """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape
+    does not fit.
+    """
     S = D // (2 * vec)
     if D % (2 * vec) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
         return None
@@ -71,12 +74,15 @@ def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
 class HeadOps:
     """Device functions of make_head_ops.
 
-    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4) words (words.py).
+    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4)
+    words (words.py).
     """
 
-    token_head_plane: Callable  # () -> token within the block, head, first plane. head >= X: the thread has no head
+    # () -> token within the block, head, first plane. head >= X: the thread has no head
+    token_head_plane: Callable
     load: Callable  # (registers, x, i): registers[0:E] = x[i : i + E]
-    load_angles: Callable  # (cos, sin, cos_PR, sin_PR, p, r): of position p, from plane r on; NaN where p is -1
+    # (cos, sin, cos_PR, sin_PR, p, r): of position p, from plane r on; NaN where p is -1
+    load_angles: Callable
     load_words: Callable  # (x_2W, x, i): the chunks at x[i] and x[i + R]
     store_words: Callable  # (x, i, x_2W): the reverse of load_words
     unpack: Callable  # (x_2E, x_2W, x): words -> float32, by the dtype of x
@@ -88,9 +94,13 @@ class HeadOps:
 
 
 def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
-    """The device functions for X heads of D columns, shared among threads as `plan` says."""
-    S, HEADS, TOKENS = plan.S, plan.heads, plan.tokens
-    R, TOKEN_THREADS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
+    """Return the device functions for X heads of D columns, shared among threads as `plan` says."""
+    S = plan.S
+    HEADS = plan.heads
+    TOKENS = plan.tokens
+    R = D // 2
+    TOKEN_THREADS = plan.heads * plan.S
+    SHIFT = plan.S.bit_length() - 1
     load_n = load8 if vec == 8 else load4
     load_vector, store_vector = (
         (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
@@ -116,7 +126,8 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
             load_n(sin, sin_PR, p * R + r)
         else:
             for j in range(vec):
-                cos[j], sin[j] = NAN, NAN
+                cos[j] = NAN
+                sin[j] = NAN
 
     @device
     def load_words(x_2W, x, i):

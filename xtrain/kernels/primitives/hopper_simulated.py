@@ -1,9 +1,10 @@
 """The simulator's implementation of the instructions in hopper.py.
 
-This file defines the data layouts; simulator/engines.py keeps track of barriers, copies and products in flight. A product
-reads its operands as the hardware does: address by address, from the descriptor ("Shared Memory Matrix Layout" in NVIDIA's
-PTX ISA manual). Every 16-byte chunk that a copy has written carries a tag with its tensor, row and columns. So an operand
-that is not a correct tile, row by row and column by column, raises an error instead of giving a wrong number.
+This file defines the data layouts; simulator/engines.py keeps track of barriers, copies and
+products in flight. A product reads its operands as the hardware does: address by address, from the
+descriptor ("Shared Memory Matrix Layout" in NVIDIA's PTX ISA manual). Every 16-byte chunk that a
+copy has written carries a tag with its tensor, row and columns. So an operand that is not a correct
+tile, row by row and column by column, raises an error instead of giving a wrong number.
 """
 
 import functools
@@ -38,7 +39,10 @@ def store_shared(thread, site, address, value):
 
 
 def clear_shared(thread, site, address):
-    """Store 16 zero bytes at a shared address. They remain part of the tile that a copy has written there."""
+    """Store 16 zero bytes at a shared address.
+
+    They remain part of the tile that a copy has written there.
+    """
     engines = thread.block.engines
     first, end = engines.span(thread, address, 16, site, 16)
     tags = engines.tags[:, first // 4].copy()
@@ -84,17 +88,17 @@ def mbar_arrive(thread, site, address):
 
 
 def mbar_wait(thread, site, address, parity):
-    """-> whether the phase of this parity has completed; the simulator polls it"""
+    """Return whether the phase of this parity has completed; the simulator polls it"""
     return thread.block.engines.try_wait(thread, site, address, parity)
 
 
 def bar_sync(thread, site, number, count):
-    """-> whether `count` threads have arrived at the named barrier; the simulator polls it"""
+    """Return whether `count` threads have arrived at the named barrier; the simulator polls it"""
     return thread.block.engines.arrive_named(thread, site, number, count)
 
 
 def setmaxnreg(count):
-    """-> the simulated instruction; it checks the block's total of registers."""
+    """Return the simulated instruction; it checks the block's total of registers."""
 
     def run(threads, sites, args):
         engines = threads[0].block.engines
@@ -113,7 +117,10 @@ def setmaxnreg(count):
 
 # ----------------------------------------------------------------------------- copies
 def simulated_map(address, dims, strides, box) -> list[int]:
-    """16 words that replace a real tensor map, whose format is not public. Strides in bytes. Four dims: bf16, two: float32"""
+    """16 words that replace a real tensor map, whose format is not public. Strides in bytes.
+
+    Four dims: bf16, two: float32
+    """
     mark = MAP_MARK if len(dims) == 4 else ROWS_MARK
     words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE]
     return words + [0] * (16 - len(words))
@@ -124,19 +131,23 @@ class SimulatedMap:
 
     def __init__(self, words):
         self.address, *rest = map(int, words[1:])
-        self.dims, self.strides = rest[:4], rest[4:7]
+        self.dims = rest[:4]
+        self.strides = rest[4:7]
         self.columns, _, self.rows, _ = rest[7:11]
         self.end = self.address + 2 * self.dims[0]
         self.end += sum((n - 1) * s for n, s in zip(self.dims[1:], self.strides))
 
     def tensor(self):
-        """-> a view of the tensor (sequences, rows, heads, columns), uint16"""
+        """Return a view of the tensor (sequences, rows, heads, columns), uint16"""
         raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(np.uint16)
         return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
 
 
 def _read_map(thread, site, maps, i, mark=MAP_MARK):
-    """The words of map i. Raises AsyncError if it is no such map, or was not acquired by this thread."""
+    """The words of map i.
+
+    Raises AsyncError if it is no such map, or was not acquired by this thread.
+    """
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]
     engines = thread.block.engines
@@ -156,7 +167,9 @@ def acquire_map(thread, site, maps, i):
 
 
 def _swizzled_offsets(box, address, nbytes):
-    """-> the byte offset of each 16-byte chunk of a box in shared memory, (rows, chunks of a row), with the swizzle"""
+    """Return the byte offset of each 16-byte chunk of a box in shared memory, (rows, chunks of a
+    row), with the swizzle
+    """
     width = 2 * box.columns
     assert width == 128 and nbytes == width * box.rows, "only the 128-byte swizzle is simulated"
     row, chunk = np.ogrid[: box.rows, : width // 16]
@@ -172,7 +185,8 @@ def _require_1024_alignment(engines, thread, site, address):
 
 def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
     """Start a copy of a box from global to shared memory."""
-    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
+    engines = thread.block.engines
+    box = SimulatedMap(_read_map(thread, site, maps, i))
     _require_1024_alignment(engines, thread, site, to)
     at = int(sequence), int(row), int(head), int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
@@ -184,17 +198,20 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
         values[: values_in_tensor.shape[0], : values_in_tensor.shape[1]] = values_in_tensor
     nbytes = values.nbytes
     offset = _swizzled_offsets(box, int(to), nbytes)
-    data, tags = np.empty(nbytes, np.uint8), np.empty((4, nbytes // 16), np.int64)
+    data = np.empty(nbytes, np.uint8)
+    tags = np.empty((4, nbytes // 16), np.int64)
     k = offset // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
     rows, chunks = np.indices(k.shape)
     key = box.address, int(barrier)
-    plane, row = engines.plane(*key, at[0], at[2]), at[1]
+    plane = engines.plane(*key, at[0], at[2])
+    row = at[1]
     before = engines.tags[:, (int(to) - BASE) // 16 - 8 : (int(to) - BASE) // 16]
     number, last, column, _ = (int(tag.min()) for tag in before)
     # behind a box of the same tensor, columns and barrier, this box continues its tile
     if column == at[3] // 8 and engines.planes_of.get(number, ())[:2] == key:
-        plane, row = number, last + 1
+        plane = number
+        row = last + 1
     for tag, value in zip(tags, (plane, row + rows, at[3] // 8 + chunks, 1)):
         tag[k] = value
     engines.begin_copy(thread, site, to, data, barrier, tags)
@@ -202,7 +219,8 @@ def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
 
 def load_row(thread, site, to, maps, i, barrier, column, row):
     """Start a copy of part of a matrix row from global to shared memory."""
-    engines, words = thread.block.engines, _read_map(thread, site, maps, i, ROWS_MARK)
+    engines = thread.block.engines
+    words = _read_map(thread, site, maps, i, ROWS_MARK)
     address, columns, rows, stride, count = map(int, words[1:6])
     if int(to) % 128:
         raise engines.error(thread, site, f"byte {int(to) - BASE} must be a multiple of 128")
@@ -217,13 +235,20 @@ def load_row(thread, site, to, maps, i, barrier, column, row):
 
 
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
-    """Start a copy of a box from shared to global memory. Raises RaceError if two copies store the same element."""
-    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
+    """Start a copy of a box from shared to global memory.
+
+    Raises RaceError if two copies store the same element.
+    """
+    engines = thread.block.engines
+    box = SimulatedMap(_read_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
     k = _swizzled_offsets(box, int(address), nbytes) // 16
     values = data[k].reshape(box.rows, -1).view(np.uint16)
-    b, h, r, c = int(sequence), int(head), int(row), int(column)
+    b = int(sequence)
+    h = int(head)
+    r = int(row)
+    c = int(column)
     tensor = box.tensor()
     note_copy(thread, site, box.address, box.end, True)
     out = tensor[b, r : r + box.rows, h, c : c + box.columns]
@@ -243,14 +268,19 @@ def store_tile(thread, site, maps, i, address, column, row, head, sequence):
 # ----------------------------------------------------------------------------- operands of products
 @functools.cache
 def _fragment(n):
-    """-> rows, columns (128, n / 2): the elements of a 64 x n accumulator that each thread of a warpgroup holds"""
+    """Return rows, columns (128, n / 2): the elements of a 64 x n accumulator that each thread of a
+    warpgroup holds
+    """
     thread, j = np.ogrid[:128, : n // 2]
-    g, t = thread % 32 // 4, thread % 4
+    g = thread % 32 // 4
+    t = thread % 4
     return 16 * (thread // 32) + g + 8 * (j // 2 % 2), 8 * (j // 4) + 2 * t + j % 2
 
 
 def _addresses(descriptor, step, rows, transposed):
-    """-> the addresses of the 16-byte chunks of one slice, (rows, 2), or if transposed (16, rows / 8); the swizzle mode"""
+    """Return the addresses of the 16-byte chunks of one slice, (rows, 2), or if transposed (16,
+    rows / 8); the swizzle mode
+    """
     bits = int(descriptor)
     mode = bits >> 62
     start = ((bits & 0x3FFF) << 4) + step
@@ -271,13 +301,18 @@ class _Operand:
     """A tile in shared memory that a product reads, slice by slice, with checks of each."""
 
     def __init__(self, threads, site, clocks, marks, descriptor, rows, transposed):
-        self.threads, self.site, self.clocks, self.marks = threads, site, clocks, marks
+        self.threads = threads
+        self.site = site
+        self.clocks = clocks
+        self.marks = marks
         self.engines = threads[0].block.engines
-        self.descriptor, self.rows, self.transposed = descriptor, rows, transposed
+        self.descriptor = descriptor
+        self.rows = rows
+        self.transposed = transposed
         self.first: tuple[int, int] | None = None  # row and chunk at which the last slice starts
 
     def slice(self, step):
-        """-> the slice at byte `step` after the descriptor's address, (rows, 16) float32"""
+        """Return the slice at byte `step` after the descriptor's address, (rows, 16) float32"""
         at, mode = _addresses(self.descriptor, step, self.rows, self.transposed)
         low, high = int(at.min()), int(at.max()) + 16
         self.engines.span(self.threads[0], low, high - low, self.site, 16)
@@ -292,7 +327,7 @@ class _Operand:
         return values.T if self.transposed else values
 
     def end_column(self):
-        """-> the column of the tile where the last slice ends"""
+        """Return the column of the tile where the last slice ends"""
         assert self.first is not None  # a slice has been read
         return 8 * self.first[1] + 16
 
@@ -333,13 +368,13 @@ class _Operand:
             raise self.engines.error(self.threads[0], self.site, f"wrong descriptor: {what}")
 
     def _next(self, start, before):
-        """-> start if this slice follows the previous one, else None"""
+        """Return start if this slice follows the previous one, else None"""
         further = (16, 0) if self.transposed else (0, 2)
         return start if start == (before[0] + further[0], before[1] + further[1]) else None
 
 
 def _ranges(at):
-    """-> the ranges of contiguous 16-byte chunks: [(first byte, end)]"""
+    """Return the ranges of contiguous 16-byte chunks: [(first byte, end)]"""
     flat = np.unique(at)
     cuts = np.flatnonzero(np.diff(flat) != 16) + 1
     return [
@@ -353,7 +388,9 @@ class _ProductGroup:
     """A product in flight, for one warp. inputs: the registers that it reads"""
 
     def __init__(self, number, site):
-        self.number, self.site, self.inputs = number, site, []
+        self.number = number
+        self.site = site
+        self.inputs = []
 
 
 def _element_keys(array):
@@ -365,7 +402,8 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
     rows, columns = _fragment(n)
 
     def run(threads, sites, args):
-        engines, site = threads[0].block.engines, sites[0]
+        engines = threads[0].block.engines
+        site = sites[0]
         warps = [t.warp for t in threads[::32]]
         number = engines.committed[warps[0]] + 1
         groups = [_ProductGroup(number, site) for _ in warps]
@@ -409,11 +447,15 @@ def _uniform(threads, site, values):
 
 
 def _from_registers(threads, site, arrays, slices, groups):
-    """-> the left operand, (64, 16) per slice. Its registers must not be written until the product has completed."""
+    """Return the left operand, (64, 16) per slice.
+
+    Its registers must not be written until the product has completed.
+    """
     packed = np.empty((128, 4 * slices), np.uint32)
     for i, (thread, array) in enumerate(zip(threads, arrays)):
         packed[i] = [thread.load(array, j, site) for j in range(4 * slices)]
-        array.writeable, array.memory.busy = False, (site, "which is an operand of")
+        array.writeable = False
+        array.memory.busy = (site, "which is an operand of")
         groups[i // 32].inputs.append(array)
     rows, columns = _fragment(16 * slices)
     whole = np.empty((64, 16 * slices), np.uint16)
@@ -427,7 +469,9 @@ def _pending_products(thread):
 
 
 def _accumulator_values(thread, acc, n, site):
-    """-> the values of an accumulator, or those that it will have when the pending product has completed"""
+    """Return the values of an accumulator, or those that it will have when the pending product has
+    completed
+    """
     pending_product = _pending_products(thread).get(id(acc.memory))
     if pending_product is not None:
         return pending_product[1]
@@ -437,15 +481,17 @@ def _accumulator_values(thread, acc, n, site):
 def _start_product(thread, acc, group, values, site):
     for key in _element_keys(acc):
         acc.memory.writes.pop(key, None)
-    acc.writeable, acc.memory.busy = False, (site, "the result of")
+    acc.writeable = False
+    acc.memory.busy = (site, "the result of")
     _pending_products(thread)[id(acc.memory)] = group, values, acc
 
 
 def wait(pending):
-    """-> the simulated wait, see hopper.make_wait."""
+    """Return the simulated wait, see hopper.make_wait."""
 
     def run(threads, sites, args):
-        engines, site = threads[0].block.engines, sites[0]
+        engines = threads[0].block.engines
+        site = sites[0]
         w = threads[0].warp
         done = max(engines.completed[w], engines.committed[w] - pending)
         engines.completed[w] = done
@@ -458,7 +504,8 @@ def wait(pending):
             engines.groups[w].remove(group)
             engines.tell("completed", threads[0].block, "wgmma", threads[0])
             for array in group.inputs:
-                array.writeable, array.memory.busy = True, None
+                array.writeable = True
+                array.memory.busy = None
         for thread, (acc,) in zip(threads, args):
             _complete_product(thread, acc, done, pending, site, engines)
         return [None] * len(threads)
@@ -478,6 +525,7 @@ def _complete_product(thread, acc, done, pending, site, engines):
         )
         raise engines.error(thread, site, text, group.site)
     del _pending_products(thread)[id(acc.memory)]
-    acc.writeable, acc.memory.busy = True, None
+    acc.writeable = True
+    acc.memory.busy = None
     acc.flat[acc.start : acc.start + acc.dims[0]] = values
     acc.memory.writes.update(dict.fromkeys(_element_keys(acc), (thread.mark, site)))

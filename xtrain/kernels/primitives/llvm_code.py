@@ -1,4 +1,6 @@
-"""The operations from which intrinsics.py generates code, as LLVM IR: for numba-cuda, with llvmlite."""
+"""The operations from which intrinsics.py generates code, as LLVM IR: for numba-cuda, with
+llvmlite.
+"""
 
 from typing import Any
 
@@ -24,14 +26,18 @@ def _arithmetic(name):
 
 
 class Code:
-    """Appends LLVM IR to the kernel. Kinds are Numba types; spaces are GLOBAL, SHARED or None (generic)."""
+    """Appends LLVM IR to the kernel.
+
+    Kinds are Numba types; spaces are GLOBAL, SHARED or None (generic).
+    """
 
     def __init__(self, context, builder):
-        self.context, self.builder = context, builder
+        self.context = context
+        self.builder = builder
 
     @classmethod
     def generator(cls, body, kinds):
-        """-> Numba's code generator, which calls body(code, values)"""
+        """Return Numba's code generator, which calls body(code, values)"""
 
         def generate(context, builder, sig, args):
             value = body(cls(context, builder), args)
@@ -39,7 +45,7 @@ class Code:
 
         return generate
 
-    # ------------------------------------------------------------------------- values; the second may be a Python number
+    # ---------------------------------------------------- values; the second may be a Python number
     add, mul, fsub, fmul = (_arithmetic(name) for name in ("add", "mul", "fsub", "fmul"))
     and_, or_, xor, shl, lshr = (
         _arithmetic(name) for name in ("and_", "or_", "xor", "shl", "lshr")
@@ -74,7 +80,7 @@ class Code:
         condition = self.context.is_true(self.builder, condition.type, condition.value)
         return self.builder.select(condition, self.constant(yes), self.constant(no))
 
-    # ------------------------------------------------------------------------- memory; no bounds are checked
+    # ---------------------------------------------------------------- memory; no bounds are checked
     def _data(self, x):
         return self.context.make_array(x.type)(self.context, self.builder, value=x.value).data
 
@@ -112,9 +118,12 @@ class Code:
         return self.builder.bitcast(where, ir.PointerType(kind, space or 0))
 
     def load(self, where, kind, space=None, length=None, count=1):
-        """`count` accesses of `length` neighbouring elements from a pointer or an address on -> a list of elements"""
+        """`count` accesses of `length` neighbouring elements from a pointer or an address on -> a
+        list of elements
+        """
         element = self.context.get_value_type(kind)
-        first, values = self._vector(where, element, length, space), []
+        first = self._vector(where, element, length, space)
+        values = []
         for k in range(count):
             at = self.builder.gep(first, [ir.Constant(I32, k)]) if length else first
             size = kind.bitwidth // 8 * (length or 1)
@@ -136,7 +145,8 @@ class Code:
         """Store values from a pointer or an address on, `length` to an access."""
         first = self._vector(where, values[0].type, length, space)
         for k in range(0, len(values), length or 1):
-            value, at = values[k], first
+            value = values[k]
+            at = first
             if length:
                 value = self.vector(values[k : k + length])
                 at = self.builder.gep(first, [ir.Constant(I32, k // length)])
@@ -149,15 +159,17 @@ class Code:
         if memory is None:
             kind = ir.ArrayType(ir.IntType(8), 0)
             memory = ir.GlobalVariable(self.builder.module, kind, name, addrspace=3)
-            memory.linkage, memory.align = "external", alignment
+            memory.linkage = "external"
+            memory.align = alignment
         return self.builder.ptrtoint(memory, I32)
 
     # ------------------------------------------------------------------------- PTX
     def asm(self, text, returns=None, operands=(), effect=True, memory=False, tied=()):
         """One PTX statement. In the text, $0, $1 ... are the results, then the operands.
 
-        returns: a kind, or a list of kinds, then the result is a list. effect: it must not be merged or removed. memory: loads
-        and stores are not moved across it. tied: values that the first results have before.
+        returns: a kind, or a list of kinds, then the result is a list. effect: it must not be
+        merged or removed. memory: loads and stores are not moved across it. tied: values that the
+        first results have before.
         """
         several = isinstance(returns, list)
         kinds = returns if several else [returns] * (returns is not None)

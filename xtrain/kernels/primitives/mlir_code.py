@@ -1,4 +1,7 @@
-"""The operations of llvm_code.py as MLIR: for numba-cuda-mlir. Written for its release 0.6, whose MLIR is not a stable API."""
+"""The operations of llvm_code.py as MLIR: for numba-cuda-mlir.
+
+Written for its release 0.6, whose MLIR is not a stable API.
+"""
 
 import math
 
@@ -36,7 +39,8 @@ def _constant(number, kind):
 
 def _integer(value, width, signed):
     """An integer of another width"""
-    have, there = value.type.width, ir.IntegerType.get_signless(width)
+    have = value.type.width
+    there = ir.IntegerType.get_signless(width)
     if have == width:
         return value
     change = arith.TruncIOp if have > width else arith.ExtSIOp if signed else arith.ExtUIOp
@@ -108,7 +112,8 @@ class Code:
     # ------------------------------------------------------------------------- memory
     def _index(self, x, j):
         """The indices of element j of a register array, which may have several dimensions"""
-        shape, index = list(ir.MemRefType(x.value.type).shape), []
+        shape = list(ir.MemRefType(x.value.type).shape)
+        index = []
         for k in range(len(shape)):
             below = math.prod(shape[k + 1 :])
             index.append(j // below % (shape[k] if k else j + 1))
@@ -146,7 +151,9 @@ class Code:
         return self._in_space(where, space)
 
     def load(self, where, kind, space=None, length=None, count=1):
-        element, first, values = _type(kind), self._first(where, space), []
+        element = _type(kind)
+        first = self._first(where, space)
+        values = []
         loaded = ir.VectorType.get([length], element) if length else element
         alignment = kind.bitwidth // 8 * (length or 1 if space else 1)
         for k in range(count):

@@ -1,8 +1,9 @@
-"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float of shared memory per warp).
+"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float of shared
+memory per warp).
 
-A butterfly of exclusive-or shuffles leaves the result in every lane. The order of the additions is fixed, so the same
-input gives the same bits. Every thread of the warp or block must call these functions: no thread may return before them,
-and a block must be a whole number of warps.
+A butterfly of exclusive-or shuffles leaves the result in every lane. The order of the additions is
+fixed, so the same input gives the same bits. Every thread of the warp or block must call these
+functions: no thread may return before them, and a block must be a whole number of warps.
 """
 
 import functools
@@ -38,7 +39,8 @@ def warp_max(v):
 def block_sum(v, partial):
     """The sum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
     tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
+    lane = tid % 32
+    warp = tid // 32
     v = warp_sum(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
@@ -52,7 +54,8 @@ def block_sum(v, partial):
 def block_max(v, partial):
     """The maximum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
     tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
+    lane = tid % 32
+    warp = tid // 32
     v = warp_max(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
@@ -70,18 +73,24 @@ IN_FLIGHT = 8  # rows that a thread loads before it adds the first
 
 @functools.cache
 def make_add_column_sums_kernel(COLUMNS, overlap):
-    """COLUMNS: of a block.  overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py)."""
+    """COLUMNS: of a block.
+
+    overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py).
+    """
     ROWS_PER_WARP = 32 // COLUMNS  # rows that a warp reads at a time
 
     @kernel(32 * WARPS)
     def add_column_sums_kernel(out_C, second_C, terms, P, C):
-        """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS). C: columns of out, then those of second.
+        """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS).
 
-        out_C[c] += sum over p of terms[p, c].  terms: flat (P C).
+        C: columns of out, then those of second. out_C[c] += sum over p of terms[p, c].  terms: flat
+        (P C).
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
         rows = cuda.local.array(IN_FLIGHT, float32)
-        column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
+        column = cuda.threadIdx.x
+        warp = cuda.threadIdx.z
+        warps = cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
         if overlap:
             wait_for_previous()
@@ -117,14 +126,18 @@ def make_add_column_sums_kernel(COLUMNS, overlap):
 
 
 def add_column_sums(x_PC, out_C, second_C=None) -> None:
-    """out += x.sum(0), without atomics: the gradient of a bias, or the second stage of that of a norm weight.
+    """out += x.sum(0), without atomics: the gradient of a bias, or the second stage of that of a
+    norm weight.
 
-    x (P, C) float32 or bf16, out (C,) float32. second: another gradient, for the columns of x after those of out.
+    x (P, C) float32 or bf16, out (C,) float32. second: another gradient, for the columns of x after
+    those of out.
     """
-    (P, C), columns = x_PC.shape, SECTOR // x_PC.itemsize
+    P, C = x_PC.shape
+    columns = SECTOR // x_PC.itemsize
     rows = 32 // columns
     block = columns, rows, min(WARPS, -(-P // rows))
     second_C = out_C if second_C is None else second_C  # a kernel argument cannot be None
     overlap = can_overlap(x_PC)
-    sums_kernel, grid = make_add_column_sums_kernel(columns, overlap), -(-C // columns)
+    sums_kernel = make_add_column_sums_kernel(columns, overlap)
+    grid = -(-C // columns)
     launch(sums_kernel, grid, block, out_C, second_C, x_PC.reshape(-1), P, C, overlap=overlap)

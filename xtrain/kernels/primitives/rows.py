@@ -8,8 +8,10 @@
     columns      0..7   8..15  ...  248..255 | 256..263 ...        (bf16, W = 1)
     thread         0     1            31    |     0
 
-A width that is not a multiple of vec misaligns rows, so their chunks are read element by element, which is slower.
-C is a compile-time constant, so all loops over a row are unrolled and its columns stay in registers.
+A width that is not a multiple of vec misaligns rows, so their chunks are read element by element,
+which is slower.
+C is a compile-time constant, so all loops over a row are unrolled and its columns stay in
+registers.
 """
 
 from collections.abc import Callable
@@ -47,17 +49,25 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class RowOps(RowPlan):
-    """The plan of make_row_ops and its device functions. E = vec. A thread's columns of a row begin at column c."""
+    """The plan of make_row_ops and its device functions. E = vec.
+
+    A thread's columns of a row begin at column c.
+    """
 
     STRIDE: int  # columns between two chunks of a thread
-    load: Callable  # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32; zeros beyond column C
-    store: Callable  # (x, first, c, registers): the reverse of load; nothing is written beyond column C
-    load_words: Callable  # (words, x, first, c): load as up to E packed words (words.py), to be unpacked later
+    # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32; zeros beyond column
+    # C
+    load: Callable
+    # (x, first, c, registers): the reverse of load; nothing is written beyond column C
+    store: Callable
+    # (words, x, first, c): load as up to E packed words (words.py), to be unpacked later
+    load_words: Callable
     unpack: Callable  # (registers, words, x): words -> float32, by the dtype of x
     total: Callable  # (v, scratch) -> the sum of v over the threads of one row, in each of them
     row_and_column: Callable  # () -> row within the block, first column of this thread
     # (out, first, sums_SC, scratch): out[first + c] = sum of sums_SC over the block's R rows.
-    # scratch: SCRATCH floats of shared memory, aligned to 16 bytes; may be that of total, since one of the two needs none
+    # scratch: SCRATCH floats of shared memory, aligned to 16 bytes; may be that of total, since one
+    # of the two needs none
     add_rows: Callable
     SCRATCH: int
 
@@ -74,8 +84,9 @@ class RowKernel:
 def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS) -> RowPlan:
     """The plan for rows of C columns.
 
-    warps: per block, as far as possible. columns: per thread at most; fewer for a kernel that keeps several rows in
-    registers. At most 32 warps share a row, so in a very wide row a thread has up to MAX_COLUMNS in any case.
+    warps: per block, as far as possible. columns: per thread at most; fewer for a kernel that keeps
+    several rows in registers. At most 32 warps share a row, so in a very wide row a thread has up
+    to MAX_COLUMNS in any case.
     Raises ValueError above 32768 columns.
     """
     widest = MAX_WARPS * 32 * MAX_COLUMNS
@@ -88,19 +99,25 @@ def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMN
 
 
 def aligned_rows(C: int, *arrays: Array) -> bool:
-    """Does every row of C columns start at a multiple of 16 bytes, in all arrays? (8 for bf16 next to float32.)"""
+    """Does every row of C columns start at a multiple of 16 bytes, in all arrays? (8 for bf16 next
+    to float32.)
+    """
     return C % elements_per_vector(*arrays) == 0 and on_16_bytes(*arrays)
 
 
 def make_row_ops(
     C: int, vec: int, aligned: bool, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS
 ) -> RowOps:
-    """The plan and the device functions for rows of C columns.
+    """Return the plan and the device functions for rows of C columns.
 
-    aligned: every row starts at a multiple of 16 bytes, see aligned_rows. warps, columns: as in row_plan.
+    aligned: every row starts at a multiple of 16 bytes, see aligned_rows. warps, columns: as in
+    row_plan.
     """
     plan = row_plan(C, vec, warps, columns)
-    W, R, STEPS, THREADS = plan.W, plan.R, plan.STEPS, plan.THREADS
+    W = plan.W
+    R = plan.R
+    STEPS = plan.STEPS
+    THREADS = plan.THREADS
     STRIDE = 32 * W * vec  # between the chunks of a thread
     WIDTH = STEPS * STRIDE
     SCRATCH = max(R * WIDTH, MAX_WARPS) if R > 1 else MAX_WARPS
@@ -175,7 +192,8 @@ def make_row_ops(
                 store(out, first, cuda.threadIdx.x * vec + s * STRIDE, sums_SC[s])
         else:  # W = 1: a row is a warp
             tid = cuda.threadIdx.x
-            words, at = cuda.local.array(4, uint32), (tid >> 5) * WIDTH + (tid & 31) * vec
+            words = cuda.local.array(4, uint32)
+            at = (tid >> 5) * WIDTH + (tid & 31) * vec
             for s in range(STEPS):
                 for e in range(0, vec, 4):
                     pack4(words, sums_SC[s, e : e + 4], scratch)

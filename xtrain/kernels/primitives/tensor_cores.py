@@ -8,9 +8,10 @@
     store16, load16_shared, ...     16 bytes of bf16 in one access
     exp2, log2, fmax, warp_id, pack_bf16, low_bf16, high_bf16
 
-A fragment, the part of a tile that a lane holds, is a register array (see ptx.py). Shared memory is one flat uint16 array;
-its indices count elements, so 16 bytes are 8 elements. The second half of the file has a Python implementation of each
-instruction, for the simulator. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
+A fragment, the part of a tile that a lane holds, is a register array (see ptx.py). Shared memory is
+one flat uint16 array; its indices count elements, so 16 bytes are 8 elements. The second half of
+the file has a Python implementation of each instruction, for the simulator. Names in "quotes" are
+sections of NVIDIA's PTX ISA manual.
 """
 
 import ml_dtypes
@@ -25,9 +26,11 @@ from .ptx import narrow_pair, widen
 # ----------------------------------------------------------------------------- the tensor core
 @intrinsic()
 def mma_bf16(code, c, a, b):
-    """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8) float32.
+    """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8)
+    float32.
 
-    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbouring elements per register:
+    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two
+    neighbouring elements per register:
         A   a[0] row g, a[1] row g + 8: columns 2t, 2t + 1;   a[2], a[3] the same rows, columns 2t + 8, 2t + 9
         B   b[0] rows 2t, 2t + 1, b[1] rows 2t + 8, 2t + 9: column g
         C   c[0], c[1] row g, c[2], c[3] row g + 8: columns 2t, 2t + 1
@@ -45,7 +48,8 @@ def _ldmatrix(name, option):
 
     def ldmatrix(code, registers, smem, i, flip, more):
         address = code.address(smem, i, SHARED)
-        # Hides the sum from the compiler, which would otherwise compute another one for each `more`.
+        # Hides the sum from the compiler, which would otherwise compute another one for each
+        # `more`.
         address = code.asm("mov.b32 $0, $1;", uint32, [address], effect=False)
         flip, more = (code.mul(code.int32(x), 2) for x in (flip, more))
         address = code.add(code.xor(address, flip), more)
@@ -54,10 +58,12 @@ def _ldmatrix(name, option):
     return intrinsic(name=name)(ldmatrix)
 
 
-# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one register each. Row r of matrix m
-# starts at element (i ^ flip) + more of smem, where i is the argument of lane 8 m + r, and flip and more are the same in all
-# lanes: they are constants, so one i serves a whole product.
-# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
+# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one
+# register each. Row r of matrix m starts at element (i ^ flip) + more of smem, where i is the
+# argument of lane 8 m + r, and flip and more are the same in all lanes: they are constants, so one
+# i serves a whole product.
+# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices.
+# "ldmatrix"
 ldmatrix = _ldmatrix("ldmatrix", "")
 ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
 
@@ -73,20 +79,22 @@ def _copy_async(name, cache, nbytes):
     return intrinsic(name=name)(copy)
 
 
-# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to smem[i]; copy4_async copies one
-# float32. If not valid, x is not read and zeros are written.
+# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to
+# smem[i]; copy4_async copies one float32. If not valid, x is not read and zeros are written.
 # "cp.async": .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
 copy16_async = _copy_async("copy16_async", "cg", 16)
 copy4_async = _copy_async("copy4_async", "ca", 4)
 
 
-# The copies that this thread has started since the last commit become one group. "cp.async.commit_group"
+# The copies that this thread has started since the last commit become one group.
+# "cp.async.commit_group"
 commit_copies = instruction("commit_copies", "cp.async.commit_group;", None)
 
 
 @intrinsic(n=LITERAL)
 def wait_copies(code, n):
-    """Wait until at most n (a constant) of this thread's groups are in flight. "cp.async.wait_group"
+    """Wait until at most n (a constant) of this thread's groups are in flight.
+    "cp.async.wait_group"
 
     Other threads see the data after the next barrier.
     """
@@ -130,11 +138,13 @@ def load2_shared(code, registers, smem, i):
 exp2 = instruction("exp2", "ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 log2 = instruction("log2", "lg2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 fmax = instruction("fmax", "max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
-# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as float32.
+# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as
+# float32.
 pack_bf16 = intrinsic(uint32, "pack_bf16", low=float32, high=float32)(narrow_pair)
 low_bf16 = intrinsic(float32, "low_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 0))
 high_bf16 = intrinsic(float32, "high_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 1))
-# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives those of column g. "movmatrix"
+# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives
+# those of column g. "movmatrix"
 _TRANSPOSE = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
 transpose_pairs = instruction("transpose_pairs", _TRANSPOSE, uint32, uint32, memory=False)
 # threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
@@ -142,11 +152,12 @@ _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
 )
 warp_id = instruction("warp_id", _WARP_ID, int32, pure=True)
-# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n before a loop.
+# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n
+# before a loop.
 opaque = instruction("opaque", "mov.b32 $0, $1;", int32, int32)
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def _misuse(site, text):
     return KernelError(f"{site.what} in {site.function}: {text}", (site,))
 
@@ -206,7 +217,8 @@ def _simulated_ldmatrix(transpose):
         matrices = np.empty((4, 8, 8), np.uint16)
         banks: list[set[int]] = [set() for _ in range(4)]
         for thread, site, (_, smem, i, flip, more) in zip(threads, sites, args):
-            at, m = (int(i) ^ int(flip)) + int(more), thread.lane // 8
+            at = (int(i) ^ int(flip)) + int(more)
+            m = thread.lane // 8
             _aligned16(at, site)
             matrices[m, thread.lane % 8] = [thread.load(smem, at + j, site) for j in range(8)]
             banks[m].add(at // 8 % 8)
@@ -239,7 +251,10 @@ def _transpose_pairs(threads, sites, args):
 
 def _simulated_copy(n):
     def run(thread, site, smem, i, x, j, valid):
-        """The data arrives when wait_copies covers it. Until then the elements count as uninitialized."""
+        """The data arrives when wait_copies covers it.
+
+        Until then the elements count as uninitialized.
+        """
         if n == 8:
             _aligned16(i, site)
             _aligned16(j if valid else 0, site)

@@ -1,8 +1,9 @@
-"""Tensor maps: 128 bytes that describe a tensor, and the box of it that one copy transfers, to the copy engine (TMA).
+"""Tensor maps: 128 bytes that describe a tensor, and the box of it that one copy transfers, to the
+copy engine (TMA).
 
-The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A map depends only on
-address, shape and strides, so each set of maps is created once and kept in global memory. A captured graph refers to that
-address, so replaying it needs no work on the host.
+The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A
+map depends only on address, shape and strides, so each set of maps is created once and kept in
+global memory. A captured graph refers to that address, so replaying it needs no work on the host.
 """
 
 import ctypes
@@ -19,10 +20,15 @@ from ..runtime.launch import empty, zeros
 from .hopper import MAP_WORDS, PANEL
 from .hopper_simulated import simulated_map
 
-# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave, CUtensorMapFloatOOBfill
-FLOAT32, BFLOAT16 = 7, 9
-SWIZZLE_NONE, SWIZZLE_128 = 0, 3
-PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = 3, 0, 0
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave,
+# CUtensorMapFloatOOBfill
+FLOAT32 = 7
+BFLOAT16 = 9
+SWIZZLE_NONE = 0
+SWIZZLE_128 = 3
+PROMOTE_256 = 3
+NO_INTERLEAVE = 0
+FILL_ZEROS = 0
 MAX_CACHED = 1 << 14  # sets of maps that no graph uses
 
 # (device, the maps' TensorMapSpecs) -> maps
@@ -56,9 +62,11 @@ def mappable(x_BTHD: Array) -> Array:
 
 
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
-    """The tensor maps of several arrays, (16 words each,) uint64, one after the other, on the device of the arrays.
+    """The tensor maps of several arrays, (16 words each,) uint64, one after the other, on the
+    device of the arrays.
 
-    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns per box.
+    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns
+    per box.
     Raises RuntimeError if the driver rejects a map.
     """
     first = boxes[0][0]
@@ -86,7 +94,8 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
 
 
 def tensors_of(maps: Array) -> list[tuple]:
-    """-> [(dims from the innermost axis outwards, bytes)] of the tensors that these maps describe.
+    """Return [(dims from the innermost axis outwards, bytes)] of the tensors that these maps
+    describe.
 
     Raises ValueError if `maps` does not come from tensor_maps.
     """
@@ -102,7 +111,8 @@ def tensors_of(maps: Array) -> list[tuple]:
 def _spec(x, size) -> TensorMapSpec:
     """The map of x. size: rows per box of x (B, T, H, D), or columns per box of a matrix.
 
-    Strides increase from one axis to the next, as the driver's manual requires: columns, heads, rows, sequences.
+    Strides increase from one axis to the next, as the driver's manual requires: columns, heads,
+    rows, sequences.
     """
     simulated = isinstance(x, SimArray)
     address = x.__array_interface__["data"][0] if simulated else x.data.ptr
@@ -129,7 +139,10 @@ def _encode(spec: TensorMapSpec) -> bytes:
     aligned = -(-ctypes.addressof(buffer) // 64) * 64  # the alignment that the driver requires
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
-    dims, strides, box, rank = spec.dims, spec.strides, spec.box, len(spec.dims)
+    dims = spec.dims
+    strides = spec.strides
+    box = spec.box
+    rank = len(spec.dims)
     kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, SWIZZLE_NONE)
     layout = (longs(dims), longs(strides), ints(box), ints((1,) * rank))
     modes = (NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS)
@@ -143,7 +156,10 @@ def _encode(spec: TensorMapSpec) -> bytes:
 
 
 def upload(content: bytes) -> Array:
-    """Copy bytes to the GPU, -> uint64. Uses no memory pool and no captured stream; the copy has finished on return."""
+    """Copy bytes to the GPU, -> uint64.
+
+    Uses no memory pool and no captured stream; the copy has finished on return.
+    """
     gpu = cupy().cuda
     memory = gpu.MemoryPointer(gpu.Memory(len(content)), 0)
     maps = cupy().ndarray((len(content) // 8,), np.uint64, memory)
@@ -156,9 +172,11 @@ def upload(content: bytes) -> Array:
 
 
 def tile_counter(maps: Array, name: str) -> Array:
-    """Two zeros, int32, on the device of `maps`, for the kernels called `name` that are launched or captured on this stream.
+    """Two zeros, int32, on the device of `maps`, for the kernels called `name` that are launched or
+    captured on this stream.
 
-    A kernel must reset them to zero. Kernels with different names may run at the same time, so each name has its own pair.
+    A kernel must reset them to zero. Kernels with different names may run at the same time, so each
+    name has its own pair.
     """
     if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)

@@ -1,8 +1,9 @@
 """Elements packed in 32-bit words: until it is used in arithmetic, a bf16 takes half a register.
 
-A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n, uint32)`, or a row of a larger
-array) and unpacks them later. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
-elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
+A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n,
+uint32)`, or a row of a larger array) and unpacks them later. n is 4 or 8: n float32 are n words, n
+bf16 are n / 2. Arrays are flat; an index counts elements and is a multiple of n, so these are
+accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
 
     load_words4(words, x, i)      words = x[i : i + 4]; also load_words2, load_words8; load_words4_shared: shared memory
     store_words4(x, i, words)     the reverse
@@ -21,17 +22,19 @@ from .ptx import narrow_pair, widen
 
 
 def elements_per_vector(*arrays: Array) -> int:
-    """The number of neighbouring elements that a thread should own: as many as 16 bytes of the widest of these dtypes hold.
+    """The number of neighbouring elements that a thread should own: as many as 16 bytes of the
+    widest of these dtypes hold.
 
-    Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
-    two accesses, each access of a warp covers every second 16 bytes of the lines, and a copy is 7 % slower (H200).
+    Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With
+    8 float32 per thread in two accesses, each access of a warp covers every second 16 bytes of the
+    lines, and a copy is 7 % slower (H200).
     """
     return 16 // max(a.itemsize for a in arrays)
 
 
 # ----------------------------------------------------------------------------- code generation
 def _accesses(n, x):
-    """-> the number of accesses, the words in each"""
+    """Return the number of accesses, the words in each"""
     words = n // 2 if x.is_bf16 else n
     return max(words // 4, 1), min(words, 4)
 
@@ -89,7 +92,7 @@ unpack4, unpack8 = (_make_unpack(f"unpack{n}", n) for n in (4, 8))
 pack4, pack8 = (_make_pack(f"pack{n}", n) for n in (4, 8))
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def _aligned(n, i, site):
     if i % n:
         raise ValueError(

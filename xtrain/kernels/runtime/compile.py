@@ -1,14 +1,17 @@
 """Compile a @cuda.jit kernel for given argument types, and cache the machine code on disk.
 
-Numba compiles Python to PTX and machine code (a cubin), which takes from a tenth of a second to several seconds per kernel.
-The machine code of xtrain's own kernels is cached in $XTRAIN_CACHE/kernels. The cache key covers everything that the
-machine code depends on: the source of all files below xtrain/kernels, the kernel's name and closure constants, the argument
-types, the compute capability and the library versions. A second process, or a second rank, compiles nothing. A cache file
-is written under a temporary name and then renamed, so many ranks may write it at the same time.
+Numba compiles Python to PTX and machine code (a cubin), which takes from a tenth of a second to
+several seconds per kernel. The machine code of xtrain's own kernels is cached in
+$XTRAIN_CACHE/kernels. The cache key covers everything that the machine code depends on: the source
+of all files below xtrain/kernels, the kernel's name and closure constants, the argument types, the
+compute capability and the library versions. A second process, or a second rank, compiles nothing. A
+cache file is written under a temporary name and then renamed, so many ranks may write it at the
+same time.
 
 Numba compiles one kernel at a time, so `compile_together` compiles several in as many processes.
 
-Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their sources are not in the key.
+Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their
+sources are not in the key.
 """
 
 import concurrent.futures
@@ -53,8 +56,10 @@ def load_function(
 ) -> tuple[int, object]:
     """Compile `kernel` for the Numba types in `signature`, or load it from the cache.
 
-    shared: bytes of dynamic shared memory that it will be launched with.  code: if it has been compiled already.
-    Returns the driver's function handle, and the module that must stay alive as long as the handle is used.
+    shared: bytes of dynamic shared memory that it will be launched with.  code: if it has been
+    compiled already.
+    Returns the driver's function handle, and the module that must stay alive as long as the handle
+    is used.
     Raises RuntimeError if the GPU does not have that much shared memory.
     """
     if code is None:
@@ -70,7 +75,8 @@ def load_function(
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays are additional.
+    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays are
+    additional.
 
     handle: the driver's function handle. Raises RuntimeError if the GPU has less.
     """
@@ -85,15 +91,16 @@ def allow_shared(handle: int, shared: int, kernel) -> None:
 
 
 def _compile(kernel, signature):
-    """-> the kernel's name in the machine code, the machine code"""
+    """Return the kernel's name in the machine code, the machine code"""
     cuda.current_context()  # Numba compiles for CuPy's current device
     return _translate(kernel, signature)
 
 
 def _translate(kernel, signature):
     if COMPILER == "mlir":
-        # With link-time optimization, which numba-cuda uses by default, the machine code is that of a whole program. A linker
-        # that gets PTX makes relocatable code: wgmma products wait for each other, and a division calls a function.
+        # With link-time optimization, which numba-cuda uses by default, the machine code is that of
+        # a whole program. A linker that gets PTX makes relocatable code: wgmma products wait for
+        # each other, and a division calls a function.
         options = {**kernel.targetoptions, "lto": True}
         compiled = type(kernel)(kernel.py_func, targetoptions=options).compile(signature).metadata
         return compiled["func_name"], bytes(compiled["cubin"])
@@ -104,13 +111,16 @@ def _translate(kernel, signature):
     return compiled.entry_name, bytes(getattr(code, "code", code))
 
 
-# ----------------------------------------------------------------------------- several kernels at a time
+# ------------------------------------------------------------------------ several kernels at a time
 def compile_together(jobs: Sequence[tuple]) -> tuple[dict[tuple, MachineCode], int]:
-    """-> the machine code of each (kernel, signature), and how many of them were not in the cache.
+    """Return the machine code of each (kernel, signature), and how many of them were not in the
+    cache.
 
-    Those are compiled in several processes, one per core at most: in one process Numba compiles one kernel at a time.
+    Those are compiled in several processes, one per core at most: in one process Numba compiles one
+    kernel at a time.
     """
-    found, paths = {}, {job: _cache_path(*job) for job in jobs}
+    found = {}
+    paths = {job: _cache_path(*job) for job in jobs}
     for job, path in paths.items():
         cached = None if path is None else _read(path)
         if cached:
@@ -127,7 +137,8 @@ def compile_together(jobs: Sequence[tuple]) -> tuple[dict[tuple, MachineCode], i
 def _compile_in_processes(jobs):
     """Forked processes, because a kernel that is a closure cannot be sent to another one.
 
-    A fork has a copy of every lock. No other thread may hold Numba's at that moment: the fork would wait for it forever.
+    A fork has a copy of every lock. No other thread may hold Numba's at that moment: the fork would
+    wait for it forever.
     """
     processes = min(cores(), len(jobs))
     if processes <= 1 or "fork" not in multiprocessing.get_all_start_methods():
@@ -151,7 +162,10 @@ _jobs: list = []  # of a worker
 
 
 def _start_worker(jobs, capability):
-    """In a forked process CUDA does not work. Compiling needs it only to ask for the compute capability."""
+    """In a forked process CUDA does not work.
+
+    Compiling needs it only to ask for the compute capability.
+    """
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
     if COMPILER == "mlir":
@@ -174,7 +188,8 @@ def _cache_path(kernel, signature) -> Path | None:
     if identity is None:
         return None
     device = cupy().cuda.Device()
-    # mlir has a function among the options, and changes `chip`, which the compute capability decides, when it compiles
+    # mlir has a function among the options, and changes `chip`, which the compute capability
+    # decides, when it compiles
     options = kernel.targetoptions.items()
     options = sorted(str(o) for o in options if o[0] != "chip" and not callable(o[1]))
     parts = (_sources(), identity, signature, options)
@@ -186,7 +201,9 @@ def _cache_path(kernel, signature) -> Path | None:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of all kernel files, subfolders included: a kernel may use a device function of any of them."""
+    """A digest of all kernel files, subfolders included: a kernel may use a device function of any
+    of them.
+    """
     digest = hashlib.sha256()
     for path in sorted(KERNELS_FOLDER.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -202,7 +219,8 @@ def _versions() -> tuple:
 def _identity(function) -> tuple | None:
     """Module, name and closure of a kernel or device function of xtrain.kernels.
 
-    None for a function of another package, and for a closure that holds a value without a stable text form.
+    None for a function of another package, and for a closure that holds a value without a stable
+    text form.
     """
     if not function.__module__.startswith(f"{PACKAGE}."):
         return None
@@ -228,7 +246,7 @@ def _is_plain_function(value):
 
 
 def _read(path):
-    """-> the kernel's name and machine code; None if the file is missing or damaged."""
+    """Return the kernel's name and machine code; None if the file is missing or damaged."""
     try:
         checksum, name, cubin = path.read_bytes().split(b"\n", 2)
     except (OSError, ValueError):

@@ -1,11 +1,12 @@
 """The cost of a launch: the bytes that it must move and its floating-point operations.
 
-The author of a kernel declares them next to the kernel, by the names of the kernel's own parameters:
+The author of a kernel declares them next to the kernel, by the names of the kernel's own
+parameters:
 
     declare_cost(adamw_kernel, in_place=("w_n", "m_n", "v_n"))
 
-Without a declaration a kernel moves each distinct array argument once, and its operations are unknown. Costs are evaluated
-only when an observer asks for them: LaunchEvent.cost in launch.py.
+Without a declaration a kernel moves each distinct array argument once, and its operations are
+unknown. Costs are evaluated only when an observer asks for them: LaunchEvent.cost in launch.py.
 
 A multiply-add counts as two operations, causal attention over a square as half of it.
 """
@@ -23,7 +24,10 @@ from ...device import Array
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one launch. nbytes: bytes read plus bytes written, flops: floating-point operations; None if unknown."""
+    """Of one launch.
+
+    nbytes: bytes read plus bytes written, flops: floating-point operations; None if unknown.
+    """
 
     nbytes: int | None
     flops: float | None
@@ -45,12 +49,14 @@ def declare_cost(
     nbytes: Callable[..., int | None] | None = None,
     flops: Callable[..., float | None] | None = None,
 ) -> None:
-    """Declare what a launch of this @cuda.jit kernel costs, where the default (cost.py) does not hold.
+    """Declare what a launch of this @cuda.jit kernel costs, where the default (cost.py) does not
+    hold.
 
     in_place: parameters whose arrays are both read and overwritten: they count twice.
-    sized_like: parameter -> others. For a view into a packed array, of which the kernel touches as many bytes as the others
-    have together.
-    nbytes, flops: functions of all arguments of the kernel, for everything else; nbytes replaces the two above.
+    sized_like: parameter -> others. For a view into a packed array, of which the kernel touches as
+    many bytes as the others have together.
+    nbytes, flops: functions of all arguments of the kernel, for everything else; nbytes replaces
+    the two above.
     Raises ValueError for a name that is not a parameter of the kernel.
     """
     names = list(inspect.signature(kernel.py_func).parameters)
@@ -93,9 +99,10 @@ def _distinct(args):
 def attention_flops(
     products: int, elements: int, T: int, S: int, causal: bool, window: int = 0
 ) -> float:
-    """Operations of `products` matrix products of (T, D) by (D, S) for each head. elements: B T H D.
+    """Operations of `products` matrix products of (T, D) by (D, S) for each head.
 
-    window: keys that a query sees at most, if above 0. With several documents in a row (below 0) these are upper bounds.
+    elements: B T H D. window: keys that a query sees at most, if above 0. With several documents in
+    a row (below 0) these are upper bounds.
     """
     keys = int(S) * (0.5 if causal and T == S else 1.0)
     if 0 < window < S:

@@ -6,11 +6,12 @@ The array type alone decides which implementation a launcher uses:
     CuPy      the kernel, on CuPy's current device and stream
     SimArray  the same kernel, thread by thread, in xtrain.simulator
 
-Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may synchronize with its
-stream. Here Numba compiles a kernel once per signature, and the driver's cuLaunchKernel launches it with parameters packed
-by hand, in about 10 us. Numba's calling convention passes an array as seven or more separate parameters: meminfo, parent,
-size, itemsize, data pointer, shape..., strides... . That of numba-cuda-mlir: allocation, data pointer, offset, shape...,
-strides in elements... .
+Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may
+synchronize with its stream. Here Numba compiles a kernel once per signature, and the driver's
+cuLaunchKernel launches it with parameters packed by hand, in about 10 us. Numba's calling
+convention passes an array as seven or more separate parameters: meminfo, parent, size, itemsize,
+data pointer, shape..., strides... . That of numba-cuda-mlir: allocation, data pointer, offset,
+shape..., strides in elements... .
 """
 
 import contextlib
@@ -42,16 +43,20 @@ _overlap = True
 
 
 def set_debug(on: bool) -> None:
-    """Synchronize with the GPU after every launch, so that an error names the kernel that caused it. Slow."""
+    """Synchronize with the GPU after every launch, so that an error names the kernel that caused
+    it.
+
+    Slow.
+    """
     global _debug
     _debug = on
 
 
 # ----------------------------------------------------------------------------- which implementation
 def on_host(*arrays: Array) -> bool:
-    """True if all arrays are NumPy arrays: use the reference. False if all are CuPy or all are SimArray: use the kernel.
+    """True if all arrays are NumPy arrays: use the reference.
 
-    Raises TypeError for a mixture.
+    False if all are CuPy or all are SimArray: use the kernel. Raises TypeError for a mixture.
     """
     kind = type(arrays[0])
     for array in arrays:
@@ -92,7 +97,9 @@ def zeros(like: Array, shape, dtype=None) -> Array:
 
 
 def wide(x: Array) -> Array:
-    """x for use in a reference: bf16 is converted to float32, as in the kernels (NumPy's einsum has no bf16)."""
+    """x for use in a reference: bf16 is converted to float32, as in the kernels (NumPy's einsum has
+    no bf16).
+    """
     return x.astype(np.float32) if dtype_name(x.dtype) == "bfloat16" else x
 
 
@@ -116,7 +123,7 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ValueError(message) unless `condition`."""
+    """Raise ValueError(message) unless `condition`."""
     if not condition:
         raise ValueError(message)
 
@@ -124,9 +131,10 @@ def check(condition: bool, message: str) -> None:
 def check_array(
     op: str, name: str, x: Array, shape: tuple, dtypes=("float32",), strided=False
 ) -> None:
-    """Check one argument of a launcher. In `shape`, None allows any length; `strided` allows a non-contiguous array.
+    """Check one argument of a launcher.
 
-    On the CPU float64 is accepted where float32 is: the references are dtype-agnostic, and finite differences need it.
+    In `shape`, None allows any length; `strided` allows a non-contiguous array. On the CPU float64
+    is accepted where float32 is: the references are dtype-agnostic, and finite differences need it.
     Raises ValueError for another shape or a non-contiguous array, TypeError for another dtype.
     """
     if not hasattr(x, "shape"):
@@ -149,7 +157,7 @@ def check_array(
 
 
 def check_ids(op: str, name: str, ids: Array) -> None:
-    """Raises ValueError unless the dtype of `ids` is an integer type."""
+    """Raise ValueError unless the dtype of `ids` is an integer type."""
     check(ids.dtype.kind in "iu", f"{op}: {name} must be integers, got {ids.dtype}")
 
 
@@ -158,7 +166,8 @@ def check_ids(op: str, name: str, ids: Array) -> None:
 class LaunchEvent:
     """A launch on the GPU, as passed to observers.
 
-    name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS (is_product).
+    name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS
+    (is_product).
     cost: a function, so that nothing is computed for an observer that does not call it.
     """
 
@@ -173,10 +182,12 @@ launch_observers: list[LaunchObserver] = []
 
 @contextlib.contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
-    """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of the launch.
+    """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of
+    the launch.
 
-    The observer calls start() to launch; without that the launch does not happen. If there are several observers, the
-    one registered last is called first, and its start() calls the previous one.
+    The observer calls start() to launch; without that the launch does not happen. If there are
+    several observers, the one registered last is called first, and its start() calls the previous
+    one.
     """
     launch_observers.append(observer)
     try:
@@ -192,12 +203,13 @@ def show_launch(event: LaunchEvent, start: Callable[[], None]) -> None:
     start()
 
 
-# ----------------------------------------------------------------------------- what is launched, without launching it
+# ----------------------------------------------------------- what is launched, without launching it
 @dataclass(frozen=True)
 class Specialization:
     """A kernel for arguments of certain types, which is compiled once.
 
-    types: Numba's.  layout: of the parameters, for the struct module.  shared: bytes of dynamic shared memory.
+    types: Numba's.  layout: of the parameters, for the struct module.  shared: bytes of dynamic
+    shared memory.
     """
 
     kernel: Any
@@ -215,11 +227,14 @@ _notes = _Notes()
 
 @contextlib.contextmanager
 def note_launches() -> Iterator[dict[tuple, Specialization]]:
-    """Inside, no kernel that this thread launches runs: -> a dict whose values say what would have to be compiled for them.
+    """Inside, no kernel that this thread launches runs: -> a dict whose values say what would have
+    to be compiled for them.
 
-    Kernels that have been compiled are left out. What CuPy computes does run, on arrays that no kernel has written.
+    Kernels that have been compiled are left out. What CuPy computes does run, on arrays that no
+    kernel has written.
     """
-    before, _notes.found = _notes.found, {}
+    before = _notes.found
+    _notes.found = {}
     try:
         yield _notes.found
     finally:
@@ -227,7 +242,9 @@ def note_launches() -> Iterator[dict[tuple, Specialization]]:
 
 
 def compile_noted(found: dict[tuple, Specialization]) -> int:
-    """Compile what note_launches has found on a GPU, several kernels at a time. -> how many were not in the cache on disk"""
+    """Compile what note_launches has found on a GPU, several kernels at a time. -> how many were
+    not in the cache on disk
+    """
     code, compiled = compile_together([(s.kernel, s.types) for s in found.values()])
     for key, s in found.items():
         _plans.setdefault(key, _LaunchPlan(s, code[s.kernel, s.types]))
@@ -236,15 +253,17 @@ def compile_noted(found: dict[tuple, Specialization]) -> int:
 
 # ----------------------------------------------------------------------------- launches
 def resident_blocks(kernel, block: int, *args, shared: int = 0) -> int:
-    """How many blocks of such a launch run at the same time: multiprocessors times the occupancy of the compiled kernel.
+    """How many blocks of such a launch run at the same time: multiprocessors times the occupancy of
+    the compiled kernel.
 
-    args: of the types of the launch; their sizes do not matter. In the simulator: RESIDENT_IN_SIMULATOR. 1 while launches are
-    noted and the kernel is not compiled.
+    args: of the types of the launch; their sizes do not matter. In the simulator:
+    RESIDENT_IN_SIMULATOR. 1 while launches are noted and the kernel is not compiled.
     """
     converted = kernel_arguments(args)
     if SimArray in map(type, converted):
         return RESIDENT_IN_SIMULATOR
-    driver, plan = cupy().cuda.driver, _prepare(kernel, converted, shared)[0]
+    driver = cupy().cuda.driver
+    plan = _prepare(kernel, converted, shared)[0]
     if plan is None:
         return 1
     each = driver.occupancyMaxActiveBlocksPerMultiprocessor(plan.function, block, shared)
@@ -254,15 +273,18 @@ def resident_blocks(kernel, block: int, *args, shared: int = 0) -> int:
 def launch(
     kernel, grid, block, *args, shared: int = 0, overlap: bool = False, resident: bool = False
 ) -> None:
-    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to three).
+    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to
+    three).
 
-    args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as float32.
+    args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as
+    float32.
     shared: bytes of dynamic shared memory. An empty grid launches nothing.
-    overlap: the kernel may start before the previous kernel of the stream has finished. It must call wait_for_previous
-    (primitives/ptx.py).
-    resident: the blocks wait for each other, so all of them must run at the same time; without overlap.
-    Raises TypeError for a float64 scalar, ValueError for more blocks than can be resident, RuntimeError if the driver rejects
-    the launch.
+    overlap: the kernel may start before the previous kernel of the stream has finished. It must
+    call wait_for_previous (primitives/ptx.py).
+    resident: the blocks wait for each other, so all of them must run at the same time; without
+    overlap.
+    Raises TypeError for a float64 scalar, ValueError for more blocks than can be resident,
+    RuntimeError if the driver rejects the launch.
     """
     converted = kernel_arguments(args)
     grid, block = _dim3(grid), _dim3(block)
@@ -300,13 +322,19 @@ def kernel_arguments(args: Sequence) -> list:
 
 
 def set_overlap(on: bool) -> None:
-    """Allow kernels to overlap (the default), or run each after the previous one has finished. The results are the same."""
+    """Allow kernels to overlap (the default), or run each after the previous one has finished.
+
+    The results are the same.
+    """
     global _overlap
     _overlap = on
 
 
 def can_overlap(x: Array) -> bool:
-    """May kernels overlap on the GPU of x? Needs compute capability 9.0. The simulator accepts it and runs them in order."""
+    """May kernels overlap on the GPU of x? Needs compute capability 9.0.
+
+    The simulator accepts it and runs them in order.
+    """
     return _overlap and (isinstance(x, SimArray) or int(x.device.compute_capability) >= 90)
 
 
@@ -315,8 +343,11 @@ def _refuse_float64(_):
 
 
 _SCALARS: dict[type, Callable] = {
-    int: np.int64, float: np.float32, bool: np.bool_, np.float64: _refuse_float64
-}  # fmt: skip
+    int: np.int64,
+    float: np.float32,
+    bool: np.bool_,
+    np.float64: _refuse_float64,
+}
 
 
 def _dim3(n) -> tuple[int, int, int]:
@@ -338,7 +369,8 @@ class _LaunchPlan:
         self.shared = s.shared
         self.struct = struct.Struct("<" + s.layout)
         self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
-        base, n = ctypes.addressof(self.buffer), self.struct.size // 8
+        base = ctypes.addressof(self.buffer)
+        n = self.struct.size // 8
         self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
         self.pointers = ctypes.addressof(self.table)
 
@@ -349,7 +381,9 @@ def _specialization(kernel, args, shared) -> Specialization:
 
 
 def _prepare(kernel, args, shared):
-    """-> the plan of a launch on the GPU, None while launches are noted; the values of its parameters"""
+    """Return the plan of a launch on the GPU, None while launches are noted; the values of its
+    parameters
+    """
     kinds: list = [kernel, cupy().cuda.runtime.getDevice()]
     values: list = []
     for a in args:
@@ -417,7 +451,10 @@ def struct_format(a) -> str:
 
 
 def numba_type(a):
-    """The Numba type of a kernel argument. A bfloat16 array is passed as uint16, see primitives/ptx.py."""
+    """The Numba type of a kernel argument.
+
+    A bfloat16 array is passed as uint16, see primitives/ptx.py.
+    """
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
     element = types.uint16 if dtype_name(a.dtype) == "bfloat16" else from_dtype(a.dtype)

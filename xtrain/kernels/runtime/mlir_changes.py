@@ -1,4 +1,5 @@
-"""What xtrain changes in numba-cuda-mlir: release 0.6 generates wrong code for a few functions, and slow code for loops.
+"""What xtrain changes in numba-cuda-mlir: release 0.6 generates wrong code for a few functions, and
+slow code for loops.
 
 Written for that release, whose MLIR is not a stable API. known_issues.md has the measurements.
 """
@@ -33,8 +34,9 @@ get_context().enable_multithreading(False)
 
 
 # ----------------------------------------------------------------------------- passes
-# NVVM keeps in local memory what it cannot prove to be registers. So variables become registers before any pass merges blocks
-# that load different ones, and device functions are left to NVVM, which optimizes each before it inlines it.
+# NVVM keeps in local memory what it cannot prove to be registers. So variables become registers
+# before any pass merges blocks that load different ones, and device functions are left to NVVM,
+# which optimizes each before it inlines it.
 _release_pipeline = mlir_optimization.get_base_pipeline
 REGISTERS = "gpu.module(gpu.func(sroa,mem2reg),func.func(sroa,mem2reg)),"
 
@@ -47,8 +49,9 @@ mlir_optimization.get_base_pipeline = _pipeline
 mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
 
 
-# When NVVM inlines a function that calls another one, memory that is allocated after that call is no longer allocated at the
-# function's start: the kernel then saves and restores its stack pointer, which takes registers.
+# When NVVM inlines a function that calls another one, memory that is allocated after that call is
+# no longer allocated at the function's start: the kernel then saves and restores its stack pointer,
+# which takes registers.
 _release_patterns = mlir_optimization.run_pre_codegen_patterns
 
 
@@ -78,10 +81,11 @@ mlir_optimization.run_pre_codegen_patterns = _patterns
 
 
 # ----------------------------------------------------------------------------- indices of threads
-# The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for each use, computes what depends
-# on them in each iteration of a loop, and does not know that they are not negative. Calls of the intrinsics tell it. That makes
-# decoding 2 % faster. Other kernels stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are
-# taken, and decoding in one kernel spills more of them.
+# The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for
+# each use, computes what depends on them in each iteration of a loop, and does not know that they
+# are not negative. Calls of the intrinsics tell it. That makes decoding 2 % faster. Other kernels
+# stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are taken,
+# and decoding in one kernel spills more of them.
 CALLED = re.compile("gemv_tensor_kernel|decode_attention_kernel")
 SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.n?(cta|t)id\.[xyz]")
 _release_translation = mlir_optimization._call_llvm70_capi
@@ -104,16 +108,15 @@ def _call_intrinsics(module):
 
     module.operation.walk(collect)
     for operation in found:
-        name, kind, functions = (
-            f"llvm.{operation.name}",
-            operation.results[0].type,
-            _functions(module),
-        )
+        name = f"llvm.{operation.name}"
+        kind = operation.results[0].type
+        functions = _functions(module)
         if name not in _names(functions):
             with ir.InsertionPoint.at_block_begin(functions):
                 llvm.LLVMFuncOp(name, ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 ()>")))
         with ir.InsertionPoint(operation):
-            callee, none = ir.FlatSymbolRefAttr.get(name), ir.DenseI32ArrayAttr.get([])
+            callee = ir.FlatSymbolRefAttr.get(name)
+            none = ir.DenseI32ArrayAttr.get([])
             call = llvm.CallOp(kind, [], [], none, callee=callee)
         operation.results[0].replace_all_uses_with(call.result)
         operation.erase()
@@ -131,8 +134,8 @@ mlir_optimization._call_llvm70_capi = _translation
 
 
 # ----------------------------------------------------------------------------- loops
-# NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a condition, and put the next
-# element and "is there one" into memory that they allocate in the loop.
+# NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a
+# condition, and put the next element and "is there one" into memory that they allocate in the loop.
 def _constant(number, kind):
     return arith.ConstantOp(kind, ir.IntegerAttr.get(kind, number)).result
 
@@ -182,9 +185,10 @@ lowering_utilities.UniTupleIterObject.next = _next_of_tuple
 
 
 # ----------------------------------------------------------------------------- arrays
-# The release takes the offset and every stride of an array from the arguments: an index costs a multiplication and an addition of
-# 64 bits. The last stride of a contiguous array is 1, and that of a kernel begins at its pointer. That of a device function may
-# be a row of another one, with an offset.
+# The release takes the offset and every stride of an array from the arguments: an index costs a
+# multiplication and an addition of 64 bits. The last stride of a contiguous array is 1, and that of
+# a kernel begins at its pointer. That of a device function may be a row of another one, with an
+# offset.
 _release_argument = MLIRLower.from_argument
 
 
@@ -196,11 +200,13 @@ def _argument(self, kind, value):
 
 def _contiguous(x, of_a_kernel):
     """The same array, with constants for what is known"""
-    index, rank = ir.IndexType.get(), x.type.rank
+    index = ir.IndexType.get()
+    rank = x.type.rank
     _, offset, *metadata = memref.ExtractStridedMetadataOp(x).results
     if of_a_kernel:
         offset = _constant(0, index)
-    sizes, strides = metadata[:rank], [*metadata[rank:-1], _constant(1, index)]
+    sizes = metadata[:rank]
+    strides = [*metadata[rank:-1], _constant(1, index)]
     values = lambda count: ir.DenseI64ArrayAttr.get([DYNAMIC_SIZE] * count)
     each = values(rank)
     return memref.ReinterpretCastOp(
@@ -231,9 +237,11 @@ def declare_dynamic_shared(builder, name: str, alignment: int) -> None:
 
 @lower_builtin(cuda.shared.array, types.Number, types.DTypeSpec)
 def _shared_array(builder, target, args, kwargs):
-    """The release declares dynamic shared memory as a variable of one byte: the kernel's other shared arrays overlap with it.
+    """The release declares dynamic shared memory as a variable of one byte: the kernel's other
+    shared arrays overlap with it.
 
-    MLIR takes an array of no elements that is declared already, if it is in shared memory and its alignment is 16.
+    MLIR takes an array of no elements that is declared already, if it is in shared memory and its
+    alignment is 16.
     """
     if getattr(builder.get_numba_type(args[0].name), "literal_value", None) == 0:
         declare_dynamic_shared(builder, "xtrain_dynamic_shared_16", 16)
@@ -251,7 +259,9 @@ def _threadfence(builder, target, args, kwargs):
 @lower_builtin(cuda.atomic.add, types.Array, types.UniTuple, types.Number)
 @lower_builtin(cuda.atomic.add, types.Array, types.Tuple, types.Number)
 def _atomic_add(builder, target, args, kwargs):
-    """In a device function, the release takes the array for one in global memory; it may be in shared memory."""
+    """In a device function, the release takes the array for one in global memory; it may be in
+    shared memory.
+    """
     x, index, value = builder.load_vars(args)
     element = ir.MemRefType(x.type).element_type
     i = _memref_index_offset(x, list(index) if isinstance(index, tuple) else [index])
@@ -264,7 +274,9 @@ def _atomic_add(builder, target, args, kwargs):
 
 
 def _shuffle(function, kind):
-    """The release passes on the lower 32 bits of a 64-bit integer, and a float64 rounded to float32."""
+    """The release passes on the lower 32 bits of a 64-bit integer, and a float64 rounded to
+    float32.
+    """
 
     @lower_builtin(function, types.Integer, types.Number, types.Integer)
     def generate(builder, target, args, kwargs):
