@@ -1,16 +1,16 @@
-"""Vectorized access to n contiguous elements, or to the rows of a matrix: 8 elements per thread, in
-two 16-byte accesses.
+"""Vectorized access to n contiguous elements, or to the rows of a matrix.
 
-An element-wise kernel does not depend on the shape: a contiguous array is n elements, whatever its
-shape. Three units make such a kernel as fast as a copy:
+A thread owns 8 elements and moves them in two 16-byte accesses. An element-wise kernel does not
+depend on the shape: a contiguous array is n elements, whatever its shape. Three units make such a
+kernel as fast as a copy:
 
-    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
-             neighbouring quads, so a warp writes whole 32-byte sectors. With two adjacent quads per
-             thread each store would write half sectors: in float32 9 % (scale) to 21 % (silu)
-             slower on an H200 at N = 32768, C = 768.
+    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring
+             threads own neighbouring quads, so a warp writes whole 32-byte sectors. With two
+             adjacent quads per thread each store would write half sectors: in float32 9 % (scale)
+             to 21 % (silu) slower on an H200 at N = 32768, C = 768.
     chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
-    tile     what a block owns: STEPS chunks per thread, all loaded before the first computation. About 25 KB
-             per multiprocessor must be in flight at any time.
+    tile     what a block owns: STEPS chunks per thread, all loaded before the first computation.
+             About 25 KB per multiprocessor must be in flight at any time.
 
     elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (gap = 1024)
     thread       0     1           255     |      0
@@ -43,7 +43,7 @@ SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 # ----------------------------------------------------------------------------- in a kernel
 @device
 def load(registers, x, i, gap, end, vectorized):
-    """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
+    """Set registers[0:8] to x[i : i + 4] and x[i + gap : i + gap + 4] as float32, 0 from `end` on.
 
     vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the
     compiler removes the branch: a bf16 is widened in the branch that loads it, so loads in separate
@@ -61,7 +61,7 @@ def load(registers, x, i, gap, end, vectorized):
 
 @device
 def store(x, i, gap, end, registers, vectorized):
-    """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
+    """Write registers[0:8] to x[i : i + 4] and x[i + gap : i + gap + 4], nothing from `end` on."""
     if vectorized:
         store4(x, i, registers[0:QUAD])
         store4(x, i + gap, registers[QUAD:CHUNK])
@@ -76,19 +76,19 @@ def store(x, i, gap, end, registers, vectorized):
 
 @device
 def position(i, gap, j):
-    """The index of registers[j] of a chunk."""
+    """Return the index of registers[j] of a chunk."""
     return i + j if j < QUAD else i + gap + (j - QUAD)
 
 
 @device
 def first_element():
-    """The index of the first element of this thread's first chunk."""
+    """Return the index of the first element of this thread's first chunk."""
     return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
 
 
 @device
 def can_vectorize(first, n, aligned):
-    """Do all chunks of this thread end before element n, with `aligned` start addresses?"""
+    """Return True if all chunks of this thread end before element n, and addresses are aligned."""
     return aligned and first + SPAN <= n
 
 
@@ -113,22 +113,22 @@ def make_row_and_column(C: int):
 
 # ----------------------------------------------------------------------------- in a launcher
 def row_gap(C: int) -> int:
-    """Elements between the two quads of a chunk: half a row, rounded up to whole quads."""
+    """Return the elements between the two quads of a chunk: half a row, in whole quads."""
     return -(-C // CHUNK) * QUAD
 
 
 def blocks_for_rows(N: int, C: int) -> int:
-    """Number of blocks for N rows of C columns, numbered as in make_row_and_column."""
+    """Return the number of blocks for N rows of C columns, numbered as in make_row_and_column."""
     return -(-N * row_gap(C) // (QUAD * BLOCK))
 
 
 def on_16_bytes(*arrays: Array) -> bool:
-    """Is the start address of every array a multiple of 16?"""
+    """Return True if the start address of every array is a multiple of 16."""
     return all(_address(a) % 16 == 0 for a in arrays)
 
 
 def same_place(a: Array, b: Array) -> bool:
-    """Are a and b, which have the same shape, views of the same elements?"""
+    """Return True if a and b, which have the same shape, are views of the same elements."""
     return _address(a) == _address(b) and a.strides == b.strides
 
 
@@ -137,11 +137,10 @@ def _address(a):
 
 
 def row_step(x: Array) -> int | None:
-    """The distance in elements between consecutive rows of x (..., X, D), where a row is X D
-    elements.
+    """Return the distance in elements between consecutive rows of x (..., X, D).
 
-    None if the rows are not contiguous, not evenly spaced, or overlap. More than X D if x is a
-    slice of the columns of a packed array.
+    A row is X D elements. None if the rows are not contiguous, not evenly spaced, or overlap. More
+    than X D if x is a slice of the columns of a packed array.
     """
     *outer, X, D = x.shape
     if x.flags.c_contiguous:
@@ -155,24 +154,26 @@ def row_step(x: Array) -> int | None:
         if n > 1:
             if stride != rows * step and (rows > 1 or stride < step or stride % size):
                 return None
-            step = stride if rows == 1 else step
-            rows = rows * n
+            if rows == 1:
+                step = stride
+            rows *= n
     return step // size
 
 
 def flat_rows(x: Array) -> Array:
-    """A flat view from the first element to the last, of an array whose row_step is not None."""
+    """Return a flat view of x, whose row_step is not None, from its first element to its last."""
     if x.flags.c_contiguous:
         return x.reshape(-1)
     *outer, X, D = x.shape
     length = (math.prod(outer) - 1) * row_step(x) + X * D
+    shape_and_strides = (length,), (x.itemsize,)
     if isinstance(x, SimArray):
-        return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), subok=True)
-    return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+        return np.lib.stride_tricks.as_strided(x, *shape_and_strides, subok=True)
+    return cupy().lib.stride_tricks.as_strided(x, *shape_and_strides)
 
 
 def can_vectorize_rows(C: int, *arrays: Array) -> bool:
-    """Does every chunk of rows of C columns consist of two whole, 16-byte aligned quads?"""
+    """Return True if every chunk of rows of C columns is two whole, 16-byte aligned quads."""
     return C % CHUNK == 0 and on_16_bytes(*arrays)
 
 

@@ -4,7 +4,8 @@
     chunk          vec neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
     S threads      share a head, S = R / vec. Thread s holds planes s vec, ..., (s + 1) vec - 1: two
                    chunks, so a rotation needs no data of another thread
-    block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a head are neighbours
+    block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a
+                   head are neighbours
 
     bf16, D = 32:  columns   0..7  8..15 | 16..23  24..31
                    thread      0     1   |   0       1
@@ -21,16 +22,7 @@ import numpy as np
 from ..runtime.compiler import cuda, int64, uint32
 from .ptx import device, load4, load8
 from .reduce import FULL
-from .words import (
-    load_words4,
-    load_words8,
-    pack4,
-    pack8,
-    store_words4,
-    store_words8,
-    unpack4,
-    unpack8,
-)
+from .words import WORD_OPS
 
 MAX_THREADS = 512  # of a block
 SPLIT_THREADS = 256  # of a block, if the heads of one token take more than MAX_THREADS
@@ -58,8 +50,9 @@ class HeadKernel:
 
 
 def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
-    """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape
-    does not fit.
+    """Return the plan for X heads of D columns; None if the shape does not fit.
+
+    threads: of a block, approximately.
     """
     S = D // (2 * vec)
     if D % (2 * vec) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
@@ -72,10 +65,10 @@ def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
 
 @dataclass(frozen=True)
 class HeadOps:
-    """Device functions of make_head_ops.
+    """The device functions that make_head_ops returns. E = vec.
 
-    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4)
-    words (words.py).
+    x_2E: the two chunks of a thread, (2, E) float32 registers.
+    x_2W: the same as (2, 4) words (words.py).
     """
 
     # () -> token within the block, head, first plane. head >= X: the thread has no head
@@ -99,13 +92,13 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
     HEADS = plan.heads
     TOKENS = plan.tokens
     R = D // 2
-    TOKEN_THREADS = plan.heads * plan.S
-    SHIFT = plan.S.bit_length() - 1
+    TOKEN_THREADS = HEADS * S
+    SHIFT = S.bit_length() - 1
     load_n = load8 if vec == 8 else load4
-    load_vector, store_vector = (
-        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
-    )
-    unpack_n, pack_n = (unpack8, pack8) if vec == 8 else (unpack4, pack4)
+    load_vector = WORD_OPS[vec].load
+    store_vector = WORD_OPS[vec].store
+    unpack_n = WORD_OPS[vec].unpack
+    pack_n = WORD_OPS[vec].pack
 
     @device
     def token_head_plane():
@@ -113,7 +106,9 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
         token = tid // uint32(TOKEN_THREADS)
         token_thread = int64(tid - token * uint32(TOKEN_THREADS))
         head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
-        return (int64(token), head if token < TOKENS else int64(X), (token_thread & (S - 1)) * vec)
+        if token >= TOKENS:
+            head = int64(X)
+        return int64(token), head, (token_thread & (S - 1)) * vec
 
     @device
     def load(registers, x, i):

@@ -1,8 +1,10 @@
 """A row of C columns held in registers, read and written 16 bytes at a time.
 
     chunk        vec neighbouring columns: 8 if all arrays are bf16, else 4 (see words.py)
-    W warps      share a row: one up to C = 1024 (shuffles sum the row), more beyond (which takes a barrier)
-    STEPS        chunks per thread, 32 columns at most. Thread t of a row owns chunks t, t + 32 W, ...
+    W warps      share a row: one up to C = 1024 (shuffles sum the row), more beyond (which takes a
+                 barrier)
+    STEPS        chunks per thread, 32 columns at most. Thread t of a row owns chunks t,
+                 t + 32 W, ...
     R rows       per block, so that a block has enough warps
 
     columns      0..7   8..15  ...  248..255 | 256..263 ...        (bf16, W = 1)
@@ -22,16 +24,7 @@ from ..runtime.compiler import cuda, float32, uint32
 from .flat import on_16_bytes
 from .ptx import device, load1, load4, load8, store1, store4, store8
 from .reduce import MAX_WARPS, block_sum, warp_sum
-from .words import (
-    elements_per_vector,
-    load_words4,
-    load_words8,
-    pack4,
-    pack8,
-    store_words4_shared,
-    unpack4,
-    unpack8,
-)
+from .words import WORD_OPS, elements_per_vector, pack4, store_words4_shared
 
 MAX_COLUMNS = 32  # of a thread
 MIN_WARPS = 4  # per block
@@ -55,8 +48,7 @@ class RowOps(RowPlan):
     """
 
     STRIDE: int  # columns between two chunks of a thread
-    # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32; zeros beyond column
-    # C
+    # (registers, x, first, c): registers[0:E] = x[first + c : + E] as float32, 0 beyond column C
     load: Callable
     # (x, first, c, registers): the reverse of load; nothing is written beyond column C
     store: Callable
@@ -82,12 +74,11 @@ class RowKernel:
 
 
 def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMNS) -> RowPlan:
-    """The plan for rows of C columns.
+    """Return the plan for rows of C columns. Raises ValueError above 32768 columns.
 
-    warps: per block, as far as possible. columns: per thread at most; fewer for a kernel that keeps
-    several rows in registers. At most 32 warps share a row, so in a very wide row a thread has up
-    to MAX_COLUMNS in any case.
-    Raises ValueError above 32768 columns.
+    warps: per block, as far as possible.
+    columns: per thread at most; fewer for a kernel that keeps several rows in registers. At most 32
+        warps share a row, so in a very wide row a thread has up to MAX_COLUMNS in any case.
     """
     widest = MAX_WARPS * 32 * MAX_COLUMNS
     if widest < C:
@@ -99,8 +90,9 @@ def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMN
 
 
 def aligned_rows(C: int, *arrays: Array) -> bool:
-    """Does every row of C columns start at a multiple of 16 bytes, in all arrays? (8 for bf16 next
-    to float32.)
+    """Return True if every row of C columns starts at a multiple of 16 bytes in all arrays.
+
+    For bf16 next to float32: of 8 bytes.
     """
     return C % elements_per_vector(*arrays) == 0 and on_16_bytes(*arrays)
 
@@ -110,18 +102,35 @@ def make_row_ops(
 ) -> RowOps:
     """Return the plan and the device functions for rows of C columns.
 
-    aligned: every row starts at a multiple of 16 bytes, see aligned_rows. warps, columns: as in
-    row_plan.
+    aligned: every row starts at a multiple of 16 bytes, see aligned_rows.
+    warps, columns: as in row_plan.
     """
     plan = row_plan(C, vec, warps, columns)
-    W = plan.W
-    R = plan.R
-    STEPS = plan.STEPS
-    THREADS = plan.THREADS
-    STRIDE = 32 * W * vec  # between the chunks of a thread
-    WIDTH = STEPS * STRIDE
-    SCRATCH = max(R * WIDTH, MAX_WARPS) if R > 1 else MAX_WARPS
-    FULL = C % STRIDE == 0  # no chunk extends beyond the row
+    stride = 32 * plan.W * vec
+    load, store, load_words = _make_accesses(C, vec, aligned, stride)
+    row_and_column, total = make_sharing(vec, plan.W)
+    add_rows, scratch = _make_add_rows(C, vec, plan, stride, store)
+    return RowOps(
+        **asdict(plan),
+        STRIDE=stride,
+        load=load,
+        store=store,
+        load_words=load_words,
+        unpack=WORD_OPS[vec].unpack,
+        total=total,
+        row_and_column=row_and_column,
+        add_rows=add_rows,
+        SCRATCH=scratch,
+    )
+
+
+def _make_accesses(C, vec, aligned, stride):
+    """Return load, store and load_words of RowOps."""
+    FULL = C % stride == 0  # no chunk extends beyond the row
+    load_vector = load8 if vec == 8 else load4
+    store_vector = store8 if vec == 8 else store4
+    load_vector_words = WORD_OPS[vec].load
+    pack = WORD_OPS[vec].pack
 
     @device
     def load(registers, x, first, c):
@@ -131,10 +140,8 @@ def make_row_ops(
         elif not FULL and c >= C:
             for j in range(vec):
                 registers[j] = float32(0.0)
-        elif vec == 8:
-            load8(registers, x, first + c)
         else:
-            load4(registers, x, first + c)
+            load_vector(registers, x, first + c)
 
     @device
     def store(x, first, c, registers):
@@ -143,40 +150,25 @@ def make_row_ops(
                 if c + j < C:
                     store1(x, first + c + j, registers[j])
         elif FULL or c < C:
-            if vec == 8:
-                store8(x, first + c, registers)
-            else:
-                store4(x, first + c, registers)
+            store_vector(x, first + c, registers)
 
     @device
     def load_words(words, x, first, c):
         if not aligned:
             registers = cuda.local.array(vec, float32)
             load(registers, x, first, c)
-            if vec == 8:
-                pack8(words, registers, x)
-            else:
-                pack4(words, registers, x)
+            pack(words, registers, x)
         elif not FULL and c >= C:
             for j in range(vec):
                 words[j] = uint32(0)
-        elif vec == 8:
-            load_words8(words, x, first + c)
         else:
-            load_words4(words, x, first + c)
+            load_vector_words(words, x, first + c)
 
-    @device
-    def unpack(registers, words, x):
-        if vec == 8:
-            unpack8(registers, words, x)
-        else:
-            unpack4(registers, words, x)
+    return load, store, load_words
 
-    @device
-    def total(v, scratch):
-        if W == 1:
-            return warp_sum(v)
-        return block_sum(v, scratch)
+
+def make_sharing(vec: int, W: int):
+    """Return row_and_column and total of RowOps, for rows that W warps share."""
 
     @device
     def row_and_column():
@@ -186,6 +178,23 @@ def make_row_ops(
         return 0, tid * vec
 
     @device
+    def total(v, scratch):
+        if W == 1:
+            return warp_sum(v)
+        return block_sum(v, scratch)
+
+    return row_and_column, total
+
+
+def _make_add_rows(C, vec, plan, stride, store):
+    """Return add_rows of RowOps, and the floats of shared memory that it needs."""
+    STEPS = plan.STEPS
+    R = plan.R
+    THREADS = plan.THREADS
+    STRIDE = stride
+    WIDTH = STEPS * STRIDE
+
+    @device
     def add_rows(out, first, sums_SC, scratch):
         if R == 1:
             for s in range(STEPS):
@@ -193,11 +202,11 @@ def make_row_ops(
         else:  # W = 1: a row is a warp
             tid = cuda.threadIdx.x
             words = cuda.local.array(4, uint32)
-            at = (tid >> 5) * WIDTH + (tid & 31) * vec
+            start = (tid >> 5) * WIDTH + (tid & 31) * vec
             for s in range(STEPS):
                 for e in range(0, vec, 4):
                     pack4(words, sums_SC[s, e : e + 4], scratch)
-                    store_words4_shared(scratch, at + s * STRIDE + e, words)
+                    store_words4_shared(scratch, start + s * STRIDE + e, words)
             cuda.syncthreads()
             for c in range(tid, C, THREADS):
                 acc = float32(0.0)
@@ -205,15 +214,4 @@ def make_row_ops(
                     acc += scratch[row * WIDTH + c]
                 out[first + c] = acc
 
-    return RowOps(
-        **asdict(plan),
-        STRIDE=STRIDE,
-        load=load,
-        store=store,
-        load_words=load_words,
-        unpack=unpack,
-        total=total,
-        row_and_column=row_and_column,
-        add_rows=add_rows,
-        SCRATCH=SCRATCH,
-    )
+    return add_rows, max(R * WIDTH if R > 1 else 0, MAX_WARPS)

@@ -43,7 +43,7 @@ WIDTHS = (16, 32, 64, 128)
 
 @functools.cache
 def make_chunk_offset(D):
-    """Return chunk_offset(row, chunk): the start of a chunk, in elements from the start of the tile"""
+    """Return chunk_offset(row, chunk): the start of a chunk, in elements from that of the tile."""
     CHUNKS = D // CHUNK
     SHIFT = {16: 2, 32: 1}.get(D, 0)  # all banks once, 128 bytes, are 4 rows of 16 or 2 of 32
     MASK = min(CHUNKS, 8) - 1
@@ -58,11 +58,10 @@ def make_chunk_offset(D):
 # ----------------------------------------------------------------- between global and shared memory
 @functools.cache
 def make_copy(D, ROWS, THREADS):
-    """Return copy_tile(smem, a, x, first, stride, valid): a block starts to copy ROWS rows into the
-    tile at smem[a].
+    """Return copy_tile(smem, a, x, first, stride, valid): a block starts to copy ROWS rows.
 
-    Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads
-    copy neighbouring chunks, so whole rows are read at once.
+    Row r comes from x[first + r stride] and goes into the tile at smem[a]; rows from `valid` on
+    become zeros. Neighbouring threads copy neighbouring chunks, so whole rows are read at once.
     """
     chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
@@ -76,20 +75,21 @@ def make_copy(D, ROWS, THREADS):
         tid = cuda.threadIdx.x & (THREADS - 1)  # the same value, but the compiler learns its range
         row = tid // CHUNKS
         chunk = tid % CHUNKS
-        to = a + chunk_offset(row, chunk)
+        target = a + chunk_offset(row, chunk)
         source = first + row * stride + chunk * CHUNK
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
-                copy16_async(smem, to + i * STEP * D, x, source + i * STEP * stride, inside)
+                copy16_async(smem, target + i * STEP * D, x, source + i * STEP * stride, inside)
 
     return copy_tile
 
 
 @functools.cache
 def make_copy_two(D, ROWS, THREADS):
-    """Return copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for a
-    tile of K and one of V, as one group. They are adjacent in shared memory.
+    """Return copy_two, which copies a tile of K and one of V as one group, see make_copy.
+
+    They are adjacent in shared memory.
     """
     copy_tile = make_copy(D, ROWS, THREADS)
 
@@ -104,8 +104,7 @@ def make_copy_two(D, ROWS, THREADS):
 
 @functools.cache
 def make_store(D, MT):
-    """Return store_tile(acc, smem, a, x, first, stride, valid): a warp writes its 16 MT rows as
-    bf16.
+    """Return store_tile(acc, smem, a, x, first, stride, valid): a warp writes 16 MT rows as bf16.
 
     They pass through the warp's own rows of a tile in shared memory that is no longer needed, so
     that global memory is written 16 bytes at a time.
@@ -165,8 +164,9 @@ def make_fill(MT, NT):
 
 @functools.cache
 def make_pack(MT):
-    """Return pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two adjacent tiles, as a left
-    operand fa (MT, 4)
+    """Return pack(fa, acc, k): columns 16 k to 16 k + 15 of acc become a left operand.
+
+    They are two adjacent tiles, fa is (MT, 4).
     """
 
     @device
@@ -182,11 +182,11 @@ def make_pack(MT):
 
 @functools.cache
 def make_left_lane(D):
-    """Return left_lane(): the offset of this lane's row in a 16 x 16 left operand, and in a
-    transposed right operand.
+    """Return left_lane(): the offset of this lane's row in a 16 x 16 left operand.
 
-    Columns 16 k to 16 k + 15 are at this offset ^ 16 k: the swizzle changes no other bits. So a
-    product needs one address, one exclusive-or per 16 columns, and constants.
+    Also in a transposed right operand. Columns 16 k to 16 k + 15 are at this offset ^ 16 k: the
+    swizzle changes no other bits. So a product needs one address, one exclusive-or per 16 columns,
+    and constants.
     """
     chunk_offset = make_chunk_offset(D)
 
@@ -200,12 +200,13 @@ def make_left_lane(D):
 
 @functools.cache
 def make_scores(D, MT, NT):
-    """Return load_rows, scores_of, scores: products of tiles, s (MT, NT, 4) = A B^T with 16 MT rows
-    in A and 8 NT in B.
+    """Return load_rows, scores_of, scores: products of tiles, s (MT, NT, 4) = A B^T.
 
-    load_rows(fa, smem, a)          loads the 16 MT rows of the tile at a into registers fa (D / 16, MT, 4)
-    scores_of(s, fa, smem, b)       with A in fa
-    scores(s, smem, a, b)           with A in shared memory
+    A has 16 MT rows, B has 8 NT.
+
+    load_rows(fa, smem, a)     loads the rows of the tile at a into registers fa (D / 16, MT, 4)
+    scores_of(s, fa, smem, b)  with A in fa
+    scores(s, smem, a, b)      with A in shared memory
     """
     chunk_offset = make_chunk_offset(D)
     left_lane = make_left_lane(D)
@@ -219,7 +220,7 @@ def make_scores(D, MT, NT):
 
     @device
     def add_slice(s, fa, smem, b, k):
-        """Columns 16 k to 16 k + 15 of both factors"""
+        """Add the product of columns 16 k to 16 k + 15 of both factors."""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
         right_lane = chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
@@ -253,8 +254,9 @@ def make_scores(D, MT, NT):
 
 @functools.cache
 def make_add_slab(D, MT):
-    """Return add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B, A (16 MT, 16) packed in fa,
-    B: rows 16 k, 16 k + 1, ... 16 k + 15 of the tile at b
+    """Return add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B.
+
+    A (16 MT, 16) is packed in fa, B is rows 16 k to 16 k + 15 of the tile at b.
     """
     left_lane = make_left_lane(D)
     KS = D // 16
@@ -273,8 +275,9 @@ def make_add_slab(D, MT):
 
 @functools.cache
 def make_add_product(D, MT, NT):
-    """Return add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B, P (MT, NT, 4) rounded to
-    bf16, B: 8 NT rows at b
+    """Return add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B.
+
+    P (MT, NT, 4) is rounded to bf16, B is the 8 NT rows at b.
     """
     pack = make_pack(MT)
     add_slab = make_add_slab(D, MT)
