@@ -80,7 +80,7 @@ def adamw_ref(
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
-    """The values that change with the step, (3,): [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
+    """Return the values that change with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
 
     step counts from 1. Raises ValueError for a smaller one.
     """
@@ -91,7 +91,7 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 # ----------------------------------------------------------------------------- kernel
 @device
 def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
-    """One element: -> the new w, m, v. Every operation rounds once."""
+    """Return the new w, m, v of one element. Every operation rounds once."""
     w = fmul_rn(w, decay)
     m = fadd_rn(m, fmul_rn(rest1, fsub_rn(g, m)))
     v = fadd_rn(fmul_rn(v, beta2), fmul_rn(fmul_rn(rest2, g), g))
@@ -101,9 +101,7 @@ def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
 
 @functools.cache
 def make_adamw_kernel(with_copy, zero_grad):
-    """Return one of four kernels: with or without the bf16 copy, with or without zeroing the
-    gradient.
-    """
+    """Return one of four kernels: with or without the bf16 copy, and zeroing the gradient."""
 
     @kernel(BLOCK)
     def adamw_kernel(
@@ -122,9 +120,9 @@ def make_adamw_kernel(with_copy, zero_grad):
         weight_decay,
         aligned,
     ):
-        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2.
+        """Grid ceil(n / TILE), block BLOCK.
 
-        copy_n is unused without a copy.
+        rest1 = 1 - beta1, rest2 = 1 - beta2. copy_n is unused without a copy.
         """
         g = cuda.local.array(CHUNK, float32)
         w = cuda.local.array(CHUNK, float32)
@@ -144,18 +142,9 @@ def make_adamw_kernel(with_copy, zero_grad):
         keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
         for j in range(CHUNK):
             decay = keep if position(i, GAP, j) < n_decay else float32(1.0)  # w times 1 is w
+            scaled = fmul_rn(g[j], factor)
             w[j], m[j], v[j] = update(
-                fmul_rn(g[j], factor),
-                w[j],
-                m[j],
-                v[j],
-                decay,
-                rest1,
-                beta2,
-                rest2,
-                rate,
-                root2,
-                eps,
+                scaled, w[j], m[j], v[j], decay, rest1, beta2, rest2, rate, root2, eps
             )
             g[j] = float32(0.0)
         # False for NaN. The test is here and not at the top, where all loads would wait for it.
@@ -168,7 +157,9 @@ def make_adamw_kernel(with_copy, zero_grad):
         if zero_grad:
             store(g_n, i, GAP, n, g, vectorized)
 
-    updated = ("w_n", "m_n", "v_n", "g_n") if zero_grad else ("w_n", "m_n", "v_n")
+    updated = ["w_n", "m_n", "v_n"]
+    if zero_grad:
+        updated.append("g_n")
     declare_cost(adamw_kernel, in_place=updated)
     return adamw_kernel
 
@@ -189,47 +180,35 @@ def adamw(
     copy_n: Array | None = None,
     zero_grad: bool = False,
 ) -> None:
-    """One optimizer step, in place on w, m and v. w, g, m, v: (n,) float32.
+    """Do one optimizer step, in place on w, m and v.
 
-    Only elements [0, n_decay) of w decay. factor (1,) float32 multiplies g: 1 for no clipping, NaN
-    to skip the step. hyper (3,) float32: adamw_hyper(...), on the device of w. copy (n,) bf16:
-    becomes the new w, rounded. zero_grad: set g to zero.
+    w, g, m, v: (n,) float32.
+    factor: (1,) float32, multiplies g: 1 for no clipping, NaN to skip the step.
+    hyper: (3,) float32: adamw_hyper(...), on the device of w.
+    n_decay: only elements [0, n_decay) of w decay.
+    copy: (n,) bf16, becomes the new w, rounded.
+    zero_grad: set g to zero.
     Raises ValueError or TypeError for other shapes or dtypes.
     """
     n = w_n.size
-    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel argument cannot be None
-    for name, x, shape in (
-        ("w", w_n, (n,)),
-        ("g", g_n, (n,)),
-        ("m", m_n, (n,)),
-        ("v", v_n, (n,)),
-        ("factor", factor_1, (1,)),
-        ("hyper", hyper_3, (3,)),
-    ):
-        check_array("adamw", name, x, shape)
+    check_array("adamw", "w", w_n, (n,))
+    check_array("adamw", "g", g_n, (n,))
+    check_array("adamw", "m", m_n, (n,))
+    check_array("adamw", "v", v_n, (n,))
+    check_array("adamw", "factor", factor_1, (1,))
+    check_array("adamw", "hyper", hyper_3, (3,))
+    check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
+    copy = w_n  # a kernel argument cannot be None
     if copy_n is not None:
         check_array("adamw", "copy", copy_n, (n,), ("bfloat16",))
-        arrays[3] = copy_n
-    check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
+        copy = copy_n
+    arrays = (w_n, m_n, v_n, copy, g_n, factor_1, hyper_3)
     if on_host(*arrays):
-        adamw_ref(
-            w_n,
-            g_n,
-            m_n,
-            v_n,
-            factor_1,
-            hyper_3,
-            n_decay,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            copy_n,
-            zero_grad,
-        )
+        constants = (n_decay, beta1, beta2, eps, weight_decay)
+        adamw_ref(w_n, g_n, m_n, v_n, factor_1, hyper_3, *constants, copy_n, zero_grad)
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
-    constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
+    rates = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
     adamw_kernel = make_adamw_kernel(copy_n is not None, bool(zero_grad))
     aligned = on_16_bytes(*arrays[:5])
-    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants, aligned)
+    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *rates, aligned)

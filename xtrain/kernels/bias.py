@@ -1,7 +1,7 @@
 """A bias of a linear layer: y = x w^T + b.   b: (O,)   y, dy: (N, O)
 
-    forward    every row of y is b, in y's dtype, before the matrix product, which adds to it (beta = 1 in gemm.py): the sum is
-               in float32, and y is rounded once more
+    forward    every row of y is b, in y's dtype, before the matrix product, which adds to it
+               (beta = 1 in gemm.py): the sum is in float32, and y is rounded once more
     backward   db = sum_n dy
 
 y and dy are float32 or bf16, b and db float32. The sum over rows is that of a norm weight's
@@ -31,12 +31,12 @@ from .runtime.launch import FLOATS, check_array, launch, on_host, wide
 
 # ----------------------------------------------------------------------------- reference
 def fill_rows_ref(y_NO, b_O):
-    """y = b in every row, in place."""
+    """Set every row of y to b, in place."""
     y_NO[...] = b_O
 
 
 def bias_bwd_ref(dy_NO):
-    """Return db (O,)"""
+    """Return db (O,)."""
     return dy_NO.sum(0)
 
 
@@ -63,9 +63,9 @@ def make_fill_rows_kernel(O, vectorized):  # noqa: E741
 
 # ----------------------------------------------------------------------------- launchers
 def fill_rows(y_NO: Array, b_O: Array) -> None:
-    """y (N, O) = b (O,) in every row. y: float32 or bf16, contiguous, b float32.
+    """Set every row of y (N, O), float32 or bf16, contiguous, to b (O,), float32.
 
-    Raises ValueError or TypeError.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("bias", "y", y_NO, (None, None), FLOATS)
     N, O = y_NO.shape  # noqa: E741
@@ -79,7 +79,7 @@ def fill_rows(y_NO: Array, b_O: Array) -> None:
 
 
 def bias_bwd(dy_NO: Array, db_O: Array) -> None:
-    """dy (N, O) float32 or bf16: db (O,) += the sum over the rows of dy, float32.
+    """Add the sum over the rows of dy (N, O), float32 or bf16, to db (O,), float32.
 
     The same bits in every run. Raises ValueError or TypeError for other shapes or dtypes.
     """

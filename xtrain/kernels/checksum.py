@@ -18,13 +18,14 @@ from .runtime.launch import check_array, empty, launch, on_host
 
 WARP = 32
 PARTIALS = 32 * 132  # 32 one-warp blocks on each of an H200's multiprocessors
-MASK, FACTORS = int64(0xFFFFFFFF), int64(0xFFFF)
+MASK = int64(0xFFFFFFFF)
+FACTORS = int64(0xFFFF)
 BLOCK_REF = 1 << 20  # words that the reference widens to int64 at once
 
 
 # ----------------------------------------------------------------------------- reference
 def checksum_ref(words_n):
-    """Return the checksum, (1,) int64"""
+    """Return the checksum, (1,) int64."""
     total = 0
     for first in range(0, words_n.size, BLOCK_REF):
         words = words_n[first : first + BLOCK_REF].astype(np.int64) & 0xFFFFFFFF
@@ -68,7 +69,7 @@ def compare_kernel(changed_1, sums_K, expected_K):
 
 # ----------------------------------------------------------------------------- launchers
 def checksum(words_n: Array, sum_1: Array) -> None:
-    """sum (1,) int64 = the checksum of words (n,) int32, on the device of words.
+    """Set sum (1,) int64 to the checksum of words (n,) int32, on the device of words.
 
     Raises ValueError or TypeError otherwise.
     """
@@ -84,8 +85,9 @@ def checksum(words_n: Array, sum_1: Array) -> None:
 
 
 def compare(sums_K: Array, expected_K: Array, changed_1: Array) -> None:
-    """changed (1,) int32 becomes 1 if sums (K,) int64 are not the expected ones, and else keeps its
-    value.
+    """Set changed (1,) int32 to 1 if sums (K,) int64 are not the expected ones.
+
+    Else it keeps its value.
     """
     check_array("compare", "sums", sums_K, (None,), ("int64",))
     check_array("compare", "expected", expected_K, tuple(sums_K.shape), ("int64",))

@@ -1,11 +1,11 @@
-"""Products of fp8 matrices: cuBLASLt on a GPU; dequantized, numpy.matmul in the simulator and on
-the host.
+"""Products of fp8 matrices: cuBLASLt on a GPU; dequantized, numpy.matmul elsewhere.
 
     out (M, N) = a (M, K) b (N, K)^T s_a s_b        or out +=        sums are float32
 
 One product of each kind in a linear layer, with the operands that fp8.py makes:
 
-    y  = x w^T     fp8_matmul(y, x.rows, w.rows)                dx = dy w     fp8_matmul(dx, dy.rows, w.columns)
+    y  = x w^T     fp8_matmul(y, x.rows, w.rows)
+    dx = dy w      fp8_matmul(dx, dy.rows, w.columns)
     dw = dy^T x    fp8_matmul(dw, dy.columns, x.columns)
 
 cuBLASLt is column-major, as cuBLAS is (gemm.py): out^T = b a^T, and b, row-major (N, K), is its
@@ -41,17 +41,18 @@ ALIGNED = 16  # M, N, K and the addresses of scales are multiples of it
 FP8_TYPES = {"e4m3": 28, "e5m2": 29}  # cudaDataType
 COMPUTE_32F = 68
 REAL_32F = 0
-_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-_lock = threading.Lock()  # of the plans, whose descriptions change from call to call
+_ONE = np.ones(1, np.float32)
+_ZERO = np.zeros(1, np.float32)
+_lock = threading.Lock()  # for the plans, whose descriptions change from call to call
 _plans: dict[tuple, "_Plan"] = {}
 _handles: dict[int, int] = {}  # by device
 
 
 def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) -> Array:
-    """out (M, N) = a (M, K) b (N, K)^T, or out += ... with accumulate.
+    """Set out (M, N) to a (M, K) b (N, K)^T, or add it to out with accumulate. Returns out.
 
-    Returns out, float32 or bf16, contiguous. M, N, K: multiples of 16. At most one operand is e5m2:
-    no GPU multiplies two. Raises ValueError or TypeError.
+    out: float32 or bf16, contiguous. M, N, K: multiples of 16. At most one operand is e5m2: no GPU
+    multiplies two. Raises ValueError or TypeError.
     """
     for x in (a, b):
         check_type("fp8_matmul", x, Operand)
@@ -71,12 +72,12 @@ def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) 
         product = np.matmul(decode(a), decode(b).T)
         out_MN[...] = wide(out_MN) + product if accumulate else product
         return out_MN
-    on_host(
-        out_MN, a.codes, b.codes, a.scale_1, b.scale_1
-    )  # raises TypeError for a mixture of devices
+    # raises TypeError for a mixture of devices
+    on_host(out_MN, a.codes, b.codes, a.scale_1, b.scale_1)
     check(
         all(x.scale_1.data.ptr % ALIGNED == 0 for x in (a, b)),
-        f"fp8_matmul: the address of a scale is not a multiple of {ALIGNED} bytes, which cuBLASLt needs",
+        f"fp8_matmul: the address of a scale is not a multiple of {ALIGNED} bytes, "
+        "which cuBLASLt needs",
     )
     if launch_observers:
         cost = functools.partial(product_cost, out_MN, a.codes, b.codes)
@@ -88,8 +89,9 @@ def fp8_matmul(out_MN: Array, a: Operand, b: Operand, accumulate: bool = False) 
 
 
 class _Plan:
-    """What cuBLASLt needs for products of one shape: column-major d (m, n) = a (k, m)^T b (k, n),
-    dtypes ta, tb, td.
+    """What cuBLASLt needs for products of one shape.
+
+    Column-major d (m, n) = a (k, m)^T b (k, n), of dtypes td, ta, tb.
     """
 
     def __init__(self, lt: Any, handle: int, m, n, k, ta, tb, td, limit: int):
@@ -112,10 +114,10 @@ class _Plan:
         lt = self.lt
         a, b, d = self.layouts
         preference = lt.matmul_preference_create()
-        most = np.array([self.nbytes], np.uint64)
-        found = np.zeros(1, np.int32)
-        which = int(lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES)
-        lt.matmul_preference_set_attribute(preference, which, most.ctypes.data, most.nbytes)
+        limit = np.array([self.nbytes], np.uint64)
+        algorithms = np.zeros(1, np.int32)
+        attribute = int(lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES)
+        lt.matmul_preference_set_attribute(preference, attribute, limit.ctypes.data, limit.nbytes)
         self.algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)
         try:
             lt.matmul_algo_get_heuristic(
@@ -128,43 +130,31 @@ class _Plan:
                 preference,
                 1,
                 self.algorithm.ctypes.data,
-                found.ctypes.data,
+                algorithms.ctypes.data,
             )
         except lt.cuBLASLtError:  # NOT_SUPPORTED: none
             return False
         finally:
             lt.matmul_preference_destroy(preference)
-        return bool(found[0])
+        return bool(algorithms[0])
 
     def _set(self, attribute, value, dtype):
-        held = np.array([value], dtype)
+        array = np.array([value], dtype)
         self.lt.matmul_desc_set_attribute(
-            self.description, int(attribute), held.ctypes.data, held.nbytes
+            self.description, int(attribute), array.ctypes.data, array.nbytes
         )
 
     def run(self, d, a: Operand, b: Operand, accumulate: bool, workspace: int, stream: int) -> None:
-        which = self.lt.MatmulDescAttribute
-        self._set(which.A_SCALE_POINTER, a.scale_1.data.ptr, np.uint64)
-        self._set(which.B_SCALE_POINTER, b.scale_1.data.ptr, np.uint64)
+        attributes = self.lt.MatmulDescAttribute
+        self._set(attributes.A_SCALE_POINTER, a.scale_1.data.ptr, np.uint64)
+        self._set(attributes.B_SCALE_POINTER, b.scale_1.data.ptr, np.uint64)
         beta = _ONE if accumulate else _ZERO
-        la, lb, ld = self.layouts
+        layout_a, layout_b, layout_d = self.layouts
+        product = (_ONE.ctypes.data, a.codes.data.ptr, layout_a, b.codes.data.ptr, layout_b)
+        out = (d.data.ptr, layout_d)
+        options = (self.algorithm.ctypes.data, workspace, self.nbytes, stream)
         self.lt.matmul(
-            self.handle,
-            self.description,
-            _ONE.ctypes.data,
-            a.codes.data.ptr,
-            la,
-            b.codes.data.ptr,
-            lb,
-            beta.ctypes.data,
-            d.data.ptr,
-            ld,
-            d.data.ptr,
-            ld,
-            self.algorithm.ctypes.data,
-            workspace,
-            self.nbytes,
-            stream,
+            self.handle, self.description, *product, beta.ctypes.data, *out, *out, *options
         )
 
 

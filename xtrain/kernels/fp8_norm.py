@@ -2,7 +2,9 @@
 
 x, r: (N, C)   w: (C,)   h: (N, C)   codes: (N, C), (C, N)
 
-    h = x + r        y = rmsnorm(h) w        (residual.py; without r: h is x)        y ~ codes x scale        (fp8.py)
+    h = x + r              residual.py; without r: h is x
+    y = rmsnorm(h) w
+    y ~ codes x scale      fp8.py
 
 Only a product reads y, so y is never written, in bf16 or otherwise. Backward needs h and rstd
 (residual_rmsnorm_bwd) and, for the product's weight gradient, the transposed codes. The codes are
@@ -63,13 +65,14 @@ WIDEST = 14336
 
 
 def rows_of_a_block(C: int) -> int:
-    """How many rows of C columns fit in a block's shared memory, as codes"""
+    """Return how many rows of C columns fit in a block's shared memory, as codes."""
     return 32 if C <= WIDE else 16
 
 
 def rows_at_a_time(W: int) -> int:
-    """How many rows of W warps each a block computes at the same time: a power of two, so that it
-    divides rows_of_a_block
+    """Return how many rows of W warps each a block computes at the same time.
+
+    A power of two, so that it divides rows_of_a_block.
     """
     return 1 << (max(WARPS // W, 1).bit_length() - 1)
 
@@ -89,7 +92,7 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
     W = ops.W
     STEPS = ops.STEPS
     STRIDE = ops.STRIDE
-    FULL = C % ops.STRIDE == 0
+    FULL = C % STRIDE == 0
     INVERSE = 1 / C
     GROUPS = rows_at_a_time(W)
     THREADS = 32 * W * GROUPS
@@ -101,14 +104,18 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
 
     @kernel(THREADS, max(32 * warps // THREADS, 1))
     def fp8_norm_kernel(codes, columns, h, rstd_N, x, r, w_C, scale_1, largest_1, counts_2, N, eps):
-        """Grid N / ROWS, block THREADS. All arrays are flat: codes, h, x, r (N C), columns (C N)."""
+        """Grid N / ROWS, block THREADS.
+
+        All arrays are flat: codes, h, x, r (N C), columns (C N).
+        """
         tile = cuda.shared.array(0, uint32)  # (ROWS, WORDS)
         partial = cuda.shared.array(MAX_WARPS, float32)
         h_SE = cuda.local.array((STEPS, VEC), float32)
         r_SW = cuda.local.array((STEPS, VEC), uint32)
         v = cuda.local.array(VEC, float32)
         word = cuda.local.array(1, uint32)
-        largest, counts = cuda.local.array(1, float32), cuda.local.array(2, int32)
+        largest = cuda.local.array(1, float32)
+        counts = cuda.local.array(2, int32)
         start_notes(largest, counts)
         tid = cuda.threadIdx.x
         group = tid // (32 * W)
@@ -162,14 +169,17 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
             for i in range(tid, PIECES * (C // 4), THREADS):
                 # 16 rows, 4 columns
                 piece = i % PIECES
-                at = i // PIECES
-                there = int64(at * 4) * N + n0 + piece * 16
-                store_transposed(columns, there, N, tile, piece * 16 * WORDS + at, WORDS)
+                column4 = i // PIECES
+                start = int64(column4 * 4) * N + n0 + piece * 16
+                store_transposed(columns, start, N, tile, piece * 16 * WORDS + column4, WORDS)
 
     def nbytes(codes, columns, h, rstd_N, x, r, w_C, *_):
-        read = distinct_bytes(x, r, w_C)
-        written = codes.nbytes + columns.nbytes + rstd_N.nbytes + (h.nbytes if add else 0)
-        return read + (written if write else 0)
+        total = distinct_bytes(x, r, w_C)
+        if write:
+            total += codes.nbytes + columns.nbytes + rstd_N.nbytes
+        if write and add:
+            total += h.nbytes
+        return total
 
     declare_cost(fp8_norm_kernel, nbytes=nbytes)
     return fp8_norm_kernel, THREADS
@@ -179,11 +189,12 @@ def make_fp8_norm_kernel(C: int, kind: str, add: bool, write: bool):
 def fp8_norm(
     x_NC: Array, r_NC: Array | None, w_C: Array, eps: float, slot: Slot, current: bool = False
 ) -> tuple[Array, Fp8, Array]:
-    """h = x + r (r None: h is x itself) -> h in the dtype of x, the codes of rmsnorm(h) w, rstd
-    (N,) float32.
+    """Return h = x + r in the dtype of x, the codes of rmsnorm(h) w, and rstd (N,) float32.
 
-    x, r (N, C), w (C,) float32 or bf16. N and C: multiples of TILE, C at most WIDEST. slot,
-    current: as in fp8.fp8. Raises ValueError or TypeError for other shapes or dtypes.
+    x, r: (N, C), w: (C,), float32 or bf16. r None: h is x itself. N and C: multiples of TILE, C at
+    most WIDEST.
+    slot, current: as in fp8.fp8.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     op = "fp8 norm"
     check_type(op, slot, Slot)
@@ -194,47 +205,32 @@ def fp8_norm(
     check_array(op, "w", w_C, (C,), FLOATS)
     check(
         N % TILE == 0 and C % TILE == 0 and 0 < C <= WIDEST,
-        f"{op}: x is {N} x {C}, expected multiples of {TILE} rows and columns, at most {WIDEST} columns",
+        f"{op}: x is {N} x {C}, expected multiples of {TILE} rows and columns, "
+        f"at most {WIDEST} columns",
     )
-    r = x_NC if r_NC is None else r_NC  # a kernel argument cannot be None
+    add = r_NC is not None
+    r = r_NC if add else x_NC  # a kernel argument cannot be None
     if on_host(x_NC, r, w_C, *slot.arrays):
-        x, w = wide(x_NC), wide(w_C)
-        h, y, rstd_N = (
-            (x, *rmsnorm_ref(x, w, eps))
-            if r_NC is None
-            else residual_rmsnorm_ref(x, wide(r_NC), w, eps)
-        )
+        h = wide(x_NC)
+        if add:
+            h, y, rstd_N = residual_rmsnorm_ref(h, wide(r), wide(w_C), eps)
+        else:
+            y, rstd_N = rmsnorm_ref(h, wide(w_C), eps)
         return h.astype(x_NC.dtype, copy=False), encode_on_host(y, slot, current), rstd_N
     check(
         on_16_bytes(x_NC, r, w_C),
         f"{op}: an address is not a multiple of 16 bytes: copy x, r and w first",
     )
-    h_NC = x_NC if r_NC is None else empty_like(x_NC)
+    h_NC = empty_like(x_NC) if add else x_NC
     rstd_N = empty(x_NC, N, np.float32)
-    flat = [a.reshape(-1) for a in (h_NC, x_NC, r)]
-    ROWS = rows_of_a_block(C)
+    h, x, r = (a.reshape(-1) for a in (h_NC, x_NC, r))
+    rows = rows_of_a_block(C)
+    shared = rows * (C // 4 + 1) * 4
 
     def start(write, codes, columns, scale_1):
-        norm_kernel, threads = make_fp8_norm_kernel(C, slot.kind, r_NC is not None, write)
-        arguments = (
-            codes,
-            columns,
-            flat[0],
-            rstd_N,
-            *flat[1:],
-            w_C,
-            scale_1,
-            slot.largest_1,
-            slot.counts_2,
-        )
-        launch(
-            norm_kernel,
-            N // ROWS,
-            threads,
-            *arguments,
-            N,
-            np.float32(eps),
-            shared=ROWS * (C // 4 + 1) * 4,
-        )
+        norm_kernel, threads = make_fp8_norm_kernel(C, slot.kind, add, write)
+        state = (scale_1, slot.largest_1, slot.counts_2)
+        arguments = (codes, columns, h, rstd_N, x, r, w_C, *state, N, np.float32(eps))
+        launch(norm_kernel, N // rows, threads, *arguments, shared=shared)
 
     return h_NC, encode_on_gpu((N, C), slot, current, start), rstd_N

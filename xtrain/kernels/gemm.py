@@ -2,8 +2,10 @@
 
 The only op without a kernel in this library.
 
-    linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it, or quantized (quantize.py)   y: (N, O)
-               y = x w^T + b       b: (O,)     the product is added to rows of b (beta = 1), see bias.py
+    linear     y = x w^T           x: (N, I)   w: (O, I) as Hugging Face stores it, or quantized
+                                   (quantize.py)   y: (N, O)
+               y = x w^T + b       b: (O,)     the product is added to rows of b (beta = 1), see
+                                   bias.py
     backward   dx = dy w           dw += dy^T x  (beta = 1: the GEMM adds; or =, with beta = 0)
 
 cuBLAS is column-major. A row-major (M, N) array *is* a column-major (N, M) array, so C = A B is
@@ -62,19 +64,22 @@ ALIGNED = 256  # bytes; every allocation on a GPU begins at such a multiple
 # cublasComputeType, cublasGemmAlgo
 COMPUTE_32F = 68
 DEFAULT_ALGO = -1
-_handle_lock = threading.Lock()  # of handles and workspaces
-_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+_handle_lock = threading.Lock()  # for handles and workspaces
+_ONE = np.ones(1, np.float32)
+_ZERO = np.zeros(1, np.float32)
 
 
 def matmul(
     out: Array, a: Array, b: Array, *, trans_a=False, trans_b=False, alpha=1.0, accumulate=False
 ) -> Array:
-    """out = alpha op(a) op(b), or out += ... with accumulate. Returns out.
+    """Set out to alpha op(a) op(b), or add it to out with accumulate. Returns out.
 
-    a: (M, K), or (K, M) with trans_a.  b: (K, N), or (N, K) with trans_b.  out: (M, N).  All three
-    may have one more leading axis, the batch. dtypes: see COMBINATIONS; NumPy arrays may also be
-    float64. Rows must be contiguous, and out must not overlap a or b. Raises ValueError if the
-    shapes do not match, TypeError for other dtypes.
+    a: (M, K), or (K, M) with trans_a.
+    b: (K, N), or (N, K) with trans_b.
+    out: (M, N).
+    All three may have one more leading axis, the batch. dtypes: see COMBINATIONS; NumPy arrays may
+    also be float64. Rows must be contiguous, and out must not overlap a or b. Raises ValueError if
+    the shapes do not match, TypeError for other dtypes.
     """
     *batch_a, M, K = _op_shape(a, trans_a)
     *batch_b, K2, N = _op_shape(b, trans_b)
@@ -87,7 +92,10 @@ def matmul(
     if a.dtype != b.dtype:
         raise _unsupported(out, a, b)
     if isinstance(out, np.ndarray):  # includes the simulator, which has no cuBLAS
-        a, b = (x.swapaxes(-1, -2) if t else x for x, t in ((a, trans_a), (b, trans_b)))
+        if trans_a:
+            a = a.swapaxes(-1, -2)
+        if trans_b:
+            b = b.swapaxes(-1, -2)
         if accumulate:
             product = np.matmul(a, b)
             out += product if alpha == 1.0 else product * out.dtype.type(alpha)
@@ -111,8 +119,9 @@ def matmul(
 
 
 def _op_shape(x, trans):
-    """The shape of op(x). Raises ValueError if its rows are not contiguous or overlap."""
-    shape, size = x.shape, x.itemsize
+    """Return the shape of op(x). Raises ValueError if its rows are not contiguous or overlap."""
+    shape = x.shape
+    size = x.itemsize
     if len(shape) not in (2, 3):
         raise ValueError(f"matmul: expected 2 or 3 axes, got shape {shape}")
     rows, columns = shape[-2:]
@@ -137,7 +146,7 @@ class _CublasContext:
         self.workspaces: dict[int, Any] = {}
 
     def workspace(self, stream: int) -> int:
-        """The address of WORKSPACE bytes that only the products of one stream use."""
+        """Return the address of WORKSPACE bytes that only the products of one stream use."""
         if stream not in self.workspaces:
             # not from the pool of a graph, in which an earlier graph may write to the memory
             pool = cupy().get_default_memory_pool()
@@ -167,12 +176,15 @@ def release_workspace(stream: int) -> None:
 
 
 def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
-    """Column-major: c (m, n) = alpha op(a) (m, k) op(b) (k, n)."""
+    """Set c (m, n) to alpha op(a) (m, k) op(b) (k, n), all column-major."""
     types = _element_types(c, a, b)
     context = _handle(cupy().cuda.runtime.getDevice())
-    cublas, handle = context.module, context.handle
+    cublas = context.module
+    handle = context.handle
     batch = c.shape[0] if c.ndim == 3 else 1
-    nbytes = 0 if is_batch_invariant() else workspace_bytes(m, n, batch, context.multiprocessors)
+    nbytes = 0
+    if not is_batch_invariant():
+        nbytes = workspace_bytes(m, n, batch, context.multiprocessors)
     stream = cupy().cuda.get_current_stream().ptr
     alpha = _ONE if alpha == 1.0 else np.full(1, alpha, np.float32)
     beta = _ONE if accumulate else _ZERO
@@ -193,15 +205,16 @@ def _cublas(c, a, b, trans_a, trans_b, m, n, k, alpha, accumulate):
 
 
 def workspace_bytes(m: int, n: int, batch: int, multiprocessors: int) -> int:
-    """Bytes of workspace for `batch` products of m x n: all of it if there are fewer tiles than
-    multiprocessors, else 0.
+    """Return the bytes of workspace for `batch` products of m x n.
+
+    All of it if there are fewer tiles than multiprocessors, else 0.
     """
     tiles = batch * -(-m // TILE) * -(-n // TILE)
     return WORKSPACE if tiles < multiprocessors else 0
 
 
 def _element_types(c, a, b):
-    """cuBLAS's codes of the three dtypes.
+    """Return cuBLAS's codes of the three dtypes.
 
     Raises TypeError for a combination that is not in COMBINATIONS.
     """
@@ -221,19 +234,19 @@ def _unsupported(out, a, b):
 
 
 def _lead(x):
-    """Distance in elements between consecutive rows (cuBLAS's leading dimension)."""
+    """Return the distance in elements between consecutive rows, cuBLAS's leading dimension."""
     return max(x.strides[-2] // x.itemsize, x.shape[-1], 1)
 
 
 def _check_two(op, x, w):
-    for name, array in (("x", x), ("w", w)):
-        check_array(op, name, array, (None, None), FLOATS, strided=True)
+    check_array(op, "x", x, (None, None), FLOATS, strided=True)
+    check_array(op, "w", w, (None, None), FLOATS, strided=True)
 
 
 def linear_fwd(x_NI: Array, w_OI: Array | Quantized, dtype=None, b_O: Array | None = None) -> Array:
-    """x (N, I), w (O, I), b (O,) -> y (N, O) = x w^T + b in `dtype` (default: that of x).
+    """Return y (N, O) = x w^T + b in `dtype`, by default that of x.
 
-    Errors as in matmul.
+    x: (N, I), w: (O, I), b: (O,). Errors as in matmul.
     """
     w_OI = dense(w_OI, x_NI.dtype)
     _check_two("linear", x_NI, w_OI)
@@ -243,9 +256,10 @@ def linear_fwd(x_NI: Array, w_OI: Array | Quantized, dtype=None, b_O: Array | No
 def linear_into(
     y_NO: Array, x_NI: Array, w_OI: Array, b_O: Array | None = None, alpha=1.0, accumulate=False
 ) -> Array:
-    """y (N, O) = x w^T + b, x (N, I), w (O, I), b (O,) float32 or None. Returns y.
+    """Set y (N, O) to x w^T + b and return it. Errors as in matmul.
 
-    Errors as in matmul. Without b: y = alpha x w^T, or y += ... with accumulate.
+    x: (N, I), w: (O, I), b: (O,) float32 or None. Without b: y = alpha x w^T, or y += ... with
+    accumulate.
 
     In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend
     neither on N nor on its index. Rows that begin between multiples of ALIGNED bytes are copied,
@@ -253,36 +267,37 @@ def linear_into(
     """
     if b_O is not None:
         fill_rows(y_NO, b_O)
-    product = functools.partial(
-        matmul, trans_b=True, alpha=alpha, accumulate=accumulate or b_O is not None
-    )
+        accumulate = True
+    product = functools.partial(matmul, trans_b=True, alpha=alpha, accumulate=accumulate)
     if not is_batch_invariant():
         return product(y_NO, x_NI, w_OI)
     host = isinstance(x_NI, np.ndarray)
     R = _fixed_rows_cpu(*w_OI.shape, dtype_name(x_NI.dtype)) if host else FIXED_ROWS_GPU
     for n in range(0, len(x_NI), R):
-        x_RI, y_RO = x_NI[n : n + R], y_NO[n : n + R]
+        x_RI = x_NI[n : n + R]
+        y_RO = y_NO[n : n + R]
         if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
             product(y_RO, x_RI, w_OI)
             continue
-        padded_RI = zeros(x_NI, (R, x_NI.shape[1]))
-        make = zeros if accumulate or b_O is not None else empty  # what is added to must be numbers
-        whole_RO = make(y_NO, (R, y_NO.shape[1]))
-        padded_RI[: len(x_RI)] = x_RI
-        if accumulate or b_O is not None:
-            whole_RO[: len(y_RO)] = y_RO
-        product(whole_RO, padded_RI, w_OI)
-        y_RO[...] = whole_RO[: len(y_RO)]
+        padded_x_RI = zeros(x_NI, (R, x_NI.shape[1]))
+        padded_x_RI[: len(x_RI)] = x_RI
+        if accumulate:  # what is added to must be numbers, in the padding too
+            padded_y_RO = zeros(y_NO, (R, y_NO.shape[1]))
+            padded_y_RO[: len(y_RO)] = y_RO
+        else:
+            padded_y_RO = empty(y_NO, (R, y_NO.shape[1]))
+        product(padded_y_RO, padded_x_RI, w_OI)
+        y_RO[...] = padded_y_RO[: len(y_RO)]
     return y_NO
 
 
 @functools.cache
 def _fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
-    """Return the largest of FIXED_ROWS_CPU for which the BLAS of this computer computes every row
-    of x w^T in the same order.
+    """Return the largest of FIXED_ROWS_CPU for which all rows of x w^T are added in the same order.
 
-    A BLAS divides a product into tiles, and tiles at the edges may add in another order. OpenBLAS
-    for Haswell computes 12 rows at a time and the 4 that remain of 16 in another way. The order
+    On this computer: a BLAS divides a product into tiles, and tiles at the edges may add in another
+    order. OpenBLAS for Haswell computes 12 rows at a time and the 4 that remain of 16 in another
+    way. The order
     depends on the shape alone, so rows that hold the same numbers show it.
     """
     random = np.random.default_rng(0)
@@ -296,11 +311,14 @@ def _fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:
-    """dy (N, O), w (O, I) -> dx (N, I) = dy w. Errors as in matmul."""
+    """Return dx (N, I) = dy w, for dy (N, O), w (O, I). Errors as in matmul."""
     _check_two("linear backward", dy_NO, w_OI)
     return matmul(empty(dy_NO, (dy_NO.shape[0], w_OI.shape[1])), dy_NO, w_OI)
 
 
 def linear_bwd_w(dy_NO: Array, x_NI: Array, dw_OI: Array, add: bool = True) -> None:
-    """dy (N, O), x (N, I): dw (O, I) += dy^T x, or dw = dy^T x if not add. Errors as in matmul."""
+    """Add dy^T x to dw (O, I), or set dw to it if not add; dy (N, O), x (N, I).
+
+    Errors as in matmul.
+    """
     matmul(dw_OI, dy_NO, x_NI, trans_a=True, accumulate=add)

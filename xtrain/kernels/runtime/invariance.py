@@ -8,10 +8,13 @@ than in a batch. In
 
 the bits of a row depend only on the tokens of its sequence up to it. What is fixed:
 
-    products    x w^T is computed for a fixed number of rows at a time, without split-K (kernels/gemm.py)
-    attention   tiles of keys begin at multiples of their size, are added in one order, and have the same size in training,
-                prefill and decoding (kernels/attention/context_attention.py, flash_attention.py)
-    all others  compute rows one by one anyway; the variants for few rows (residual.py, decoding/gemv.py) are not used
+    products    x w^T is computed for a fixed number of rows at a time, without split-K
+                (kernels/gemm.py)
+    attention   tiles of keys begin at multiples of their size, are added in one order, and have the
+                same size in training, prefill and decoding (kernels/attention/context_attention.py,
+                flash_attention.py)
+    all others  compute rows one by one anyway; the variants for few rows (residual.py,
+                decoding/gemv.py) are not used
 
 Training, prefill and decoding then give the same bits for the same token, whatever the batch, the
 padding, the blocks of the cache, and the places where a prompt is cut.
@@ -23,8 +26,7 @@ This holds for one machine and one build of the libraries, the same model (in bf
 reads the embedding in bf16, a trainable model in float32), and
 - on the CPU for the same number of BLAS threads, and for models of at most 8192 channels;
 - with dynamic RoPE scaling for sequences up to the trained length: a longer one turns all angles in
-training, but cannot turn
-  those that are in a KV cache;
+  training, but cannot turn those that are in a KV cache;
 - for modules of your own if they compute rows one by one, or with the ops of nn/functional.py.
 
 Gradients are those of the same forward and as accurate as without the mode. Their bits depend on
@@ -45,8 +47,7 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def batch_invariant(on: bool = True) -> Iterator[None]:
-    """Inside, this thread's forward passes are batch-invariant: a row's bits depend only on its
-    sequence up to it.
+    """Make this thread's forward passes batch-invariant: a row's bits depend on its sequence alone.
 
     For training passes whose log-probabilities must be those of `Engine(batch_invariant=True)`.
     on=False: nothing changes.
@@ -60,5 +61,5 @@ def batch_invariant(on: bool = True) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """True inside `batch_invariant`."""
+    """Return True inside `batch_invariant`."""
     return _mode.on

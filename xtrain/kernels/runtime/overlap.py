@@ -1,5 +1,4 @@
-"""Programmatic dependent launch: a kernel may start while the previous kernel of its stream is
-still running.
+"""Programmatic dependent launch: a kernel may start while the previous one of its stream runs.
 
 Between two kernels of a stream a GPU idles for one to two microseconds: the last blocks finish,
 caches are flushed, the next blocks are scheduled, and only then do they issue their first loads. A
@@ -20,8 +19,9 @@ from ...device import cupy
 
 @functools.cache
 def _driver() -> tuple[Any, Any, Any]:
-    """Return cuda.bindings.driver, the launch attribute that allows the overlap, the one of blocks
-    that wait for each other
+    """Return cuda.bindings.driver and two launch attributes.
+
+    The first allows the overlap, the second is that of blocks that wait for each other.
     """
     from cuda.bindings import driver
 
@@ -42,13 +42,13 @@ def _driver() -> tuple[Any, Any, Any]:
 def launch_overlapping(
     function: int, grid: tuple, block: tuple, shared: int, stream: int, parameters: int
 ) -> None:
-    """Launch the kernel with driver handle `function` on `stream`; it may overlap with the previous
-    kernel.
+    """Launch the kernel with driver handle `function`; it may overlap with the previous kernel.
 
-    grid, block: three ints each. shared: bytes of dynamic shared memory. stream: the driver's
-    handle.
-    parameters: address of the table of pointers to the kernel's parameters. Raises CuPy's
-    CUDADriverError.
+    grid, block: three ints each.
+    shared: bytes of dynamic shared memory.
+    stream: the driver's handle.
+    parameters: address of the table of pointers to the kernel's parameters.
+    Raises CuPy's CUDADriverError.
     """
     driver, overlapping, _ = _driver()
     _launch(driver, overlapping, function, grid, block, shared, stream, parameters)
