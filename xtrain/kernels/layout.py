@@ -1,5 +1,4 @@
-"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), with the same kernel in both
-directions.
+"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), with one kernel.
 
     forward    y[b, j, i, d] = x[b, i, j, d]
     backward   the same op on dy: the swap is its own inverse
@@ -17,13 +16,7 @@ import numpy as np
 from ..device import Array
 from .primitives.flat import flat_rows, on_16_bytes, row_step
 from .primitives.ptx import kernel
-from .primitives.words import (
-    elements_per_vector,
-    load_words4,
-    load_words8,
-    store_words4,
-    store_words8,
-)
+from .primitives.words import WORD_OPS, elements_per_vector
 from .runtime.compiler import cuda, int64, uint32
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host
 
@@ -34,7 +27,7 @@ BLOCK = 256  # of the kernel in use: one thread per 16 bytes
 
 # ----------------------------------------------------------------------------- reference
 def swap_heads_ref(x_BXYD, out_BYXD=None):
-    """Return y (B, Y, X, D): a copy, or out, which is overwritten"""
+    """Return y (B, Y, X, D): a copy, or out, which is overwritten."""
     if out_BYXD is None:
         return np.swapaxes(x_BXYD, 1, 2).copy()
     out_BYXD[...] = np.swapaxes(x_BXYD, 1, 2)
@@ -66,9 +59,8 @@ def make_swap_kernel(D, vec):
     D is a constant, so that dividing by it is cheap.
     """
     CHUNKS = D // vec  # of a row
-    load_words, store_words = (
-        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
-    )
+    load_words = WORD_OPS[vec].load
+    store_words = WORD_OPS[vec].store
 
     @kernel(BLOCK)
     def swap_heads_kernel(y, x, X, Y, x_row, y_row, chunks):
@@ -94,19 +86,20 @@ def make_swap_kernel(D, vec):
 
 # ----------------------------------------------------------------------------- launcher
 def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
-    """x (B, X, Y, D) float32 or bf16 -> y (B, Y, X, D), never a view of x.
+    """Return y (B, Y, X, D) for x (B, X, Y, D), float32 or bf16; never a view of x.
 
-    Both may be slices of packed arrays. out: the array for y, which is then returned; None: a new
-    contiguous array. Raises ValueError or TypeError for other shapes or dtypes.
+    Both may be slices of packed arrays.
+    out: the array for y, which is then returned; None: a new contiguous array.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS, strided=True)
     B, X, Y, D = x_BXYD.shape
+    shape = (B, Y, X, D)
     if out_BYXD is not None:
-        shape = (B, Y, X, D)
         check_array("swap_heads", "out", out_BYXD, shape, (dtype_name(x_BXYD.dtype),), strided=True)
-    if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
+    if on_host(x_BXYD, x_BXYD if out_BYXD is None else out_BYXD):
         return swap_heads_ref(x_BXYD, out_BYXD)
-    y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
+    y_BYXD = empty(x_BXYD, shape) if out_BYXD is None else out_BYXD
     vec = elements_per_vector(x_BXYD)
     steps = (row_step(x_BXYD), row_step(y_BYXD))
     vectorized = D % vec == 0 and all(step is not None and step % vec == 0 for step in steps)

@@ -31,16 +31,18 @@ UNIT = 64  # all chunks but the last are a multiple of it
 
 
 def linear_cross_entropy_ref(x_NC, w_PC, targets_N, vocab_size, inv_count_1):
-    """Return loss (N,), dx (N, C), dw (P, C), all rows at once"""
+    """Return loss (N,), dx (N, C), dw (P, C), all rows at once."""
     loss_N, d_NP = cross_entropy(x_NC @ w_PC.T, targets_N, vocab_size, inv_count_1)
     return loss_N, d_NP @ w_PC, d_NP.T @ x_NC
 
 
 def chunk_rows(N: int, rows: int | None = None) -> int:
-    """Rows per chunk: N is divided into equal chunks, as few as possible with at most `rows` (None:
-    ROWS) each.
+    """Return the rows of a chunk: N is divided into equal chunks, as few as possible.
+
+    rows: of a chunk at most; None: ROWS.
     """
-    rows = ROWS if rows is None else rows
+    if rows is None:
+        rows = ROWS
     even = -(-N // max(-(-N // rows), 1))
     return min(-(-even // UNIT) * UNIT, rows)
 
@@ -55,11 +57,15 @@ def linear_cross_entropy(
     want_dw: bool = True,
     rows: int | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
+    """Return loss (N,) float32, dx like x, and dw (P, C) float32.
 
-    -> loss (N,) float32, and the gradients of inv_count sum(loss): dx like x, and dw (P, C)
-    float32; None for those that are not wanted (if neither is, inv_count may be None). inv_count
-    (1,), or (N,): one factor per row. rows: the largest chunk. Errors as in cross_entropy.
+    dx and dw are the gradients of inv_count sum(loss), None if not wanted.
+
+    x, w: (N, C) and (P >= vocab_size, C), both float32 or both bf16.
+    targets: (N,) whole numbers.
+    inv_count: (1,), or (N,): one factor per row; may be None if neither gradient is wanted.
+    rows: the largest chunk.
+    Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -77,6 +83,8 @@ def linear_cross_entropy(
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
         check_targets_on_host(targets_N, vocab_size)  # here, where rows have the caller's numbers
+    want_gradient = want_dx or want_dw
+    per_row = getattr(inv_count_1, "shape", None) == (N,)
     step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):
@@ -84,11 +92,10 @@ def linear_cross_entropy(
         x_RC = x_NC[part]
         d_RP = logits_RP[: part.stop - first]
         linear_into(d_RP, x_RC, w_PC)
-        gradient = want_dx or want_dw
         factors = inv_count_1
-        if inv_count_1 is not None and getattr(inv_count_1, "shape", None) == (N,):  # one per row
+        if inv_count_1 is not None and per_row:
             factors = inv_count_1[part]
-        cross_entropy(d_RP, targets_N[part], vocab_size, factors, gradient, out_N=loss_N[part])
+        cross_entropy(d_RP, targets_N[part], vocab_size, factors, want_gradient, loss_N[part])
         if dx_NC is not None:
             matmul(dx_NC[part], d_RP, w_PC)
         if dw_PC is not None:

@@ -31,7 +31,7 @@ from .runtime.launch import check_array, on_host
 
 
 def averaging_rest(decay: float, t: int) -> float:
-    """1 - the decay of step t, which counts from 0."""
+    """Return 1 - the decay of step t, which counts from 0."""
     return 1 - min(decay, (1 + t) / (10 + t))
 
 
@@ -65,18 +65,16 @@ declare_cost(moving_average_kernel, in_place=("e_n",))
 
 
 def moving_average(e_n: Array, w_n: Array, factor_1: Array, rest_1: Array) -> None:
-    """e += rest (w - e), in place. e, w: (n,) float32. factor (1,): NaN to skip.
+    """Add rest (w - e) to e, in place. e, w: (n,) float32.
 
-    rest (1,) float32, on the device of e. Raises ValueError or TypeError for other shapes or
-    dtypes.
+    factor: (1,) float32, NaN to skip.
+    rest: (1,) float32, on the device of e.
+    Raises ValueError or TypeError for other shapes or dtypes.
     """
-    for name, x, shape in (
-        ("e", e_n, (None,)),
-        ("w", w_n, e_n.shape),
-        ("factor", factor_1, (1,)),
-        ("rest", rest_1, (1,)),
-    ):
-        check_array("moving_average", name, x, shape)
+    check_array("moving_average", "e", e_n, (None,))
+    check_array("moving_average", "w", w_n, e_n.shape)
+    check_array("moving_average", "factor", factor_1, (1,))
+    check_array("moving_average", "rest", rest_1, (1,))
     if on_host(e_n, w_n, factor_1, rest_1):
         moving_average_ref(e_n, w_n, factor_1, rest_1)
     else:

@@ -40,7 +40,7 @@ from .runtime.launch import (
 
 # ----------------------------------------------------------------------------- reference
 def residual_rmsnorm_ref(x_NC, r_NC, w_C, eps):
-    """Return h (N, C), y (N, C), rstd (N,)"""
+    """Return h (N, C), y (N, C), rstd (N,)."""
     h_NC = x_NC + r_NC
     return h_NC, *rmsnorm_ref(h_NC, w_C, eps)
 
@@ -115,12 +115,11 @@ def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
 def residual_rmsnorm_fwd(
     x_NC: Array, r_NC: Array, w_C: Array, eps: float
 ) -> tuple[Array, Array, Array]:
-    """x, r (N, C), w (C,) float32 or bf16 -> h = x + r in the dtype of x, y = rmsnorm(h) w in that
-    of r, rstd (N,) float32.
+    """Return h = x + r in the dtype of x, y = rmsnorm(h) w in that of r, and rstd (N,) float32.
 
-    In bf16 training the residual stream x, h stays float32, so that it is not rounded in every
-    layer.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    x, r: (N, C), w: (C,), float32 or bf16. In bf16 training the residual stream x, h stays float32,
+    so that it is not rounded in every layer. Raises ValueError or TypeError for other shapes or
+    dtypes.
     """
     check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -129,7 +128,8 @@ def residual_rmsnorm_fwd(
     check(C > 0, f"residual_rmsnorm: rows of {C} columns have no mean")
     if on_host(x_NC, r_NC, w_C):
         h_NC, y_NC, rstd_N = residual_rmsnorm_ref(wide(x_NC), wide(r_NC), wide(w_C), eps)
-        return h_NC.astype(x_NC.dtype, copy=False), y_NC.astype(r_NC.dtype, copy=False), rstd_N
+        h_NC = h_NC.astype(x_NC.dtype, copy=False)
+        return h_NC, y_NC.astype(r_NC.dtype, copy=False), rstd_N
     h_NC = empty_like(x_NC)
     y_NC = empty_like(r_NC)
     rstd_N = empty(x_NC, N, np.float32)
@@ -154,8 +154,9 @@ def residual_rmsnorm_bwd(
 ) -> Array:
     """Return dx (N, C) in the dtype of dy: the gradient of x and of r.
 
-    Adds dw to dw_C (C,) float32. dy, h (N, C), w (C,), rstd (N,). dh (N, C), like dy: the gradient
-    of h through the residual stream; None if h has no other use. recompute_y: also **overwrite dy
-    with y**, so that the matrix product that uses y need not save it.
+    Adds dw to dw_C (C,) float32. dy, h: (N, C), w: (C,), rstd: (N,).
+    dh: (N, C), like dy: the gradient of h through the residual stream; None if h has no other use.
+    recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save
+    it.
     """
     return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)

@@ -54,19 +54,20 @@ RESIDENT = 16  # warps per multiprocessor, the maximum with 128 registers per th
 # The maximum with 168 registers per thread: more than 16 columns per thread and a float32 next row
 # need that many.
 RESIDENT_WIDE = 12
-# Of an H200. Another number changes the order of the sum for dw, and the speed.
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = (
+    132  # an H200's; another number changes the order of the sum for dw, and the speed
+)
 
 
 # ----------------------------------------------------------------------------- reference
 def rmsnorm_ref(x_NC, w_C, eps):
-    """Return y (N, C), rstd (N,)"""
+    """Return y (N, C), rstd (N,)."""
     rstd_N = 1 / np.sqrt(np.einsum("nc,nc->n", x_NC, x_NC) / x_NC.shape[1] + x_NC.dtype.type(eps))
     return x_NC * rstd_N[:, None] * w_C, rstd_N
 
 
 def rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N):
-    """Return dx (N, C), dw (C,)"""
+    """Return dx (N, C), dw (C,)."""
     xhat_NC = x_NC * rstd_N[:, None]
     g_NC = dy_NC * w_C
     mean_N = np.einsum("nc,nc->n", g_NC, xhat_NC) / x_NC.shape[1]
@@ -142,15 +143,15 @@ def make_fwd_kernel(C, vec, aligned):
 
 @functools.cache
 def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
-    """dx and the block's sum for dw in one pass over dy and x.
+    """Return the kernel that computes dx and a block's sum for dw in one pass over dy and x.
 
-    A block loads the next row while it computes the current one. add_skip: also add `skip`, the
-    gradient that reaches x around the norm (see residual.py). recompute_y: also write y over dy,
-    with the roundings of the forward pass.
+    A block loads the next row while it computes the current one.
+    add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
     overlap: let add_column_sums start early.
+    recompute_y: also write y over dy, with the roundings of the forward pass.
     """
-    wide = vec < 8 and row_plan(C, vec, 1, BWD_COLUMNS).STEPS * vec > 16
-    warps = RESIDENT_WIDE if wide else RESIDENT
+    is_wide = vec < 8 and row_plan(C, vec, 1, BWD_COLUMNS).STEPS * vec > 16
+    warps = RESIDENT_WIDE if is_wide else RESIDENT
     # All warps in one block if possible: then their sums for dw are added on chip, and `partial`
     # has few rows.
     ops = make_row_ops(C, vec, aligned, warps, BWD_COLUMNS)
@@ -176,7 +177,8 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
         """
         row, column = row_and_column()
         scratch = cuda.shared.array(SCRATCH, float32, alignment=16)
-        dy_SW, x_SW = cuda.local.array((STEPS, vec), uint32), cuda.local.array((STEPS, vec), uint32)
+        dy_SW = cuda.local.array((STEPS, vec), uint32)
+        x_SW = cuda.local.array((STEPS, vec), uint32)
         skip_SW = cuda.local.array((STEPS, vec), uint32)
         g_SE = cuda.local.array((STEPS, vec), float32)
         x_SE = cuda.local.array((STEPS, vec), float32)
@@ -242,10 +244,9 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
 
 # ----------------------------------------------------------------------------- launchers
 def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array, Array]:
-    """x (N, C), w (C,) float32 or bf16 -> y (N, C) in `dtype` (default: that of x), rstd (N,)
-    float32.
+    """Return y (N, C) in `dtype`, by default that of x, and rstd (N,) float32.
 
-    Raises ValueError or TypeError for other shapes or dtypes.
+    x: (N, C), w: (C,), float32 or bf16. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -274,12 +275,13 @@ def rmsnorm_bwd(
     skip_NC: Array | None = None,
     recompute_y: bool = False,
 ) -> Array:
-    """dy, x (N, C), w (C,), rstd (N,) -> dx (N, C) in the dtype of dy, plus `skip` if given.
+    """Return dx (N, C) in the dtype of dy, plus `skip` if given; add dw to dw_C (C,) float32.
 
-    Adds dw to dw_C (C,) float32. x may have another dtype than dy. skip (N, C), like dy: the
-    gradient that reaches x around the norm. recompute_y: also **overwrite dy with y**; for float32
-    x these are the bits that the forward pass gave in dy's dtype. Two runs give the same bits.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    dy, x: (N, C), w: (C,), rstd: (N,). x may have another dtype than dy.
+    skip: (N, C), like dy: the gradient that reaches x around the norm.
+    recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward
+    pass gave in dy's dtype. Two runs give the same bits. Raises ValueError or TypeError for other
+    shapes or dtypes.
     """
     op = "rmsnorm backward"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -292,25 +294,21 @@ def rmsnorm_bwd(
         check_array(op, "skip", skip_NC, (N, C), (dtype_name(dy_NC.dtype),))
     check(C > 0, f"{op}: rows of {C} columns have no mean")
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
-        x, w = wide(x_NC), wide(w_C)
+        x = wide(x_NC)
+        w = wide(w_C)
         dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
         dw_C += dw
         if recompute_y:
             dy_NC[...] = x * rstd_N[:, None] * w
-        dx_NC = dx_NC if skip_NC is None else dx_NC + skip_NC
+        if skip_NC is not None:
+            dx_NC = dx_NC + skip_NC
         return dx_NC.astype(dy_NC.dtype, copy=False)
     dx_NC = empty_like(dy_NC)
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel argument cannot be None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd = make_bwd_kernel(
-        C,
-        elements_per_vector(*arrays),
-        aligned,
-        skip_NC is not None,
-        can_overlap(x_NC),
-        bool(recompute_y),
-    )
+    options = (skip_NC is not None, can_overlap(x_NC), bool(recompute_y))
+    bwd = make_bwd_kernel(C, elements_per_vector(*arrays), aligned, *options)
     P = min(-(-N // bwd.plan.R), MULTIPROCESSORS * bwd.blocks_per_sm)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))

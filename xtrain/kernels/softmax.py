@@ -25,7 +25,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel, load4, store4
 from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
-from .primitives.rows import row_plan
+from .primitives.rows import make_sharing, row_plan
 from .primitives.tensor_cores import exp2, fmax
 from .runtime.compiler import cuda, float32, fmul_rn, int32, int64
 from .runtime.cost import declare_cost
@@ -33,7 +33,7 @@ from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32
-# keys; up to here one warp per row: no barrier is needed, and the row stays in the L1 cache
+# Keys. Up to here one warp per row: no barrier is needed, and the row stays in the L1 cache.
 NARROW = 1024
 WIDEST = 16384  # keys of the kernels that keep a row in registers
 VEC_SIZE = 4  # float32 of one 16-byte access
@@ -43,7 +43,7 @@ LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf wou
 
 # ----------------------------------------------------------------------------- reference
 def causal_softmax_ref(s_ARS, T, scale, causal=True):
-    """In place: s becomes p. -> p (A, R, S)"""
+    """Turn s (A, R, S) into p in place, and return it."""
     S = s_ARS.shape[2]
     x = s_ARS.reshape(-1, T, S)  # a view
     x *= x.dtype.type(scale)
@@ -56,7 +56,7 @@ def causal_softmax_ref(s_ARS, T, scale, causal=True):
 
 
 def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
-    """In place: dp becomes ds. -> ds (A, R, S). The mask needs no extra code: p is 0 there."""
+    """Turn dp (A, R, S) into ds in place, and return it. The mask needs no code: p is 0 there."""
     ds_ARS = dp_ARS
     ds_ARS -= np.einsum("ars,ars->ar", dp_ARS, p_ARS)[..., None]
     ds_ARS *= p_ARS
@@ -67,7 +67,7 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
 # ---------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
-    """Add one score x: -> the new maximum, the new sum of exp(score - maximum)."""
+    """Add one score x; return the new maximum and the new sum of exp(score - maximum)."""
     if x > m:
         return x, total * math.exp(m - x) + float32(1.0)
     return m, total + math.exp(x - m)
@@ -75,7 +75,7 @@ def online_softmax(x, m, total):
 
 @cuda.jit(device=True)
 def visible_keys(row, T, S, causal):
-    """The number of keys that this row attends to, counted from the first."""
+    """Return the number of keys that this row attends to, counted from the first."""
     if causal:
         return row % T + (S - T) + 1
     return S
@@ -160,10 +160,8 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
 
 
 # ------------------------------------------------------------- kernels in use: the row in registers
-def make_row_functions(W):
-    """Return device functions: maximum and sum over the W warps of a row, the thread's row and
-    column (see primitives/rows.py).
-    """
+def make_largest(W):
+    """Return largest(v, partial), the maximum of v over the W warps of a row."""
 
     @device
     def largest(v, partial):
@@ -171,20 +169,7 @@ def make_row_functions(W):
             return warp_max(v)
         return block_max(v, partial)
 
-    @device
-    def total(v, partial):
-        if W == 1:
-            return warp_sum(v)
-        return block_sum(v, partial)
-
-    @device
-    def row_and_column():
-        tid = cuda.threadIdx.x
-        if W == 1:
-            return tid >> 5, (tid & 31) * VEC_SIZE
-        return 0, tid * VEC_SIZE
-
-    return largest, total, row_and_column
+    return largest
 
 
 @functools.cache
@@ -193,7 +178,8 @@ def make_fwd_kernel(W, STEPS, R):
 
     S is not a compile-time constant: it grows during generation.
     """
-    largest, total, row_and_column = make_row_functions(W)
+    row_and_column, total = make_sharing(VEC_SIZE, W)
+    largest = make_largest(W)
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
@@ -235,7 +221,7 @@ def make_fwd_kernel(W, STEPS, R):
 @functools.cache
 def make_bwd_kernel(W, STEPS, R):
     """Return the backward kernel for rows of a multiple of 4 keys."""
-    _, total, row_and_column = make_row_functions(W)
+    row_and_column, total = make_sharing(VEC_SIZE, W)
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
@@ -282,14 +268,18 @@ declare_cost(causal_softmax_bwd_kernel, in_place=("dp_NS",))
 
 # ----------------------------------------------------------------------------- launchers
 def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) -> Array:
-    """s (A, R, S) float32, contiguous -> p, which overwrites s. causal=False: every key is visible.
+    """Return p, which overwrites s (A, R, S) float32, contiguous.
 
-    T: positions per query head; scale multiplies s.
+    T: positions per query head.
+    scale: multiplies s.
+    causal: False: every key is visible.
     Raises ValueError if R is not a multiple of T, or if causal rows would see no key (S < T).
     """
     _check("softmax", "s", s_ARS, T, causal)
     if on_host(s_ARS):
-        return causal_softmax_ref(s_ARS, T, scale, causal) if s_ARS.size else s_ARS
+        if s_ARS.size:
+            causal_softmax_ref(s_ARS, T, scale, causal)
+        return s_ARS
     kernels = make_fwd_kernel, causal_softmax_fwd_warp_kernel, causal_softmax_fwd_kernel
     _launch_rows(*kernels, (s_ARS,), T, scale, causal)
     return s_ARS
@@ -298,7 +288,7 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
 def causal_softmax_bwd(
     dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
 ) -> Array:
-    """dp, p (A, R, S) float32, contiguous -> ds, which overwrites dp.
+    """Return ds, which overwrites dp; dp, p: (A, R, S) float32, contiguous.
 
     Masked elements of dp may have any finite value. T, scale, causal and the errors as in
     causal_softmax_fwd.
@@ -329,7 +319,9 @@ def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causa
         row_kernel = make_kernel(plan.W, plan.STEPS, plan.R)
         flat = [x.reshape(-1) for x in arrays]
         launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
+        return
+    rows = [x.reshape(N, S) for x in arrays]
+    if S <= NARROW:
+        launch(warp_kernel, -(-N // WARPS), BLOCK, *rows, T, scale, causal)
     else:
-        row_kernel, grid = (warp_kernel, -(-N // WARPS)) if S <= NARROW else (block_kernel, N)
-        rows = [x.reshape(N, S) for x in arrays]
-        launch(row_kernel, grid, BLOCK, *rows, T, scale, causal)
+        launch(block_kernel, N, BLOCK, *rows, T, scale, causal)

@@ -71,14 +71,14 @@ def sigmoid_ref(x):
 
 
 def silu_ref(x):
-    """Return x sigmoid(x)"""
+    """Return x sigmoid(x)."""
     s = sigmoid_ref(x)
     s *= x
     return s
 
 
 def silu_bwd_ref(dy, x):
-    """Return dx = dy s (1 + x (1 - s)),  s = sigmoid(x)"""
+    """Return dx = dy s (1 + x (1 - s)),  s = sigmoid(x)."""
     s = sigmoid_ref(x)
     dx = 1 - s
     dx *= x * s
@@ -88,7 +88,7 @@ def silu_bwd_ref(dy, x):
 
 
 def swiglu_ref(gu_N2F):
-    """gu (N, 2F) = [g, u] -> silu(g) u  (N, F)"""
+    """Return silu(g) u (N, F) for gu (N, 2F) = [g, u]."""
     F = gu_N2F.shape[1] // 2
     y_NF = silu_ref(gu_N2F[:, :F])
     y_NF *= gu_N2F[:, F:]
@@ -121,7 +121,7 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sigmoid(x):
-    """1 / (1 + exp(-x)), with the fast division."""
+    """Return 1 / (1 + exp(-x)), with the fast division."""
     return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
@@ -175,7 +175,7 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
     @device
     def columns(dgu, dy, gu, N):
-        """A thread computes both gradients of its columns."""
+        """Compute both gradients of a thread's columns."""
         gate = cuda.local.array(CHUNK, float32)
         up = cuda.local.array(CHUNK, float32)
         d = cuda.local.array(CHUNK, float32)
@@ -206,9 +206,9 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
     @kernel(BLOCK)
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
-        """As swiglu_bwd_kernel; also overwrites dy with y.
+        """Grid as swiglu_bwd_kernel; also overwrites dy with y.
 
-        Another kernel name, so that profiles tell them apart.
+        It has another name, so that profiles tell them apart.
         """
         columns(dgu, dy, gu, N)
 
@@ -218,7 +218,7 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
 @device
 def silu_fwd_chunks(y_n, x_n, first, vectorized):
-    """y = silu(x) on the thread's chunks."""
+    """Set y to silu(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
@@ -241,7 +241,7 @@ def silu_fwd_kernel(y_n, x_n, aligned):
 
 @device
 def silu_bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
-    """dx = dy silu'(x) on the thread's chunks."""
+    """Set dx to dy silu'(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size
@@ -267,7 +267,7 @@ def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) in the dtype of gu.
+    """Return y (N, F) in the dtype of gu (N, 2F), float32 or bf16, gate before up.
 
     Raises ValueError for an odd width.
     """
@@ -283,7 +283,7 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
 
 
 def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
-    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F).
+    """Return dgu (N, 2F); dy: (N, F), gu: (N, 2F), both float32 or both bf16.
 
     recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
     Raises ValueError or TypeError for other shapes or dtypes.
@@ -310,7 +310,7 @@ def _launch_rows(make_kernel, N, F, *arrays):
 
 
 def silu_fwd(x: Array) -> Array:
-    """x float32 or bf16, any shape, contiguous -> silu(x) with the same shape and dtype"""
+    """Return silu(x) with the shape and dtype of x, float32 or bf16, any shape, contiguous."""
     check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
         return silu_ref(wide(x)).astype(x.dtype, copy=False)
@@ -320,7 +320,7 @@ def silu_fwd(x: Array) -> Array:
 
 
 def silu_bwd(dy: Array, x: Array) -> Array:
-    """dy, x: same shape and dtype, contiguous -> dx like x"""
+    """Return dx like x; dy, x: same shape and dtype, contiguous."""
     check_array("silu backward", "x", x, x.shape, FLOATS)
     check_array("silu backward", "dy", dy, x.shape, (dtype_name(x.dtype),))
     if on_host(dy, x):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..runtime.compiler import cuda, int64, uint32
+from ..runtime.compiler import cuda, float32, int64, uint32
 from .ptx import device, load4, load8
 from .reduce import FULL
 from .words import WORD_OPS
@@ -176,3 +176,39 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
         rotate_back=rotate_back,
         total=total,
     )
+
+
+def make_add_heads(H: int, D: int, vec: int, plan: HeadPlan):
+    """Return add_heads, which sums over the heads of a block: query heads (the first H), key heads.
+
+    add_heads(partial, row, dw_2E, tile): partial[row : row + D] = the sum of dw_2E over the query
+    heads, partial[row + D : row + 2 D] = that over the key heads. tile: 2 vec THREADS floats of
+    shared memory.
+    """
+    TOKENS = plan.tokens
+    HEADS = plan.heads
+    S = plan.S
+    R = D // 2
+    THREADS = plan.THREADS
+
+    @device
+    def add_heads(partial, row, dw_2E, tile):
+        tid = cuda.threadIdx.x
+        first_head = cuda.blockIdx.y * HEADS
+        for i in range(2):
+            for j in range(vec):
+                tile[(i * vec + j) * THREADS + tid] = dw_2E[i, j]
+        cuda.syncthreads()  # every thread's sums are written
+        for d in range(tid, D, THREADS):
+            first = (d // R * vec + d % vec) * THREADS + d % R // vec
+            total_q = float32(0.0)
+            total_k = float32(0.0)
+            for k in range(TOKENS * HEADS):  # a fixed order: the same bits every run
+                if first_head + k % HEADS < H:
+                    total_q += tile[first + k * S]
+                else:  # includes threads without a head: their sums are zero
+                    total_k += tile[first + k * S]
+            partial[row + d] = total_q
+            partial[row + D + d] = total_k
+
+    return add_heads
