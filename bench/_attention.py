@@ -1,6 +1,4 @@
-"""What the benches and tuners of FlashAttention share: timing in CUDA graphs, operations,
-compilation in parallel.
-"""
+"""Timing in CUDA graphs, operations and parallel compilation, for the benches of FlashAttention."""
 
 import functools
 import math
@@ -30,15 +28,13 @@ HOPPER_KERNELS = {  # kind -> function that makes the kernel, bytes of shared me
 
 
 def operations(B, T, H, D, causal):
-    """Return floating-point operations of the forward: two matrix products, half of them if causal"""
+    """Return the floating-point operations of the forward: two products, half of them if causal."""
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
 # ----------------------------------------------------------------------------- timing
 def capture(run, ms: float = 4.0):
-    """Return (replay, calls per replay): a CUDA graph of as many calls of run() as take about `ms`
-    milliseconds
-    """
+    """Return (replay, calls) of a CUDA graph with as many calls of run() as fill `ms`."""
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         for _ in range(2):
@@ -58,7 +54,7 @@ def capture(run, ms: float = 4.0):
 
 
 def replay_ms(replay, calls: int) -> float:
-    """Return milliseconds per call of one replay"""
+    """Return milliseconds per call of one replay."""
     start, end = cp.cuda.Event(), cp.cuda.Event()
     start.record(cp.cuda.Stream.null)
     replay()
@@ -68,8 +64,9 @@ def replay_ms(replay, calls: int) -> float:
 
 
 def repeat_ms(run, turns: int = 5) -> float:
-    """Return median milliseconds of run(), back to back in a CUDA graph: without launch overhead,
-    and with warm caches
+    """Return median milliseconds of run(), back to back in a CUDA graph.
+
+    Without launch overhead, and with warm caches.
     """
     replay, calls = capture(run)
     replay()
@@ -77,7 +74,7 @@ def repeat_ms(run, turns: int = 5) -> float:
 
 
 def in_turns(contestants: dict, turns: int) -> dict:
-    """{name: (replay, calls)} -> {name: (median, p20, p80) milliseconds}, measured in turns"""
+    """Return {name: (median, p20, p80) milliseconds} of {name: (replay, calls)}, in turns."""
     times = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, (replay, calls) in contestants.items():
@@ -89,7 +86,9 @@ def in_turns(contestants: dict, turns: int) -> dict:
 
 # ----------------------------------------------------------------------------- compilation
 def _compiled(compile_one):
-    """compile_one(task) -> local memory in bytes, as a function -> (task, bytes, "" or the error)"""
+    """Return compile_one(task), which returns bytes, as a function that returns (task, bytes,
+    error).
+    """
 
     @functools.wraps(compile_one)
     def caught(task):
@@ -102,8 +101,9 @@ def _compiled(compile_one):
 
 
 def _local_bytes(kernel, shared: int, args: Iterable) -> int:
-    """Compile a kernel for arguments like these and fill the kernel cache -> bytes of local memory
-    per thread (spills)
+    """Compile a kernel for arguments like these and fill the kernel cache.
+
+    Returns the bytes of local memory per thread (spills).
     """
     handle, _ = load_function(kernel, tuple(map(numba_type, args)), shared)
     return cp.cuda.driver.funcGetAttribute(LOCAL_SIZE_BYTES, handle)
@@ -111,7 +111,10 @@ def _local_bytes(kernel, shared: int, args: Iterable) -> int:
 
 @_compiled
 def compile_mma_sync(kind: str, D: int, causal: bool, tiles: Tiles) -> int:
-    """Compile a kernel of flash_attention_bf16*.py. Call it with one task (kind, D, causal, tiles)."""
+    """Compile a kernel of flash_attention_bf16*.py.
+
+    Call it with one task (kind, D, causal, tiles).
+    """
     kernel, shared = fa.make_kernel(kind, D, causal, tiles)
     sizes = [np.int32(1)] * (8 if kind == "dkdv" else 7) + [np.float32(1)]
     dtypes = {
@@ -137,8 +140,9 @@ def compile_hopper(kind: str, D: int, causal: bool, tiles: HopperTiles) -> int:
 
 
 def compile_all(tasks: Iterable[tuple[Callable, tuple]], jobs: int | None = None) -> dict:
-    """Run (function, task) pairs in worker processes, by default one per core -> {task: (bytes of
-    local memory, error)}
+    """Run (function, task) pairs in worker processes, by default one per core.
+
+    Returns {task: (bytes of local memory, error)}.
     """
     with multiprocessing.get_context("spawn").Pool(jobs or os.cpu_count()) as pool:
         running = [pool.apply_async(compile_one, (task,)) for compile_one, task in tasks]
@@ -146,8 +150,10 @@ def compile_all(tasks: Iterable[tuple[Callable, tuple]], jobs: int | None = None
     return {task: (local, wrong) for task, local, wrong in done}
 
 
-def report_compiled(found: dict) -> None:
+def report_compiled(compiled: dict) -> None:
     """Print the tasks that failed or spill registers."""
-    for task, (local, wrong) in found.items():
-        if local or wrong:
-            print(task, f"{local} bytes of local memory" if local else wrong, flush=True)
+    for task, (local, wrong) in compiled.items():
+        if local:
+            print(task, f"{local} bytes of local memory", flush=True)
+        elif wrong:
+            print(task, wrong, flush=True)

@@ -104,7 +104,7 @@ def fp8_swiglu_bwd(dtype):
 
 
 def loss_case(dtype, vocab_size, P):
-    """The loss and the codes of its gradient.
+    """Return the loss and the codes of its gradient.
 
     The column `naive` is that of the gradient in bf16, and its codes after it. Bytes: the logits
     twice, and 2 per code. Both columns overwrite no logits that the other reads.
@@ -159,7 +159,7 @@ def fp8_cross_entropy_151936(dtype):
 
 # ----------------------------------------------------------------------------- fp8_norm.py
 def norm_case(dtype, N, C):
-    """The column `naive` is that of the two kernels that this one replaces."""
+    """Return the column `naive` is that of the two kernels that this one replaces."""
     only_bf16(dtype)
     x = draw(np.float32, N, C)
     r = draw(dtype, N, C, seed=1)

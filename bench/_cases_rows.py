@@ -128,7 +128,7 @@ def heads(dtype):
 
 
 def some(*arrays):
-    """The first rows in float64 on the host, where the references of rope.py run."""
+    """Return the first rows in float64 on the host, where the references of rope.py run."""
     return [cp.asnumpy(double(x[:SOME] if x.shape[0] == N else x)) for x in arrays]
 
 

@@ -56,7 +56,7 @@ class Options:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Bytes of the sections of a 64-bit ELF file that hold instructions"""
+    """Return bytes of the sections of a 64-bit ELF file that hold instructions"""
     start, size, count = (
         struct.unpack_from(f, cubin, at)[0] for f, at in (("<Q", 40), ("<H", 58), ("<H", 60))
     )

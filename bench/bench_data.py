@@ -91,7 +91,7 @@ def write_text(folder: Path, n_bytes: int, seed: int = 0) -> None:
 
 
 def run(code: str, *arguments: object) -> str:
-    """The output of a Python process in the checkout."""
+    """Return the output of a Python process in the checkout."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 

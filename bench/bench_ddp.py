@@ -77,7 +77,7 @@ def variants(o: Options, n: int) -> list[dict]:
 
 
 def label(v: dict) -> str:
-    """The name of a variant in the records."""
+    """Return the name of a variant in the records."""
     words = [v["dp"]]
     if v["dp"] == "bucket":
         words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]] + ["ZeRO-1"] * v[

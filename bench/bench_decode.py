@@ -128,7 +128,7 @@ def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
 
 
 def step_ms(engine, B, T):
-    """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every
+    """Return milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every
     slot.
     """
     batch = engine.batch

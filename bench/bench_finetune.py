@@ -100,7 +100,7 @@ def free() -> None:
 
 
 def some_examples(n: int) -> list[Example]:
-    """Random tokens; the first third of each is a prompt, which is not trained."""
+    """Return random tokens; the first third of each is a prompt, which is not trained."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(200), 0.8, n), 16, T).astype(int)
     found = []
@@ -111,7 +111,7 @@ def some_examples(n: int) -> list[Example]:
 
 
 def twin(config: xtrain.ModelConfig) -> Any:
-    """The model in transformers, with random float32 weights on the GPU."""
+    """Return the model in transformers, with random float32 weights on the GPU."""
     import torch
     import transformers
 

@@ -120,7 +120,7 @@ def bench_products(name: str) -> None:
 
 # ----------------------------------------------------------------------------- losses
 def command(o, out: Path, model: str, variant: str) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     preset = "gpt124m" if model in SHAPES else model
     given = {
         "out": out,
@@ -143,12 +143,12 @@ def command(o, out: Path, model: str, variant: str) -> list[str]:
 
 
 def lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file."""
+    """Return the records of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def results(run: Path) -> dict:
-    """The fields of a record, from the folder of a run."""
+    """Return the fields of a record, from the folder of a run."""
     metrics, timing = lines(run / "metrics.jsonl"), lines(run / "timing.jsonl")
     steps = [m for m in metrics if "loss" in m]
     losses = [m["loss"] for m in steps]

@@ -73,7 +73,7 @@ def _simulated_load(thread, site, x, i):
 
 @device
 def total(v, partial):
-    """The sum of v over the block, in every thread."""
+    """Return the sum of v over the block, in every thread."""
     lane = cuda.threadIdx.x & 31
     warp = cuda.threadIdx.x >> 5
     for offset in (16, 8, 4, 2, 1):

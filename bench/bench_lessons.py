@@ -40,7 +40,7 @@ class Options:
 
 @functools.cache
 def code(number: str):
-    """The cells of a lesson that define kernels, as a module."""
+    """Return the cells of a lesson that define kernels, as a module."""
     path = lesson.lesson_file(number)
     text = lesson.tagged(
         path.read_text(encoding="utf-8"), "imports", "exercise", "solution", "bench"

@@ -45,12 +45,12 @@ COPY_TBS = 2.8
 
 
 def lines(path):
-    """The records of a .jsonl file."""
+    """Return the records of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def train(o, out, optimizer, rate):
-    """One run. -> ([(step, validation loss)], median milliseconds of a step, peak GB)."""
+    """Return one run. -> ([(step, validation loss)], median milliseconds of a step, peak GB)."""
     name = f"{optimizer}-{rate:g}"
     command = [sys.executable, "-m", "xtrain.train", "--out", str(out), "--name", name]
     command += ["--data", o.text, "--preset", o.preset, "--vocab-size", str(o.vocab_size)]

@@ -37,12 +37,12 @@ def xtrain(*arguments):
 
 
 def lines(path):
-    """The records of a .jsonl file."""
+    """Return the records of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def generate_ms(folder, prompts, group, max_new_tokens):
-    """Milliseconds of transformers' generate for `group` completions of each prompt at temperature
+    """Return milliseconds of transformers' generate for `group` completions of each prompt at temperature
     1; median of 5.
     """
     import torch

@@ -103,7 +103,7 @@ def launches(blocks: int) -> dict:
 
 
 def cpu_seconds(processes: int) -> float:
-    """The CPU time of this process, and of each of its children that have ended if all took the
+    """Return the CPU time of this process, and of each of its children that have ended if all took the
     same.
     """
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -134,7 +134,7 @@ def measure(blocks: int, repeat: int, processes: int) -> dict:
 
 
 def in_a_process(blocks: int, repeat: int, processes: int = 1, **environment) -> dict:
-    """The output of `measure` in a new process."""
+    """Return the output of `measure` in a new process."""
     numbers = map(str, (blocks, repeat, processes))
     command = [sys.executable, __file__, "--measure", *numbers]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}

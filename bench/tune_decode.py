@@ -106,7 +106,7 @@ def key_of(name, weights):
 
 
 def kind_of(name, weights):
-    """The head is not quantized."""
+    """Return the head is not quantized."""
     return "full" if name == "head" else weights
 
 
