@@ -138,7 +138,7 @@ def swiglu_bwd(dtype):
 
 @case
 def swiglu_bwd_again(dtype):
-    """Return the variant that training uses: it also recomputes y."""
+    """Measure the variant that training uses: it also recomputes y."""
     gu = draw(dtype, N, 2 * F, scale=2.0)
     dy = draw(dtype, N, F, seed=1)
     work = dy.copy()
@@ -186,7 +186,10 @@ def silu_bwd(dtype):
 
 # ----------------------------------------------------------------------------- embedding.py
 def ids_like_text():
-    """Return a tenth of the ids are the same token; the frequencies of the others decrease as in text."""
+    """Draw ids of which a tenth are the same token; the frequencies of the others decrease.
+
+    As in text.
+    """
     rng = np.random.default_rng(7)
     ids = rng.permutation(V)[(V ** rng.random(N) - 1).astype(np.int64)].astype(np.int32)
     ids[rng.random(N) < 0.1] = 11
@@ -211,7 +214,7 @@ def embedding_fwd_case(dtype, ids):
 
 
 def embedding_bwd_case(dtype, ids, plan_too=False):
-    """Return the plan depends only on the ids and is made in the forward pass.
+    """Measure the backward. The plan depends only on the ids and is made in the forward pass.
 
     plan_too: include it in the time, as in PyTorch.
     """

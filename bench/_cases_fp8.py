@@ -18,7 +18,7 @@ EPS = 1e-6
 
 
 def slot(kind, largest):
-    """For a matrix whose largest number was this in the step before"""
+    """Return the slot of a matrix whose largest number was this in the step before."""
     scale = cp.full(1, largest * K.scale_factor(kind), np.float32)
     return K.Slot(scale, cp.zeros(1, np.int32), cp.zeros(2, np.int64), kind)
 
@@ -30,31 +30,37 @@ def only_bf16(dtype):
 
 
 def decoded(x):
-    """Return the numbers of the codes and, from the transposed codes, the same again, on the GPU"""
+    """Return the numbers of the codes and, from the transposed codes, the same again, on the GPU.
+    """
     number = lambda codes: to_numpy(codes).view(K.DTYPES[x.kind]).astype(np.float32)
     return tuple(cp.asarray(number(c)) * x.scale_1 for c in (x.codes_NK, x.codes_KN.T))
 
 
-def expected(values, at):
-    """decoded, by the reference for numbers in float64"""
-    scale = to_numpy(at.scale_1)[0]
-    codes = K.encode_ref(to_numpy(values).astype(np.float32), scale, at.kind)[0]
-    numbers = cp.asarray(codes.view(K.DTYPES[at.kind]).astype(np.float32)) * scale
+def expected(values, slot):
+    """Return what `decoded` must give, by the reference for numbers in float64."""
+    scale = to_numpy(slot.scale_1)[0]
+    codes = K.encode_ref(to_numpy(values).astype(np.float32), scale, slot.kind)[0]
+    numbers = cp.asarray(codes.view(K.DTYPES[slot.kind]).astype(np.float32)) * scale
     return numbers, numbers
 
 
 def torch_codes(y, kind, scale):
-    """In PyTorch: the codes, the transposed codes, the largest size"""
+    """Return, by PyTorch, the codes, the transposed codes and the largest size."""
     import torch
 
-    to = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[kind]
-    most = K.LARGEST[kind]
-    codes = (y.float() / scale).clamp(-most, most).to(to)
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[kind]
+    largest = K.LARGEST[kind]
+    codes = (y.float() / scale).clamp(-largest, largest).to(dtype)
     return codes, codes.t().contiguous(), y.abs().max()
 
 
 def codes_case(op, arrays, values, f, kind, shape):
-    """op: the launcher. values: of arrays in float64. f: the values in PyTorch."""
+    """Return the case of a launcher that encodes.
+
+    op: the launcher.
+    values: of arrays in float64.
+    f: the values in PyTorch.
+    """
     at = slot(kind, 20.0)
     result = op(*arrays, at)
     scale = float(at.scale_1[0])
@@ -104,7 +110,7 @@ def fp8_swiglu_bwd(dtype):
 
 
 def loss_case(dtype, vocab_size, P):
-    """Return the loss and the codes of its gradient.
+    """Measure the loss and the codes of its gradient.
 
     The column `naive` is that of the gradient in bf16, and its codes after it. Bytes: the logits
     twice, and 2 per code. Both columns overwrite no logits that the other reads.
@@ -159,7 +165,7 @@ def fp8_cross_entropy_151936(dtype):
 
 # ----------------------------------------------------------------------------- fp8_norm.py
 def norm_case(dtype, N, C):
-    """Return the column `naive` is that of the two kernels that this one replaces."""
+    """Measure the norm; the column `naive` is that of the two kernels that this one replaces."""
     only_bf16(dtype)
     x = draw(np.float32, N, C)
     r = draw(dtype, N, C, seed=1)

@@ -106,16 +106,17 @@ def tables():
 
 
 def torch_rotate(x, cos, sin):
-    """x (N, heads, D)"""
+    """Rotate the heads of x (N, heads, D)."""
     import torch
 
     x1, x2 = x.reshape(-1, T, *x.shape[1:]).float().chunk(2, -1)
-    c, s = cos[:, None], sin[:, None]
+    c = cos[:, None]
+    s = sin[:, None]
     return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).reshape(x.shape).to(x.dtype)
 
 
 def torch_qk_norm_rope(qkv, q_w, k_w, cos, sin):
-    """v, the last third, stays a view, as in xtrain."""
+    """Return q and k; v, the last third, stays a view, as in xtrain."""
     q, k, _ = (part.reshape(-1, H, D) for part in qkv.chunk(3, -1))
     return tuple(torch_rotate(torch_rmsnorm(x, w), cos, sin) for x, w in ((q, q_w), (k, k_w)))
 
@@ -127,7 +128,7 @@ def heads(dtype):
     return qkv, w, cos_sin
 
 
-def some(*arrays):
+def first_rows(*arrays):
     """Return the first rows in float64 on the host, where the references of rope.py run."""
     return [cp.asnumpy(double(x[:SOME] if x.shape[0] == N else x)) for x in arrays]
 
@@ -137,7 +138,7 @@ def qk_norm_rope_fwd(dtype):
     qkv, w, cos_sin = heads(dtype)
     run = lambda: qk_norm_rope.qk_norm_rope_fwd(qkv, *w, *cos_sin, H, H, T, EPS)
     reference = lambda: qk_norm_rope.qk_norm_rope_ref(
-        *some(qkv, *w, *cos_sin), H, H, POSITIONS, EPS
+        *first_rows(qkv, *w, *cos_sin), H, H, POSITIONS, EPS
     )
     return Case(
         2 * qkv.nbytes * 2 // 3,
@@ -167,7 +168,7 @@ def qk_norm_rope_bwd(dtype):
         return run(SOME, fresh), *fresh
 
     def reference():
-        into, *inputs = some(cp.zeros_like(qkv), dq, dk, qkv, *w, rstd, *cos_sin)
+        into, *inputs = first_rows(cp.zeros_like(qkv), dq, dk, qkv, *w, rstd, *cos_sin)
         return into, *qk_norm_rope.qk_norm_rope_bwd_ref(into, *inputs, POSITIONS)
 
     return Case(
@@ -188,7 +189,7 @@ def rope_fwd(dtype):
         2 * x.nbytes,
         lambda: rope.rope_fwd(x, *cos_sin, T=T),
         got=lambda: (rope.rope_fwd(x, *cos_sin, T=T)[:SOME],),
-        want=lambda: (rope.rope_ref(*some(x, *cos_sin), POSITIONS),),
+        want=lambda: (rope.rope_ref(*first_rows(x, *cos_sin), POSITIONS),),
         peer=Peer(torch_rotate, (x, *cos_sin)),
         shape=f"N={N} H={H} D={D} T={T}",
     )

@@ -76,11 +76,9 @@ class Options:
 
 # ----------------------------------------------------------------------------- contestants
 def ours(q, k, v, do, causal, alone, mma_sync):
-    """Return {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there
-    are such kernels}
+    """Return {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same}.
 
-    alone: also "alone", wgmma without overlap of consecutive kernels. mma_sync: also if wgmma is in
-    use
+    "wgmma" where there are such kernels.
     """
     from xtrain.kernels.attention import flash_attention
     from xtrain.kernels.runtime import launch as _launch
@@ -128,8 +126,9 @@ def torch_graph(run, calls):
 
 
 def theirs(backend, arrays, causal, calls):
-    """Return {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} if the backend does
-    not support the shape
+    """Return {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA.
+
+    {} if the backend does not support the shape.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel

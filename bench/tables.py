@@ -329,9 +329,7 @@ def in_codes(peer: str, *benches: str) -> str:
 
 
 def one_kernel() -> str:
-    """Return the table of bench_decode --one-kernel: a step as one kernel, next to the separate
-    kernels in the same run.
-    """
+    """Return the table of bench_decode --one-kernel: a step as one kernel, next to several."""
     records = [r for r in latest("bench_one_kernel") if r["peer"] == "separate kernels"]
     rows = [
         [f"{r['name']}, {r['shape']}", f"{r['value']:,.0f}", f"{r['peer_value']:,.0f}"]
