@@ -30,8 +30,7 @@ def only_bf16(dtype):
 
 
 def decoded(x):
-    """Return the numbers of the codes and, from the transposed codes, the same again, on the GPU.
-    """
+    """Return the numbers of the codes and, from the transposed codes, the same again."""
     number = lambda codes: to_numpy(codes).view(K.DTYPES[x.kind]).astype(np.float32)
     return tuple(cp.asarray(number(c)) * x.scale_1 for c in (x.codes_NK, x.codes_KN.T))
 

@@ -83,7 +83,7 @@ def ours(q, k, v, do, causal, alone, mma_sync):
     from xtrain.kernels.attention import flash_attention
     from xtrain.kernels.runtime import launch as _launch
 
-    found = {}
+    contestants = {}
     usual = flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
     for name in ("mma.sync", "wgmma", "alone")[: 2 + alone]:
@@ -92,10 +92,10 @@ def ours(q, k, v, do, causal, alone, mma_sync):
         flash_attention.HOPPER = name != "mma.sync"
         _launch.set_overlap(name != "alone")
         if name == "mma.sync" or flash_attention.use_hopper(q):
-            found[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
+            contestants[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
     flash_attention.HOPPER = usual
     _launch.set_overlap(True)
-    return found
+    return contestants
 
 
 def both_ways(q, k, v, do, causal):
@@ -160,7 +160,10 @@ def theirs(backend, arrays, causal, calls):
 
 # ----------------------------------------------------------------------------- one shape
 def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
-    """Measure all contestants on one shape and record the results. name: of the group of shapes"""
+    """Measure all contestants on one shape and record the results.
+
+    name: of the group of shapes.
+    """
     from _timing import record
 
     from xtrain.kernels.attention import flash_attention
@@ -170,9 +173,8 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
     D = shape.D
     causal = shape.causal
     draw = cp.random.default_rng(0)
-    make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
-        ml_dtypes.bfloat16
-    )
+    normal = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32)
+    make = lambda heads: normal(heads).astype(ml_dtypes.bfloat16)
     arrays = [make(n) for n in (shape.H, shape.key_heads, shape.key_heads, shape.H)]
     mine = ours(*arrays, causal, options.alone, mma_sync)
     used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
@@ -187,8 +189,7 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
         line = " | ".join(f"{n.split('_')[0].lower()} {r:.0f}" for n, r in rate.items())
         print(f"{name:7} {shape} {run}: TFLOP/s {line}", flush=True)
         if options.keep:
-            flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
-            wgmma, usual = rate.get("wgmma"), rate.get("mma.sync")
+            rounded = {n: round(r, 2) for n, r in rate.items()}
             record(
                 "bench_attention",
                 f"{name} {run}",
@@ -198,23 +199,24 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
                 value=rate[used],
                 unit="TFLOP/s",
                 peer="torch SDPA flash",
-                peer_value=flash,
+                peer_value=rate.get("FLASH_ATTENTION"),
                 kernels=used,
-                mma_sync_value=usual and round(usual, 2),
-                wgmma_value=wgmma and round(wgmma, 2),
-                cudnn_value=cudnn and round(cudnn, 2),
+                mma_sync_value=rounded.get("mma.sync"),
+                wgmma_value=rounded.get("wgmma"),
+                cudnn_value=rounded.get("CUDNN_ATTENTION"),
                 p20_p80=[round(float(x), 4) for x in times[used][1:]],
             )
 
 
 def random_shapes(n: int = 10, seed: int = 0):
-    """Shapes in which T is not a multiple of 64 and query heads share key heads."""
+    """Draw shapes in which T is not a multiple of 64 and query heads share key heads."""
     draw = np.random.default_rng(seed)
     for _ in range(n):
         D = int(draw.choice([32, 64, 128]))
         T = int(np.exp(draw.uniform(np.log(100), np.log(5000))))
         T += T % 64 == 0
-        G, group = int(draw.choice([1, 2, 4, 8])), int(draw.choice([1, 2, 3, 4]))
+        G = int(draw.choice([1, 2, 4, 8]))
+        group = int(draw.choice([1, 2, 3, 4]))
         B = max(1, int(draw.uniform(0.5, 2) * 2**15 / (T * max(1, G * group // 8))))
         yield Shape(B, G * group, T, D, G)
 

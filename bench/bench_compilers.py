@@ -1,8 +1,7 @@
-"""Both compilers on every kernel, without a GPU: registers, local and shared memory, instructions,
-compile time.
+"""Both compilers on every kernel, without a GPU: registers, memory, instructions, compile time.
 
     python bench/bench_compilers.py [--mlir-python PATH] [--cards 7.5 8.0 9.0 12.0] [--only REGEX]
-    [--keep FOLDER]
+                                    [--keep FOLDER]
 
 The kernels and their argument types are those that the tests compile
 (tests/helpers/every_signature.py): all of them for the first card of FULL, one signature of each
@@ -56,10 +55,10 @@ class Options:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Return bytes of the sections of a 64-bit ELF file that hold instructions"""
-    start, size, count = (
-        struct.unpack_from(f, cubin, at)[0] for f, at in (("<Q", 40), ("<H", 58), ("<H", 60))
-    )
+    """Return the bytes of the sections of a 64-bit ELF file that hold instructions."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    (size,) = struct.unpack_from("<H", cubin, 58)
+    (count,) = struct.unpack_from("<H", cubin, 60)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     return sum(h[5] for h in headers if h[2] & 4)  # SHF_EXECINSTR
 
@@ -78,10 +77,11 @@ def to_ptx(compiler: str, kernel, signature) -> str:
 
 
 def assemble(ptx: str, folder: Path, name: str) -> dict:
-    """PTX -> what ptxas reports, and the size of the code"""
+    """Return what ptxas reports for PTX, and the size of the code."""
     from offline import ptxas
 
-    source, target = folder / f"{name}.ptx", folder / f"{name}.cubin"
+    source = folder / f"{name}.ptx"
+    target = folder / f"{name}.cubin"
     source.write_text(ptx)
     arch = re.findall(r"^\.target (\w+)", ptx, re.M)[0]
     command = [ptxas(), "-v", f"--gpu-name={arch}", str(source), "-o", str(target)]
@@ -131,8 +131,8 @@ def measure(compiler: str, card: str, only: str, folder: Path) -> None:
 
 # ----------------------------------------------------------------------------- both
 def collect(o: Options) -> dict:
-    """Return {(name, key): {card: {compiler: measurements}}}"""
-    found: dict = {}
+    """Return {(name, key): {card: {compiler: measurements}}}."""
+    measurements: dict = {}
     for card in o.cards:
         with tempfile.TemporaryDirectory() as temporary:
             running = {}
@@ -150,18 +150,18 @@ def collect(o: Options) -> dict:
                 running[compiler] = subprocess.Popen(
                     command, env=environment, stdout=subprocess.PIPE, text=True
                 )
-            with ThreadPoolExecutor() as readers:  # of both: a process waits when its pipe is full
-                texts = dict(
-                    zip(running, readers.map(lambda p: p.communicate()[0], running.values()))
-                )
+            # both at once: a process waits when its pipe is full
+            with ThreadPoolExecutor() as readers:
+                outputs = readers.map(lambda p: p.communicate()[0], running.values())
+                texts = dict(zip(running, outputs))
             for compiler, process in running.items():
                 for text in texts[compiler].splitlines():
                     line = json.loads(text)
-                    where = line.pop("name"), line.pop("key"), line.pop("types")
-                    found.setdefault(where, {}).setdefault(card, {})[compiler] = line
+                    kernel = line.pop("name"), line.pop("key"), line.pop("types")
+                    measurements.setdefault(kernel, {}).setdefault(card, {})[compiler] = line
                 if process.returncode:
                     raise SystemExit(f"{COMPILERS[compiler]} for {card} failed: see above")
-    return found
+    return measurements
 
 
 def record(lines: list[dict]) -> None:
@@ -180,15 +180,16 @@ def record(lines: list[dict]) -> None:
 
 
 def library_versions(o: Options) -> dict[str, str]:
-    """Of both environments"""
+    """Return the versions of the libraries in both environments."""
     names = ("numba", "numba-cuda", "numba-cuda-mlir", "nvidia-nvvm", "nvidia-cuda-nvcc")
-    code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-    found: dict[str, str] = {}
+    code = "import importlib.metadata as m, json\n"
+    code += "print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    versions: dict[str, str] = {}
     for python in (o.mlir_python, o.numba_python):
         done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE)
         installed = {n.lower().replace("_", "-"): v for n, v in json.loads(done.stdout).items()}
-        found |= {n: v for n, v in installed.items() if n in names}
-    return found
+        versions |= {n: v for n, v in installed.items() if n in names}
+    return versions
 
 
 def main(o: Options) -> None:

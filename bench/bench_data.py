@@ -31,15 +31,27 @@ FILES = 64
 
 MEASURE = """
 import json, sys, time
-peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024 / 1e9
+def peak():
+    line = next(l for l in open("/proc/self/status") if l.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e9
 from xtrain.data.dataset import prepare
-imported, told, start = peak(), {}, time.perf_counter()
+imported = peak()
+began = {}
+start = time.perf_counter()
 def progress(fraction, text):
-    told.setdefault(text.split(",")[0], time.perf_counter() - start)
+    began.setdefault(text.split(",")[0], time.perf_counter() - start)
 corpus = prepare(sys.argv[1], int(sys.argv[2]), sys.argv[3], progress=progress)
-print(json.dumps({"seconds": time.perf_counter() - start, "import_gb": imported, "peak_gb": peak(), "began": told,
-    "bytes": corpus.bytes, "tokens": corpus.train_tokens + corpus.val_tokens, "documents": corpus.documents,
-    "folder": str(corpus.folder), "vocab_size": corpus.vocab_size}))
+print(json.dumps({
+    "seconds": time.perf_counter() - start,
+    "import_gb": imported,
+    "peak_gb": peak(),
+    "began": began,
+    "bytes": corpus.bytes,
+    "tokens": corpus.train_tokens + corpus.val_tokens,
+    "documents": corpus.documents,
+    "folder": str(corpus.folder),
+    "vocab_size": corpus.vocab_size,
+}))
 """
 ALONE = """
 import sys, time
@@ -60,7 +72,7 @@ print(len(text.encode()) / 1e6 / sorted(times)[2])
 
 
 def write_text(folder: Path, n_bytes: int, seed: int = 0) -> None:
-    """About n_bytes: one file without line breaks, and FILES with them."""
+    """Write about n_bytes: one file without line breaks, and FILES with them."""
     from xtrain.data.documents import Documents
 
     rng = np.random.default_rng(seed)
@@ -69,17 +81,16 @@ def write_text(folder: Path, n_bytes: int, seed: int = 0) -> None:
     words = sorted({token for token in tokens if token[0].isalnum()})
 
     def block() -> str:
-        """About 1 MB: a random part of the source, with a fifth of its words replaced."""
+        """Return about 1 MB: a random part of the source, with a fifth of its words replaced."""
         n = 250_000
         first = int(rng.integers(len(tokens) - n))
         part = tokens[first : first + n]
         new = rng.random(n) < 0.2
         other = rng.integers(len(words), size=n)
-        mixed = (
-            words[other[i]] if new[i] and token[0].isalnum() else token
-            for i, token in enumerate(part)
-        )
-        return "".join(mixed)
+        for i, token in enumerate(part):
+            if new[i] and token[0].isalnum():
+                part[i] = words[other[i]]
+        return "".join(part)
 
     with open(folder / "one_line.txt", "w", encoding="utf-8") as file:
         while file.tell() < n_bytes // 2:

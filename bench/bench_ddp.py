@@ -1,18 +1,20 @@
-"""Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP +
-torch.compile.
+"""Data parallelism: the same step on 1, 2, 4 GPUs, compared with torch DDP + torch.compile.
 
-    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8
-    16 32 64] python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
+    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch]
+                              [--buckets 8 16 32 64]
+    python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
 
 Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without
 waiting in between, as in training), and the median of five such runs, on a chip warmed up by one
 second of the same work. Printed for each variant, in ms:
 
     step           the whole step
-    alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with the variant:
-                   chips differ, and a warm chip is slower
-    exposed        step minus the step of --dp none, which does not communicate: the cost of communication
-    communication  the same collectives alone, without other work; GB/s: bytes per rank * 2 (n-1)/n / that time
+    alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with
+                   the variant: chips differ, and a warm chip is slower
+    exposed        step minus the step of --dp none, which does not communicate: the cost of
+                   communication
+    communication  the same collectives alone, without other work; GB/s: bytes per rank * 2 (n-1)/n
+                   / that time
     optimizer      norm, AdamW and, with ZeRO, the all-gather, alone
     of linear      tokens/s divided by the sum of the tokens/s of the GPUs alone
     of one GPU     tokens/s divided by n times those of the job with one GPU, which ran before
@@ -80,9 +82,8 @@ def label(v: dict) -> str:
     """Return the name of a variant in the records."""
     words = [v["dp"]]
     if v["dp"] == "bucket":
-        words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]] + ["ZeRO-1"] * v[
-            "zero"
-        ]
+        words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]]
+        words += ["ZeRO-1"] * v["zero"]
     return " ".join(words)
 
 
@@ -140,8 +141,9 @@ def kind_of(T, batch, ranks=1):
 
 @functools.cache
 def run_alone(name, precision, batch, rank):
-    """Return a run of xtrain.train, created once, with which every variant is compared; its initial
-    weights, the same on all ranks
+    """Return a run of xtrain.train, with which every variant is compared, and its initial weights.
+
+    Created once; the weights are the same on all ranks.
     """
     from bench_train import model_config
 
@@ -333,6 +335,9 @@ def results(command, o, task):
     return [json.loads(line) for line in lines]
 
 
+EXTRA = ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
+
+
 def main(o: Options) -> None:
     from _timing import record
 
@@ -342,44 +347,45 @@ def main(o: Options) -> None:
         for n in o.gpus:
             task = dict(model=name, variants=variants(o, n))
             ours = results(["mpirun", "-n", n, sys.executable], o, task)
-            too = o.against == "torch" and n in o.torch_gpus
-            theirs = results([*run, n], o, dict(task, torch=True)) if too else []
-            peer = theirs[0] if theirs else None
+            peer = None
+            if o.against == "torch" and n in o.torch_gpus:
+                peer = next(iter(results([*run, n], o, dict(task, torch=True))), None)
             silent = None
             if peer:
-                torch_one = peer["tokens"] if n == 1 else torch_one
+                if n == 1:
+                    torch_one = peer["tokens"]
                 peer["of_linear"] = torch_one and round(peer["tokens"] / n / torch_one, 4)
                 print(
                     f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
                     f"{peer['of_linear']} of linear",
                     flush=True,
                 )
-            for found in ours:
-                one = found["tokens"] if n == 1 else one
-                silent = found["ms"][0] if found["dp"] == "none" else silent
-                more = {
-                    k: round(found[k], 4)
-                    for k in ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
-                    if k in found
-                }
-                by_itself = found["alone_ms"]
+            for measured in ours:
+                if n == 1:
+                    one = measured["tokens"]
+                if measured["dp"] == "none":
+                    silent = measured["ms"][0]
+                more = {k: round(measured[k], 4) for k in EXTRA if k in measured}
+                by_itself = measured["alone_ms"]
                 more["alone_ms"] = [round(ms, 4) for ms in by_itself]
-                if silent and found["dp"] != "none":
-                    more["exposed_ms"] = round(found["ms"][0] - silent, 4)
-                more["of_linear"] = round(n / found["ms"][0] / sum(1 / ms for ms in by_itself), 4)
+                if silent and measured["dp"] != "none":
+                    more["exposed_ms"] = round(measured["ms"][0] - silent, 4)
+                more["of_linear"] = round(
+                    n / measured["ms"][0] / sum(1 / ms for ms in by_itself), 4
+                )
                 if one:
-                    more["of_one_gpu"] = round(found["tokens"] / n / one, 4)
-                if peer and (n == 1 or found["dp"] != "none"):
+                    more["of_one_gpu"] = round(measured["tokens"] / n / one, 4)
+                if peer and (n == 1 or measured["dp"] != "none"):
                     more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
                     more["peer_of_linear"] = peer["of_linear"]
-                variant = label(found) if n > 1 else "one GPU"
+                variant = label(measured) if n > 1 else "one GPU"
                 record(
                     "bench_ddp",
                     f"{name}, {n} GPU, {variant}",
                     shape=f"batch {o.batch} per GPU",
                     dtype=o.precision,
-                    ms=found["ms"][0],
-                    value=found["tokens"],
+                    ms=measured["ms"][0],
+                    value=measured["tokens"],
                     unit="tok/s",
                     **more,
                 )

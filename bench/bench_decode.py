@@ -1,8 +1,9 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
-    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8
-    fp8] [--peers plain compile]
-        [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M] [--one-kernel]
+    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
+                                 [--weights full int8 fp8] [--peers plain compile]
+                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M]
+                                 [--one-kernel]
 
 A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
 vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
@@ -10,10 +11,10 @@ tokens are submitted at once; every sequence gets `new` greedy tokens.
 
     first token    from submitting the prompts to having all of their first tokens on the host
     decoding       tokens per second from then on, by the host's clock, everything included
-    bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
-                   every weight once (except the embedding's rows) and all keys and values so far,
-                   on average those of context + new / 2 tokens; the bandwidth is that of a
-                   device-to-device copy of 1 GB, read plus written
+    bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy
+                   bandwidth): a step reads every weight once (except the embedding's rows) and all
+                   keys and values so far, on average those of context + new / 2 tokens; the
+                   bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
 --model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
 
@@ -53,25 +54,66 @@ from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.serving.engine import graph_size
 
 SHAPE = dict(
-    vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=8192,
-    norm_eps=1e-5, qk_norm=False,
-)  # fmt: skip
+    vocab_size=32000,
+    dim=2048,
+    n_layers=22,
+    n_heads=32,
+    n_kv_heads=4,
+    hidden_dim=5632,
+    max_seq_len=8192,
+    norm_eps=1e-5,
+    qk_norm=False,
+)
 NAME = "llama 1.1B"
 SHAPES = {
     "1.1B": (NAME, SHAPE),
-    "8B": ("Qwen3-8B", dict(
-        vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=12288,
-        max_seq_len=20480, norm_eps=1e-6, qk_norm=True,
-    )),
-    "0.6B": ("Qwen3-0.6B", dict(
-        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-        max_seq_len=8192, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
-    )),
-    "135M": ("SmolLM2-135M", dict(
-        vocab_size=49152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, hidden_dim=1536, max_seq_len=8192,
-        norm_eps=1e-5, qk_norm=False, tie_embeddings=True,
-    )),
-}  # fmt: skip
+    "8B": (
+        "Qwen3-8B",
+        dict(
+            vocab_size=151936,
+            dim=4096,
+            n_layers=36,
+            n_heads=32,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=12288,
+            max_seq_len=20480,
+            norm_eps=1e-6,
+            qk_norm=True,
+        ),
+    ),
+    "0.6B": (
+        "Qwen3-0.6B",
+        dict(
+            vocab_size=151936,
+            dim=1024,
+            n_layers=28,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=3072,
+            max_seq_len=8192,
+            norm_eps=1e-6,
+            qk_norm=True,
+            tie_embeddings=True,
+        ),
+    ),
+    "135M": (
+        "SmolLM2-135M",
+        dict(
+            vocab_size=49152,
+            dim=576,
+            n_layers=30,
+            n_heads=9,
+            n_kv_heads=3,
+            hidden_dim=1536,
+            max_seq_len=8192,
+            norm_eps=1e-5,
+            qk_norm=False,
+            tie_embeddings=True,
+        ),
+    ),
+}
 
 
 @dataclass
@@ -105,10 +147,10 @@ def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
 
 
 def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
-    """Return engine, seconds to the first tokens, milliseconds per decoding step (wall clock),
-    tokens
+    """Return engine, seconds to the first tokens, milliseconds per decoding step, and tokens.
 
-    Prompts of more tokens than one pass may have are prefilled while the first sequences decode:
+    By the wall clock. Prompts of more tokens than one pass may have are prefilled while the first
+    sequences decode:
     only the steps that decode all sequences count.
     """
     B = len(prompts)
@@ -128,8 +170,9 @@ def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
 
 
 def step_ms(engine, B, T):
-    """Return milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every
-    slot.
+    """Return milliseconds of GPU time of a decoding step alone, and the step.
+
+    It is the graph, replayed with T tokens in every slot.
     """
     batch = engine.batch
     batch.clear()
@@ -147,7 +190,7 @@ def step_ms(engine, B, T):
 
 
 def profile(step):
-    """Print the kernels of a step, how often they run and how long, and how long the GPU was idle."""
+    """Print the kernels of a step, how often and how long they run, and the idle time."""
     try:
         times = cupti_times(lambda: [step() for _ in range(5)])
     except NoTimes as error:
@@ -159,28 +202,23 @@ def profile(step):
     for name, (calls, ns) in sorted(table.items(), key=lambda item: -item[1][1])[:14]:
         print(f"  {name:48} {calls / 5:6.0f} x {ns / calls / 1e3:8.2f} us = {ns / 5e3:9.1f} us")
     busy = sum(ns for _, ns in table.values()) / 5e3
-    print(
-        f"  kernels {busy:.1f} us a step, from first to last {(times[-1].end - times[0].start) / 5e3:.1f} us",
-        flush=True,
-    )
+    total = (times[-1].end - times[0].start) / 5e3
+    print(f"  kernels {busy:.1f} us a step, from first to last {total:.1f} us", flush=True)
 
 
 def step_bytes(model, B, T, new, kv_cache="full"):
-    """Return bytes of weights, of keys and values"""
+    """Return the bytes of weights, and of keys and values."""
     c = model.config
-    head = model.config.head_dim
-    head = 2 * head if kv_cache == "full" else head + 4  # bytes
+    head_bytes = 2 * c.head_dim if kv_cache == "full" else c.head_dim + 4
     table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
-    return (
-        model.arena.half.nbytes + codes - table,
-        2 * c.n_layers * c.n_kv_heads * head * B * (T + new / 2),
-    )
+    weights = model.arena.half.nbytes + codes - table
+    return weights, 2 * c.n_layers * c.n_kv_heads * head_bytes * B * (T + new / 2)
 
 
 # ----------------------------------------------------------------------------- transformers
 def their_model(model):
-    """Return a model of transformers that shares the weights' memory"""
+    """Return a model of transformers that shares the weights' memory."""
     import torch
     import transformers
 
@@ -200,7 +238,7 @@ def their_model(model):
 
 
 def their_times(theirs, prompts, new, static):
-    """Return seconds to the first tokens, median milliseconds per decoding step, new tokens"""
+    """Return seconds to the first tokens, median milliseconds per decoding step, new tokens."""
     import torch
     import transformers
 
@@ -245,8 +283,9 @@ def bench(
     one_kernel=False,
     kv_cache="full",
 ):
-    """Measure and record. -> tokens per second. full: those of the same run with weights, or keys and
-    values, in bf16, or with separate kernels.
+    """Measure and record; return tokens per second.
+
+    full: those of the same run with weights, or keys and values, in bf16, or with separate kernels.
     """
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
     engine, first, ms, tokens = ours(model, prompts, o.new, one_kernel, kv_cache)
@@ -254,8 +293,11 @@ def bench(
     weights, kv = step_bytes(model, B, T, o.new, kv_cache)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
-        f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
+        f"{size}, {'one kernel' if one_kernel else f'weights {kind}'}, cache {kv_cache}, "
+        f"B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, "
+        f"{bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; "
+        f"cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
     if o.profile:
@@ -276,7 +318,8 @@ def bench(
     cp.get_default_memory_pool().free_all_blocks()
     name = SHAPES[size][0]
     layers = SHAPES[size][1]["n_layers"]
-    name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
+    if o.layers not in (None, layers):
+        name = f"{name}, {o.layers} of {layers} layers"
     shape = f"B={B} context={T}"
     speeds = dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
     plain = kind == kv_cache == "full" and not one_kernel
@@ -299,15 +342,15 @@ def bench(
 
 
 def measure_peer(theirs, peer, prompts, new, tokens):
-    """Return a record's fields about a peer; None if it fails, so that the other peers are still
-    measured
+    """Return a record's fields about a peer.
+
+    None if it fails, so that the other peers are still measured.
     """
     try:
         first, ms, their_tokens = their_times(theirs, prompts, new, peer == "compile")
     except Exception as error:
-        return print(
-            f"  transformers {peer}: {type(error).__name__} {str(error)[:300]}", flush=True
-        )
+        reason = f"{type(error).__name__} {str(error)[:300]}"
+        return print(f"  transformers {peer}: {reason}", flush=True)
     same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
     return dict(
         peer=f"transformers {peer}",
@@ -328,7 +371,7 @@ def main(o: Options) -> None:
 
 
 def bench_model(o, size, kind, bandwidth, full) -> None:
-    """All batches and contexts of one model."""
+    """Measure all batches and contexts of one model."""
     model = random_model(o, size)
     theirs = their_model(model) if o.peers and kind == "full" and size == "1.1B" else None
     quantize_weights(model, kind)

@@ -2,15 +2,17 @@
 
     python bench/bench_engine.py [--only gemv] [--configs]
 
-gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the
-                            same bytes; decode_attention also over a cache of codes
-context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; compared with our
-                            attention of training on as many tokens in equal sequences, if there is
-                            no history
-sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's; also penalties and
-                            log-probabilities
-step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
-                            share of the memory bound, (weights + cache read) / copy bandwidth
+gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a
+                            copy that moves the same bytes; decode_attention also over a cache of
+                            codes
+context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it
+                            sees; compared with our attention of training on as many tokens in equal
+                            sequences, if there is no history
+sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's;
+                            also penalties and log-probabilities
+step                        all layers as the engine launches them, in one CUDA graph replayed many
+                            times: tokens/s, and the share of the memory bound, (weights + cache
+                            read) / copy bandwidth
 
 Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and
 cache are random; the cache is paged, blocks of 64 tokens in random order.
@@ -106,10 +108,9 @@ def bench_gemv(o):
 
 
 def paged(count, B, tokens, layers=()):
-    """Return `count` random caches (*layers, R, G, S, D) of R = B M blocks, and (B, M) tables of up
-    to `tokens` tokens
+    """Return `count` random caches (*layers, R, G, S, D) and block tables.
 
-    The blocks of a sequence lie in random order, as in an engine that has served for a while.
+    R = B M blocks, (B, M) tables of up to `tokens` tokens.
     """
     M = -(-tokens // S)
     tables = int32(np.random.default_rng(0).permutation(B * M).reshape(B, M))
@@ -137,10 +138,7 @@ def bench_attention(o):
 
 
 def bench_codes(o, args, B, context, full):
-    """The same attention over a cache of codes.
-
-    full: GB/s in bf16; value counts the bytes that bf16 would have read.
-    """
+    """Measure the same attention over a cache of codes."""
     nbytes = 2 * B * G * context * (D + 4)
     bf16 = 4 * B * G * context * D
     args, scales = with_codes(args)
@@ -162,9 +160,7 @@ def bench_codes(o, args, B, context, full):
 
 
 def with_codes(args):
-    """Return the arguments of decode_attention with random codes in place of keys and values, their
-    scales
-    """
+    """Return the arguments of decode_attention with random codes and scales for keys and values."""
     qkv, k, _, *rest = args
     (codes,), (scales,) = empty_kv_codes(qkv, 1, *k.shape)
     codes[...] = cp.random.randint(0, 127, codes.shape, np.uint8)

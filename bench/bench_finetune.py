@@ -1,15 +1,15 @@
-"""Fine-tuning: examples in rows of their own and packed, next to TRL's trainer; LoRA steps, next to
-PEFT with torch.compile.
+"""Fine-tuning, compared with TRL's trainer, and LoRA steps, compared with PEFT + torch.compile.
 
     python bench/bench_finetune.py [--only sft lora] [--peers]
-    python bench/bench_finetune.py --only memory                    alone: it reads the memory of the whole process
+    python bench/bench_finetune.py --only memory    alone: it reads the whole process's memory
 
-sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose lengths are log-normal (median 200, most below 1000).
-        A step has --examples of them, or as many packed rows as hold that number. Tokens per second
-        count the inputs of the examples, no padding. TRL pads each batch to its longest example,
-        xtrain all rows to 2048.
+sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose lengths are log-normal
+        (median 200, most below 1000). A step has --examples of them, or as many packed rows as hold
+        that number. Tokens per second count the inputs of the examples, no padding. TRL pads each
+        batch to its longest example, xtrain all rows to 2048.
 lora    TinyLlama-1.1B's shape, rank 16 on all matrices, 4 sequences of 2048 random tokens.
-memory  Of the same with 1 sequence and --recompute block, all that the process uses on the card, next to its plan.
+memory  the same with 1 sequence and --recompute block, all that the process uses on the card,
+        next to its plan.
 
 Peak memory is what each library's allocator reserved on the card. Weights, batches and optimizer
 options are alike, not the same: losses are compared in tests/tuning.
@@ -164,7 +164,7 @@ def sft(o: Options) -> None:
 
 
 def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
-    """TRL's SFTTrainer on the same examples, unpacked. -> its fields of a record"""
+    """Measure TRL's SFTTrainer on the same examples; return its fields of a record."""
     import torch
     import transformers
     import trl
@@ -235,7 +235,8 @@ def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------- lora
 def adapted(recompute: str = "none") -> AdaptedTransformer:
-    model = AdaptedTransformer(TINYLLAMA, 0, "gpu", "bf16", recompute, trainable=False)  # type: ignore[arg-type]
+    kind: Any = recompute  # a literal type
+    model = AdaptedTransformer(TINYLLAMA, 0, "gpu", "bf16", kind, trainable=False)
     model.adapt(Lora(RANK, 2.0 * RANK))
     return model
 
@@ -274,7 +275,7 @@ def lora(o: Options) -> None:
 
 
 def memory(o: Options) -> None:
-    """The memory of a step with adapters, next to its plan."""
+    """Measure the memory of a step with adapters, next to its plan."""
     run = lora_run(1, "block")
     ms = timed(run.step, 5)
     available, total = cp.cuda.Device().mem_info
@@ -294,7 +295,7 @@ def memory(o: Options) -> None:
 
 
 def peft(o: Options, batch: int) -> dict[str, Any]:
-    """PEFT's adapters on transformers' model, compiled. -> its fields of a record"""
+    """Measure PEFT's adapters, compiled; return their fields of a record."""
     import peft
     import torch
 

@@ -47,7 +47,7 @@ LR = {"300m": 4e-4}  # of the shapes in bench_train.py
 
 # ----------------------------------------------------------------------------- products
 def matrices(config) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of a block."""
+    """Return (outputs, inputs) of the matrices of a block."""
     C = config.dim
     F = config.hidden_dim
     D = config.head_dim
@@ -56,17 +56,14 @@ def matrices(config) -> list[tuple[int, int]]:
 
 
 def products(shapes: list[tuple[int, int]], rows: int, kinds: dict[str, str]):
-    """Return two functions: the three products of each matrix on this many rows, in bf16 and in
-    fp8.
-
-    kinds: formats of x, w, dy
-    """
+    """Return two functions: the three products of each matrix, in bf16 and in fp8."""
     draw = cp.random.default_rng(0)
     numbers = lambda *shape: cast_fwd(draw.standard_normal(shape, dtype=np.float32), BFLOAT16)
     scale = cp.full(1, 0.01, np.float32)
     # positive codes below infinity and NaN
     codes = lambda kind, *shape: Operand(draw.integers(0, 0x70, shape, dtype=np.uint8), scale, kind)
-    in_bf16, in_fp8 = [], []
+    in_bf16 = []
+    in_fp8 = []
     for outputs, inputs in shapes:
         y, dx = cp.empty((rows, outputs), BFLOAT16), cp.empty((rows, inputs), BFLOAT16)
         dw = cp.zeros((outputs, inputs), np.float32)

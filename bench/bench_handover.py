@@ -1,18 +1,17 @@
-"""What it costs that resident blocks hand a vector over to each other through global memory: two
-ways to wait.
+"""The cost of handing a vector over between resident blocks: two ways to wait.
 
     python bench/bench_handover.py [--columns 576 1536 2048] [--rounds 2000]
 
 In every round each block writes its share of a vector and then needs all of it: the hand-over
 between two stages of kernels/step/step_kernel.py, without the products.
 
-    counter     the block writes, meets at a barrier, and one thread adds to a counter with release semantics. One thread of each
-                block polls the counter with acquiring loads; a barrier; then the threads load the
-                vector
-    sealed      each element is a word of 8 bytes: 4 bytes of data and the number of the round, its seal. A thread polls the
-                words that it needs until their seals are those of the round: no counter, no fence,
-                no second load. A word is written and read as a whole ("Memory Consistency Model" in
-                the PTX manual)
+    counter     the block writes, meets at a barrier, and one thread adds to a counter with release
+                semantics. One thread of each block polls the counter with acquiring loads; a
+                barrier; then the threads load the vector
+    sealed      each element is a word of 8 bytes: 4 bytes of data and the number of the round, its
+                seal. A thread polls the words that it needs until their seals are those of the
+                round: no counter, no fence, no second load. A word is written and read as a whole
+                ("Memory Consistency Model" in the PTX manual)
 
 Both compute the same numbers, which are checked. `value` is microseconds per round; the rest of a
 round (a sum over the vector, which both share) is measured by `alone`: the same loop without other
@@ -47,16 +46,14 @@ class Options:
 
 @intrinsic(value=int64)
 def store_word(code, x, i, value):
-    """x[i] = value, int64 in global memory, as one access ("st", .relaxed)."""
+    """Set x[i], int64 in global memory, as one access ("st", .relaxed)."""
     text = "st.relaxed.gpu.global.u64 [$0], $1;"
     code.asm(text, None, [code.address(x, i, GLOBAL), value], memory=True)
 
 
 @intrinsic(returns=int64)
 def load_word(code, x, i):
-    """x[i], int64 in global memory, as one access that does not come from the L1 cache ("ld",
-    .relaxed).
-    """
+    """Return x[i], int64 in global memory, as one access past the L1 cache ("ld", .relaxed)."""
     text = "ld.relaxed.gpu.global.u64 $0, [$1];"
     return code.asm(text, int64, [code.address(x, i, GLOBAL)], memory=True)
 
@@ -94,7 +91,7 @@ def next_value(sum_, c):
 
 @functools.cache
 def make_counter_kernel(C, blocks):
-    """Of blocks that wait at a counter. C: columns."""
+    """Return the kernel whose blocks wait at a counter. C: columns."""
 
     @kernel(BLOCK, 1)
     def counter_kernel(x, counter_1, rounds):
@@ -122,7 +119,7 @@ def make_counter_kernel(C, blocks):
 
 @functools.cache
 def make_sealed_kernel(C, blocks):
-    """Of blocks that wait for the words of the vector. C: columns."""
+    """Return the kernel whose blocks wait for the words of the vector. C: columns."""
     EACH = -(-C // BLOCK)
 
     @kernel(BLOCK, 1)

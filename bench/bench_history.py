@@ -1,14 +1,15 @@
-"""The phases from one sequence at a time to a batch in a CUDA graph, all measured on this card
-(dim384, T 256).
+"""The phases from one sequence at a time to a batch in a CUDA graph, on this card (dim384, T 256).
 
     python bench/bench_history.py
 
     one sequence       B = 1: the GPU waits for Python
     batch by loop      32 sequences one after the other, one optimizer step
-    looped attention   linears over the whole batch, attention head by head with copies to the host and back
+    looped attention   linears over the whole batch, attention head by head with copies to the host
+                       and back
     batched            everything over the whole batch, each kernel launched from Python
     graph              the same step in one CUDA graph
-    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, each kernel launched from Python
+    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, each kernel launched
+                       from Python
     bf16               the same in one CUDA graph: xtrain's step
 
 The optimizer was thought to slow down the second phase, and the linears the third. The measurement
@@ -30,8 +31,9 @@ from xtrain.nn.optim import clip
 
 
 class LoopedAttention(Function):
-    """Attention head by head and sequence by sequence, with each slice copied through the host:
-    slow on purpose.
+    """Attention head by head and sequence by sequence, slow on purpose.
+
+    Each slice is copied through the host.
     """
 
     @staticmethod

@@ -1,14 +1,14 @@
-"""FlashAttention forward on compute capability 9.0, built up in the steps of lesson 23: what does
-each of them gain?
+"""FlashAttention forward on compute capability 9.0: what each step of lesson 23 gains.
 
     python bench/bench_hopper_steps.py
 
     mma.sync        the kernel of lesson 14
-    wgmma           tiles by TMA, a producer thread, products of a warpgroup; small tiles, one block per tile of queries,
-                    and nothing overlaps the exponentials
+    wgmma           tiles by TMA, a producer thread, products of a warpgroup; small tiles, one block
+                    per tile of queries, and nothing overlaps the exponentials
     larger tiles    the tiles of the table
     beside          the exponentials overlap the product p V of the previous tile
-    persistent      as many blocks as the GPU holds, which take one tile of queries after another: the kernel in use
+    persistent      as many blocks as the GPU holds, which take one tile of queries after another:
+                    the kernel in use
 
 Every step includes the previous ones, and its result is compared with that of the first. The steps
 alternate, each in its own CUDA graph.
@@ -47,8 +47,9 @@ class Options:
 
 @contextlib.contextmanager
 def no_overlap():
-    """Every wait of the forward kernel is for all products: none is in flight during the
-    exponentials.
+    """Make every wait of the forward kernel wait for all products.
+
+    None is in flight during the exponentials.
     """
     usual = hopper.make_wait
 
@@ -66,7 +67,10 @@ def no_overlap():
 
 
 def compile_step(task):
-    """In a worker: fills the kernel cache. task: D, plan, True if products overlap the exponentials"""
+    """Fill the kernel cache, in a worker.
+
+    task: D, plan, True if products overlap the exponentials.
+    """
     D, plan, overlap = task
     with contextlib.nullcontext() if overlap else no_overlap():
         _, local, wrong = compile_hopper(("fwd", D, True, plan.tiles))

@@ -83,7 +83,7 @@ def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
 
 
 def attempt(f, *args):
-    """f(*args). If it raises: None, after printing the reason."""
+    """Return f(*args); if it raises, print the reason and return None."""
     try:
         return f(*args)
     except Exception as error:
@@ -93,8 +93,9 @@ def attempt(f, *args):
 
 
 def measure(name: str, dtype: str, o) -> dict | None:
-    """Check and time one case. -> its record; None if the dtype is not supported or the result is
-    wrong.
+    """Check and time one case, and return its record.
+
+    None if the dtype is not supported or the result is wrong.
     """
     try:
         case = CASES[name](DTYPES[dtype])
@@ -158,15 +159,17 @@ def main(o: Options) -> None:
             if o.torch:
                 torch.cuda.empty_cache()
     print(
-        f"\n{'kernel':28}{'dtype':6}{'ms':>8}{'GB/s':>7}{'copy':>8}{'share':>7}{'naive':>9}{'eager':>9}{'compile':>9}"
+        f"\n{'kernel':28}{'dtype':6}{'ms':>8}{'GB/s':>7}{'copy':>8}{'share':>7}"
+        f"{'naive':>9}{'eager':>9}{'compile':>9}"
     )
     for line in filter(None, lines):
         least = 0.85 if BACKWARD.search(line["name"]) else 0.90
         times = (line["naive_ms"], line["torch_eager_ms"], line["torch_compile_ms"])
         cells = "".join(f"{t:9.4f}" if t else f"{'-':>9}" for t in times)
         print(
-            f"{line['name']:28}{line['dtype']:6}{line['ms']:8.4f}{line['value']:7.0f}{line['copy_ms']:8.4f}"
-            f"{line['share']:7.2f}{cells}{'' if line['share'] >= least else '  < ' + str(least)}"
+            f"{line['name']:28}{line['dtype']:6}{line['ms']:8.4f}{line['value']:7.0f}"
+            f"{line['copy_ms']:8.4f}{line['share']:7.2f}{cells}"
+            f"{'' if line['share'] >= least else '  < ' + str(least)}"
         )
 
 

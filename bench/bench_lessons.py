@@ -1,5 +1,4 @@
-"""The kernels of the lessons at realistic sizes: block sizes, copies, transposes, reductions,
-matrix products.
+"""The kernels of the lessons at realistic sizes.
 
     python bench/bench_lessons.py [--only copy linear]
 
@@ -84,7 +83,8 @@ def blocks(options):
     y = cp.empty_like(a)
     want = a + b
     for threads in (1, 8, 32, 48, 64, 128, 256, 1024):
-        run = lambda: launch(code("1").add_kernel, -(-COPY // threads), threads, y, a, b)  # noqa: B023
+        grid = -(-COPY // threads)
+        run = lambda: launch(code("1").add_kernel, grid, threads, y, a, b)  # noqa: B023
         measure(options, f"add_block_{threads}", f"n={COPY}", run, y, want, nbytes=12 * COPY)
 
 
@@ -166,9 +166,7 @@ def products(options):
 
 
 def vocabularies(options):
-    """The head of dim384 with GPT-2's vocabulary, and with the vocabulary rounded up to a multiple
-    of 128.
-    """
+    """Measure the head of dim384 with GPT-2's vocabulary, and rounded up to a multiple of 128."""
     N = 8192
     width = 384
     for V in (50257, 50304):

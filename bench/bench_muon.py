@@ -1,7 +1,7 @@
 """Muon against AdamW: steps until AdamW's final validation loss, and the time of a step.
 
-    python bench/bench_muon.py TEXT [--preset dim384] [--steps 2000] [--rates 6e-4 1.2e-3 2.4e-3
-    4.8e-3]
+    python bench/bench_muon.py TEXT [--preset dim384] [--steps 2000]
+                               [--rates 6e-4 1.2e-3 2.4e-3 4.8e-3]
 
 Both optimizers train on the same text with the same seed, batches and schedule, once per peak
 learning rate; the best rate of each is the one with the lowest loss at the end. A record has the
@@ -12,14 +12,15 @@ shorter schedule may need fewer. ms is the median of a step, batches included, v
 TEXT: a file or folder, as for `xtrain.train --data`. Its name and size are in the record, not the
 text.
 
-    python bench/bench_muon.py --time-only [--presets dim384 dim768 gpt124m]      a step of each, random tokens
-    python bench/bench_muon.py --count [--presets ...]                            without a GPU: launches, operations, bytes
+    python bench/bench_muon.py --time-only [--presets dim384 dim768 gpt124m]
+    python bench/bench_muon.py --count [--presets ...]
 
---time-only: bf16, the vocabulary, batch and length of bench_train.py, AdamW and Muon in one
-process, median of the second half of 2 x STEPS steps. `value` of Muon is what it adds to AdamW's
-step, in percent. --count: of Muon's share of a step, the matrices of the blocks. Products, at
-PRODUCT_TFLOPS, and the other kernels, at COPY_TBS, one after the other, are its shortest time;
-AdamW needs 30 bytes per element for the same matrices.
+--time-only: a step of each on random tokens, bf16, the vocabulary, batch and length of
+bench_train.py, AdamW and Muon in one process, median of the second half of 2 x STEPS steps. `value`
+of Muon is what it adds to AdamW's step, in percent.
+--count: without a GPU, launches, operations and bytes of Muon's share of a step, the matrices of
+the blocks. Products, at PRODUCT_TFLOPS, and the other kernels, at COPY_TBS, one after the other,
+are its shortest time; AdamW needs 30 bytes per element for the same matrices.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def lines(path):
 
 
 def train(o, out, optimizer, rate):
-    """Return one run. -> ([(step, validation loss)], median milliseconds of a step, peak GB)."""
+    """Run once and return ([(step, validation loss)], median milliseconds of a step, peak GB)."""
     name = f"{optimizer}-{rate:g}"
     command = [sys.executable, "-m", "xtrain.train", "--out", str(out), "--name", name]
     command += ["--data", o.text, "--preset", o.preset, "--vocab-size", str(o.vocab_size)]
@@ -97,9 +98,7 @@ def time_steps(preset):
 
 
 def count(preset):
-    """Print launches, operations and bytes of Muon's part of a step, and the time that they need at
-    least.
-    """
+    """Print launches, operations and bytes of Muon's part of a step, and its shortest time."""
     events = []
     with planning(0):
         config = ModelConfig(vocab_size=16384, **PRESETS[preset].model)
@@ -116,8 +115,9 @@ def count(preset):
     ms = flops / PRODUCT_TFLOPS / 1e9 + others / COPY_TBS / 1e9
     saved = 30 * elements / COPY_TBS / 1e9
     print(
-        f"{preset}: {len(events)} launches, {len(products)} products of {flops / 1e9:.0f} GFLOP that move {moved / 1e6:.0f} MB, "
-        f"other kernels {others / 1e6:.0f} MB: at least {ms:.2f} ms, {ms - saved:.2f} more than AdamW"
+        f"{preset}: {len(events)} launches, {len(products)} products of {flops / 1e9:.0f} GFLOP "
+        f"that move {moved / 1e6:.0f} MB, other kernels {others / 1e6:.0f} MB: "
+        f"at least {ms:.2f} ms, {ms - saved:.2f} more than AdamW"
     )
 
 

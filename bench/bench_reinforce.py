@@ -1,5 +1,4 @@
-"""GRPO on a GPU: reward before and after, the share of rollouts in a step, and transformers'
-generate for the same rollouts.
+"""GRPO on a GPU: reward, the share of rollouts in a step, transformers' generate for comparison.
 
     python bench/bench_reinforce.py [--dim 512] [--layers 8] [--batch 512] [--steps 100]
 
@@ -42,8 +41,9 @@ def lines(path):
 
 
 def generate_ms(folder, prompts, group, max_new_tokens):
-    """Return milliseconds of transformers' generate for `group` completions of each prompt at temperature
-    1; median of 5.
+    """Return milliseconds of transformers' generate for `group` completions of each prompt.
+
+    Temperature 1, median of 5.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -87,7 +87,8 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=12)
     o = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        data, out = Path(folder) / "sorting", Path(folder) / "runs"
+        data = Path(folder) / "sorting"
+        out = Path(folder) / "runs"
         subprocess.run([sys.executable, ROOT / "examples" / "sorting.py", data], check=True)
         xtrain(
             "xtrain.train",

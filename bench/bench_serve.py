@@ -1,26 +1,27 @@
-"""Serving many requests: output tokens per second, prefill, how long others wait for a long prompt,
-and the first prompt.
+"""Serving many requests: tokens per second, prefill, waiting for a long prompt, the first prompt.
 
     python bench/bench_serve.py [--only requests prefill gap first] [--peers] [--models 0.6B 8B]
-    python bench/bench_serve.py --only requests --batch-invariant       what batch_invariant=True costs
+    python bench/bench_serve.py --only requests --batch-invariant    what the mode costs
 
-first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a second one. cold: the cache
-           of machine code is empty when it starts; warm: it is not. value: milliseconds from the
-           first prompt to its first token; peer: the second prompt
-requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
-           engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
-           value: output tokens per second of the second run, which compiles nothing.
+first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a
+           second one. cold: the cache of machine code is empty when it starts; warm: it is not.
+           value: milliseconds from the first prompt to its first token; peer: the second prompt
+requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the
+           benchmark that small inference engines publish), temperature 0.6, no stop tokens; also
+           with 30 GB for the KV cache. value: output tokens per second of the second run, which
+           compiles nothing.
            bound: the bytes of keys and values that decoding reads, and of weights in every step, at
            copy bandwidth; also at the nominal peak of an H200
            --peers: the first 64 of these requests by continuous batching of transformers, after 4
            short ones, and by xtrain
-prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds. share_of_gemm: of the
-           measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200. Operations: 2 per
-           parameter (without the embedding) and token, plus 4 H D per key and query of attention,
-           and the head once
+prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds.
+           share_of_gemm: of the measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200.
+           Operations: 2 per parameter (without the embedding) and token, plus 4 H D per key and
+           query of attention, and the head once
            --peers: transformers with SDPA, with the same weights
-gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time between two tokens of a
-           running sequence until the prompt has its first token, in milliseconds
+gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time
+           between two tokens of a running sequence until the prompt has its first token, in
+           milliseconds
 
 Random weights, bf16. Models: the shapes of Qwen3-0.6B and Qwen3-8B.
 """
@@ -48,9 +49,25 @@ QWEN = dict(
     vocab_size=151936, max_seq_len=32768, norm_eps=1e-6, qk_norm=True, head_dim=128, rope_theta=1e6
 )
 MODELS = {
-    "0.6B": dict(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, hidden_dim=3072, tie_embeddings=True, **QWEN),
-    "8B": dict(dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, hidden_dim=12288, tie_embeddings=False, **QWEN),
-}  # fmt: skip
+    "0.6B": dict(
+        dim=1024,
+        n_layers=28,
+        n_heads=16,
+        n_kv_heads=8,
+        hidden_dim=3072,
+        tie_embeddings=True,
+        **QWEN,
+    ),
+    "8B": dict(
+        dim=4096,
+        n_layers=36,
+        n_heads=32,
+        n_kv_heads=8,
+        hidden_dim=12288,
+        tie_embeddings=False,
+        **QWEN,
+    ),
+}
 
 
 # nominal, per second: bf16 products, memory
@@ -145,8 +162,10 @@ def bench_requests(o, name, model, bandwidth):
         speed = sum(answers) / seconds
         preempted = sum(len(s.preempted) for s in engine.trace)
         print(
-            f"{name}: {o.n} requests, cache {engine.cache_bytes / 1e9:.1f} GB: {speed:,.0f} output tokens/s in {seconds:.2f} s, "
-            f"{bound / seconds:.1%} of the bound ({bound:.2f} s); {len(engine.trace)} steps, {preempted} preempted",
+            f"{name}: {o.n} requests, cache {engine.cache_bytes / 1e9:.1f} GB: "
+            f"{speed:,.0f} output tokens/s in {seconds:.2f} s, "
+            f"{bound / seconds:.1%} of the bound ({bound:.2f} s); "
+            f"{len(engine.trace)} steps, {preempted} preempted",
             flush=True,
         )
         record(
@@ -257,7 +276,8 @@ def bench_prefill(o, name, model, peak):
         if theirs is not None:
             peer = dict(peer="transformers sdpa", peer_value=their_prefill(theirs, prompt))
         print(
-            f"{name}: prefill of {T}: {seconds * 1e3:.1f} ms, {flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s {peer}",
+            f"{name}: prefill of {T}: {seconds * 1e3:.1f} ms, "
+            f"{flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s {peer}",
             flush=True,
         )
         record(
@@ -350,7 +370,8 @@ def bench_gap(o, name, model):
         running.close(), other.close()
     typical = float(np.median(gaps))
     print(
-        f"{name}: longest gap {worst * 1e3:.1f} ms (median {typical * 1e3:.1f}) while 30000 tokens are admitted in {total:.2f} s",
+        f"{name}: longest gap {worst * 1e3:.1f} ms (median {typical * 1e3:.1f}) "
+        f"while 30000 tokens are admitted in {total:.2f} s",
         flush=True,
     )
     record(
@@ -394,8 +415,9 @@ def bench_first(o, name):
 
 
 def start_once(o):
-    """What a new process does: prints milliseconds to the first token of two prompts, seconds to
-    make the engine, its line.
+    """Run as a new process: print how long the first prompts take.
+
+    Milliseconds to the first token of two prompts, seconds to make the engine, its line.
     """
     model = random_model(o, o.models[0])
     cp.cuda.Device().synchronize()

@@ -2,13 +2,14 @@
 
     python bench/bench_server.py [--streams 256] [--requests 512] [--emulate]
 
-closed     --streams clients, each sends its next streamed completion when the last one has ended; all answers have --tokens
-           tokens. value: output tokens a second; peer: the engine alone with the same requests and
-           slots, all submitted at once
-mixed      the same with answers of half to one and a half times --tokens, so that they do not end together
-poisson    requests arrive at random, at --load of the rate that the engine alone reaches in `closed`; peer: the engine alone
-           with requests that arrive at random at the same rate, and first_alone_ms, its times to
-           the first token
+closed     --streams clients, each sends its next streamed completion when the last one has ended;
+           all answers have --tokens tokens. value: output tokens a second; peer: the engine alone
+           with the same requests and slots, all submitted at once
+mixed      the same with answers of half to one and a half times --tokens, so that they do not end
+           together
+poisson    requests arrive at random, at --load of the rate that the engine alone reaches in
+           `closed`; peer: the engine alone with requests that arrive at random at the same rate,
+           and first_alone_ms, its times to the first token
 first_ms, last_ms: median and 99th percentile of the time to the first byte of text, and of the
 whole answer. tokens_per_event: of the streams, in the mean.
 
@@ -89,7 +90,8 @@ class Ask(asyncio.Protocol):
     """
 
     def __init__(self, body: bytes):
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         self.request = head.encode() + body
         self.start = time.perf_counter()
         self.first = 0.0
@@ -186,8 +188,9 @@ def alone(engine: xtrain.Engine, texts: list[list[int]], lengths: list[int]) -> 
 def arriving_alone(
     o: Options, engine: xtrain.Engine, texts: list[list[int]], rate: float
 ) -> tuple[float, list[float]]:
-    """Return output tokens per second, median and 99th percentile of the milliseconds to the first
-    token
+    """Return output tokens per second, and the time to the first token.
+
+    Median and 99th percentile, in milliseconds.
     """
     requests = make_requests(
         texts, engine.config, engine.max_seq_len, (), 0, max_new_tokens=o.tokens

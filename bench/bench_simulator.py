@@ -1,5 +1,4 @@
-"""The simulator on three kernels, next to Numba's own simulator (NUMBA_ENABLE_CUDASIM=1): CUDA
-threads per second.
+"""The simulator on three kernels, compared with Numba's own: CUDA threads per second.
 
     python bench/bench_simulator.py [--repeat 10] [--processes 2]
 
@@ -59,7 +58,7 @@ def product(c, a, b):
 
 @cuda.jit
 def reduction(sums, x):
-    """A tree in shared memory: ten barriers, each between reads and writes of the same elements."""
+    """Sum by a tree in shared memory: ten barriers between reads and writes."""
     scratch = cuda.shared.array(THREADS, float32)
     t = cuda.threadIdx.x
     total = float32(0)
@@ -86,7 +85,7 @@ def saxpy(y, x, a):
 
 
 def launches(blocks: int) -> dict:
-    """name -> (kernel, grid, block, arguments, what the first argument must become)"""
+    """Return {name: (kernel, grid, block, arguments, what the first argument must become)}."""
     rng = np.random.default_rng(0)
     numbers = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)  # sums are exact
     a = numbers(TILE * blocks, DEPTH)
@@ -103,16 +102,15 @@ def launches(blocks: int) -> dict:
 
 
 def cpu_seconds(processes: int) -> float:
-    """Return the CPU time of this process, and of each of its children that have ended if all took the
-    same.
-    """
+    """Return the CPU time of this process, and an equal share of that of its ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + (children.ru_utime + children.ru_stime) / processes
 
 
 def measure(blocks: int, repeat: int, processes: int) -> dict:
-    """name -> {processes: (CPU seconds on the longest path, wall seconds)} of the fastest launch,
-    started by this process.
+    """Return {name: {processes: (CPU seconds on the longest path, wall seconds)}}.
+
+    Of the fastest launch, started by this process.
     """
     found: dict = {}
     for name, (kernel, grid, block, args, right) in launches(blocks).items():

@@ -1,5 +1,4 @@
-"""From the start of `python -m xtrain.train` on a GPU to its first step: with empty caches of
-kernels, and with full ones.
+"""Seconds from starting `xtrain train` on a GPU to its first step, with and without a kernel cache.
 
     python bench/bench_start.py [--preset dim384] [--text PATH]
 
@@ -29,7 +28,8 @@ def seconds_to_first_step(text, preset, folder, before="", more=()):
     """Start a run, end it at its first step. -> seconds"""
     arguments = ["--data", text, "--preset", preset, "--vocab-size", "4096", "--steps", "3"]
     arguments += ["--out", str(folder / "runs"), "--name", f"run{time.time_ns()}"]
-    code = f"{before}import sys; sys.argv[0] = 'xtrain.train'; from xtrain.train import main; sys.exit(main())"
+    code = f"{before}import sys; sys.argv[0] = 'xtrain.train'; "
+    code += "from xtrain.train import main; sys.exit(main())"
     environment = os.environ | {
         "XTRAIN_CACHE": str(folder / "cache"),
         "CUPY_CACHE_DIR": str(folder / "cupy"),

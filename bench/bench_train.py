@@ -1,10 +1,11 @@
 """Training speed of whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
 
-    python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against
-    torch]
-    python bench/bench_train.py --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]          bf16 and fp8
-    python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
-    python bench/bench_train.py --models gpt124m --precision bf16 --against none --batch-invariant     what the mode costs
+    python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16]
+                                [--against torch]
+
+    bf16 and fp8:    --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]
+    old attention:   --models gpt124m --precision bf16 --against none --no-wgmma
+    invariant mode:  --models gpt124m --precision bf16 --against none --batch-invariant
 
 xtrain and PyTorch run one after the other in one process, from the same weights and on the same
 batches. The loss curves of the first 20 steps are printed for comparison. (The learning rate warms
@@ -42,20 +43,40 @@ from xtrain.nn.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # the other presets use GPT-2's 50257, which xtrain pads in memory
 SHAPES = {  # of models that are no presets: config, batch, T
-    "300m": (dict(dim=1024, n_layers=20, n_heads=16, head_dim=64, hidden_dim=2816, vocab_size=16384), 16, 512),
+    "300m": (
+        dict(dim=1024, n_layers=20, n_heads=16, head_dim=64, hidden_dim=2816, vocab_size=16384),
+        16,
+        512,
+    ),
     "qwen3-0.6b": (
         dict(
-            dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, vocab_size=151936,
+            dim=1024,
+            n_layers=28,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=3072,
+            vocab_size=151936,
             tie_embeddings=True,
-        ), 4, 2048,
+        ),
+        4,
+        2048,
     ),
     "tinyllama-1.1b": (
         dict(
-            dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000,
+            dim=2048,
+            n_layers=22,
+            n_heads=32,
+            n_kv_heads=4,
+            head_dim=64,
+            hidden_dim=5632,
+            vocab_size=32000,
             qk_norm=False,
-        ), 4, 2048,
+        ),
+        4,
+        2048,
     ),
-}  # fmt: skip
+}
 LR = 3e-4
 BETAS = (0.9, 0.95)
 DECAY = 0.1
@@ -91,7 +112,10 @@ def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
 
 
 def batches(config, B, T, n, seed=0):
-    """n batches of random ids. A few tokens are much more frequent, so that the loss can fall."""
+    """Return n batches of random ids.
+
+    A few tokens are much more frequent, so that the loss can fall.
+    """
     rng = np.random.default_rng(seed)
     draws = (config.vocab_size * rng.random((n, B, T + 1)) ** 4).astype(np.int32)
     return [(np.ascontiguousarray(d[:, :-1]), np.ascontiguousarray(d[:, 1:])) for d in draws]
@@ -211,7 +235,8 @@ def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=Fal
 
 def run(step, data, synchronize):
     """Return losses (host), median ms per step over the second half of the data"""
-    losses, times = [], []
+    losses = []
+    times = []
     for ids, targets in data:
         synchronize()
         start = time.perf_counter()

@@ -1,5 +1,4 @@
-"""What the host does for rollouts: Python calls and CPU time of an engine whose forward passes cost
-nothing.
+"""The host's work for rollouts: calls and CPU time of an engine with free forward passes.
 
 Needs no GPU.
 
@@ -46,9 +45,7 @@ class IdleEngine(emulated_engine.EmulatedEngine):
 
 
 def rollouts(length: int, n: int) -> tuple[Callable[[], list], IdleEngine]:
-    """Return a function that draws the completions, n of each prompt of `length` tokens, and the
-    engine
-    """
+    """Return a function that draws n completions of each prompt, and the engine."""
     rng = np.random.default_rng(1)
     prompts = [[5, *rng.integers(10, 300, length - 1).tolist()] for _ in range(COMPLETIONS // n)]
     engine = IdleEngine(COMPLETIONS, 256, prefill_interval=8, batch_invariant=True)
@@ -82,7 +79,8 @@ def main() -> None:
         profile.disable()
         calls = pstats.Stats(profile).total_calls
         print(
-            f"{COMPLETIONS // n:7}  x {n:2}  {length:14}  {steps:5}  {computed:22}  {calls:7,}  {min(times):5.1f}"
+            f"{COMPLETIONS // n:7}  x {n:2}  {length:14}  {steps:5}  {computed:22}  {calls:7,}  "
+            f"{min(times):5.1f}"
         )
 
 

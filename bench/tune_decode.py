@@ -1,7 +1,7 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--weights int8] [--stages qkv o gate_up down head few many residual
-    row_tiles] [--jobs 16]
+    python bench/tune_decode.py [--weights int8] [--jobs 16]
+                                [--stages qkv o gate_up down head few many residual row_tiles]
 
 Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine
 does: a CUDA graph of the step without sampling, replayed back to back. It starts with the library's
@@ -11,7 +11,8 @@ bound at both contexts. New kernels are compiled beforehand, one process per cor
 A candidate whose logits differ by more than ALLOWED from those of the library's choice is rejected.
 
     qkv ... head    gemv_tensor_cores.Config of a product
-    few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
+    few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many
+                    (batch 32)
     residual        residual.FEW and FEW_COLUMNS (batch 32)
     row_tiles       gemv.ROW_TILES, of quantized weights (batch 32)
 
@@ -106,7 +107,7 @@ def key_of(name, weights):
 
 
 def kind_of(name, weights):
-    """Return the head is not quantized."""
+    """Return the kind of weights of a product; the head is not quantized."""
     return "full" if name == "head" else weights
 
 
@@ -136,7 +137,7 @@ def use(candidate, weights):
 
 
 def compile_one(task, weights):
-    """In a worker: fills the disk cache. -> (task, "" or what went wrong)"""
+    """Fill the disk cache, in a worker; return (task, what went wrong or "")."""
     stage, value = task
     use({**chosen(weights), stage: value}, weights)
     try:
@@ -202,8 +203,9 @@ class Bench:
         return step
 
     def __call__(self, candidate, B):
-        """Return milliseconds per step and shares of the memory bound, for each context; the
-        largest error of its logits
+        """Return milliseconds per step and shares of the memory bound, for each context.
+
+        Also the largest error of its logits.
         """
         use(candidate, self.weights)
         times = []

@@ -40,16 +40,40 @@ LONGEST = {256: 512, 1024: 2048, 4096: None}  # the longest T of each class
 OUTPUTS = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
 CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
     ("fwd", 16): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True)],
-    ("fwd", 32): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True), Tiles(128, 64, 4, 2, True)],
-    ("fwd", 64): [Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 2, True), Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 3, False)],
-    ("fwd", 128): [Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True), Tiles(64, 32, 4, 3, False)],
-    ("dq", 16): [Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 3)],
-    ("dq", 32): [Tiles(64, 64, 4, 4), Tiles(64, 32, 4, 5), Tiles(128, 32, 4, 3), Tiles(128, 64, 4, 2)],
-    ("dq", 64): [Tiles(128, 64, 4, 2), Tiles(128, 80, 4, 2), Tiles(128, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4)],
+    ("fwd", 32): [
+        Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True),
+        Tiles(128, 64, 4, 2, True),
+    ],
+    ("fwd", 64): [
+        Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 2, True), Tiles(128, 64, 4, 2, False),
+        Tiles(128, 32, 4, 3, False),
+    ],
+    ("fwd", 128): [
+        Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True),
+        Tiles(64, 32, 4, 3, False),
+    ],
+    ("dq", 16): [
+        Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2),
+        Tiles(128, 64, 4, 3),
+    ],
+    ("dq", 32): [
+        Tiles(64, 64, 4, 4), Tiles(64, 32, 4, 5), Tiles(128, 32, 4, 3),
+        Tiles(128, 64, 4, 2),
+    ],
+    ("dq", 64): [
+        Tiles(128, 64, 4, 2), Tiles(128, 80, 4, 2), Tiles(128, 32, 4, 3),
+        Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4),
+    ],
     ("dq", 128): [Tiles(128, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)],
     ("dkdv", 16): [Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 3)],
-    ("dkdv", 32): [Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 3)],
-    ("dkdv", 64): [Tiles(48, 128, 4, 2), Tiles(32, 128, 4, 2), Tiles(48, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)],
+    ("dkdv", 32): [
+        Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
+        Tiles(32, 128, 4, 3),
+    ],
+    ("dkdv", 64): [
+        Tiles(48, 128, 4, 2), Tiles(32, 128, 4, 2), Tiles(48, 64, 4, 3),
+        Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3),
+    ],
     ("dkdv", 128): [Tiles(64, 128, 8, 1), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 1)],
 }  # fmt: skip
 
@@ -76,8 +100,9 @@ def inputs(B, T, H, D):
 
 @functools.lru_cache(2)
 def expected(B, T, H, D, causal):
-    """Return the inputs of the backward kernels (o, lse, delta), and {output: values for two heads}
-    by the float32 kernels
+    """Return the inputs of the backward kernels, and the values by the float32 kernels.
+
+    (o, lse, delta) and {output: values for two heads}.
     """
     q, k, v, do = inputs(B, T, H, D)
     o, lse = fa.flash_attention_fwd(q, k, v, D**-0.5, causal)
