@@ -133,7 +133,10 @@ def compile_hopper(kind: str, D: int, causal: bool, tiles: HopperTiles) -> int:
     Call it with one task (kind, D, causal, tiles).
     """
     make, shared_bytes = HOPPER_KERNELS[kind]
-    dtypes = (np.uint64, np.int32) if kind == "dkdv" else (np.uint64, np.float32, np.int32)
+    if kind == "dkdv":
+        dtypes = (np.uint64, np.int32)
+    else:
+        dtypes = (np.uint64, np.float32, np.int32)
     arrays = [cp.empty(2, dtype) for dtype in dtypes]
     numbers = [np.int32(1)] * (7 if kind == "dq" else 6) + [np.float32(1)]
     return _local_bytes(make(D, causal, tiles), shared_bytes(D, tiles), (*arrays, *numbers))

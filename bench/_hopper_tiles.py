@@ -189,7 +189,9 @@ def measure(kind, D, T, causal, group, start, pairs, turns):
             print(f"{kind} D {D} {label(p)}: wrong, errors {errors}")
             continue
         contestants[p] = capture(lambda p=p: start(p))
-    times = {p: float(t[0]) for p, t in in_turns(contestants, turns).items()} if contestants else {}
+    times = {}
+    if contestants:
+        times = {p: float(t[0]) for p, t in in_turns(contestants, turns).items()}
     B, H = SHAPES[T]
     work = WORK[kind] * operations(B, T, H, D, causal)
     shape = f"D {D} T {T} {'causal' if causal else 'full'} group {group}"

@@ -177,7 +177,9 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
     make = lambda heads: normal(heads).astype(ml_dtypes.bfloat16)
     arrays = [make(n) for n in (shape.H, shape.key_heads, shape.key_heads, shape.H)]
     mine = ours(*arrays, causal, options.alone, mma_sync)
-    used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
+    used = "mma.sync"
+    if flash_attention.HOPPER and "wgmma" in mine:
+        used = "wgmma"
     calls = {run: n for run, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
     for run, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):

@@ -210,7 +210,9 @@ def step_bytes(model, B, T, new, kv_cache="full"):
     """Return the bytes of weights, and of keys and values."""
     c = model.config
     head_bytes = 2 * c.head_dim if kv_cache == "full" else c.head_dim + 4
-    table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
+    table = 0
+    if not c.tie_embeddings:
+        table = model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
     weights = model.arena.half.nbytes + codes - table
     return weights, 2 * c.n_layers * c.n_kv_heads * head_bytes * B * (T + new / 2)
@@ -230,7 +232,10 @@ def their_model(model):
     for name, p in model.named_parameters():
         data = p.data.view(cp.int16) if p.dtype.itemsize == 2 else p.data
         tensor = torch.from_dlpack(data)
-        state[name] = tensor.view(torch.bfloat16) if p.dtype.itemsize == 2 else tensor.bfloat16()
+        if p.dtype.itemsize == 2:
+            state[name] = tensor.view(torch.bfloat16)
+        else:
+            state[name] = tensor.bfloat16()
     theirs.load_state_dict(state, assign=True)
     rotary = type(theirs.model.rotary_emb)(config=config).to("cuda")
     theirs.model.rotary_emb = rotary
@@ -332,9 +337,13 @@ def bench(
         found = [dict(peer="separate kernels", peer_value=full)]
     if kv_cache != "full":
         dtype = f"{dtype}, cache {kv_cache}"
-        found = [dict(peer="keys and values in bf16", peer_value=full)] if full else []
+        found = []
+        if full:
+            found = [dict(peer="keys and values in bf16", peer_value=full)]
     # bench_decode.jsonl has the tables' records: the model of 1.1 B
-    file = "bench_one_kernel" if o.one_kernel or size != "1.1B" else "bench_decode"
+    file = "bench_decode"
+    if o.one_kernel or size != "1.1B":
+        file = "bench_one_kernel"
     file = "bench_kv_codes" if kv_cache != "full" else file
     for peer in [p for p in found if p] or [{}]:
         record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
@@ -373,7 +382,9 @@ def main(o: Options) -> None:
 def bench_model(o, size, kind, bandwidth, full) -> None:
     """Measure all batches and contexts of one model."""
     model = random_model(o, size)
-    theirs = their_model(model) if o.peers and kind == "full" and size == "1.1B" else None
+    theirs = None
+    if o.peers and kind == "full" and size == "1.1B":
+        theirs = their_model(model)
     quantize_weights(model, kind)
     for T, B in itertools.product(o.context, o.batch):
         values: dict[str, float] = {}

@@ -222,9 +222,10 @@ def main(o: Options) -> None:
                 print(f"C={C} {what}: {us:.3f} us a round (spread {spread:.3f})", flush=True)
         if o.keep:
             for name in VARIANTS:
-                peer = (
-                    dict(peer="counter", peer_value=medians["counter"]) if name == "sealed" else {}
-                )
+                if name == "sealed":
+                    peer = dict(peer="counter", peer_value=medians["counter"])
+                else:
+                    peer = {}
                 record(
                     "bench_handover",
                     name,

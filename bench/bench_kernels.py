@@ -109,8 +109,11 @@ def measure(name: str, dtype: str, o) -> dict | None:
     ms = graph_ms(case.run, o.runs)
     copy = copy_ms(case.nbytes)
     naive = attempt(graph_ms, case.naive, o.runs) if case.naive else None
-    eager = attempt(torch_ms, case.peer, False, o.runs) if o.torch and case.peer else None
-    compiled = attempt(torch_ms, case.peer, True, o.runs) if o.torch and case.peer else None
+    eager = None
+    compiled = None
+    if o.torch and case.peer:
+        eager = attempt(torch_ms, case.peer, False, o.runs)
+        compiled = attempt(torch_ms, case.peer, True, o.runs)
     best = min((t for t in (eager, compiled) if t), default=None)
     gbs = lambda t: case.nbytes / t / 1e6
     line = record(

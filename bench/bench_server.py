@@ -143,7 +143,10 @@ async def arriving(port: int, bodies: list[bytes], rate: float, seed: int) -> li
 
 def client(port, bodies, streams, rate, seed, ready, results) -> None:
     ready.wait()
-    work = arriving(port, bodies, rate, seed) if rate else closed(port, bodies, streams)
+    if rate:
+        work = arriving(port, bodies, rate, seed)
+    else:
+        work = closed(port, bodies, streams)
     try:
         results.put(asyncio.run(work))
     except Exception as error:
@@ -279,7 +282,10 @@ def show(
     for i, what in enumerate(("first_ms", "last_ms")):
         times[what] = [round(1e3 * float(x), 1) for x in np.percentile(found[:, i], [50, 99])]
     times["tokens_per_event"] = round(sum(lengths) / float(found[:, 3].sum()), 1)
-    answers = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else o.tokens
+    if min(lengths) < max(lengths):
+        answers = f"{min(lengths)} to {max(lengths)}"
+    else:
+        answers = o.tokens
     shape = f"{o.streams} slots, {o.requests} requests, {o.prompt} + {answers} tokens"
     more = {"peer": "engine alone", "peer_value": peer, **times}
     if o.emulate:

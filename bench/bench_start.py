@@ -82,7 +82,10 @@ def main():
             seconds_to_first_step(o.text, o.preset, folder) for _ in range(3)
         )
     for row, seconds in rows.items():
-        peer = dict(peer="one at a time", peer_value=rows["one at a time"]) if row == "cold" else {}
+        if row == "cold":
+            peer = dict(peer="one at a time", peer_value=rows["one at a time"])
+        else:
+            peer = {}
         record(
             "bench_start",
             f"{o.preset}/{row}",

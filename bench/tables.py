@@ -33,7 +33,10 @@ def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dic
     per_gpu: the newest line of each GPU model, for tables that compare two lines with each other.
     """
     path = RESULTS / f"{bench}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+    else:
+        lines = []
     newest = {}
     for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
         key = record["name"], record["shape"], record["dtype"], record["peer"] if per_peer else None

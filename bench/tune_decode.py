@@ -238,13 +238,18 @@ def decide(bench, wrong, stage, alternatives, best):
         print(f"  {columns}  error {error:.1e}{'' if good else ' WRONG'}  {value}", flush=True)
         if good:
             results.append((math.prod(shares), value))
-    return {**best, stage: max(results, key=lambda r: r[0])[1]} if results else best
+    if results:
+        return {**best, stage: max(results, key=lambda r: r[0])[1]}
+    return best
 
 
 def main(o: Options) -> None:
     begun, clock = time.perf_counter(), lambda: f"{time.perf_counter() - begun:.0f} s"
     library = chosen(o.weights)
-    alternatives = ALTERNATIVES if o.weights == "full" else ALTERNATIVES | CODES
+    if o.weights == "full":
+        alternatives = ALTERNATIVES
+    else:
+        alternatives = ALTERNATIVES | CODES
     tasks = list(library.items())
     tasks += [(stage, value) for stage in o.stages for value in alternatives[stage]]
     with multiprocessing.get_context("spawn").Pool(o.jobs) as pool:

@@ -206,7 +206,10 @@ def write(best: dict) -> None:
 
 def tune_hopper(options: Options) -> None:
     heads = [D for D in options.heads if D in (64, 128)]
-    lengths = options.lengths if options.lengths != list(CLASSES) else list(_hopper_tiles.SHAPES)
+    if options.lengths != list(CLASSES):
+        lengths = options.lengths
+    else:
+        lengths = list(_hopper_tiles.SHAPES)
     best = _hopper_tiles.tune(heads, options.kernels, lengths, options.causal)
     if options.write:
         _hopper_tiles.write(best)
