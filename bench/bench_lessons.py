@@ -59,11 +59,12 @@ def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="f
     error = float(cp.linalg.norm((double(got) - want).ravel()) / cp.linalg.norm(want.ravel()))
     assert error <= (TOLERANCE if dtype == "fp32" else 6e-3), f"{name}: error {error:.1e}"
     ms, p20, p80 = graph_ms(run)
-    value = nbytes / ms / 1e6
-    unit = "GB/s"
     if flops:
         value = flops / ms / 1e9
         unit = "TFLOP/s"
+    else:
+        value = nbytes / ms / 1e6
+        unit = "GB/s"
     more = {"copy_ms": round(copy_ms(nbytes), 4)} if nbytes else {}
     spread = [round(float(p), 4) for p in (p20, p80)]
     record(

@@ -106,8 +106,7 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
         token = tid // uint32(TOKEN_THREADS)
         token_thread = int64(tid - token * uint32(TOKEN_THREADS))
         head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
-        if token >= TOKENS:
-            head = int64(X)
+        head = head if token < TOKENS else int64(X)
         return int64(token), head, (token_thread & (S - 1)) * vec
 
     @device
