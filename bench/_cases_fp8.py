@@ -60,14 +60,14 @@ def codes_case(op, arrays, values, f, kind, shape):
     values: of arrays in float64.
     f: the values in PyTorch.
     """
-    at = slot(kind, 20.0)
-    result = op(*arrays, at)
-    scale = float(at.scale_1[0])
+    matrix_slot = slot(kind, 20.0)
+    result = op(*arrays, matrix_slot)
+    scale = float(matrix_slot.scale_1[0])
     return Case(
         size(*arrays, result.codes_NK, result.codes_KN),
-        lambda: op(*arrays, at),
-        got=lambda: decoded(op(*arrays, at)),
-        want=lambda: expected(values(*map(double, arrays)), at),
+        lambda: op(*arrays, matrix_slot),
+        got=lambda: decoded(op(*arrays, matrix_slot)),
+        want=lambda: expected(values(*map(double, arrays)), matrix_slot),
         peer=Peer(lambda *x: torch_codes(f(*x), kind, scale), arrays),
         shape=shape,
     )
@@ -120,17 +120,17 @@ def loss_case(dtype, vocab_size, P):
     targets = cp.asarray(np.random.default_rng(3).integers(0, vocab_size, rows))
     inverse = count_targets(targets)
     lse = cp.empty(rows, np.float32)
-    at = slot("e4m3", float(inverse[0]))
-    scale = float(at.scale_1[0])
-    given = (targets, vocab_size, inverse)
+    matrix_slot = slot("e4m3", float(inverse[0]))
+    scale = float(matrix_slot.scale_1[0])
+    loss_arguments = (targets, vocab_size, inverse)
 
     def ours():
-        loss, _ = cross_entropy(logits, *given, with_gradient=False, lse_N=lse)
-        return loss, K.fp8_cross_entropy(logits, targets, lse, *given[1:], at)
+        loss, _ = cross_entropy(logits, *loss_arguments, with_gradient=False, lse_N=lse)
+        return loss, K.fp8_cross_entropy(logits, targets, lse, *loss_arguments[1:], matrix_slot)
 
     def want():
-        loss, d = cross_entropy(double(logits).astype(np.float32), *given)
-        return loss, *expected(d, at)
+        loss, d = cross_entropy(double(logits).astype(np.float32), *loss_arguments)
+        return loss, *expected(d, matrix_slot)
 
     def peer(x, targets):
         import torch
@@ -147,7 +147,7 @@ def loss_case(dtype, vocab_size, P):
         got=lambda: (ours()[0], *decoded(ours()[1])),
         want=want,
         peer=Peer(peer, (logits, targets)),
-        naive=lambda: K.fp8(cross_entropy(again, *given)[1], at),
+        naive=lambda: K.fp8(cross_entropy(again, *loss_arguments)[1], matrix_slot),
         shape=f"N={rows} V={vocab_size} P={P}",
     )
 
@@ -169,20 +169,20 @@ def norm_case(dtype, N, C):
     x = draw(np.float32, N, C)
     r = draw(dtype, N, C, seed=1)
     w = draw(np.float32, C, seed=2)
-    at = slot("e4m3", 8.0)
-    scale = float(at.scale_1[0])
+    matrix_slot = slot("e4m3", 8.0)
+    scale = float(matrix_slot.scale_1[0])
 
     def got():
-        h, y, rstd = norm(x, r, w, EPS, at)
+        h, y, rstd = norm(x, r, w, EPS, matrix_slot)
         return h, *decoded(y), rstd
 
     def want():
         h, y, rstd = residual.residual_rmsnorm_ref(*map(double, (x, r, w)), EPS)
-        return h, *expected(y, at), rstd
+        return h, *expected(y, matrix_slot), rstd
 
     def two_kernels():
         _, y, _ = residual.residual_rmsnorm_fwd(x, r, w, EPS)
-        return K.fp8(y, at)
+        return K.fp8(y, matrix_slot)
 
     def peer(x, r, w):
         h = x + r
@@ -190,7 +190,7 @@ def norm_case(dtype, N, C):
 
     return Case(
         size(x, x, r) + 2 * N * C,
-        lambda: norm(x, r, w, EPS, at),
+        lambda: norm(x, r, w, EPS, matrix_slot),
         got=got,
         want=want,
         peer=Peer(peer, (x, r, w)),

@@ -383,12 +383,12 @@ def copy_share(latest: Latest) -> str:
     marks = {"bf16": "f0", "fp32": "h1"}
     drawing.legend([(marks[t], t) for t in types])
     first = 15 + 6.4 * max(map(len, kernels))
-    most = max(1.0, *(r["share"] for r in records))
-    across = _scale(0.0, most, first, WIDTH - 12)
+    largest = max(1.0, *(r["share"] for r in records))
+    across = _scale(0.0, largest, first, WIDTH - 12)
     top = drawing.y
     order = sorted(kernels, key=lambda name: -min(r["share"] for r in kernels[name].values()))
     bottom = top + 18 * len(order) + 6
-    for tick in (0.25 * i for i in range(math.floor(4 * most) + 1)):
+    for tick in (0.25 * i for i in range(math.floor(4 * largest) + 1)):
         drawing.line(across(tick), top + 4, across(tick), bottom, "limit" if tick == 1 else "")
         drawing.text(across(tick), bottom + 14, f"{tick:.0%}", "soft", "middle")
     for i, name in enumerate(order):

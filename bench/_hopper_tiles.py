@@ -305,8 +305,8 @@ def write_table(file: Path, table: dict, show: Callable) -> str:
     show: returns the source text of an entry.
     """
     text = file.read_text(encoding="utf-8")
-    head, _, rest = text.partition("GPU = ")
-    annotation = rest[rest.index("TABLE: ") : rest.index(" = {")]
+    head, _, tail = text.partition("GPU = ")
+    annotation = tail[tail.index("TABLE: ") : tail.index(" = {")]
     name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     lines = []
     for key in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:])):

@@ -196,8 +196,8 @@ def one_variant(o, name, v, ranks):
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
-    found = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
-    found["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
+    result = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
+    result["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
     hyper = cp.asarray(optimizer.advance())
     factor = cp.ones(1, np.float32)
 
@@ -205,20 +205,20 @@ def one_variant(o, name, v, ranks):
         optimizer.clip(1.0) if v.get("zero") else clip(model, 1.0)
         optimizer.apply(hyper, factor)
 
-    found["optimizer_ms"] = alone(update, ranks, o.steps)
+    result["optimizer_ms"] = alone(update, ranks, o.steps)
     if n > 1:
         state.append(run.parallel.collectives.half)
         if v["dp"] != "none":
             run.parallel.compare_weights(optimizer, run.done)
-            found["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
+            result["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
             width = 2 if v.get("grad_comm") == "bf16" else 4
             moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
-            found["bus_gb_s"] = moved / found["comm_ms"] / 1e6
-    found["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
-    found["peak_gb"] = taken / 1e9
+            result["bus_gb_s"] = moved / result["comm_ms"] / 1e6
+    result["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
+    result["peak_gb"] = taken / 1e9
     if n > 1:
         run.close()
-    return found
+    return result
 
 
 def communicate(run):
@@ -248,9 +248,9 @@ def worker(o: Options) -> None:
     with AbortOnError(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
-            found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
+            result = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
             if ranks.rank == 0:
-                print("RESULT " + json.dumps({**v, **found}), flush=True)
+                print("RESULT " + json.dumps({**v, **result}), flush=True)
             gc.collect()
             cp.get_default_memory_pool().free_all_blocks()
 
@@ -308,9 +308,9 @@ def torch_worker(o: Options) -> None:
         times.append((time.perf_counter() - start) / o.steps)
     if rank == 0:
         ms = 1e3 * np.median(times)
-        found = dict(ms=ms, tokens=o.batch * n * T / ms * 1e3)
-        found["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        print("RESULT " + json.dumps(found), flush=True)
+        result = dict(ms=ms, tokens=o.batch * n * T / ms * 1e3)
+        result["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        print("RESULT " + json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -365,19 +365,19 @@ def main(o: Options) -> None:
                     one = measured["tokens"]
                 if measured["dp"] == "none":
                     silent = measured["ms"][0]
-                more = {k: round(measured[k], 4) for k in EXTRA if k in measured}
+                fields = {k: round(measured[k], 4) for k in EXTRA if k in measured}
                 by_itself = measured["alone_ms"]
-                more["alone_ms"] = [round(ms, 4) for ms in by_itself]
+                fields["alone_ms"] = [round(ms, 4) for ms in by_itself]
                 if silent and measured["dp"] != "none":
-                    more["exposed_ms"] = round(measured["ms"][0] - silent, 4)
-                more["of_linear"] = round(
+                    fields["exposed_ms"] = round(measured["ms"][0] - silent, 4)
+                fields["of_linear"] = round(
                     n / measured["ms"][0] / sum(1 / ms for ms in by_itself), 4
                 )
                 if one:
-                    more["of_one_gpu"] = round(measured["tokens"] / n / one, 4)
+                    fields["of_one_gpu"] = round(measured["tokens"] / n / one, 4)
                 if peer and (n == 1 or measured["dp"] != "none"):
-                    more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
-                    more["peer_of_linear"] = peer["of_linear"]
+                    fields |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
+                    fields["peer_of_linear"] = peer["of_linear"]
                 variant = label(measured) if n > 1 else "one GPU"
                 record(
                     "bench_ddp",
@@ -387,9 +387,9 @@ def main(o: Options) -> None:
                     ms=measured["ms"][0],
                     value=measured["tokens"],
                     unit="tok/s",
-                    **more,
+                    **fields,
                 )
-                print("   ", more, flush=True)
+                print("   ", fields, flush=True)
 
 
 if __name__ == "__main__":

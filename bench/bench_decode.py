@@ -307,7 +307,7 @@ def bench(
     )
     if o.profile:
         profile(step)
-    more = dict(
+    fields = dict(
         bound=round(B / bound * 1e3, 1),
         share_of_bound=round(bound / ms, 4),
         gpu_ms=round(float(gpu), 4),
@@ -330,23 +330,23 @@ def bench(
     plain = kind == kv_cache == "full" and not one_kernel
     dtype = "bf16" if kind == "full" else kind
     peers = o.peers if plain else []
-    found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
+    peer_fields = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
-        found = [dict(peer="bf16 weights", peer_value=full)]
+        peer_fields = [dict(peer="bf16 weights", peer_value=full)]
     if one_kernel:
-        found = [dict(peer="separate kernels", peer_value=full)]
+        peer_fields = [dict(peer="separate kernels", peer_value=full)]
     if kv_cache != "full":
         dtype = f"{dtype}, cache {kv_cache}"
-        found = []
+        peer_fields = []
         if full:
-            found = [dict(peer="keys and values in bf16", peer_value=full)]
+            peer_fields = [dict(peer="keys and values in bf16", peer_value=full)]
     # bench_decode.jsonl has the tables' records: the model of 1.1 B
     file = "bench_decode"
     if o.one_kernel or size != "1.1B":
         file = "bench_one_kernel"
     file = "bench_kv_codes" if kv_cache != "full" else file
-    for peer in [p for p in found if p] or [{}]:
-        record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
+    for peer in [p for p in peer_fields if p] or [{}]:
+        record(file, name, shape=shape, dtype=dtype, **speeds, **fields, **peer)
     return speeds["value"]
 
 

@@ -103,11 +103,11 @@ def some_examples(n: int) -> list[Example]:
     """Return random tokens; the first third of each is a prompt, which is not trained."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(200), 0.8, n), 16, T).astype(int)
-    found = []
+    examples = []
     for i, length in enumerate(lengths):
         ids = rng.integers(0, QWEN.vocab_size, length + 1).astype(np.int32)
-        found.append(Example(str(i), ids, np.arange(length + 1) > length // 3))
-    return found
+        examples.append(Example(str(i), ids, np.arange(length + 1) > length // 3))
+    return examples
 
 
 def twin(config: xtrain.ModelConfig) -> Any:

@@ -113,18 +113,18 @@ def steps(D, arrays):
             fa.HOPPER = True
 
     right = mma_sync()
-    found = {"mma.sync": (capture(mma_sync), None)}
+    contestants = {"mma.sync": (capture(mma_sync), None)}
     with no_overlap():
-        found["wgmma"] = filler("wgmma", SMALL[D], UNLIMITED)
-        found["larger tiles"] = filler("larger tiles", large, UNLIMITED)
-    found["beside"] = filler("beside", large, UNLIMITED)
-    found["persistent"] = filler("persistent", large, gpu.multiprocessors)
+        contestants["wgmma"] = filler("wgmma", SMALL[D], UNLIMITED)
+        contestants["larger tiles"] = filler("larger tiles", large, UNLIMITED)
+    contestants["beside"] = filler("beside", large, UNLIMITED)
+    contestants["persistent"] = filler("persistent", large, gpu.multiprocessors)
     cp.cuda.Device().synchronize()
     for name, got in o.items():
         got, want = got.astype(cp.float32), right.astype(cp.float32)
         error = float(cp.linalg.norm(got - want) / cp.linalg.norm(want))
         assert error < 2e-2, f"{name}: off by {error:.1e} of mma.sync's result"
-    return found
+    return contestants
 
 
 def main(options: Options) -> None:

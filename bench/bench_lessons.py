@@ -65,7 +65,7 @@ def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="f
     else:
         value = nbytes / ms / 1e6
         unit = "GB/s"
-    more = {"copy_ms": round(copy_ms(nbytes), 4)} if nbytes else {}
+    fields = {"copy_ms": round(copy_ms(nbytes), 4)} if nbytes else {}
     spread = [round(float(p), 4) for p in (p20, p80)]
     record(
         "bench_lessons",
@@ -77,7 +77,7 @@ def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="f
         unit=unit,
         p20_p80=spread,
         error=error,
-        **more,
+        **fields,
     )
 
 

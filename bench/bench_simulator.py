@@ -110,7 +110,7 @@ def cpu_seconds(processes: int) -> float:
 def measure(blocks: int, repeat: int, processes: int) -> dict:
     """Return {name: {processes: (CPU seconds on the longest path, wall seconds)}}.
 
-    Of the fastest launch, started by this process.
+    The times are those of the fastest launch, started by this process.
     """
     found: dict = {}
     for name, (kernel, grid, block, args, right) in launches(blocks).items():

@@ -149,7 +149,7 @@ class SimulatedMap:
 def _read_map(thread, site, maps, i, mark=MAP_MARK):
     """Return the words of map i.
 
-    Raises AsyncError if it is no such map, or was not acquired by this thread.
+    Raises AsyncError if it is another kind of map, or not acquired by this thread.
     """
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]

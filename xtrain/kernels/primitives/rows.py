@@ -92,7 +92,7 @@ def row_plan(C: int, vec: int, warps: int = MIN_WARPS, columns: int = MAX_COLUMN
 def aligned_rows(C: int, *arrays: Array) -> bool:
     """Return True if every row of C columns starts at a multiple of 16 bytes in all arrays.
 
-    For bf16 next to float32: of 8 bytes.
+    For bf16 next to float32, multiples of 8 bytes are enough.
     """
     return C % elements_per_vector(*arrays) == 0 and on_16_bytes(*arrays)
 
