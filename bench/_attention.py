@@ -1,4 +1,4 @@
-"""What the benches and tuners of FlashAttention share: timing in CUDA graphs, operations, compilation in parallel."""
+"""Timing in CUDA graphs, operations and parallel compilation, for the benches of FlashAttention."""
 
 import functools
 import math
@@ -28,13 +28,13 @@ HOPPER_KERNELS = {  # kind -> function that makes the kernel, bytes of shared me
 
 
 def operations(B, T, H, D, causal):
-    """-> floating-point operations of the forward: two matrix products, half of them if causal"""
+    """Return the floating-point operations of the forward: two products, half of them if causal."""
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
 # ----------------------------------------------------------------------------- timing
 def capture(run, ms: float = 4.0):
-    """-> (replay, calls per replay): a CUDA graph of as many calls of run() as take about `ms` milliseconds"""
+    """Return (replay, calls) of a CUDA graph with as many calls of run() as fill `ms`."""
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
         for _ in range(2):
@@ -54,7 +54,7 @@ def capture(run, ms: float = 4.0):
 
 
 def replay_ms(replay, calls: int) -> float:
-    """-> milliseconds per call of one replay"""
+    """Return milliseconds per call of one replay."""
     start, end = cp.cuda.Event(), cp.cuda.Event()
     start.record(cp.cuda.Stream.null)
     replay()
@@ -64,14 +64,17 @@ def replay_ms(replay, calls: int) -> float:
 
 
 def repeat_ms(run, turns: int = 5) -> float:
-    """-> median milliseconds of run(), back to back in a CUDA graph: without launch overhead, and with warm caches"""
+    """Return median milliseconds of run(), back to back in a CUDA graph.
+
+    Without launch overhead, and with warm caches.
+    """
     replay, calls = capture(run)
     replay()
     return float(np.median([replay_ms(replay, calls) for _ in range(turns)]))
 
 
 def in_turns(contestants: dict, turns: int) -> dict:
-    """{name: (replay, calls)} -> {name: (median, p20, p80) milliseconds}, measured in turns"""
+    """Return {name: (median, p20, p80) milliseconds} of {name: (replay, calls)}, in turns."""
     times = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, (replay, calls) in contestants.items():
@@ -83,7 +86,9 @@ def in_turns(contestants: dict, turns: int) -> dict:
 
 # ----------------------------------------------------------------------------- compilation
 def _compiled(compile_one):
-    """compile_one(task) -> local memory in bytes, as a function -> (task, bytes, "" or the error)"""
+    """Return compile_one(task), which returns bytes, as a function that returns (task, bytes,
+    error).
+    """
 
     @functools.wraps(compile_one)
     def caught(task):
@@ -96,14 +101,20 @@ def _compiled(compile_one):
 
 
 def _local_bytes(kernel, shared: int, args: Iterable) -> int:
-    """Compile a kernel for arguments like these and fill the kernel cache -> bytes of local memory per thread (spills)"""
+    """Compile a kernel for arguments like these and fill the kernel cache.
+
+    Returns the bytes of local memory per thread (spills).
+    """
     handle, _ = load_function(kernel, tuple(map(numba_type, args)), shared)
     return cp.cuda.driver.funcGetAttribute(LOCAL_SIZE_BYTES, handle)
 
 
 @_compiled
 def compile_mma_sync(kind: str, D: int, causal: bool, tiles: Tiles) -> int:
-    """Compile a kernel of flash_attention_bf16*.py. Call it with one task (kind, D, causal, tiles)."""
+    """Compile a kernel of flash_attention_bf16*.py.
+
+    Call it with one task (kind, D, causal, tiles).
+    """
     kernel, shared = fa.make_kernel(kind, D, causal, tiles)
     sizes = [np.int32(1)] * (8 if kind == "dkdv" else 7) + [np.float32(1)]
     dtypes = {
@@ -117,24 +128,35 @@ def compile_mma_sync(kind: str, D: int, causal: bool, tiles: Tiles) -> int:
 
 @_compiled
 def compile_hopper(kind: str, D: int, causal: bool, tiles: HopperTiles) -> int:
-    """Compile a kernel of flash_attention_hopper*.py. Call it with one task (kind, D, causal, tiles)."""
+    """Compile a kernel of flash_attention_hopper*.py.
+
+    Call it with one task (kind, D, causal, tiles).
+    """
     make, shared_bytes = HOPPER_KERNELS[kind]
-    dtypes = (np.uint64, np.int32) if kind == "dkdv" else (np.uint64, np.float32, np.int32)
+    if kind == "dkdv":
+        dtypes = (np.uint64, np.int32)
+    else:
+        dtypes = (np.uint64, np.float32, np.int32)
     arrays = [cp.empty(2, dtype) for dtype in dtypes]
     numbers = [np.int32(1)] * (7 if kind == "dq" else 6) + [np.float32(1)]
     return _local_bytes(make(D, causal, tiles), shared_bytes(D, tiles), (*arrays, *numbers))
 
 
 def compile_all(tasks: Iterable[tuple[Callable, tuple]], jobs: int | None = None) -> dict:
-    """Run (function, task) pairs in worker processes, by default one per core -> {task: (bytes of local memory, error)}"""
+    """Run (function, task) pairs in worker processes, by default one per core.
+
+    Returns {task: (bytes of local memory, error)}.
+    """
     with multiprocessing.get_context("spawn").Pool(jobs or os.cpu_count()) as pool:
         running = [pool.apply_async(compile_one, (task,)) for compile_one, task in tasks]
         done = [result.get() for result in running]
     return {task: (local, wrong) for task, local, wrong in done}
 
 
-def report_compiled(found: dict) -> None:
+def report_compiled(compiled: dict) -> None:
     """Print the tasks that failed or spill registers."""
-    for task, (local, wrong) in found.items():
-        if local or wrong:
-            print(task, f"{local} bytes of local memory" if local else wrong, flush=True)
+    for task, (local, wrong) in compiled.items():
+        if local:
+            print(task, f"{local} bytes of local memory", flush=True)
+        elif wrong:
+            print(task, wrong, flush=True)

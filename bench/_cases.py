@@ -12,15 +12,25 @@ import numpy as np
 
 from xtrain.kernels import cast
 
-N, C, F, V = 32768, 768, 2048, 50304  # tokens of a batch, width, MLP width, vocabulary
-H, D, T = 12, 64, 1024  # heads of one layer, their width, positions
+# tokens of a batch, width, MLP width, vocabulary
+N = 32768
+C = 768
+F = 2048
+V = 50304
+# heads of one layer, their width, positions
+H = 12
+D = 64
+T = 1024
 PARAMETERS = 150_000_000
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass
 class Peer:
-    """The same op in PyTorch: f of the inputs as tensors; with dy, its backward. eager: another f for the eager column."""
+    """The same op in PyTorch: f of the inputs as tensors; with dy, its backward.
+
+    eager: another f for the eager column.
+    """
 
     f: Callable
     inputs: tuple
@@ -45,16 +55,20 @@ CASES: dict[str, Callable[[np.dtype], Case]] = {}
 
 
 def case(f):
-    """Decorator: add a function (dtype) -> Case to CASES."""
+    """Add a function (dtype) -> Case to CASES."""
     CASES[f.__name__] = f
     return f
 
 
 def draw(dtype, *shape, seed=0, scale=1.0):
-    """Random numbers with mean 0.1 on the GPU, generated in float32 slice by slice, so that a large array fits."""
+    """Return random numbers with mean 0.1 on the GPU.
+
+    Generated in float32 slice by slice, so that a large array fits.
+    """
     generator = cp.random.RandomState(seed)
     x = cp.empty(shape, dtype)
-    flat, step = x.reshape(-1), 1 << 28
+    flat = x.reshape(-1)
+    step = 1 << 28
     for i in range(0, flat.size, step):
         part = generator.standard_normal(min(step, flat.size - i), dtype=np.float32)
         part *= np.float32(scale)
@@ -64,17 +78,17 @@ def draw(dtype, *shape, seed=0, scale=1.0):
 
 
 def converted(x, dtype):
-    """x in another dtype, float32 or bf16."""
+    """Return x in another dtype, float32 or bf16."""
     return cast.cast_fwd(x, dtype)
 
 
 def double(x):
-    """A float64 copy, for the reference."""
-    return (cast.cast_fwd(x, np.float32) if x.dtype != np.float32 else x).astype(np.float64)
+    """Return a float64 copy, for the reference."""
+    return cast.cast_fwd(x, np.float32).astype(np.float64)
 
 
 def tensor(x):
-    """The same memory as a PyTorch tensor."""
+    """Return the same memory as a PyTorch tensor."""
     import torch
 
     if x.dtype == DTYPES["bf16"]:
@@ -83,19 +97,19 @@ def tensor(x):
 
 
 def torch_type(dtype):
-    """PyTorch's name of a NumPy dtype."""
+    """Return PyTorch's name of a NumPy dtype."""
     import torch
 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[np.dtype(dtype).name]
 
 
 def functional():
-    """torch.nn.functional, imported only when PyTorch is timed."""
+    """Return torch.nn.functional, imported only when PyTorch is timed."""
     import torch
 
     return torch.nn.functional
 
 
 def size(*arrays) -> int:
-    """The bytes of all arrays."""
+    """Return the bytes of all arrays."""
     return sum(a.nbytes for a in arrays)

@@ -1,4 +1,7 @@
-"""Cases of bench_kernels.py: memory-bound kernels of serving. bench_engine.py measures a whole decoding step."""
+"""Cases of bench_kernels.py: memory-bound kernels of serving.
+
+bench_engine.py measures a whole decoding step.
+"""
 
 import cupy as cp
 import numpy as np
@@ -11,7 +14,10 @@ from xtrain.kernels.decoding.padding import token_positions
 from xtrain.kernels.primitives.codes import code_values
 from xtrain.kernels.runtime.launch import launch
 
-A, G, S = 64, 4, 64  # packed sequences of a prefill, key heads, tokens of a block of the cache
+# packed sequences of a prefill, key heads, tokens of a block of the cache
+A = 64
+G = 4
+S = 64
 LENGTHS = np.random.default_rng(0).integers(64, 2 * N // A - 64, A)
 T, TOKENS = int(LENGTHS.max()), int(LENGTHS.sum())
 SHAPE = f"A={A} T={T} N={TOKENS} H={H} D={D}"
@@ -19,9 +25,10 @@ padding, repeat = lesson.load_checks("padding"), lesson.load_checks("repeat_kv")
 
 
 def packed_tokens():
-    """-> edges, blocks, offsets, positions on the GPU; blocks of S tokens in random order"""
+    """Return edges, blocks, offsets, positions on the GPU; blocks of S tokens in random order"""
     edges = padding.cumulative_lengths(cp.asarray(LENGTHS, np.int32))
-    history, M = cp.full(A, 5, np.int32), -(-(T + 8) // S)
+    history = cp.full(A, 5, np.int32)
+    M = -(-(T + 8) // S)
     tables = cp.asarray(np.random.default_rng(1).permutation(A * M).reshape(A, M).astype(np.int32))
     return edges, *token_positions(edges, TOKENS, history, tables, S)
 
@@ -29,7 +36,8 @@ def packed_tokens():
 @case
 def append_kv(dtype):
     _, blocks, offsets, _ = packed_tokens()
-    k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
+    k = draw(dtype, TOKENS, G, D)
+    v = draw(dtype, TOKENS, G, D, seed=1)
     caches = [cp.zeros((A * -(-(T + 8) // S), G, S, D), dtype) for _ in range(2)]
 
     def want():
@@ -55,7 +63,8 @@ def append_kv(dtype):
 def append_codes(dtype):
     only_bf16(dtype)
     _, blocks, offsets, _ = packed_tokens()
-    k, v = draw(dtype, TOKENS, G, D), draw(dtype, TOKENS, G, D, seed=1)
+    k = draw(dtype, TOKENS, G, D)
+    v = draw(dtype, TOKENS, G, D, seed=1)
     (codes,), (scales,) = kv_codes.empty_kv_codes(k, 1, A * -(-(T + 8) // S), G, S, D)
 
     def read():
@@ -117,7 +126,8 @@ def repeat_kv(dtype):
 
 @case
 def remove_padding_heads(dtype):
-    edges, x = packed_tokens()[0], draw(dtype, A, H, T, D)
+    edges = packed_tokens()[0]
+    x = draw(dtype, A, H, T, D)
     want = lambda: cp.concatenate(
         [double(x[a])[:, :n].swapaxes(0, 1) for a, n in enumerate(LENGTHS)]
     )
@@ -131,10 +141,12 @@ def remove_padding_heads(dtype):
 
 @case
 def restore_padding_heads(dtype):
-    edges, x = packed_tokens()[0], draw(dtype, TOKENS, H, D)
+    edges = packed_tokens()[0]
+    x = draw(dtype, TOKENS, H, D)
 
     def want():
-        y, first = cp.zeros((A, H, T, D)), 0
+        y = cp.zeros((A, H, T, D))
+        first = 0
         for a, n in enumerate(LENGTHS):
             y[a, :, :n] = double(x[first : first + n]).swapaxes(0, 1)
             first += n
@@ -151,11 +163,9 @@ def restore_padding_heads(dtype):
 @case
 def gemv_norm_swiglu(dtype):
     F = 5632
-    x, w, norm_w = (
-        draw(np.float32, 1, C),
-        draw(dtype, 2 * F, C, seed=1, scale=0.05),
-        cp.ones(C, np.float32),
-    )
+    x = draw(np.float32, 1, C)
+    w = draw(dtype, 2 * F, C, seed=1, scale=0.05)
+    norm_w = cp.ones(C, np.float32)
 
     def want():
         normed = double(x) / cp.sqrt(cp.mean(double(x) ** 2) + 1e-6)
@@ -163,5 +173,8 @@ def gemv_norm_swiglu(dtype):
         return gate / (1 + cp.exp(-gate)) * up
 
     return Case(
-        w.nbytes, lambda: gemv.add_norm_gemv(x, None, norm_w, w, 1e-6, True)[1], want=want, shape=f"N=1 K={C} F={F}"
-    )  # fmt: skip
+        w.nbytes,
+        lambda: gemv.add_norm_gemv(x, None, norm_w, w, 1e-6, True)[1],
+        want=want,
+        shape=f"N=1 K={C} F={F}",
+    )

@@ -26,10 +26,11 @@ from xtrain.kernels.primitives.flat import BLOCK
 from xtrain.kernels.runtime.launch import launch
 
 
-# ----------------------------------------------------------------------------- elementwise.py, cast.py
+# -------------------------------------------------------------------------- elementwise.py, cast.py
 @case
 def add(dtype):
-    a, b = draw(dtype, N, C), draw(dtype, N, C, seed=1)
+    a = draw(dtype, N, C)
+    b = draw(dtype, N, C, seed=1)
     y = cp.empty_like(a)
     naive = lambda: launch(
         elementwise.add_naive_kernel,
@@ -48,7 +49,8 @@ def add(dtype):
 
 @case
 def add_into(dtype):
-    a, b = draw(dtype, N, C), draw(dtype, N, C, seed=1)
+    a = draw(dtype, N, C)
+    b = draw(dtype, N, C, seed=1)
     before = a.copy()
 
     def got():
@@ -123,7 +125,8 @@ def swiglu_fwd(dtype):
 
 @case
 def swiglu_bwd(dtype):
-    gu, dy = draw(dtype, N, 2 * F, scale=2.0), draw(dtype, N, F, seed=1)
+    gu = draw(dtype, N, 2 * F, scale=2.0)
+    dy = draw(dtype, N, F, seed=1)
     return Case(
         size(gu, dy, gu),
         lambda: swiglu.swiglu_bwd(dy, gu),
@@ -135,8 +138,9 @@ def swiglu_bwd(dtype):
 
 @case
 def swiglu_bwd_again(dtype):
-    """The variant that training uses: it also recomputes y."""
-    gu, dy = draw(dtype, N, 2 * F, scale=2.0), draw(dtype, N, F, seed=1)
+    """Measure the variant that training uses: it also recomputes y."""
+    gu = draw(dtype, N, 2 * F, scale=2.0)
+    dy = draw(dtype, N, F, seed=1)
     work = dy.copy()
 
     def got():
@@ -169,7 +173,8 @@ def silu_fwd(dtype):
 
 @case
 def silu_bwd(dtype):
-    x, dy = draw(dtype, N, F, scale=2.0), draw(dtype, N, F, seed=1)
+    x = draw(dtype, N, F, scale=2.0)
+    dy = draw(dtype, N, F, seed=1)
     return Case(
         3 * x.nbytes,
         lambda: swiglu.silu_bwd(dy, x),
@@ -181,7 +186,10 @@ def silu_bwd(dtype):
 
 # ----------------------------------------------------------------------------- embedding.py
 def ids_like_text():
-    """A tenth of the ids are the same token; the frequencies of the others decrease as in text."""
+    """Draw ids of which a tenth are the same token; the frequencies of the others decrease.
+
+    As in text.
+    """
     rng = np.random.default_rng(7)
     ids = rng.permutation(V)[(V ** rng.random(N) - 1).astype(np.int64)].astype(np.int32)
     ids[rng.random(N) < 0.1] = 11
@@ -194,7 +202,8 @@ def ids_uniform():
 
 def embedding_fwd_case(dtype, ids):
     w = draw(dtype, V, C)
-    on_gpu, rows = cp.asarray(ids), np.unique(ids).size
+    on_gpu = cp.asarray(ids)
+    rows = np.unique(ids).size
     return Case(
         (N + rows) * C * dtype.itemsize,  # a row that occurs is read once
         lambda: embedding.embedding_fwd(on_gpu, w),
@@ -205,9 +214,14 @@ def embedding_fwd_case(dtype, ids):
 
 
 def embedding_bwd_case(dtype, ids, plan_too=False):
-    """The plan depends only on the ids and is made in the forward pass. plan_too: include it in the time, as in PyTorch."""
-    dx, dw = draw(dtype, N, C), cp.zeros((V, C), np.float32)
-    on_gpu, rows = cp.asarray(ids), np.unique(ids).size
+    """Measure the backward. The plan depends only on the ids and is made in the forward pass.
+
+    plan_too: include it in the time, as in PyTorch.
+    """
+    dx = draw(dtype, N, C)
+    dw = cp.zeros((V, C), np.float32)
+    on_gpu = cp.asarray(ids)
+    rows = np.unique(ids).size
     plan = None if plan_too else embedding.embedding_plan(on_gpu, V)
 
     def got():
@@ -280,13 +294,14 @@ def embedding_plan_and_bwd_text(dtype):
     return embedding_bwd_case(dtype, ids_like_text(), plan_too=True)
 
 
-# ----------------------------------------------------------------------------- adamw.py, grad_norm.py
+# --------------------------------------------------------------------------- adamw.py, grad_norm.py
 def adamw_case(with_half, zero_grad):
     n = PARAMETERS
     w, g, m = (draw(np.float32, n, seed=s) for s in range(3))
     v = cp.square(draw(np.float32, n, seed=3))
     half = cp.empty(n, DTYPES["bf16"]) if with_half else None
-    factor, hyper = cp.asarray([0.7], np.float32), cp.asarray(A.adamw_hyper(1e-3, 0.9, 0.95, 5))
+    factor = cp.asarray([0.7], np.float32)
+    hyper = cp.asarray(A.adamw_hyper(1e-3, 0.9, 0.95, 5))
     settings = (n // 2, 0.9, 0.95, 1e-8, 0.1)
     run = lambda: A.adamw(w, g, m, v, factor, hyper, *settings, half, zero_grad)
     some = slice(n // 2 - 3, n // 2 + 100_000)

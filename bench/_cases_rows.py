@@ -9,12 +9,13 @@ from _cases import C, Case, D, H, N, Peer, T, V, case, converted, double, draw, 
 from xtrain.kernels import cross_entropy, layout, qk_norm_rope, residual, rmsnorm, rope, softmax
 from xtrain.kernels.runtime.launch import launch
 
-EPS, SCALE = 1e-6, 0.125
+EPS = 1e-6
+SCALE = 0.125
 SOME = 2 * T  # rows
 POSITIONS = np.arange(SOME) % T
 
 
-# ----------------------------------------------------------------------------- rmsnorm.py, residual.py
+# -------------------------------------------------------------------------- rmsnorm.py, residual.py
 def torch_rmsnorm(x, w):
     return functional().rms_norm(x, (x.shape[-1],), w, EPS)
 
@@ -26,8 +27,10 @@ def torch_residual_rmsnorm(x, r, w):
 
 @case
 def rmsnorm_fwd(dtype):
-    x, w = draw(dtype, N, C), draw(np.float32, C, seed=1)
-    y, rstd = cp.empty_like(x), cp.empty(N, np.float32)
+    x = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
+    y = cp.empty_like(x)
+    rstd = cp.empty(N, np.float32)
     naive = lambda: launch(
         rmsnorm.rmsnorm_fwd_naive_kernel, N, rmsnorm.BLOCK, y, rstd, x, w, np.float32(EPS)
     )
@@ -42,7 +45,9 @@ def rmsnorm_fwd(dtype):
 
 @case
 def rmsnorm_bwd(dtype):
-    x, w, dy = draw(dtype, N, C), draw(np.float32, C, seed=1), draw(dtype, N, C, seed=2)
+    x = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
+    dy = draw(dtype, N, C, seed=2)
     _, rstd = rmsnorm.rmsnorm_fwd(x, w, EPS)
     dw = cp.zeros(C, np.float32)
 
@@ -61,7 +66,9 @@ def rmsnorm_bwd(dtype):
 
 @case
 def residual_rmsnorm_fwd(dtype):
-    x, r, w = draw(dtype, N, C), draw(dtype, N, C, seed=1), draw(np.float32, C, seed=2)
+    x = draw(dtype, N, C)
+    r = draw(dtype, N, C, seed=1)
+    w = draw(np.float32, C, seed=2)
     return Case(
         4 * x.nbytes,
         lambda: residual.residual_rmsnorm_fwd(x, r, w, EPS),
@@ -72,7 +79,8 @@ def residual_rmsnorm_fwd(dtype):
 
 @case
 def residual_rmsnorm_bwd(dtype):
-    h, w = draw(dtype, N, C), draw(np.float32, C, seed=1)
+    h = draw(dtype, N, C)
+    w = draw(np.float32, C, seed=1)
     dy, dh = draw(dtype, N, C, seed=2), draw(dtype, N, C, seed=3)
     _, rstd = rmsnorm.rmsnorm_fwd(h, w, EPS)
     dw = cp.zeros(C, np.float32)
@@ -92,34 +100,36 @@ def residual_rmsnorm_bwd(dtype):
     )
 
 
-# ----------------------------------------------------------------------------- rope.py, qk_norm_rope.py, layout.py
+# -------------------------------------------------------------- rope.py, qk_norm_rope.py, layout.py
 def tables():
     return tuple(map(cp.asarray, rope.rope_tables(D, T, 10000.0)))
 
 
 def torch_rotate(x, cos, sin):
-    """x (N, heads, D)"""
+    """Rotate the heads of x (N, heads, D)."""
     import torch
 
     x1, x2 = x.reshape(-1, T, *x.shape[1:]).float().chunk(2, -1)
-    c, s = cos[:, None], sin[:, None]
+    c = cos[:, None]
+    s = sin[:, None]
     return torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).reshape(x.shape).to(x.dtype)
 
 
 def torch_qk_norm_rope(qkv, q_w, k_w, cos, sin):
-    """v, the last third, stays a view, as in xtrain."""
+    """Return q and k; v, the last third, stays a view, as in xtrain."""
     q, k, _ = (part.reshape(-1, H, D) for part in qkv.chunk(3, -1))
     return tuple(torch_rotate(torch_rmsnorm(x, w), cos, sin) for x, w in ((q, q_w), (k, k_w)))
 
 
 def heads(dtype):
-    qkv, cos_sin = draw(dtype, N, 3 * C), tables()
+    qkv = draw(dtype, N, 3 * C)
+    cos_sin = tables()
     w = draw(np.float32, D, seed=1), draw(np.float32, D, seed=2)
     return qkv, w, cos_sin
 
 
-def some(*arrays):
-    """The first rows in float64 on the host, where the references of rope.py run."""
+def first_rows(*arrays):
+    """Return the first rows in float64 on the host, where the references of rope.py run."""
     return [cp.asnumpy(double(x[:SOME] if x.shape[0] == N else x)) for x in arrays]
 
 
@@ -128,7 +138,7 @@ def qk_norm_rope_fwd(dtype):
     qkv, w, cos_sin = heads(dtype)
     run = lambda: qk_norm_rope.qk_norm_rope_fwd(qkv, *w, *cos_sin, H, H, T, EPS)
     reference = lambda: qk_norm_rope.qk_norm_rope_ref(
-        *some(qkv, *w, *cos_sin), H, H, POSITIONS, EPS
+        *first_rows(qkv, *w, *cos_sin), H, H, POSITIONS, EPS
     )
     return Case(
         2 * qkv.nbytes * 2 // 3,
@@ -158,7 +168,7 @@ def qk_norm_rope_bwd(dtype):
         return run(SOME, fresh), *fresh
 
     def reference():
-        into, *inputs = some(cp.zeros_like(qkv), dq, dk, qkv, *w, rstd, *cos_sin)
+        into, *inputs = first_rows(cp.zeros_like(qkv), dq, dk, qkv, *w, rstd, *cos_sin)
         return into, *qk_norm_rope.qk_norm_rope_bwd_ref(into, *inputs, POSITIONS)
 
     return Case(
@@ -173,12 +183,13 @@ def qk_norm_rope_bwd(dtype):
 
 @case
 def rope_fwd(dtype):
-    x, cos_sin = draw(dtype, N, H, D), tables()
+    x = draw(dtype, N, H, D)
+    cos_sin = tables()
     return Case(
         2 * x.nbytes,
         lambda: rope.rope_fwd(x, *cos_sin, T=T),
         got=lambda: (rope.rope_fwd(x, *cos_sin, T=T)[:SOME],),
-        want=lambda: (rope.rope_ref(*some(x, *cos_sin), POSITIONS),),
+        want=lambda: (rope.rope_ref(*first_rows(x, *cos_sin), POSITIONS),),
         peer=Peer(torch_rotate, (x, *cos_sin)),
         shape=f"N={N} H={H} D={D} T={T}",
     )
@@ -196,7 +207,7 @@ def swap_heads(dtype):
     )
 
 
-# ----------------------------------------------------------------------------- softmax.py, cross_entropy.py
+# --------------------------------------------------------------------- softmax.py, cross_entropy.py
 def torch_causal_softmax(s):
     import torch
 

@@ -1,8 +1,9 @@
 """The charts of lessons/speed.md, drawn from the records: SVG files that scale with the page.
 
-tables.py writes them to lessons/charts together with the tables. A phone shows a chart 358 pixels wide, so letters of SIZE in
-a drawing WIDTH wide are 10 pixels high there. Colours are CSS variables: as a file, a chart follows the dark mode of the
-system; the site puts it into the page, where it follows the page (lessons/site.css).
+tables.py writes them to lessons/charts together with the tables. A phone shows a chart 358 pixels
+wide, so letters of SIZE in a drawing WIDTH wide are 10 pixels high there. Colours are CSS
+variables: as a file, a chart follows the dark mode of the system; the site puts it into the page,
+where it follows the page (lessons/site.css).
 """
 
 import html
@@ -12,23 +13,61 @@ from collections.abc import Callable, Iterable
 Latest = Callable[..., list[dict]]  # tables.latest
 Point = tuple[float, float]
 
-WIDTH, SIZE = 420.0, 12
+WIDTH = 420.0
+SIZE = 12
 LETTER = 0.58 * SIZE  # mean width in a wide font; the reader's font is not known here
-LEFT, RIGHT = 38.0, 14.0  # margins of a plot; LEFT has room for the numbers of an axis
+# margins of a plot; LEFT has room for the numbers of an axis
+LEFT = 38.0
+RIGHT = 14.0
 NOTHING = "Not measured yet."
-STYLE = """svg.chart { --ink: #263238; --soft: #5f6b73; --rule: #d8dde1; --paper: #fff; --c0: #00796b; --c1: #d9480f; --c2: #3949ab; --c3: #ad1457 }
-@media (prefers-color-scheme: dark) { svg.chart { --ink: #e4e8ec; --soft: #a3adb5; --rule: #3b434b; --paper: #1e2129; --c0: #4db6ac; --c1: #ffa94d; --c2: #91a7ff; --c3: #f783ac } }
-.chart text { font: SIZEpx system-ui, sans-serif; fill: var(--ink) } .chart .soft { fill: var(--soft) } .chart .title { font-weight: 600; font-size: 13px }
-.chart path, .chart line { fill: none; stroke: var(--rule) } .chart .limit { stroke: var(--ink); stroke-width: 1.5 } .chart .dashed { stroke-dasharray: 5 3 }
-""" + "\n".join(
-    f".chart .f{i} {{ fill: var(--c{i}) }} .chart .s{i} {{ stroke: var(--c{i}); stroke-width: 2 }} .chart .h{i} {{ stroke: var(--c{i}); stroke-width: 2; fill: var(--paper) }}"
-    for i in range(4)
-)
-STYLE = STYLE.replace("SIZE", str(SIZE))
+LIGHT = {
+    "ink": "#263238",
+    "soft": "#5f6b73",
+    "rule": "#d8dde1",
+    "paper": "#fff",
+    "c0": "#00796b",
+    "c1": "#d9480f",
+    "c2": "#3949ab",
+    "c3": "#ad1457",
+}
+DARK = {
+    "ink": "#e4e8ec",
+    "soft": "#a3adb5",
+    "rule": "#3b434b",
+    "paper": "#1e2129",
+    "c0": "#4db6ac",
+    "c1": "#ffa94d",
+    "c2": "#91a7ff",
+    "c3": "#f783ac",
+}
+
+
+def _colours(colours: dict[str, str]) -> str:
+    variables = "; ".join(f"--{name}: {value}" for name, value in colours.items())
+    return f"svg.chart {{ {variables} }}"
+
+
+def _series(i: int) -> str:
+    """Return the style of filled marks, lines and hollow marks of series i."""
+    colour = f"var(--c{i})"
+    return (
+        f".chart .f{i} {{ fill: {colour} }} .chart .s{i} {{ stroke: {colour}; stroke-width: 2 }} "
+        f".chart .h{i} {{ stroke: {colour}; stroke-width: 2; fill: var(--paper) }}"
+    )
+
+
+STYLE = f"""{_colours(LIGHT)}
+@media (prefers-color-scheme: dark) {{ {_colours(DARK)} }}
+.chart text {{ font: {SIZE}px system-ui, sans-serif; fill: var(--ink) }} \
+.chart .soft {{ fill: var(--soft) }} .chart .title {{ font-weight: 600; font-size: 13px }}
+.chart path, .chart line {{ fill: none; stroke: var(--rule) }} \
+.chart .limit {{ stroke: var(--ink); stroke-width: 1.5 }} .chart .dashed {{ stroke-dasharray: 5 3 }}
+""" + "\n".join(map(_series, range(4)))
 
 # Roofs of one H200. The bandwidth is the fastest copy in the records.
 BF16_PEAK = 989e12  # operations per second, NVIDIA's data sheet, dense
-# Floating-point operations per element and bytes per element, counted from the formulas of the kernels (lesson 2).
+# Floating-point operations per element and bytes per element, counted from the formulas of the
+# kernels (lesson 2).
 OPERATIONS = {
     ("add", "bf16"): 1 / 6,
     ("rmsnorm_fwd", "bf16"): 4 / 4,
@@ -40,42 +79,44 @@ class Drawing:
     """An SVG under construction. y is the position of the next line; it only grows."""
 
     def __init__(self, title: str):
-        self.name, self.parts, self.y = title, [], 18.0
+        self.name = title
+        self.parts = []
+        self.y = 18.0
         self.text(0, self.y, title, "title")
         self.y += 8
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        self.parts.append(
-            f'<text x="{_n(x)}" y="{_n(y)}" class="{kind}" text-anchor="{anchor}">{html.escape(text)}</text>'
-        )
+        attributes = f'x="{_n(x)}" y="{_n(y)}" class="{kind}" text-anchor="{anchor}"'
+        self.parts.append(f"<text {attributes}>{html.escape(text)}</text>")
 
     def line(self, x0: float, y0: float, x1: float, y1: float, kind: str = "") -> None:
-        self.parts.append(
-            f'<line x1="{_n(x0)}" y1="{_n(y0)}" x2="{_n(x1)}" y2="{_n(y1)}" class="{kind}"/>'
-        )
+        ends = f'x1="{_n(x0)}" y1="{_n(y0)}" x2="{_n(x1)}" y2="{_n(y1)}"'
+        self.parts.append(f'<line {ends} class="{kind}"/>')
 
     def path(self, points: Iterable[Point], kind: str) -> None:
         d = "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
         self.parts.append(f'<path class="{kind}" d="M{d}"/>')
 
     def bar(self, x0: float, x1: float, y: float, height: float, kind: str) -> None:
-        self.parts.append(
-            f'<rect x="{_n(x0)}" y="{_n(y)}" width="{_n(x1 - x0)}" height="{_n(height)}" rx="2" class="{kind}"/>'
-        )
+        box = f'x="{_n(x0)}" y="{_n(y)}" width="{_n(x1 - x0)}" height="{_n(height)}"'
+        self.parts.append(f'<rect {box} rx="2" class="{kind}"/>')
 
     def dot(self, x: float, y: float, kind: str, about: str) -> None:
-        self.parts.append(
-            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="4" class="{kind}"><title>{html.escape(about)}</title></circle>'
-        )
+        circle = f'cx="{_n(x)}" cy="{_n(y)}" r="4" class="{kind}"'
+        self.parts.append(f"<circle {circle}><title>{html.escape(about)}</title></circle>")
 
     def legend(self, entries: list[tuple[str, str]]) -> None:
-        """entries: (class of a mark, text), as many in a line as fit"""
+        """Add marks with their texts, as many in a line as fit.
+
+        entries: (class of a mark, text).
+        """
         x = 0.0
         self.y += 16
         for kind, text in entries:
             width = 26 + LETTER * len(text)
             if x and x + width > WIDTH:
-                x, self.y = 0.0, self.y + 17
+                x = 0.0
+                self.y += 17
             if kind.startswith("s"):
                 self.line(x, self.y - 4, x + 14, self.y - 4, kind)
             else:
@@ -87,7 +128,7 @@ class Drawing:
         self.y += 8
 
     def note(self, text: str) -> None:
-        """A text at the end, in lines."""
+        """Add a text at the end, in lines."""
         self.y += 4
         line = ""
         for word in text.split():
@@ -104,7 +145,8 @@ class Drawing:
         body = "\n".join(self.parts)
         size = f"0 0 {WIDTH:.0f} {self.y + 8:.0f}"
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="{size}" role="img" aria-label="{html.escape(self.name)}">\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="{size}" '
+            f'role="img" aria-label="{html.escape(self.name)}">\n'
             f"<style>\n{STYLE}\n</style>\n{body}\n</svg>\n"
         )
 
@@ -114,24 +156,24 @@ def _n(x: float) -> str:
 
 
 def _scale(low: float, high: float, first: float, last: float, log: bool = False):
-    """-> the function from values to positions, linear or logarithmic"""
+    """Return the function from values to positions, linear or logarithmic."""
     f = math.log if log else float
     return lambda v: first + (last - first) * (f(v) - f(low)) / (f(high) - f(low))
 
 
 def _round(low: float, high: float, steps: tuple[int, ...] = (1, 2, 5)) -> list[float]:
-    """The numbers 1, 2, 5, 10, ... from low to high."""
+    """Return the numbers 1, 2, 5, 10, ... from low to high."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [n * 10.0**p for p in powers for n in steps if low <= n * 10.0**p <= high]
 
 
 def gpu_name(record: dict) -> str:
-    """The model of a record's GPU, short: "H200"."""
+    """Return the model of a record's GPU, short: "H200"."""
     return (record["gpu"] or "CPU").removeprefix("NVIDIA ")
 
 
 def raced(latest: Latest) -> list[dict]:
-    """The newest record of every training step, precision and GPU in which PyTorch ran, too."""
+    """Return the newest record of every training step, precision and GPU in which PyTorch ran."""
     records = [r for r in latest("bench_train", per_gpu=True) if r["peer"]]
     records.sort(key=lambda r: r["line"])
     newest = {(r["name"], r["shape"], r["dtype"], r["gpu"]): r for r in records}
@@ -149,7 +191,10 @@ def _empty(title: str) -> str:
 
 
 def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], records: list[dict]) -> str:
-    """Ratios from 1 on a logarithmic axis: to the right xtrain is faster. rows: (label, [(peer, ratio), ...])."""
+    """Draw ratios from 1 on a logarithmic axis: to the right xtrain is faster.
+
+    rows: (label, [(peer, ratio), ...]).
+    """
     if not rows:
         return _empty(title)
     drawing = Drawing(title)
@@ -157,7 +202,8 @@ def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], records: 
     if len(peers) > 1:
         drawing.legend([(f"f{i}", peer) for i, peer in enumerate(peers)])
     ratios = [ratio for _, bars in rows for _, ratio in bars]
-    low, high = min(1.0, *ratios), max(1.0, *ratios)
+    low = min(1.0, *ratios)
+    high = max(1.0, *ratios)
     across = _scale(low, high * 1.0001, 2, WIDTH - 52, log=True)
     top = drawing.y
     for label, bars in rows:
@@ -176,7 +222,7 @@ def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], records: 
 
 # ----------------------------------------------------------------------------- the charts
 def training(latest: Latest) -> str:
-    """The newest comparison of every training step with PyTorch, of each GPU."""
+    """Return the newest comparison of every training step with PyTorch, of each GPU."""
     records = raced(latest)
     rows = [
         (f"{r['name']}, {r['dtype']}, {gpu_name(r)}: {r['peer']}", [("", r["ratio"])])
@@ -186,20 +232,23 @@ def training(latest: Latest) -> str:
 
 
 def decoding(latest: Latest) -> str:
-    """Decoding with bf16 weights, next to generate() of transformers."""
+    """Draw decoding with bf16 weights, next to generate() of transformers."""
     records = [r for r in latest("bench_decode") if r["dtype"] == "bf16" and r["peer"]]
     rows: dict[str, list] = {}
     for r in records:
-        peer = {"transformers plain": "generate()"}.get(
-            r["peer"], "generate(), static cache + compile"
-        )
+        peer = "generate(), static cache + compile"
+        if r["peer"] == "transformers plain":
+            peer = "generate()"
         rows.setdefault(f"{r['name']}, {r['shape']}", []).append((peer, r["ratio"]))
     title = "Decoding: tokens/s of xtrain over transformers'"
     return _bars(title, list(rows.items()), records)
 
 
 def attention(width: int, latest: Latest) -> str:
-    """The speed over that of PyTorch's two backends, for lengths of the sweep with this head width."""
+    """Draw the speed over that of PyTorch's two backends, for lengths of the sweep.
+
+    width: of a head.
+    """
     title = f"Attention, D={width}: speed of xtrain over PyTorch's"
     lines: dict[tuple[str, str], dict[int, float]] = {}
     records = []
@@ -222,8 +271,10 @@ def attention(width: int, latest: Latest) -> str:
     drawing.legend([(kind(k), f"{k[0]}, {words[k[1]]}") for k in sorted(lines)])
     values = [v for line in lines.values() for v in line.values()]
     lengths = sorted({T for line in lines.values() for T in line})
-    low, high = min(1.0, *values) / 1.06, max(1.0, *values) * 1.06
-    top, bottom = drawing.y + 4, drawing.y + 190
+    low = min(1.0, *values) / 1.06
+    high = max(1.0, *values) * 1.06
+    top = drawing.y + 4
+    bottom = drawing.y + 190
     up = _scale(low, high, bottom, top)
     across = _scale(lengths[0], lengths[-1] * 1.0001, LEFT + 8, WIDTH - RIGHT, log=True)
     for tick in (0.25 * i for i in range(math.ceil(4 * low), math.floor(4 * high) + 1)):
@@ -239,7 +290,10 @@ def attention(width: int, latest: Latest) -> str:
 
 
 def roofline(latest: Latest) -> str:
-    """Operations per byte against operations per second. Intensities come from shapes, speeds from records."""
+    """Draw operations per byte against operations per second.
+
+    Intensities come from shapes, speeds from records.
+    """
     title = "Roofline: the kernels under the limits of one H200"
     kernels = [r for r in latest("bench_kernels", per_peer=False) if "H200" in r["gpu"]]
     points: list[tuple[str, int, float, float]] = []  # name, group, operations/byte, operations/s
@@ -274,8 +328,10 @@ def roofline(latest: Latest) -> str:
     ridge = BF16_PEAK / bandwidth
     left = min(x for _, _, x, _ in points) / 6
     right = max([ridge] + [x for _, _, x, _ in points]) * 2
-    low, high = min(y for _, _, _, y in points) / 2, BF16_PEAK * 2
-    top, bottom = drawing.y + 4, drawing.y + 250
+    low = min(y for _, _, _, y in points) / 2
+    high = BF16_PEAK * 2
+    top = drawing.y + 4
+    bottom = drawing.y + 250
     across = _scale(left, right, LEFT, WIDTH - RIGHT, log=True)
     up = _scale(low, high, bottom, top, log=True)
     for x in _round(left, right, (1,)):
@@ -288,16 +344,15 @@ def roofline(latest: Latest) -> str:
     roof = [(start, start * bandwidth), (ridge, BF16_PEAK), (right, BF16_PEAK)]
     drawing.path([(across(x), up(y)) for x, y in roof], "limit")
     half = math.sqrt(start * ridge)
-    drawing.text(
-        across(half) - 8, up(half * bandwidth) - 4, f"copy, {bandwidth / 1e12:.2f} TB/s", "", "end"
-    )
-    drawing.text(
-        WIDTH - RIGHT, up(BF16_PEAK) - 6, f"bf16, {BF16_PEAK / 1e12:.0f} TFLOP/s", "", "end"
-    )
+    copy = f"copy, {bandwidth / 1e12:.2f} TB/s"
+    drawing.text(across(half) - 8, up(half * bandwidth) - 4, copy, "", "end")
+    peak = f"bf16, {BF16_PEAK / 1e12:.0f} TFLOP/s"
+    drawing.text(WIDTH - RIGHT, up(BF16_PEAK) - 6, peak, "", "end")
     last = {g: max(x for _, h, x, _ in points if h == g) for g in drawn}
     for name, group, x, y in points:
         share = y / min(BF16_PEAK, x * bandwidth)
-        about = f"{name}: {x:.3g} operations per byte, {y / 1e12:.3g} TFLOP/s, {share:.0%} of the limit there"
+        speed = f"{y / 1e12:.3g} TFLOP/s, {share:.0%} of the limit there"
+        about = f"{name}: {x:.3g} operations per byte, {speed}"
         drawing.dot(across(x), up(y), f"f{group}", about)
         if group == 0:  # just below the roof: above it there is room
             drawing.text(across(x) - 9, up(y) + 2, f"{name} {share:.0%}", "soft", "end")
@@ -307,14 +362,15 @@ def roofline(latest: Latest) -> str:
             drawing.text(across(x), up(y) + 18, f"{share:.0%}", "soft", "middle")
     drawing.y = bottom + 18
     drawing.note(
-        "Horizontal: operations per byte, from the formulas and the shape. Vertical: TFLOP/s. A share is the speed over the limit at "
-        f"that point. The bandwidth is the fastest copy in the records, the peak that of the data sheet. {_machine(kernels)}."
+        "Horizontal: operations per byte, from the formulas and the shape. Vertical: TFLOP/s. "
+        "A share is the speed over the limit at that point. The bandwidth is the fastest copy in "
+        f"the records, the peak that of the data sheet. {_machine(kernels)}."
     )
     return drawing.svg()
 
 
 def copy_share(latest: Latest) -> str:
-    """The time of a copy of the same bytes as a share of each kernel's time."""
+    """Return the time of a copy of the same bytes as a share of each kernel's time."""
     title = "Kernels: share of the speed of a copy"
     records = latest("bench_kernels", per_peer=False)
     kernels: dict[str, dict[str, dict]] = {}
@@ -327,12 +383,12 @@ def copy_share(latest: Latest) -> str:
     marks = {"bf16": "f0", "fp32": "h1"}
     drawing.legend([(marks[t], t) for t in types])
     first = 15 + 6.4 * max(map(len, kernels))
-    most = max(1.0, *(r["share"] for r in records))
-    across = _scale(0.0, most, first, WIDTH - 12)
+    largest = max(1.0, *(r["share"] for r in records))
+    across = _scale(0.0, largest, first, WIDTH - 12)
     top = drawing.y
     order = sorted(kernels, key=lambda name: -min(r["share"] for r in kernels[name].values()))
     bottom = top + 18 * len(order) + 6
-    for tick in (0.25 * i for i in range(math.floor(4 * most) + 1)):
+    for tick in (0.25 * i for i in range(math.floor(4 * largest) + 1)):
         drawing.line(across(tick), top + 4, across(tick), bottom, "limit" if tick == 1 else "")
         drawing.text(across(tick), bottom + 14, f"{tick:.0%}", "soft", "middle")
     for i, name in enumerate(order):

@@ -1,14 +1,17 @@
-"""Candidates for the kernels of compute capability 9.0, measured: `python bench/tune_flash_attention.py --hopper`.
+"""Candidates for the kernels of compute capability 9.0, measured.
 
-A shape is (D, T, causal, query heads per key head). Candidates alternate on a warm GPU, each in its own CUDA graph; the median
-of the turns is used. Before that, one sequence's first key head is compared with attention in float32 by plain CuPy, and the
-rest with the results of the current table. The table has an entry per class of lengths: the winner is the candidate whose times,
+A shape is (D, T, causal, query heads per key head). Candidates alternate on a warm GPU, each in its
+own CUDA graph; the median of the turns is used. Before that, one sequence's first key head is
+compared with attention in float32 by plain CuPy, and the rest with the results of the current
+table. The table has an entry per class of lengths: the winner is the candidate whose times,
 relative to the best of each shape, have the smallest sum over the shapes of the class.
 
-    python bench/tune_flash_attention.py --hopper --heads 128    about 50 seconds with 16 cores; the same for 64
-    python bench/tune_flash_attention.py --hopper --heads 128 --kernels fwd --lengths 198 400    half of that
+    tune="python bench/tune_flash_attention.py --hopper --heads 128"
+    $tune                                    about 50 seconds with 16 cores; the same for 64
+    $tune --kernels fwd --lengths 198 400    half of that
 
-    python bench/_hopper_tiles.py       only compiles the kernels of the table into the kernel cache, one process per core
+    python bench/_hopper_tiles.py            only compiles the kernels of the table into the kernel
+                                             cache, one process per core
 """
 
 import json
@@ -52,19 +55,44 @@ def plan(step: int, warpgroups: int, stages: int, blocks: int, own: int, planes:
 
 
 def label(p: HopperPlan) -> str:
-    """The arguments of `plan`, as in the names of records"""
+    """Return the arguments of `plan`, as in the names of records."""
     t = p.tiles
     return str((t.step, t.warpgroups, t.stages, t.blocks, t.own, p.planes))
 
 
-CANDIDATES = {  # plan(step, warpgroups, stages, blocks, own, planes). The step of dkdv divides PAD
-    ("fwd", 64): [plan(64, 1, 3, 3, 1, 0), plan(64, 1, 3, 3, 1, 1), plan(64, 1, 3, 3, 2, 0), plan(64, 1, 3, 3, 2, 1), plan(32, 1, 3, 4, 2, 1), plan(128, 1, 2, 2, 1, 0), plan(128, 1, 2, 2, 2, 0), plan(128, 3, 2, 1, 1, 0), plan(128, 3, 2, 1, 2, 0)],
-    ("fwd", 128): [plan(64, 1, 2, 2, 1, 0), plan(64, 1, 2, 2, 1, 1), plan(64, 1, 2, 2, 2, 0), plan(64, 1, 2, 2, 2, 1), plan(32, 1, 4, 2, 2, 0), plan(32, 1, 4, 2, 2, 1), plan(64, 2, 4, 1, 2, 1), plan(128, 2, 2, 1, 1, 0), plan(128, 2, 2, 1, 2, 0), plan(128, 2, 2, 1, 2, 1)],
-    ("dq", 64): [plan(64, 1, 3, 2, 1, 0), plan(64, 1, 4, 2, 1, 0), plan(64, 1, 4, 2, 1, 1), plan(64, 1, 4, 2, 2, 0), plan(64, 1, 4, 2, 2, 1), plan(128, 2, 3, 1, 1, 0), plan(128, 2, 3, 1, 2, 0)],
-    ("dq", 128): [plan(64, 2, 4, 1, 1, 0), plan(64, 2, 4, 1, 1, 1), plan(64, 1, 2, 2, 1, 0), plan(64, 1, 2, 2, 1, 1), plan(32, 1, 2, 2, 2, 1), plan(64, 2, 2, 1, 2, 0)],
-    ("dkdv", 64): [plan(64, 1, 4, 2, 1, 0), plan(64, 1, 4, 2, 1, 1), plan(64, 1, 4, 2, 2, 0), plan(64, 1, 4, 2, 2, 1), plan(64, 1, 3, 2, 2, 0)],
-    ("dkdv", 128): [plan(64, 2, 2, 1, 1, 0), plan(64, 2, 2, 1, 1, 1), plan(64, 2, 2, 1, 2, 0), plan(32, 1, 3, 2, 1, 1), plan(32, 1, 2, 2, 2, 1)],
+# (step, warpgroups, stages, blocks, own, planes). The step of dkdv divides PAD.
+CANDIDATES = {
+    ("fwd", 64): [
+        (64, 1, 3, 3, 1, 0), (64, 1, 3, 3, 1, 1), (64, 1, 3, 3, 2, 0), (64, 1, 3, 3, 2, 1),
+        (32, 1, 3, 4, 2, 1), (128, 1, 2, 2, 1, 0), (128, 1, 2, 2, 2, 0), (128, 3, 2, 1, 1, 0),
+        (128, 3, 2, 1, 2, 0),
+    ],
+    ("fwd", 128): [
+        (64, 1, 2, 2, 1, 0), (64, 1, 2, 2, 1, 1), (64, 1, 2, 2, 2, 0), (64, 1, 2, 2, 2, 1),
+        (32, 1, 4, 2, 2, 0), (32, 1, 4, 2, 2, 1), (64, 2, 4, 1, 2, 1), (128, 2, 2, 1, 1, 0),
+        (128, 2, 2, 1, 2, 0), (128, 2, 2, 1, 2, 1),
+    ],
+    ("dq", 64): [
+        (64, 1, 3, 2, 1, 0), (64, 1, 4, 2, 1, 0), (64, 1, 4, 2, 1, 1), (64, 1, 4, 2, 2, 0),
+        (64, 1, 4, 2, 2, 1), (128, 2, 3, 1, 1, 0), (128, 2, 3, 1, 2, 0),
+    ],
+    ("dq", 128): [
+        (64, 2, 4, 1, 1, 0), (64, 2, 4, 1, 1, 1), (64, 1, 2, 2, 1, 0), (64, 1, 2, 2, 1, 1),
+        (32, 1, 2, 2, 2, 1), (64, 2, 2, 1, 2, 0),
+    ],
+    ("dkdv", 64): [
+        (64, 1, 4, 2, 1, 0), (64, 1, 4, 2, 1, 1), (64, 1, 4, 2, 2, 0), (64, 1, 4, 2, 2, 1),
+        (64, 1, 3, 2, 2, 0),
+    ],
+    ("dkdv", 128): [
+        (64, 2, 2, 1, 1, 0), (64, 2, 2, 1, 1, 1), (64, 2, 2, 1, 2, 0), (32, 1, 3, 2, 1, 1),
+        (32, 1, 2, 2, 2, 1),
+    ],
 }  # fmt: skip
+
+
+def candidates(kind: str, D: int) -> list[HopperPlan]:
+    return [plan(*numbers) for numbers in CANDIDATES[kind, D]]
 
 
 # ----------------------------------------------------------------------------- one shape
@@ -77,7 +105,10 @@ def arrays_of(T, D, group):
 
 
 def exact(arrays, causal):
-    """-> {"o", "dq", "dk", "dv"} of the first sequence's first key head, float32, (heads, T, D)"""
+    """Return {"o", "dq", "dk", "dv"} of the first sequence's first key head.
+
+    float32, (heads, T, D)
+    """
     group = arrays[0].shape[2] // arrays[1].shape[2]
     heads = [x[0].transpose(1, 0, 2).astype(cp.float32) for x in arrays]
     q, k, v, do = (x[: group if x is heads[0] or x is heads[3] else 1] for x in heads)
@@ -94,48 +125,53 @@ def exact(arrays, causal):
 
 
 def distance(x, y):
-    x, y = x.astype(cp.float32), y.astype(cp.float32)
+    x = x.astype(cp.float32)
+    y = y.astype(cp.float32)
     return float(cp.linalg.norm(x - y) / cp.linalg.norm(y))
 
 
 def present(arrays, causal, kinds):
-    """-> ({name: result}, lse) with the plans of the table, compared with `exact`"""
+    """Return ({name: result}, lse) with the plans of the table, compared with `exact`."""
     q, k, v, do = arrays
     scale = np.float32(q.shape[3] ** -0.5)
     o, lse = fa.flash_attention_fwd(q, k, v, scale, causal)
-    found = {"o": o}
+    results = {"o": o}
     if set(kinds) != {"fwd"}:
         gradients = fa.flash_attention_bwd(do, q, k, v, o, lse, scale, causal)
-        found |= dict(zip(("dq", "dk", "dv"), gradients))
+        results |= dict(zip(("dq", "dk", "dv"), gradients))
     right = exact(arrays, causal)
-    for name, x in found.items():
-        few = x[0].transpose(1, 0, 2)[: len(right[name])]
-        error = distance(few, right[name])
+    for name, x in results.items():
+        first_heads = x[0].transpose(1, 0, 2)[: len(right[name])]
+        error = distance(first_heads, right[name])
         assert error < 1e-2, f"{name} with the plan in use is off by {error:.1e}"
-    return found, lse
+    return results, lse
 
 
 def kinds_of(arrays, causal, kinds):
-    """-> {kind: (start(plan), [(an output, its expected value)])}"""
+    """Return {kind: (start(plan), [(an output, its expected value)])}."""
     q, k, v, do = arrays
-    scale, gpu = np.float32(q.shape[3] ** -0.5), fa.gpu_of(q)
+    scale = np.float32(q.shape[3] ** -0.5)
+    gpu = fa.gpu_of(q)
     right, lse = present(arrays, causal, kinds)
     new = {name: cp.empty_like(x) for name, x in right.items()}
-    more, rest = cp.empty_like(lse), (do, q, k, v, scale, causal, gpu)
-    stats = backward.compute_statistics(do, right["o"], lse) if len(right) > 1 else None
+    new_lse = cp.empty_like(lse)
+    inputs = (q, k, v, scale, causal, gpu)
+    stats = None
+    if len(right) > 1:
+        stats = backward.compute_statistics(do, right["o"], lse)
     starts = {
-        "fwd": lambda plan: hopper.fill_o(new["o"], more, *rest[1:], plan),
-        "dq": lambda plan: backward.fill_dq(new["dq"], stats, *rest, plan),
-        "dkdv": lambda plan: backward.fill_dkdv(new["dk"], new["dv"], stats, *rest, plan),
+        "fwd": lambda plan: hopper.fill_o(new["o"], new_lse, *inputs, plan),
+        "dq": lambda plan: backward.fill_dq(new["dq"], stats, do, *inputs, plan),
+        "dkdv": lambda plan: backward.fill_dkdv(new["dk"], new["dv"], stats, do, *inputs, plan),
     }
     outputs = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
     return {kind: (starts[kind], [(new[n], right[n]) for n in outputs[kind]]) for kind in kinds}
 
 
 def measure(kind, D, T, causal, group, start, pairs, turns):
-    """-> {plan: median ms} of the candidates whose results are right"""
+    """Return {plan: median ms} of the candidates whose results are right."""
     contestants = {}
-    for p in CANDIDATES[kind, D]:
+    for p in candidates(kind, D):
         for got, _ in pairs:
             got.fill(0)
         # here dK, dV do not follow the dQ kernel, which waits for its predecessor
@@ -153,7 +189,9 @@ def measure(kind, D, T, causal, group, start, pairs, turns):
             print(f"{kind} D {D} {label(p)}: wrong, errors {errors}")
             continue
         contestants[p] = capture(lambda p=p: start(p))
-    times = {p: float(t[0]) for p, t in in_turns(contestants, turns).items()} if contestants else {}
+    times = {}
+    if contestants:
+        times = {p: float(t[0]) for p, t in in_turns(contestants, turns).items()}
     B, H = SHAPES[T]
     work = WORK[kind] * operations(B, T, H, D, causal)
     shape = f"D {D} T {T} {'causal' if causal else 'full'} group {group}"
@@ -169,8 +207,14 @@ def _record(kind, shape, plan, ms, rate):
     from _timing import record
 
     record(
-        "tune_flash_attention", f"hopper {kind} {label(plan)}", shape=shape, dtype="bf16", ms=ms, value=rate, unit="TFLOP/s"
-    )  # fmt: skip
+        "tune_flash_attention",
+        f"hopper {kind} {label(plan)}",
+        shape=shape,
+        dtype="bf16",
+        ms=ms,
+        value=rate,
+        unit="TFLOP/s",
+    )
 
 
 def measure_statistics(arrays, turns=5) -> None:
@@ -185,10 +229,10 @@ def measure_statistics(arrays, turns=5) -> None:
 
 # ----------------------------------------------------------------------------- all of them
 def tune(heads, kinds, lengths, causal, turns=5) -> dict:
-    """-> {(kind, D, causal): {longest T of a class: plan}}"""
+    """Return {(kind, D, causal): {longest T of a class: plan}}."""
     begin = time.monotonic()
     keys = [(kind, D, mode) for kind in kinds for D in heads for mode in causal]
-    tasks = [(*key, p.tiles) for key in keys for p in CANDIDATES[key[:2]]]
+    tasks = [(*key, p.tiles) for key in keys for p in candidates(*key[:2])]
     report_compiled(compile_all(dict.fromkeys((compile_hopper, task) for task in tasks)))
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     times: dict = {key: {} for key in keys}  # -> {class: {(T, group): {plan: ms}}}
@@ -198,9 +242,9 @@ def tune(heads, kinds, lengths, causal, turns=5) -> dict:
                 arrays = arrays_of(T, D, group)
                 for mode in causal:
                     for kind, (start, pairs) in kinds_of(arrays, mode, kinds).items():
-                        found = measure(kind, D, T, mode, group, start, pairs, turns)
                         shapes = times[kind, D, mode].setdefault(class_of(T), {})
-                        shapes[T, group] = found
+                        measured = measure(kind, D, T, mode, group, start, pairs, turns)
+                        shapes[T, group] = measured
                 if set(kinds) != {"fwd"}:
                     measure_statistics(arrays)
     best = {key: {c: fastest(shapes) for c, shapes in row.items()} for key, row in times.items()}
@@ -214,7 +258,10 @@ def class_of(T):
 
 
 def fastest(shapes):
-    """{shape: {plan: ms}} -> the plan with the smallest sum of times, each relative to the best of its shape"""
+    """Return the plan with the smallest sum of times, each relative to the best of its shape.
+
+    shapes: {shape: {plan: ms}}.
+    """
     everywhere = set.intersection(*(set(times) for times in shapes.values()))
     cost = lambda plan: sum(t[plan] / min(t.values()) for t in shapes.values())
     return min(sorted(everywhere, key=astuple), key=cost)
@@ -225,15 +272,15 @@ def report(times, best) -> None:
     for (kind, D, mode), row in best.items():
         for limit, plan in row.items():
             gains = []
-            for (T, group), found in times[kind, D, mode][limit].items():
-                used = found.get(hopper.choose(kind, D, T, mode))
-                gains.append(f"T {T} group {group}: {used / found[plan] if used else 0:.3f}")
+            for (T, group), ms in times[kind, D, mode][limit].items():
+                used = ms.get(hopper.choose(kind, D, T, mode))
+                gains.append(f"T {T} group {group}: {used / ms[plan] if used else 0:.3f}")
             name = f"{kind} D {D} {'causal' if mode else 'full'} to {limit}"
             print(f"best {name}: {label(plan)}, times the rate in use: {', '.join(gains)}")
 
 
 def merge(best: dict) -> dict:
-    """-> the table with the new measurements; classes that were not measured keep their plan."""
+    """Return the table with the new measurements; other classes keep their plan."""
     table = dict(TABLE)
     for key, row in best.items():
         classes = [(limit, row.get(limit) or _current(key, limit)) for limit in CLASSES]
@@ -247,16 +294,19 @@ def _current(key, limit):
 
 
 def merged_classes(classes: list[tuple[int | None, object]]) -> dict:
-    """Pairs (longest T, choice) -> {longest T: choice}, equal neighbours merged into one class"""
+    """Return {longest T: choice} of pairs (longest T, choice), with equal neighbours merged."""
     following = [choice for _, choice in classes[1:]] + [None]
     return {limit: choice for (limit, choice), after in zip(classes, following) if choice != after}
 
 
 def write_table(file: Path, table: dict, show: Callable) -> str:
-    """Replace GPU and TABLE in a file of tuned tiles -> its new text. show: the source text of an entry"""
+    """Replace GPU and TABLE in a file of tuned tiles, and return its new text.
+
+    show: returns the source text of an entry.
+    """
     text = file.read_text(encoding="utf-8")
-    head, _, rest = text.partition("GPU = ")
-    annotation = rest[rest.index("TABLE: ") : rest.index(" = {")]
+    head, _, tail = text.partition("GPU = ")
+    annotation = tail[tail.index("TABLE: ") : tail.index(" = {")]
     name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     lines = []
     for key in sorted(table, key=lambda key: (list(WORK).index(key[0]), key[1:])):

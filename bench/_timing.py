@@ -1,9 +1,11 @@
 """Shared by all benches: timing on the GPU, and one JSON line per measurement.
 
-A time is the median of several runs between CUDA events, after warm-up, together with p20 and p80. `flush` overwrites the
-L2 cache before every run, so that a kernel reads its input from memory, as in a training step.
+A time is the median of several runs between CUDA events, after warm-up, together with p20 and p80.
+`flush` overwrites the L2 cache before every run, so that a kernel reads its input from memory, as
+in a training step.
 """
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -21,12 +23,14 @@ from xtrain.kernels.runtime.compiler import COMPILER
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # four times an H200's L2 cache
+LIBRARIES = ("numpy", "numba", "numba-cuda", "numba-cuda-mlir", "cupy-cuda13x", "nvmath-python")
+LIBRARIES += ("torch",)
 
 
 def gpu_ms(
     f: Callable[[], object], runs: int = 30, warmup: int = 5, flush: bool = True
 ) -> np.ndarray:
-    """-> (median, p20, p80) milliseconds of f() on CuPy's current stream."""
+    """Return (median, p20, p80) milliseconds of f() on CuPy's current stream."""
     junk = cp.empty(FLUSH_BYTES, cp.uint8) if flush else None
     for _ in range(warmup):
         f()
@@ -34,7 +38,8 @@ def gpu_ms(
     for _ in range(runs):
         if flush:
             junk.fill(0)
-        start, end = cp.cuda.Event(), cp.cuda.Event()
+        start = cp.cuda.Event()
+        end = cp.cuda.Event()
         start.record()
         f()
         end.record()
@@ -47,10 +52,11 @@ EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: an event that a graph records and that
 
 
 def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
-    """-> (median, p20, p80) milliseconds of f() without the host's launch overhead.
+    """Return (median, p20, p80) milliseconds of f() without the host's launch overhead.
 
-    One CUDA graph holds runs x [flush, event, f, event]; the times are those of its second replay. torch: the module, if f
-    launches on PyTorch's current stream instead of CuPy's. f runs before the capture, so that its kernels are compiled.
+    One CUDA graph holds runs x [flush, event, f, event]; the times are those of its second replay.
+    torch: the module, if f launches on PyTorch's current stream instead of CuPy's. f runs before
+    the capture, so that its kernels are compiled.
     """
     junk = cp.empty(FLUSH_BYTES, cp.uint8)
     events = [cp.cuda.Event() for _ in range(2 * runs)]
@@ -104,41 +110,35 @@ def graph_ms(f: Callable[[], object], runs: int = 20, torch=None) -> np.ndarray:
 
 @functools.cache
 def copy_ms(nbytes: int) -> float:
-    """Milliseconds of a device-to-device copy that moves nbytes in total, in a graph or on a stream, whichever is faster."""
-    a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
-    current = cp.cuda.get_current_stream
-    copy = lambda: b.data.copy_from_device_async(a.data, a.nbytes, current())
+    """Return milliseconds of a device-to-device copy that moves nbytes in total.
+
+    In a graph or on a stream, whichever is faster.
+    """
+    copy = _copy(nbytes)
     return float(min(graph_ms(copy)[0], gpu_ms(copy)[0]))
 
 
 def copy_bandwidth(nbytes: int) -> float:
-    """Bytes per second (read plus written) of a device-to-device copy that moves nbytes in total."""
-    a, b = cp.empty(nbytes // 2, cp.uint8), cp.empty(nbytes // 2, cp.uint8)
-    ms = gpu_ms(
-        lambda: b.data.copy_from_device_async(a.data, a.nbytes, cp.cuda.get_current_stream())
-    )[0]
-    return nbytes / ms * 1e3
+    """Return bytes per second (read plus written) of a device-to-device copy of nbytes in total."""
+    return nbytes / gpu_ms(_copy(nbytes))[0] * 1e3
+
+
+def _copy(nbytes):
+    source = cp.empty(nbytes // 2, cp.uint8)
+    target = cp.empty(nbytes // 2, cp.uint8)
+    current = cp.cuda.get_current_stream
+    return lambda: target.data.copy_from_device_async(source.data, source.nbytes, current())
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that are installed, the driver and the CUDA runtime."""
-    names = [
-        "numpy",
-        "numba",
-        "numba-cuda",
-        "numba-cuda-mlir",
-        "cupy-cuda13x",
-        "nvmath-python",
-        "torch",
-    ]
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    driver, runtime = cp.cuda.runtime.driverGetVersion(), cp.cuda.runtime.runtimeGetVersion()
-    return {**found, "cuda_driver": str(driver), "cuda_runtime": str(runtime)}
+    """Return the versions of the libraries that are installed, the driver and the CUDA runtime."""
+    installed = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    driver = cp.cuda.runtime.driverGetVersion()
+    runtime = cp.cuda.runtime.runtimeGetVersion()
+    return {**installed, "cuda_driver": str(driver), "cuda_runtime": str(runtime)}
 
 
 def _commit() -> str:
@@ -151,12 +151,24 @@ def _commit() -> str:
 def record(
     bench: str, name: str, *, shape: str, dtype: str, ms: float, value: float, unit: str, **more
 ) -> dict:
-    """Append one line to results/<bench>.jsonl and print it. -> the line. more: peer, peer_value, peak_gb and other fields."""
+    """Append one line to results/<bench>.jsonl, print it, and return it.
+
+    more: peer, peer_value, peak_gb and other fields.
+    """
     line = {
-        "bench": bench, "name": name, "shape": shape, "dtype": dtype, "ms": round(float(ms), 4),
-        "value": round(float(value), 2), "unit": unit,
-        "peer": None, "peer_value": None, "ratio": None, "peak_gb": None, **more,
-    }  # fmt: skip
+        "bench": bench,
+        "name": name,
+        "shape": shape,
+        "dtype": dtype,
+        "ms": round(float(ms), 4),
+        "value": round(float(value), 2),
+        "unit": unit,
+        "peer": None,
+        "peer_value": None,
+        "ratio": None,
+        "peak_gb": None,
+        **more,
+    }
     if line["peer_value"]:
         line["ratio"] = round(float(value) / float(line["peer_value"]), 4)
         line["peer_value"] = round(float(line["peer_value"]), 2)
@@ -168,10 +180,8 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{bench}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    ratio = (
-        f"   {line['ratio']:.2f} x {line['peer']} ({line['peer_value']:,.0f})"
-        if line["ratio"]
-        else ""
-    )
+    ratio = ""
+    if line["ratio"]:
+        ratio = f"   {line['ratio']:.2f} x {line['peer']} ({line['peer_value']:,.0f})"
     print(f"{bench} {name} {shape} {dtype}: {ms:.3f} ms, {value:,.0f} {unit}{ratio}", flush=True)
     return line

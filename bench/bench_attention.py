@@ -1,14 +1,16 @@
 """FlashAttention in bf16 compared with PyTorch's SDPA (flash and cuDNN backends), in one run.
 
-On compute capability 9.0 both versions of ours are measured, mma.sync and wgmma with TMA, whichever is in use.
+On compute capability 9.0 both versions of ours are measured, mma.sync and wgmma with TMA, whichever
+is in use.
 
     python bench/bench_attention.py [--parts named random sweep]
 
 All kernels are compiled beforehand, one process per core.
 
-Operations: forward 4 B H T^2 D (two matrix products), half of it if causal; forward + backward 3.5 times that (five more
-products, whatever an implementation really computes). TFLOP/s are these operations over time. All contestants read and
-write (B, T, H, D). Each runs inside CUDA graphs, alternating with the others; the median of the turns is reported.
+Operations: forward 4 B H T^2 D (two matrix products), half of it if causal; forward + backward 3.5
+times that (five more products, whatever an implementation really computes). TFLOP/s are these
+operations over time. All contestants read and write (B, T, H, D). Each runs inside CUDA graphs,
+alternating with the others; the median of the turns is reported.
 """
 
 import itertools
@@ -74,14 +76,15 @@ class Options:
 
 # ----------------------------------------------------------------------------- contestants
 def ours(q, k, v, do, causal, alone, mma_sync):
-    """-> {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same, where there are such kernels}
+    """Return {"mma.sync": {"fwd": (replay, calls), "fwd+bwd": ...}, "wgmma": the same}.
 
-    alone: also "alone", wgmma without overlap of consecutive kernels. mma_sync: also if wgmma is in use
+    "wgmma" where there are such kernels.
     """
     from xtrain.kernels.attention import flash_attention
     from xtrain.kernels.runtime import launch as _launch
 
-    found, usual = {}, flash_attention.HOPPER
+    contestants = {}
+    usual = flash_attention.HOPPER
     fwd, both = both_ways(q, k, v, do, causal)
     for name in ("mma.sync", "wgmma", "alone")[: 2 + alone]:
         if name == "mma.sync" and flash_attention.use_hopper(q) and not mma_sync:
@@ -89,10 +92,10 @@ def ours(q, k, v, do, causal, alone, mma_sync):
         flash_attention.HOPPER = name != "mma.sync"
         _launch.set_overlap(name != "alone")
         if name == "mma.sync" or flash_attention.use_hopper(q):
-            found[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
+            contestants[name] = {"fwd": capture(fwd), "fwd+bwd": capture(both)}
     flash_attention.HOPPER = usual
     _launch.set_overlap(True)
-    return found
+    return contestants
 
 
 def both_ways(q, k, v, do, causal):
@@ -123,7 +126,10 @@ def torch_graph(run, calls):
 
 
 def theirs(backend, arrays, causal, calls):
-    """-> {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA, or {} if the backend does not support the shape"""
+    """Return {"fwd": (replay, calls), "fwd+bwd": ...} of torch's SDPA.
+
+    {} if the backend does not support the shape.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -154,19 +160,26 @@ def theirs(backend, arrays, causal, calls):
 
 # ----------------------------------------------------------------------------- one shape
 def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
-    """Measure all contestants on one shape and record the results. name: of the group of shapes"""
+    """Measure all contestants on one shape and record the results.
+
+    name: of the group of shapes.
+    """
     from _timing import record
 
     from xtrain.kernels.attention import flash_attention
 
-    B, T, D, causal = shape.B, shape.T, shape.D, shape.causal
+    B = shape.B
+    T = shape.T
+    D = shape.D
+    causal = shape.causal
     draw = cp.random.default_rng(0)
-    make = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32).astype(
-        ml_dtypes.bfloat16
-    )
+    normal = lambda heads: draw.standard_normal((B, T, heads, D), cp.float32)
+    make = lambda heads: normal(heads).astype(ml_dtypes.bfloat16)
     arrays = [make(n) for n in (shape.H, shape.key_heads, shape.key_heads, shape.H)]
     mine = ours(*arrays, causal, options.alone, mma_sync)
-    used = "wgmma" if flash_attention.HOPPER and "wgmma" in mine else "mma.sync"
+    used = "mma.sync"
+    if flash_attention.HOPPER and "wgmma" in mine:
+        used = "wgmma"
     calls = {run: n for run, (_, n) in mine[used].items()}
     peers = {b: theirs(b, arrays, causal, calls) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")}
     for run, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
@@ -178,25 +191,34 @@ def compare(name: str, shape: Shape, options: Options, mma_sync: bool) -> None:
         line = " | ".join(f"{n.split('_')[0].lower()} {r:.0f}" for n, r in rate.items())
         print(f"{name:7} {shape} {run}: TFLOP/s {line}", flush=True)
         if options.keep:
-            flash, cudnn = rate.get("FLASH_ATTENTION"), rate.get("CUDNN_ATTENTION")
-            wgmma, usual = rate.get("wgmma"), rate.get("mma.sync")
+            rounded = {n: round(r, 2) for n, r in rate.items()}
             record(
-                "bench_attention", f"{name} {run}", shape=str(shape), dtype="bf16", ms=times[used][0],
-                value=rate[used], unit="TFLOP/s", peer="torch SDPA flash", peer_value=flash, kernels=used,
-                mma_sync_value=usual and round(usual, 2), wgmma_value=wgmma and round(wgmma, 2),
-                cudnn_value=cudnn and round(cudnn, 2),
+                "bench_attention",
+                f"{name} {run}",
+                shape=str(shape),
+                dtype="bf16",
+                ms=times[used][0],
+                value=rate[used],
+                unit="TFLOP/s",
+                peer="torch SDPA flash",
+                peer_value=rate.get("FLASH_ATTENTION"),
+                kernels=used,
+                mma_sync_value=rounded.get("mma.sync"),
+                wgmma_value=rounded.get("wgmma"),
+                cudnn_value=rounded.get("CUDNN_ATTENTION"),
                 p20_p80=[round(float(x), 4) for x in times[used][1:]],
-            )  # fmt: skip
+            )
 
 
 def random_shapes(n: int = 10, seed: int = 0):
-    """Shapes in which T is not a multiple of 64 and query heads share key heads."""
+    """Draw shapes in which T is not a multiple of 64 and query heads share key heads."""
     draw = np.random.default_rng(seed)
     for _ in range(n):
         D = int(draw.choice([32, 64, 128]))
         T = int(np.exp(draw.uniform(np.log(100), np.log(5000))))
         T += T % 64 == 0
-        G, group = int(draw.choice([1, 2, 4, 8])), int(draw.choice([1, 2, 3, 4]))
+        G = int(draw.choice([1, 2, 4, 8]))
+        group = int(draw.choice([1, 2, 3, 4]))
         B = max(1, int(draw.uniform(0.5, 2) * 2**15 / (T * max(1, G * group // 8))))
         yield Shape(B, G * group, T, D, G)
 
@@ -207,7 +229,8 @@ def compile_ahead(shapes: set[tuple[int, int]], mma_sync: bool) -> None:
     from xtrain.kernels.attention import flash_attention_hopper as hopper
 
     one = cp.empty((1, 1, 1, 64), ml_dtypes.bfloat16)
-    limit, tasks = fa.shared_limit(one), {}
+    limit = fa.shared_limit(one)
+    tasks = {}
     for (D, T), kind in itertools.product(sorted(shapes), WORK):
         wgmma = fa.use_hopper(cp.empty((1, 1, 1, D), ml_dtypes.bfloat16))
         if wgmma:

@@ -1,13 +1,16 @@
-"""Both compilers on every kernel, without a GPU: registers, local and shared memory, instructions, compile time.
+"""Both compilers on every kernel, without a GPU: registers, memory, instructions, compile time.
 
-    python bench/bench_compilers.py [--mlir-python PATH] [--cards 7.5 8.0 9.0 12.0] [--only REGEX] [--keep FOLDER]
+    python bench/bench_compilers.py [--mlir-python PATH] [--cards 7.5 8.0 9.0 12.0] [--only REGEX]
+                                    [--keep FOLDER]
 
-The kernels and their argument types are those that the tests compile (tests/helpers/every_signature.py): all of them for the
-first card of FULL, one signature of each kernel for the others. Each compiler runs in a process of its own, in the environment
-that its option names; ptxas makes machine code from the PTX of both. One line per signature: value is the number of
-instructions (16 bytes each, padding included) with numba-cuda-mlir for compute capability 9.0, peer_value that with numba-cuda;
-`cards` has everything: registers of a thread, bytes of local memory (the stack frame), of them spilled, bytes of static shared
-memory, instructions, milliseconds of CPU time. A compiler that fails on a kernel has the error there.
+The kernels and their argument types are those that the tests compile
+(tests/helpers/every_signature.py): all of them for the first card of FULL, one signature of each
+kernel for the others. Each compiler runs in a process of its own, in the environment that its
+option names; ptxas makes machine code from the PTX of both. One line per signature: value is the
+number of instructions (16 bytes each, padding included) with numba-cuda-mlir for compute capability
+9.0, peer_value that with numba-cuda; `cards` has everything: registers of a thread, bytes of local
+memory (the stack frame), of them spilled, bytes of static shared memory, instructions, milliseconds
+of CPU time. A compiler that fails on a kernel has the error there.
 """
 
 import dataclasses
@@ -52,8 +55,10 @@ class Options:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Bytes of the sections of a 64-bit ELF file that hold instructions"""
-    start, size, count = (struct.unpack_from(f, cubin, at)[0] for f, at in (("<Q", 40), ("<H", 58), ("<H", 60)))  # fmt: skip
+    """Return the bytes of the sections of a 64-bit ELF file that hold instructions."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    (size,) = struct.unpack_from("<H", cubin, 58)
+    (count,) = struct.unpack_from("<H", cubin, 60)
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
     return sum(h[5] for h in headers if h[2] & 4)  # SHF_EXECINSTR
 
@@ -63,7 +68,7 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-# ----------------------------------------------------------------------------- one compiler, one card
+# --------------------------------------------------------------------------- one compiler, one card
 def to_ptx(compiler: str, kernel, signature) -> str:
     if compiler == "mlir":
         return kernel.compile(signature).metadata["ptx"]
@@ -72,10 +77,11 @@ def to_ptx(compiler: str, kernel, signature) -> str:
 
 
 def assemble(ptx: str, folder: Path, name: str) -> dict:
-    """PTX -> what ptxas reports, and the size of the code"""
+    """Return what ptxas reports for PTX, and the size of the code."""
     from offline import ptxas
 
-    source, target = folder / f"{name}.ptx", folder / f"{name}.cubin"
+    source = folder / f"{name}.ptx"
+    target = folder / f"{name}.cubin"
     source.write_text(ptx)
     arch = re.findall(r"^\.target (\w+)", ptx, re.M)[0]
     command = [ptxas(), "-v", f"--gpu-name={arch}", str(source), "-o", str(target)]
@@ -125,8 +131,8 @@ def measure(compiler: str, card: str, only: str, folder: Path) -> None:
 
 # ----------------------------------------------------------------------------- both
 def collect(o: Options) -> dict:
-    """-> {(name, key): {card: {compiler: measurements}}}"""
-    found: dict = {}
+    """Return {(name, key): {card: {compiler: measurements}}}."""
+    measurements: dict = {}
     for card in o.cards:
         with tempfile.TemporaryDirectory() as temporary:
             running = {}
@@ -135,31 +141,37 @@ def collect(o: Options) -> dict:
                 command = [getattr(o, f"{compiler}_python"), __file__, "--measure", compiler]
                 command += ["--cards", card, "--only", o.only, "--keep", str(folder)]
                 paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-                environment = {**os.environ, "XTRAIN_COMPILER": compiler, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # fmt: skip
+                environment = {
+                    **os.environ,
+                    "XTRAIN_COMPILER": compiler,
+                    "PYTHONPATH": paths,
+                    "OMP_NUM_THREADS": "1",
+                }
                 running[compiler] = subprocess.Popen(
                     command, env=environment, stdout=subprocess.PIPE, text=True
                 )
-            with ThreadPoolExecutor() as readers:  # of both: a process waits when its pipe is full
-                texts = dict(
-                    zip(running, readers.map(lambda p: p.communicate()[0], running.values()))
-                )
+            # both at once: a process waits when its pipe is full
+            with ThreadPoolExecutor() as readers:
+                outputs = readers.map(lambda p: p.communicate()[0], running.values())
+                texts = dict(zip(running, outputs))
             for compiler, process in running.items():
                 for text in texts[compiler].splitlines():
                     line = json.loads(text)
-                    where = line.pop("name"), line.pop("key"), line.pop("types")
-                    found.setdefault(where, {}).setdefault(card, {})[compiler] = line
+                    kernel = line.pop("name"), line.pop("key"), line.pop("types")
+                    measurements.setdefault(kernel, {}).setdefault(card, {})[compiler] = line
                 if process.returncode:
                     raise SystemExit(f"{COMPILERS[compiler]} for {card} failed: see above")
-    return found
+    return measurements
 
 
 def record(lines: list[dict]) -> None:
     """Append lines to results/bench_compilers.jsonl."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     common = {
-        "gpu": None, "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
+        "gpu": None,
+        "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    }
     folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "bench_compilers.jsonl", "a", encoding="utf-8") as file:
@@ -168,32 +180,51 @@ def record(lines: list[dict]) -> None:
 
 
 def library_versions(o: Options) -> dict[str, str]:
-    """Of both environments"""
+    """Return the versions of the libraries in both environments."""
     names = ("numba", "numba-cuda", "numba-cuda-mlir", "nvidia-nvvm", "nvidia-cuda-nvcc")
-    code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-    found: dict[str, str] = {}
+    code = "import importlib.metadata as m, json\n"
+    code += "print(json.dumps({d.name: d.version for d in m.distributions()}))"
+    versions: dict[str, str] = {}
     for python in (o.mlir_python, o.numba_python):
         done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE)
         installed = {n.lower().replace("_", "-"): v for n, v in json.loads(done.stdout).items()}
-        found |= {n: v for n, v in installed.items() if n in names}
-    return found
+        versions |= {n: v for n, v in installed.items() if n in names}
+    return versions
 
 
 def main(o: Options) -> None:
     if o.measure and o.keep:
         return measure(o.measure, o.cards[0], o.only, o.keep)
-    versions, lines = library_versions(o), []
+    versions = library_versions(o)
+    lines = []
     for (name, key, types), cards in collect(o).items():
         pair = cards.get(FULL, {})
         ours, theirs = (pair.get(c, {}).get("instructions") for c in ("mlir", "numba"))
         digest = hashlib.sha256(types.encode()).hexdigest()[:8]
-        lines.append({
-            "bench": "bench_compilers", "name": name, "shape": key, "dtype": digest, "ms": pair.get("mlir", {}).get("ms"),
-            "value": ours, "unit": "instructions", "peer": "numba-cuda", "peer_value": theirs,
-            "ratio": round(ours / theirs, 3) if ours and theirs else None, "peak_gb": None, "types": types, "cards": cards,
-            "versions": versions,
-        })  # fmt: skip
-        failed = [f"{COMPILERS[c]} for {card}: {m['error']}" for card, pair in cards.items() for c, m in pair.items() if "error" in m]  # fmt: skip
+        lines.append(
+            {
+                "bench": "bench_compilers",
+                "name": name,
+                "shape": key,
+                "dtype": digest,
+                "ms": pair.get("mlir", {}).get("ms"),
+                "value": ours,
+                "unit": "instructions",
+                "peer": "numba-cuda",
+                "peer_value": theirs,
+                "ratio": round(ours / theirs, 3) if ours and theirs else None,
+                "peak_gb": None,
+                "types": types,
+                "cards": cards,
+                "versions": versions,
+            }
+        )
+        failed = [
+            f"{COMPILERS[c]} for {card}: {m['error']}"
+            for card, pair in cards.items()
+            for c, m in pair.items()
+            if "error" in m
+        ]
         print(f"{key} {name}: {ours} instructions, {theirs} with numba-cuda", *failed, sep="\n    ")
     record(lines)
 

@@ -1,16 +1,20 @@
-"""Data parallelism: the same step on 1, 2, 4 GPUs, in every stage, compared with torch DDP + torch.compile.
+"""Data parallelism: the same step on 1, 2, 4 GPUs, compared with torch DDP + torch.compile.
 
-    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch] [--buckets 8 16 32 64]
+    python bench/bench_ddp.py [--gpus 1 2 4] [--models dim384 dim768] [--against torch]
+                              [--buckets 8 16 32 64]
     python bench/bench_ddp.py --gpus 4 --models tinyllama-1.1b --batch 4
 
-Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without waiting in between, as in
-training), and the median of five such runs, on a chip warmed up by one second of the same work. Printed for each variant, in ms:
+Batch 32 per GPU if none is given, bf16. A time is the mean of `steps` consecutive steps (without
+waiting in between, as in training), and the median of five such runs, on a chip warmed up by one
+second of the same work. Printed for each variant, in ms:
 
     step           the whole step
-    alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with the variant:
-                   chips differ, and a warm chip is slower
-    exposed        step minus the step of --dp none, which does not communicate: the cost of communication
-    communication  the same collectives alone, without other work; GB/s: bytes per rank * 2 (n-1)/n / that time
+    alone          the step of xtrain.train on each of the same GPUs, all busy, run alternately with
+                   the variant: chips differ, and a warm chip is slower
+    exposed        step minus the step of --dp none, which does not communicate: the cost of
+                   communication
+    communication  the same collectives alone, without other work; GB/s: bytes per rank * 2 (n-1)/n
+                   / that time
     optimizer      norm, AdamW and, with ZeRO, the all-gather, alone
     of linear      tokens/s divided by the sum of the tokens/s of the GPUs alone
     of one GPU     tokens/s divided by n times those of the job with one GPU, which ran before
@@ -60,7 +64,7 @@ class Options:
 
 
 def variants(o: Options, n: int) -> list[dict]:
-    """-> the options of every variant that runs on n GPUs"""
+    """Return the options of every variant that runs on n GPUs"""
     if n == 1:
         return [dict(dp="none")]
     # all stages only on the largest number of GPUs
@@ -75,12 +79,11 @@ def variants(o: Options, n: int) -> list[dict]:
 
 
 def label(v: dict) -> str:
-    """The name of a variant in the records."""
+    """Return the name of a variant in the records."""
     words = [v["dp"]]
     if v["dp"] == "bucket":
-        words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]] + ["ZeRO-1"] * v[
-            "zero"
-        ]
+        words += [f"{v['bucket_mb']:g} MiB", v["transport"], v["grad_comm"]]
+        words += ["ZeRO-1"] * v["zero"]
     return " ".join(words)
 
 
@@ -91,7 +94,8 @@ class Batches:
     def __init__(self, config, B, T, rank):
         from bench_train import batches
 
-        self.batches, self.taken = batches(config, B, T, 8, seed=rank), 0
+        self.batches = batches(config, B, T, 8, seed=rank)
+        self.taken = 0
 
     def next_batch(self):
         self.taken += 1
@@ -99,7 +103,7 @@ class Batches:
 
 
 def measure(runs, ranks, steps, warmup=WARMUP):
-    """-> ms per step of each run (median, best, worst of RUNS); the runs alternate"""
+    """Return ms per step of each run (median, best, worst of RUNS); the runs alternate"""
     import cupy as cp
 
     def once(run):
@@ -120,7 +124,7 @@ def measure(runs, ranks, steps, warmup=WARMUP):
 
 
 def alone(work, ranks, steps):
-    """-> ms of work() on the GPU, captured in a graph"""
+    """Return ms of work() on the GPU, captured in a graph"""
     import cupy as cp
 
     from xtrain.nn.cuda_graph import Graphed
@@ -137,8 +141,10 @@ def kind_of(T, batch, ranks=1):
 
 @functools.cache
 def run_alone(name, precision, batch, rank):
-    """-> a run of xtrain.train, created once, with which every variant is compared; its initial weights, the same on
-    all ranks"""
+    """Return a run of xtrain.train, with which every variant is compared, and its initial weights.
+
+    Created once; the weights are the same on all ranks.
+    """
     from bench_train import model_config
 
     from xtrain.config import TrainConfig
@@ -166,10 +172,12 @@ def one_variant(o, name, v, ranks):
     from xtrain.parallel.ddp import ParallelConfig, ParallelRun
 
     shape, _, T = model_config(name)
-    n, pool = ranks.world, cp.get_default_memory_pool()
+    n = ranks.world
+    pool = cp.get_default_memory_pool()
     by_itself, first = run_alone(name, o.precision, o.batch, ranks.rank)
     pool.free_all_blocks()
-    taken, runs = memory_peak_bytes("gpu"), [by_itself]
+    taken = memory_peak_bytes("gpu")
+    runs = [by_itself]
     if n > 1:
         kind = kind_of(T, o.batch, n)
         model = Transformer(shape, None, "gpu", o.precision, world=n)
@@ -180,40 +188,45 @@ def one_variant(o, name, v, ranks):
         for _ in range(3):
             runs[0].step()
         taken = memory_peak_bytes("gpu") - taken
-    run, model = runs[0], runs[0].model
+    run = runs[0]
+    model = runs[0].model
     ms, *others = measure(runs, ranks, o.steps)
-    arena, optimizer = model.arena, run.optimizer
+    arena = model.arena
+    optimizer = run.optimizer
     state = [arena.weights, arena.grads, arena.half, optimizer.m, optimizer.v]
     state += [getattr(optimizer, name, None) for name in ("master", "norms")]
     size = arena.grads.size
-    found = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
-    found["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
-    hyper, factor = cp.asarray(optimizer.advance()), cp.ones(1, np.float32)
+    result = dict(ms=list(ms), tokens=o.batch * n * T / ms[0] * 1e3, parameters=size)
+    result["alone_ms"] = ranks.gather(float(others[0][0]) if others else ms[0])
+    hyper = cp.asarray(optimizer.advance())
+    factor = cp.ones(1, np.float32)
 
     def update():
         optimizer.clip(1.0) if v.get("zero") else clip(model, 1.0)
         optimizer.apply(hyper, factor)
 
-    found["optimizer_ms"] = alone(update, ranks, o.steps)
+    result["optimizer_ms"] = alone(update, ranks, o.steps)
     if n > 1:
         state.append(run.parallel.collectives.half)
         if v["dp"] != "none":
             run.parallel.compare_weights(optimizer, run.done)
-            found["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
+            result["comm_ms"] = alone(lambda: communicate(run), ranks, o.steps)
             width = 2 if v.get("grad_comm") == "bf16" else 4
             moved = arena.grads.size * width * 2 * (n - 1) / n / (1 + v.get("zero", 0))
-            found["bus_gb_s"] = moved / found["comm_ms"] / 1e6
-    found["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
-    found["peak_gb"] = taken / 1e9
+            result["bus_gb_s"] = moved / result["comm_ms"] / 1e6
+    result["state_bytes"] = sum(x.nbytes for x in state if x is not None) / size
+    result["peak_gb"] = taken / 1e9
     if n > 1:
         run.close()
-    return found
+    return result
 
 
 def communicate(run):
     """Run only the collectives of one backward pass."""
-    stage, collectives = run.parallel.stage, run.parallel.collectives
-    slices, start = stage.slices, getattr(stage, "start", collectives.all_reduce)
+    stage = run.parallel.stage
+    collectives = run.parallel.collectives
+    slices = stage.slices
+    start = getattr(stage, "start", collectives.all_reduce)
     if run.config.dp == "flat":
         slices = [(0, run.model.arena.grads.size)]
     if run.config.dp == "naive":
@@ -235,9 +248,9 @@ def worker(o: Options) -> None:
     with AbortOnError(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
-            found = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
+            result = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
             if ranks.rank == 0:
-                print("RESULT " + json.dumps({**v, **found}), flush=True)
+                print("RESULT " + json.dumps({**v, **result}), flush=True)
             gc.collect()
             cp.get_default_memory_pool().free_all_blocks()
 
@@ -248,7 +261,8 @@ def torch_worker(o: Options) -> None:
     from bench_train import BETAS, CLIP, DECAY, LR, model_config
     from torch_model import Model
 
-    task, rank = json.loads(o.worker), int(os.environ["LOCAL_RANK"])
+    task = json.loads(o.worker)
+    rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl")
     n = torch.distributed.get_world_size()
@@ -294,9 +308,9 @@ def torch_worker(o: Options) -> None:
         times.append((time.perf_counter() - start) / o.steps)
     if rank == 0:
         ms = 1e3 * np.median(times)
-        found = dict(ms=ms, tokens=o.batch * n * T / ms * 1e3)
-        found["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        print("RESULT " + json.dumps(found), flush=True)
+        result = dict(ms=ms, tokens=o.batch * n * T / ms * 1e3)
+        result["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        print("RESULT " + json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -309,14 +323,19 @@ def results(command, o, task):
     path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*map(str, command), str(here), *map(str, task_options)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
     if done.returncode:
         print(
             f"{' '.join(map(str, command))} ended with {done.returncode}", done.stdout, flush=True
         )
     return [json.loads(line) for line in lines]
+
+
+EXTRA = ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
 
 
 def main(o: Options) -> None:
@@ -328,38 +347,49 @@ def main(o: Options) -> None:
         for n in o.gpus:
             task = dict(model=name, variants=variants(o, n))
             ours = results(["mpirun", "-n", n, sys.executable], o, task)
-            too = o.against == "torch" and n in o.torch_gpus
-            theirs = results([*run, n], o, dict(task, torch=True)) if too else []
-            peer, silent = (theirs[0] if theirs else None), None
+            peer = None
+            if o.against == "torch" and n in o.torch_gpus:
+                peer = next(iter(results([*run, n], o, dict(task, torch=True))), None)
+            silent = None
             if peer:
-                torch_one = peer["tokens"] if n == 1 else torch_one
+                if n == 1:
+                    torch_one = peer["tokens"]
                 peer["of_linear"] = torch_one and round(peer["tokens"] / n / torch_one, 4)
-                print(f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
-                      f"{peer['of_linear']} of linear", flush=True)  # fmt: skip
-            for found in ours:
-                one = found["tokens"] if n == 1 else one
-                silent = found["ms"][0] if found["dp"] == "none" else silent
-                more = {
-                    k: round(found[k], 4)
-                    for k in ("optimizer_ms", "comm_ms", "bus_gb_s", "state_bytes", "peak_gb")
-                    if k in found
-                }
-                by_itself = found["alone_ms"]
-                more["alone_ms"] = [round(ms, 4) for ms in by_itself]
-                if silent and found["dp"] != "none":
-                    more["exposed_ms"] = round(found["ms"][0] - silent, 4)
-                more["of_linear"] = round(n / found["ms"][0] / sum(1 / ms for ms in by_itself), 4)
+                print(
+                    f"{name} {n} GPUs torch DDP + compile: {peer['tokens']:,.0f} tok/s, "
+                    f"{peer['of_linear']} of linear",
+                    flush=True,
+                )
+            for measured in ours:
+                if n == 1:
+                    one = measured["tokens"]
+                if measured["dp"] == "none":
+                    silent = measured["ms"][0]
+                fields = {k: round(measured[k], 4) for k in EXTRA if k in measured}
+                by_itself = measured["alone_ms"]
+                fields["alone_ms"] = [round(ms, 4) for ms in by_itself]
+                if silent and measured["dp"] != "none":
+                    fields["exposed_ms"] = round(measured["ms"][0] - silent, 4)
+                fields["of_linear"] = round(
+                    n / measured["ms"][0] / sum(1 / ms for ms in by_itself), 4
+                )
                 if one:
-                    more["of_one_gpu"] = round(found["tokens"] / n / one, 4)
-                if peer and (n == 1 or found["dp"] != "none"):
-                    more |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
-                    more["peer_of_linear"] = peer["of_linear"]
-                variant = label(found) if n > 1 else "one GPU"
+                    fields["of_one_gpu"] = round(measured["tokens"] / n / one, 4)
+                if peer and (n == 1 or measured["dp"] != "none"):
+                    fields |= {"peer": "torch DDP + compile", "peer_value": peer["tokens"]}
+                    fields["peer_of_linear"] = peer["of_linear"]
+                variant = label(measured) if n > 1 else "one GPU"
                 record(
-                    "bench_ddp", f"{name}, {n} GPU, {variant}", shape=f"batch {o.batch} per GPU", dtype=o.precision,
-                    ms=found["ms"][0], value=found["tokens"], unit="tok/s", **more,
-                )  # fmt: skip
-                print("   ", more, flush=True)
+                    "bench_ddp",
+                    f"{name}, {n} GPU, {variant}",
+                    shape=f"batch {o.batch} per GPU",
+                    dtype=o.precision,
+                    ms=measured["ms"][0],
+                    value=measured["tokens"],
+                    unit="tok/s",
+                    **fields,
+                )
+                print("   ", fields, flush=True)
 
 
 if __name__ == "__main__":

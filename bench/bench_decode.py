@@ -1,28 +1,32 @@
 """Serving speed: time to the first token, and tokens per second while decoding.
 
-    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64] [--weights full int8 fp8] [--peers plain compile]
-        [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M]
+    python bench/bench_decode.py [--batch 1 32] [--context 128 4096] [--new 64]
+                                 [--weights full int8 fp8] [--peers plain compile]
+                                 [--kv-cache full fp8] [--profile] [--model 1.1B 8B 0.6B 135M]
 
-A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632, vocabulary 32000), bf16, random
-weights created on the device. `batch` prompts of `context` random tokens are submitted at once; every sequence gets `new`
-greedy tokens.
+A Llama of 1.1 B parameters (dim 2048, 22 layers, 32 heads of 64, 4 key heads, hidden 5632,
+vocabulary 32000), bf16, random weights created on the device. `batch` prompts of `context` random
+tokens are submitted at once; every sequence gets `new` greedy tokens.
 
     first token    from submitting the prompts to having all of their first tokens on the host
     decoding       tokens per second from then on, by the host's clock, everything included
-    bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy bandwidth): a step reads
-                   every weight once (except the embedding's rows) and all keys and values so far, on average those of
-                   context + new / 2 tokens; the bandwidth is that of a device-to-device copy of 1 GB, read plus written
+    bound          batch / ((bytes of weights + bytes of keys and values that a step reads) / copy
+                   bandwidth): a step reads every weight once (except the embedding's rows) and all
+                   keys and values so far, on average those of context + new / 2 tokens; the
+                   bandwidth is that of a device-to-device copy of 1 GB, read plus written
 
 --model 8B, 0.6B and 135M: the shapes of Qwen3-8B, Qwen3-0.6B and SmolLM2-135M.
 
---kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same weights, is the one to compare with.
-These records are in bench/results/bench_kv_codes.jsonl.
+--kv-cache fp8: keys and values in codes. The speed of `full` in the same run, with the same
+weights, is the one to compare with. These records are in bench/results/bench_kv_codes.jsonl.
 
---weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another one of the same shape, and
-`bytes of weights` are those of its codes and scales; the speed of `full` in the same run is the one to compare with.
+--weights int8 and fp8: the matrices of the layers in one byte per weight. The model is then another
+one of the same shape, and `bytes of weights` are those of its codes and scales; the speed of `full`
+in the same run is the one to compare with.
 
-The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs it by default, and
-`compile` with a static cache, where generate() decodes through torch.compile. Each step is timed to its end.
+The peer: the same weights in transformers' LlamaForCausalLM, bf16, SDPA: `plain` as generate() runs
+it by default, and `compile` with a static cache, where generate() decodes through torch.compile.
+Each step is timed to its end.
 """
 
 import gc
@@ -45,25 +49,66 @@ from xtrain.nn.quantized import linear_weights, quantize_weights
 from xtrain.serving.engine import graph_size
 
 SHAPE = dict(
-    vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=8192,
-    norm_eps=1e-5, qk_norm=False,
-)  # fmt: skip
+    vocab_size=32000,
+    dim=2048,
+    n_layers=22,
+    n_heads=32,
+    n_kv_heads=4,
+    hidden_dim=5632,
+    max_seq_len=8192,
+    norm_eps=1e-5,
+    qk_norm=False,
+)
 NAME = "llama 1.1B"
 SHAPES = {
     "1.1B": (NAME, SHAPE),
-    "8B": ("Qwen3-8B", dict(
-        vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=12288,
-        max_seq_len=20480, norm_eps=1e-6, qk_norm=True,
-    )),
-    "0.6B": ("Qwen3-0.6B", dict(
-        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-        max_seq_len=8192, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
-    )),
-    "135M": ("SmolLM2-135M", dict(
-        vocab_size=49152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, hidden_dim=1536, max_seq_len=8192,
-        norm_eps=1e-5, qk_norm=False, tie_embeddings=True,
-    )),
-}  # fmt: skip
+    "8B": (
+        "Qwen3-8B",
+        dict(
+            vocab_size=151936,
+            dim=4096,
+            n_layers=36,
+            n_heads=32,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=12288,
+            max_seq_len=20480,
+            norm_eps=1e-6,
+            qk_norm=True,
+        ),
+    ),
+    "0.6B": (
+        "Qwen3-0.6B",
+        dict(
+            vocab_size=151936,
+            dim=1024,
+            n_layers=28,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=3072,
+            max_seq_len=8192,
+            norm_eps=1e-6,
+            qk_norm=True,
+            tie_embeddings=True,
+        ),
+    ),
+    "135M": (
+        "SmolLM2-135M",
+        dict(
+            vocab_size=49152,
+            dim=576,
+            n_layers=30,
+            n_heads=9,
+            n_kv_heads=3,
+            hidden_dim=1536,
+            max_seq_len=8192,
+            norm_eps=1e-5,
+            qk_norm=False,
+            tie_embeddings=True,
+        ),
+    ),
+}
 
 
 @dataclass
@@ -96,16 +141,21 @@ def random_model(o: Options, size: str = "1.1B") -> xtrain.Transformer:
 
 
 def ours(model, prompts, new, kv_cache="full"):
-    """-> engine, seconds to the first tokens, milliseconds per decoding step (wall clock), tokens
+    """Return engine, seconds to the first tokens, milliseconds per decoding step, and tokens.
 
-    Prompts of more tokens than one pass may have are prefilled while the first sequences decode: only the steps that decode all
-    sequences count."""
-    B, T = len(prompts), len(prompts[0])
-    engine = xtrain.Engine(model, B, T + new, reuse_prefix=False, kv_cache=kv_cache)
+    By the wall clock. Prompts of more tokens than one pass may have are prefilled while the first
+    sequences decode:
+    only the steps that decode all sequences count.
+    """
+    B = len(prompts)
+    T = len(prompts[0])
+    options = dict(reuse_prefix=False, kv_cache=kv_cache)
+    engine = xtrain.Engine(model, B, T + new, **options)
     first = None
     engine.generate(prompts, new)  # compiles the kernels, captures the graph, wakes the clocks
     engine.trace.clear()
-    start, stream = time.perf_counter(), engine.stream(prompts, new)
+    start = time.perf_counter()
+    stream = engine.stream(prompts, new)
     for _ in stream:
         if first is None and all(stream.completions):
             first = time.perf_counter() - start
@@ -114,10 +164,14 @@ def ours(model, prompts, new, kv_cache="full"):
 
 
 def step_ms(engine, B, T):
-    """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every slot."""
+    """Return milliseconds of GPU time of a decoding step alone, and the step.
+
+    It is the graph, replayed with T tokens in every slot.
+    """
     batch = engine.batch
     batch.clear()
-    batch.host["lengths"][:B], batch.host["temperature"][:B] = T, 0
+    batch.host["lengths"][:B] = T
+    batch.host["temperature"][:B] = 0
     each = batch.host_tables.shape[1]
     batch.host_tables[:B] = np.arange(B * each).reshape(B, each)  # each sequence in its own blocks
 
@@ -130,7 +184,7 @@ def step_ms(engine, B, T):
 
 
 def profile(step):
-    """Print the kernels of a step, how often they run and how long, and how long the GPU was idle."""
+    """Print the kernels of a step, how often and how long they run, and the idle time."""
     try:
         times = cupti_times(lambda: [step() for _ in range(5)])
     except NoTimes as error:
@@ -142,27 +196,25 @@ def profile(step):
     for name, (calls, ns) in sorted(table.items(), key=lambda item: -item[1][1])[:14]:
         print(f"  {name:48} {calls / 5:6.0f} x {ns / calls / 1e3:8.2f} us = {ns / 5e3:9.1f} us")
     busy = sum(ns for _, ns in table.values()) / 5e3
-    print(
-        f"  kernels {busy:.1f} us a step, from first to last {(times[-1].end - times[0].start) / 5e3:.1f} us",
-        flush=True,
-    )
+    total = (times[-1].end - times[0].start) / 5e3
+    print(f"  kernels {busy:.1f} us a step, from first to last {total:.1f} us", flush=True)
 
 
 def step_bytes(model, B, T, new, kv_cache="full"):
-    """-> bytes of weights, of keys and values"""
-    c, head = model.config, model.config.head_dim
-    head = 2 * head if kv_cache == "full" else head + 4  # bytes
-    table = 0 if c.tie_embeddings else model.model.embed_tokens.weight.data.nbytes
+    """Return the bytes of weights, and of keys and values."""
+    c = model.config
+    head_bytes = 2 * c.head_dim if kv_cache == "full" else c.head_dim + 4
+    table = 0
+    if not c.tie_embeddings:
+        table = model.model.embed_tokens.weight.data.nbytes
     codes = sum(p.quantized.nbytes for _, p in linear_weights(model) if p.quantized is not None)
-    return (
-        model.arena.half.nbytes + codes - table,
-        2 * c.n_layers * c.n_kv_heads * head * B * (T + new / 2),
-    )
+    weights = model.arena.half.nbytes + codes - table
+    return weights, 2 * c.n_layers * c.n_kv_heads * head_bytes * B * (T + new / 2)
 
 
 # ----------------------------------------------------------------------------- transformers
 def their_model(model):
-    """-> a model of transformers that shares the weights' memory"""
+    """Return a model of transformers that shares the weights' memory."""
     import torch
     import transformers
 
@@ -174,7 +226,10 @@ def their_model(model):
     for name, p in model.named_parameters():
         data = p.data.view(cp.int16) if p.dtype.itemsize == 2 else p.data
         tensor = torch.from_dlpack(data)
-        state[name] = tensor.view(torch.bfloat16) if p.dtype.itemsize == 2 else tensor.bfloat16()
+        if p.dtype.itemsize == 2:
+            state[name] = tensor.view(torch.bfloat16)
+        else:
+            state[name] = tensor.bfloat16()
     theirs.load_state_dict(state, assign=True)
     rotary = type(theirs.model.rotary_emb)(config=config).to("cuda")
     theirs.model.rotary_emb = rotary
@@ -182,11 +237,12 @@ def their_model(model):
 
 
 def their_times(theirs, prompts, new, static):
-    """-> seconds to the first tokens, median milliseconds per decoding step, new tokens"""
+    """Return seconds to the first tokens, median milliseconds per decoding step, new tokens."""
     import torch
     import transformers
 
-    times, ids = [], torch.tensor(prompts, device="cuda")
+    times = []
+    ids = torch.tensor(prompts, device="cuda")
 
     class Clock(transformers.StoppingCriteria):
         def __call__(self, input_ids, scores, **_):
@@ -195,9 +251,14 @@ def their_times(theirs, prompts, new, static):
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     options = dict(
-        attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-        pad_token_id=0, stopping_criteria=[Clock()], **({"cache_implementation": "static"} if static else {}),
-    )  # fmt: skip
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=[Clock()],
+        **({"cache_implementation": "static"} if static else {}),
+    )
     for _ in range(2 if static else 1):  # the first runs compile and capture
         theirs.generate(ids, **options)
     times.clear()
@@ -209,11 +270,20 @@ def their_times(theirs, prompts, new, static):
 
 # ----------------------------------------------------------------------------- all of it
 def bench(
-    model, theirs, B, T, o, bandwidth, kind="full", full=None, size="1.1B", kv_cache="full"
+    model,
+    theirs,
+    B,
+    T,
+    o,
+    bandwidth,
+    kind="full",
+    full=None,
+    size="1.1B",
+    kv_cache="full",
 ):
-    """Measure and record a case, and return its tokens per second.
+    """Measure and record; return tokens per second.
 
-    full: tokens per second of the same run with weights, or keys and values, in bf16
+    full: those of the same run with weights, or keys and values, in bf16.
     """
     prompts = np.random.default_rng(B + T).integers(0, model.config.vocab_size, (B, T)).tolist()
     engine, first, ms, tokens = ours(model, prompts, o.new, kv_cache)
@@ -221,51 +291,74 @@ def bench(
     weights, kv = step_bytes(model, B, T, o.new, kv_cache)
     bound = (weights + kv) / bandwidth * 1e3
     print(
-        f"{size}, weights {kind}, cache {kv_cache}, B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, {bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
-        f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; cache {engine.cache_bytes / 1e9:.2f} GB",
+        f"{size}, weights {kind}, cache {kv_cache}, "
+        f"B={B} context={T}: {B / ms * 1e3:,.0f} tok/s, "
+        f"{bound / ms:.1%} of the bound ({bound:.3f} ms); step {ms:.3f} ms, of "
+        f"which GPU {gpu:.3f} ({bound / gpu:.1%}); first token {first * 1e3:.1f} ms; "
+        f"cache {engine.cache_bytes / 1e9:.2f} GB",
         flush=True,
     )
     if o.profile:
         profile(step)
-    more = dict(
-        bound=round(B / bound * 1e3, 1), share_of_bound=round(bound / ms, 4), gpu_ms=round(float(gpu), 4),
-        first_token_ms=round(first * 1e3, 2), new=o.new, copy_gb_s=round(bandwidth / 1e9),
-        weights_gb=round(weights / 1e9, 3), kv_gb=round(kv / 1e9, 3),
+    fields = dict(
+        bound=round(B / bound * 1e3, 1),
+        share_of_bound=round(bound / ms, 4),
+        gpu_ms=round(float(gpu), 4),
+        first_token_ms=round(first * 1e3, 2),
+        new=o.new,
+        copy_gb_s=round(bandwidth / 1e9),
+        weights_gb=round(weights / 1e9, 3),
+        kv_gb=round(kv / 1e9, 3),
         peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
-    )  # fmt: skip
+    )
     del engine, step
     gc.collect()
     cp.get_default_memory_pool().free_all_blocks()
-    name, layers = SHAPES[size][0], SHAPES[size][1]["n_layers"]
-    name = f"{name}, {o.layers} of {layers} layers" if o.layers not in (None, layers) else name
-    shape, speeds = f"B={B} context={T}", dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
+    name = SHAPES[size][0]
+    layers = SHAPES[size][1]["n_layers"]
+    if o.layers not in (None, layers):
+        name = f"{name}, {o.layers} of {layers} layers"
+    shape = f"B={B} context={T}"
+    speeds = dict(ms=ms, value=B / ms * 1e3, unit="tok/s")
     plain = kind == kv_cache == "full"
-    dtype, peers = "bf16" if kind == "full" else kind, o.peers if plain else []
-    found = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
+    dtype = "bf16" if kind == "full" else kind
+    peers = o.peers if plain else []
+    peer_fields = [measure_peer(theirs, peer, prompts, o.new, tokens) for peer in peers]
     if kind != "full" and full:
-        found = [dict(peer="bf16 weights", peer_value=full)]
+        peer_fields = [dict(peer="bf16 weights", peer_value=full)]
     if kv_cache != "full":
         dtype = f"{dtype}, cache {kv_cache}"
-        found = [dict(peer="keys and values in bf16", peer_value=full)] if full else []
-    file = "bench_decode" if kv_cache == "full" else "bench_kv_codes"
-    for peer in [p for p in found if p] or [{}]:
-        record(file, name, shape=shape, dtype=dtype, **speeds, **more, **peer)
+        peer_fields = []
+        if full:
+            peer_fields = [dict(peer="keys and values in bf16", peer_value=full)]
+    # bench_decode.jsonl has the tables' records: the model of 1.1 B
+    file = "bench_decode"
+    if size != "1.1B":
+        file = "bench_decode_sizes"
+    file = "bench_kv_codes" if kv_cache != "full" else file
+    for peer in [p for p in peer_fields if p] or [{}]:
+        record(file, name, shape=shape, dtype=dtype, **speeds, **fields, **peer)
     return speeds["value"]
 
 
 def measure_peer(theirs, peer, prompts, new, tokens):
-    """-> a record's fields about a peer; None if it fails, so that the other peers are still measured"""
+    """Return a record's fields about a peer.
+
+    None if it fails, so that the other peers are still measured.
+    """
     try:
         first, ms, their_tokens = their_times(theirs, prompts, new, peer == "compile")
     except Exception as error:
-        return print(
-            f"  transformers {peer}: {type(error).__name__} {str(error)[:300]}", flush=True
-        )
+        reason = f"{type(error).__name__} {str(error)[:300]}"
+        return print(f"  transformers {peer}: {reason}", flush=True)
     same = np.mean([a[0] == b[0] for a, b in zip(tokens, their_tokens)])
     return dict(
-        peer=f"transformers {peer}", peer_value=len(prompts) / ms * 1e3, peer_ms=round(ms, 3),
-        peer_first_token_ms=round(first * 1e3, 2), same_first_tokens=round(float(same), 3),
-    )  # fmt: skip
+        peer=f"transformers {peer}",
+        peer_value=len(prompts) / ms * 1e3,
+        peer_ms=round(ms, 3),
+        peer_first_token_ms=round(first * 1e3, 2),
+        same_first_tokens=round(float(same), 3),
+    )
 
 
 def main(o: Options) -> None:
@@ -278,17 +371,17 @@ def main(o: Options) -> None:
 
 
 def bench_model(o, size, kind, bandwidth, full) -> None:
-    """All batches and contexts of one model."""
+    """Measure all batches and contexts of one model."""
     model = random_model(o, size)
-    theirs = their_model(model) if o.peers and kind == "full" and size == "1.1B" else None
+    theirs = None
+    if o.peers and kind == "full" and size == "1.1B":
+        theirs = their_model(model)
     quantize_weights(model, kind)
     for T, B in itertools.product(o.context, o.batch):
         values: dict[str, float] = {}
         for cache in o.kv_cache:
             first = full.get((size, B, T)) if cache == "full" else values.get("full")
-            values[cache] = bench(
-                model, theirs, B, T, o, bandwidth, kind, first, size, kv_cache=cache
-            )
+            values[cache] = bench(model, theirs, B, T, o, bandwidth, kind, first, size, cache)
         if kind == "full" and "full" in values:
             full[size, B, T] = values["full"]
     del model, theirs

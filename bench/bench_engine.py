@@ -2,17 +2,20 @@
 
     python bench/bench_engine.py [--only gemv] [--configs]
 
-gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a copy that moves the
-                            same bytes; decode_attention also over a cache of codes
-context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it sees; compared with our
-                            attention of training on as many tokens in equal sequences, if there is no history
-sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's; also penalties and
-                            log-probabilities
-step                        all layers as the engine launches them, in one CUDA graph replayed many times: tokens/s, and the
-                            share of the memory bound, (weights + cache read) / copy bandwidth
+gemv, decode_attention      a call in a CUDA graph with the cache flushed before it, as a share of a
+                            copy that moves the same bytes; decode_attention also over a cache of
+                            codes
+context_attention           of a packed prefill, TFLOP/s: 4 H D operations per query and key that it
+                            sees; compared with our attention of training on as many tokens in equal
+                            sequences, if there is no history
+sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's;
+                            also penalties and log-probabilities
+step                        all layers as the engine launches them, in one CUDA graph replayed many
+                            times: tokens/s, and the share of the memory bound, (weights + cache
+                            read) / copy bandwidth
 
-Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and cache are random; the
-cache is paged, blocks of 64 tokens in random order.
+Shape: dim 2048, 22 layers, 32 heads of 64, 4 of k and v, hidden 5632, vocabulary 32000. Weights and
+cache are random; the cache is paged, blocks of 64 tokens in random order.
 """
 
 import functools
@@ -42,7 +45,13 @@ from xtrain.kernels.decoding.penalties import (
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.runtime.launch import set_overlap
 
-C, L, H, G, D, F, V = 2048, 22, 32, 4, 64, 5632, 32000
+C = 2048
+L = 22
+H = 32
+G = 4
+D = 64
+F = 5632
+V = 32000
 P = (H + 2 * G) * D
 S = 64  # tokens of a block of the KV cache
 BF16 = DTYPES["bf16"]
@@ -62,13 +71,14 @@ def int32(x):
 
 # ----------------------------------------------------------------------------- one kernel
 def product(name, N, w=None):
-    """-> a call of gemv on random numbers, the bytes of its weights, (x, w)"""
+    """Return a call of gemv on random numbers, the bytes of its weights, (x, w)"""
     rows, columns, form = MATRICES[name]
     w = draw(BF16, rows, columns, scale=columns**-0.5) if w is None else w
     norm, swiglu = form.get("norm", False), form.get("swiglu", False)
     x = draw(np.float32 if norm else BF16, N, columns, seed=1)
     norm_w = draw(np.float32, columns, seed=2) if norm else None
-    delta, dtype = draw(BF16, N, columns, seed=3), form.get("dtype")
+    delta = draw(BF16, N, columns, seed=3)
+    dtype = form.get("dtype")
     if norm:
         call = lambda: gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, dtype)
     else:
@@ -79,20 +89,28 @@ def product(name, N, w=None):
 def bench_gemv(o):
     for name, N in itertools.product(MATRICES, o.rows):
         call, nbytes, (x, w) = product(name, N)
-        ms, copy = graph_ms(call, o.runs), copy_ms(nbytes)
+        ms = graph_ms(call, o.runs)
+        copy = copy_ms(nbytes)
         half = converted(x, BF16)
         cublas = graph_ms(lambda: linear_fwd(half, w), o.runs)[0]  # noqa: B023
         record(
-            "bench_engine", f"gemv_{name}", shape=f"N={N} {w.shape[0]}x{w.shape[1]}", dtype="bf16", ms=ms[0],
-            value=nbytes / ms[0] / 1e6, unit="GB/s", peer="cuBLAS, product alone",
-            peer_value=nbytes / float(cublas) / 1e6, share=round(copy / float(ms[0]), 3),
-        )  # fmt: skip
+            "bench_engine",
+            f"gemv_{name}",
+            shape=f"N={N} {w.shape[0]}x{w.shape[1]}",
+            dtype="bf16",
+            ms=ms[0],
+            value=nbytes / ms[0] / 1e6,
+            unit="GB/s",
+            peer="cuBLAS, product alone",
+            peer_value=nbytes / float(cublas) / 1e6,
+            share=round(copy / float(ms[0]), 3),
+        )
 
 
 def paged(count, B, tokens, layers=()):
-    """-> `count` random caches (*layers, R, G, S, D) of R = B M blocks, and (B, M) tables of up to `tokens` tokens
+    """Return `count` random caches (*layers, R, G, S, D) and block tables.
 
-    The blocks of a sequence lie in random order, as in an engine that has served for a while.
+    R = B M blocks, (B, M) tables of up to `tokens` tokens.
     """
     M = -(-tokens // S)
     tables = int32(np.random.default_rng(0).permutation(B * M).reshape(B, M))
@@ -104,29 +122,45 @@ def paged(count, B, tokens, layers=()):
 def bench_attention(o):
     for B, context in o.shapes:
         args, nbytes = attention_inputs(B, context)
-        ms, copy = graph_ms(lambda: decode_attention(*args), o.runs), copy_ms(nbytes)  # noqa: B023
+        ms = graph_ms(lambda: decode_attention(*args), o.runs)  # noqa: B023
+        copy = copy_ms(nbytes)
         record(
-            "bench_engine", "decode_attention", shape=f"B={B} context={context} H={H} G={G} D={D}", dtype="bf16",
-            ms=ms[0], value=nbytes / ms[0] / 1e6, unit="GB/s", share=round(copy / float(ms[0]), 3),
-        )  # fmt: skip
+            "bench_engine",
+            "decode_attention",
+            shape=f"B={B} context={context} H={H} G={G} D={D}",
+            dtype="bf16",
+            ms=ms[0],
+            value=nbytes / ms[0] / 1e6,
+            unit="GB/s",
+            share=round(copy / float(ms[0]), 3),
+        )
         bench_codes(o, args, B, context, nbytes / ms[0] / 1e6)
 
 
 def bench_codes(o, args, B, context, full):
-    """The same attention over a cache of codes. full: GB/s in bf16; value counts the bytes that bf16 would have read."""
-    nbytes, bf16 = 2 * B * G * context * (D + 4), 4 * B * G * context * D
+    """Measure the same attention over a cache of codes."""
+    nbytes = 2 * B * G * context * (D + 4)
+    bf16 = 4 * B * G * context * D
     args, scales = with_codes(args)
     call = lambda: decode_attention(*args, scales_RGS2=scales)
-    ms, copy = graph_ms(call, o.runs), copy_ms(nbytes)
+    ms = graph_ms(call, o.runs)
+    copy = copy_ms(nbytes)
     record(
-        "bench_engine", "decode_attention_fp8", shape=f"B={B} context={context} H={H} G={G} D={D}", dtype="fp8",
-        ms=ms[0], value=bf16 / ms[0] / 1e6, unit="GB/s", share=round(copy / float(ms[0]), 3),
-        peer="bf16", peer_value=full,
-    )  # fmt: skip
+        "bench_engine",
+        "decode_attention_fp8",
+        shape=f"B={B} context={context} H={H} G={G} D={D}",
+        dtype="fp8",
+        ms=ms[0],
+        value=bf16 / ms[0] / 1e6,
+        unit="GB/s",
+        share=round(copy / float(ms[0]), 3),
+        peer="bf16",
+        peer_value=full,
+    )
 
 
 def with_codes(args):
-    """-> the arguments of decode_attention with random codes in place of keys and values, their scales"""
+    """Return the arguments of decode_attention with random codes and scales for keys and values."""
     qkv, k, _, *rest = args
     (codes,), (scales,) = empty_kv_codes(qkv, 1, *k.shape)
     codes[...] = cp.random.randint(0, 127, codes.shape, np.uint8)
@@ -138,18 +172,22 @@ def attention_inputs(B, context, kv=None, tables=None, angles=None):
     if kv is None:
         kv, tables = paged(2, B, context + 128)
     angles = angles or [cp.asarray(t) for t in rope.rope_tables(D, tables.shape[1] * S, 1e4)]
-    qkv, lengths = draw(BF16, B, P), int32([context - 1] * B)
+    qkv = draw(BF16, B, P)
+    lengths = int32([context - 1] * B)
     return (qkv, *kv, lengths, tables, *angles, None, None, EPS, D**-0.5), 4 * B * G * context * D
 
 
 def bench_context(o):
     for A, T, past in o.prompts:
-        edges, history = int32(np.arange(A + 1) * T), int32([past] * A)
-        q, ((k, v), tables) = draw(BF16, A * T, H, D), paged(2, A, past + T)
+        edges = int32(np.arange(A + 1) * T)
+        history = int32([past] * A)
+        q = draw(BF16, A * T, H, D)
+        (k, v), tables = paged(2, A, past + T)
         places = (edges, history, tables, T)
         run = lambda: context_attention(q, k, v, *places, D**-0.5)  # noqa: B023
         ms = graph_ms(run, o.runs)[0]
-        flops, more = 4 * H * D * A * T * (past + (T + 1) / 2), {}
+        flops = 4 * H * D * A * T * (past + (T + 1) / 2)
+        more = {}
         if not past:
             q_BTHD = q.reshape(A, T, H, D)
             k_BSGD, v_BSGD = (draw(BF16, A, T, G, D, seed=i) for i in (1, 2))
@@ -158,34 +196,55 @@ def bench_context(o):
                 peer="attention of training", peer_value=flops / graph_ms(train, o.runs)[0] / 1e9
             )
         record(
-            "bench_engine", "context_attention", shape=f"A={A} T={T} history={past} H={H} G={G} D={D}",
-            dtype="bf16", ms=ms, value=flops / ms / 1e9, unit="TFLOP/s", **more,
-        )  # fmt: skip
+            "bench_engine",
+            "context_attention",
+            shape=f"A={A} T={T} history={past} H={H} G={G} D={D}",
+            dtype="bf16",
+            ms=ms,
+            value=flops / ms / 1e9,
+            unit="TFLOP/s",
+            **more,
+        )
 
 
 def sampling_inputs(B, temperature, top_k, top_p):
     full = lambda value, dtype: cp.full(B, value, dtype)
     return (
-        cp.zeros(B, np.int32), full(temperature, np.float32), full(top_k, np.int32), full(top_p, np.float32),
-        full(1, np.int64), cp.arange(B, dtype=np.int64), cp.zeros(B, np.int32),
-    )  # fmt: skip
+        cp.zeros(B, np.int32),
+        full(temperature, np.float32),
+        full(top_k, np.int32),
+        full(top_p, np.float32),
+        full(1, np.int64),
+        cp.arange(B, dtype=np.int64),
+        cp.zeros(B, np.int32),
+    )
 
 
 RULES = dict(  # temperature, top-k, top-p
-    greedy=(0, 0, 1), top_50=(0.8, 50, 1), top_p=(1, 0, 0.9), all=(1, 0, 1), top_20_and_p=(0.6, 20, 0.95)
-)  # fmt: skip
+    greedy=(0, 0, 1),
+    top_50=(0.8, 50, 1),
+    top_p=(1, 0, 0.9),
+    all=(1, 0, 1),
+    top_20_and_p=(0.6, 20, 0.95),
+)
 
 
 def sampling_calls(B, vocab):
-    """-> (name, call) of what follows the logits of a step. Every row has the same rules, and 1000 tokens with penalties."""
-    logits, slots = draw(np.float32, B, vocab, scale=3.0), cp.arange(B, dtype=np.int32)
+    """Return (name, call) of what follows the logits of a step.
+
+    Every row has the same rules, and 1000 tokens with penalties.
+    """
+    logits = draw(np.float32, B, vocab, scale=3.0)
+    slots = cp.arange(B, dtype=np.int32)
     for name, rules in RULES.items():
-        inputs, min_p = sampling_inputs(B, *rules), cp.zeros(B, np.float32)
+        inputs = sampling_inputs(B, *rules)
+        min_p = cp.zeros(B, np.float32)
         yield (
             f"sample_{name}",
             functools.partial(sampling.sample, logits, *inputs, min_p_B=min_p),
         )
-    lists, ids = Penalties.empty(logits, B, 1024), cp.zeros(B, np.int32)
+    lists = Penalties.empty(logits, B, 1024)
+    ids = cp.zeros(B, np.int32)
     for b in range(B):
         lists.set_slot(b, PenaltyRules(1.1, 0.1, 0.1), range(1000), ())
 
@@ -202,9 +261,14 @@ def bench_sample(o):
         for name, call in sampling_calls(B, vocab):
             ms = graph_ms(call, o.runs)
             record(
-                "bench_engine", name, shape=f"B={B} V={vocab}", dtype="fp32", ms=ms[0],
-                value=1e3 * ms[0], unit="us",
-            )  # fmt: skip
+                "bench_engine",
+                name,
+                shape=f"B={B} V={vocab}",
+                dtype="fp32",
+                ms=ms[0],
+                value=1e3 * ms[0],
+                unit="us",
+            )
 
 
 # ----------------------------------------------------------------------------- a whole step
@@ -213,7 +277,8 @@ class Step:
 
     def __init__(self, B, context):
         self.weights = [{n: self.weight(n, i) for n in MATRICES if n != "head"} for i in range(L)]
-        self.head, self.norm_w = self.weight("head", L), cp.ones(C, np.float32)
+        self.head = self.weight("head", L)
+        self.norm_w = cp.ones(C, np.float32)
         self.h = draw(np.float32, B, C, scale=0.1)
         (kv,), tables = paged(1, B, context + 128, (L, 2))
         angles = [cp.asarray(t) for t in rope.rope_tables(D, tables.shape[1] * S, 1e4)]
@@ -229,7 +294,8 @@ class Step:
         return draw(BF16, rows, columns, seed=seed, scale=0.3 * columns**-0.5)
 
     def __call__(self):
-        h, delta = self.h, None
+        h = self.h
+        delta = None
         product = functools.partial(gemv.gemv, weights_ready=True)
         normed = functools.partial(gemv.add_norm_gemv, weights_ready=True)
         for w, attention in zip(self.weights, self.attention):
@@ -242,7 +308,7 @@ class Step:
 
 
 def replay_ms(f, replays=20):
-    """-> milliseconds per replay of a CUDA graph of f, many replays back to back"""
+    """Return milliseconds per replay of a CUDA graph of f, many replays back to back"""
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:
@@ -272,12 +338,20 @@ def bench_step(o):
         step = Step(B, context)
         for overlap in (True, False):
             set_overlap(overlap)
-            ms, bound = replay_ms(step), step.nbytes / bandwidth * 1e3
+            ms = replay_ms(step)
+            bound = step.nbytes / bandwidth * 1e3
             record(
-                "bench_engine", "step" if overlap else "step_without_overlap", shape=f"B={B} context={context}",
-                dtype="bf16", ms=ms, value=1e3 * B / ms, unit="tokens/s", share=round(bound / ms, 3),
-                nbytes=step.nbytes, copy_gbs=round(bandwidth / 1e9, 1),
-            )  # fmt: skip
+                "bench_engine",
+                "step" if overlap else "step_without_overlap",
+                shape=f"B={B} context={context}",
+                dtype="bf16",
+                ms=ms,
+                value=1e3 * B / ms,
+                unit="tokens/s",
+                share=round(bound / ms, 3),
+                nbytes=step.nbytes,
+                copy_gbs=round(bandwidth / 1e9, 1),
+            )
         set_overlap(True)
         del step
         cp.get_default_memory_pool().free_all_blocks()
@@ -327,9 +401,12 @@ class Options:
 
 def main(o: Options) -> None:
     benches = dict(
-        gemv=bench_gemv, attention=bench_attention, context=bench_context, sample=bench_sample,
+        gemv=bench_gemv,
+        attention=bench_attention,
+        context=bench_context,
+        sample=bench_sample,
         step=bench_step,
-    )  # fmt: skip
+    )
     for name, bench in benches.items():
         if not o.only or name in o.only:
             bench(o)

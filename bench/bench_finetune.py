@@ -1,16 +1,18 @@
-"""Fine-tuning: examples in rows of their own and packed, next to TRL's trainer; LoRA steps, next to PEFT with torch.compile.
+"""Fine-tuning, compared with TRL's trainer, and LoRA steps, compared with PEFT + torch.compile.
 
     python bench/bench_finetune.py [--only sft lora] [--peers]
-    python bench/bench_finetune.py --only memory                    alone: it reads the memory of the whole process
+    python bench/bench_finetune.py --only memory    alone: it reads the whole process's memory
 
-sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose lengths are log-normal (median 200, most below 1000).
-        A step has --examples of them, or as many packed rows as hold that number. Tokens per second count the inputs of the
-        examples, no padding. TRL pads each batch to its longest example, xtrain all rows to 2048.
+sft     Qwen3-0.6B's shape, random weights, examples of random tokens whose lengths are log-normal
+        (median 200, most below 1000). A step has --examples of them, or as many packed rows as hold
+        that number. Tokens per second count the inputs of the examples, no padding. TRL pads each
+        batch to its longest example, xtrain all rows to 2048.
 lora    TinyLlama-1.1B's shape, rank 16 on all matrices, 4 sequences of 2048 random tokens.
-memory  Of the same with 1 sequence and --recompute block, all that the process uses on the card, next to its plan.
+memory  the same with 1 sequence and --recompute block, all that the process uses on the card,
+        next to its plan.
 
-Peak memory is what each library's allocator reserved on the card. Weights, batches and optimizer options are alike, not the
-same: losses are compared in tests/tuning.
+Peak memory is what each library's allocator reserved on the card. Weights, batches and optimizer
+options are alike, not the same: losses are compared in tests/tuning.
 """
 
 import contextlib
@@ -37,14 +39,30 @@ from xtrain.tuning.examples import Example
 from xtrain.tuning.finetune import Conversations
 
 QWEN = xtrain.ModelConfig(
-    vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-    max_seq_len=2048, rope_theta=1e6, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=151936,
+    dim=1024,
+    n_layers=28,
+    n_heads=16,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=3072,
+    max_seq_len=2048,
+    rope_theta=1e6,
+    tie_embeddings=True,
+)
 TINYLLAMA = xtrain.ModelConfig(
-    vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=2048,
+    vocab_size=32000,
+    dim=2048,
+    n_layers=22,
+    n_heads=32,
+    n_kv_heads=4,
+    hidden_dim=5632,
+    max_seq_len=2048,
     qk_norm=False,
-)  # fmt: skip
-T, LR, RANK = 2048, 1e-5, 16
+)
+T = 2048
+LR = 1e-5
+RANK = 16
 
 
 @dataclass
@@ -60,7 +78,7 @@ def synchronize() -> None:
 
 
 def timed(step, steps: int) -> list[float]:
-    """-> median, p20 and p80 ms of a step, after 5 others"""
+    """Return median, p20 and p80 ms of a step, after 5 others"""
     times = []
     for _ in range(5 + steps):
         synchronize()
@@ -82,18 +100,18 @@ def free() -> None:
 
 
 def some_examples(n: int) -> list[Example]:
-    """Random tokens; the first third of each is a prompt, which is not trained."""
+    """Return random tokens; the first third of each is a prompt, which is not trained."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(200), 0.8, n), 16, T).astype(int)
-    found = []
+    examples = []
     for i, length in enumerate(lengths):
         ids = rng.integers(0, QWEN.vocab_size, length + 1).astype(np.int32)
-        found.append(Example(str(i), ids, np.arange(length + 1) > length // 3))
-    return found
+        examples.append(Example(str(i), ids, np.arange(length + 1) > length // 3))
+    return examples
 
 
 def twin(config: xtrain.ModelConfig) -> Any:
-    """The model in transformers, with random float32 weights on the GPU."""
+    """Return the model in transformers, with random float32 weights on the GPU."""
     import torch
     import transformers
 
@@ -130,15 +148,23 @@ def sft(o: Options) -> None:
         ms = timed(run.step, o.steps)
         each = batch * len(examples) / rows  # examples in a step
         record(
-            "bench_finetune", "sft packed" if pack else "sft padded", shape=f"Qwen3-0.6B rows={batch} x {T}",
-            dtype="bf16", ms=ms[0], value=each * inputs / ms[0] * 1e3, unit="tok/s", p20_p80=ms[1:],
-            peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2), examples=round(each, 2), **(theirs or {}),
-        )  # fmt: skip
+            "bench_finetune",
+            "sft packed" if pack else "sft padded",
+            shape=f"Qwen3-0.6B rows={batch} x {T}",
+            dtype="bf16",
+            ms=ms[0],
+            value=each * inputs / ms[0] * 1e3,
+            unit="tok/s",
+            p20_p80=ms[1:],
+            peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
+            examples=round(each, 2),
+            **(theirs or {}),
+        )
         run.close()
 
 
 def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
-    """TRL's SFTTrainer on the same examples, unpacked. -> its fields of a record"""
+    """Measure TRL's SFTTrainer on the same examples; return its fields of a record."""
     import torch
     import transformers
     import trl
@@ -156,10 +182,20 @@ def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
             ]
         )
         options = trl.SFTConfig(
-            output_dir=folder, per_device_train_batch_size=o.examples, max_steps=5 + o.steps, bf16=True, max_length=T,
-            gradient_checkpointing=False, report_to="none", save_strategy="no", learning_rate=LR, logging_steps=1000,
-            optim="adamw_torch_fused", dataloader_num_workers=0, disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            per_device_train_batch_size=o.examples,
+            max_steps=5 + o.steps,
+            bf16=True,
+            max_length=T,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            learning_rate=LR,
+            logging_steps=1000,
+            optim="adamw_torch_fused",
+            dataloader_num_workers=0,
+            disable_tqdm=True,
+        )
         times: list[float] = []
 
         class Timer(transformers.TrainerCallback):
@@ -190,14 +226,17 @@ def trl(o: Options, examples: list[Example]) -> dict[str, Any]:
         o.examples * inputs / median * 1e3
     )  # the mean is longer: memory is allocated for new lengths
     return {
-        "peer": f"TRL {trl.__version__}, padded", "peer_value": value, "peer_ms": [round(median, 3)],
+        "peer": f"TRL {trl.__version__}, padded",
+        "peer_value": value,
+        "peer_ms": [round(median, 3)],
         "peer_peak_gb": round(peak, 2),
-    }  # fmt: skip
+    }
 
 
 # ----------------------------------------------------------------------------- lora
 def adapted(recompute: str = "none") -> AdaptedTransformer:
-    model = AdaptedTransformer(TINYLLAMA, 0, "gpu", "bf16", recompute, trainable=False)  # type: ignore[arg-type]
+    kind: Any = recompute  # a literal type
+    model = AdaptedTransformer(TINYLLAMA, 0, "gpu", "bf16", kind, trainable=False)
     model.adapt(Lora(RANK, 2.0 * RANK))
     return model
 
@@ -221,28 +260,42 @@ def lora(o: Options) -> None:
     run = lora_run(4)
     ms = timed(run.step, o.steps)
     record(
-        "bench_finetune", "lora", shape=shape, dtype="bf16", ms=ms[0], value=4 * T / ms[0] * 1e3,
-        unit="tok/s", p20_p80=ms[1:], peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2), **theirs,
-    )  # fmt: skip
+        "bench_finetune",
+        "lora",
+        shape=shape,
+        dtype="bf16",
+        ms=ms[0],
+        value=4 * T / ms[0] * 1e3,
+        unit="tok/s",
+        p20_p80=ms[1:],
+        peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
+        **theirs,
+    )
     run.close()
 
 
 def memory(o: Options) -> None:
-    """The memory of a step with adapters, next to its plan."""
+    """Measure the memory of a step with adapters, next to its plan."""
     run = lora_run(1, "block")
     ms = timed(run.step, 5)
     available, total = cp.cuda.Device().mem_info
     plan = memory_plan.plan(TINYLLAMA, 1, T, "bf16", "block", lora=RANK)
     record(
-        "bench_finetune", "lora memory", shape=f"TinyLlama-1.1B r={RANK} B=1 T={T} recompute=block",
-        dtype="bf16", ms=ms[0], value=(total - available) / 1e9, unit="GB", p20_p80=ms[1:],
+        "bench_finetune",
+        "lora memory",
+        shape=f"TinyLlama-1.1B r={RANK} B=1 T={T} recompute=block",
+        dtype="bf16",
+        ms=ms[0],
+        value=(total - available) / 1e9,
+        unit="GB",
+        p20_p80=ms[1:],
         plan_gb=round((plan.reserved + memory_plan.OUTSIDE) / 1e9, 2),
-    )  # fmt: skip
+    )
     run.close()
 
 
 def peft(o: Options, batch: int) -> dict[str, Any]:
-    """PEFT's adapters on transformers' model, compiled. -> its fields of a record"""
+    """Measure PEFT's adapters, compiled; return their fields of a record."""
     import peft
     import torch
 
@@ -271,9 +324,11 @@ def peft(o: Options, batch: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_reserved() / 1e9
     torch._dynamo.reset()
     return {
-        "peer": f"peft {peft.__version__} + torch.compile", "peer_value": batch * T / ms[0] * 1e3,
-        "peer_ms": ms, "peer_peak_gb": round(peak, 2),
-    }  # fmt: skip
+        "peer": f"peft {peft.__version__} + torch.compile",
+        "peer_value": batch * T / ms[0] * 1e3,
+        "peer_ms": ms,
+        "peer_peak_gb": round(peak, 2),
+    }
 
 
 def main(o: Options) -> None:

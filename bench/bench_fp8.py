@@ -1,16 +1,21 @@
-"""Training in fp8 next to bf16: the matrix products of a step, and the losses of whole runs. (Whole steps: bench_train.py.)
+"""Training in fp8 next to bf16: the matrix products of a step, and the losses of whole runs.
+
+(Whole steps: bench_train.py.)
 
     python bench/bench_fp8.py products [--models gpt124m qwen3-0.6b tinyllama-1.1b]
-    python bench/bench_fp8.py losses [--models dim768 300m] [--variants bf16 fp8 fp8-head] [--steps 2000] [--text PATH ...]
+    python bench/bench_fp8.py losses [--models dim768 300m] [--variants bf16 fp8 fp8-head] [--steps
+    2000] [--text PATH ...]
 
-products: forward, input gradient and weight gradient of every matrix of the blocks, and of the head in its chunks of rows, in
-bf16 and on fp8 codes with one scale per matrix. The codes are random, and making them is not part of the time (bench_kernels.py
-has that). One layer, or one chunk, is one CUDA graph; ms is that of the whole step, `value` the rate, the peer bf16's.
+products: forward, input gradient and weight gradient of every matrix of the blocks, and of the head
+in its chunks of rows, in bf16 and on fp8 codes with one scale per matrix. The codes are random, and
+making them is not part of the time (bench_kernels.py has that). One layer, or one chunk, is one
+CUDA graph; ms is that of the whole step, `value` the rate, the peer bf16's.
 
-losses: the same text, seed, batches and schedule in each variant, bf16 the first. `value` is by how much the validation loss at
-the end exceeds bf16's, in percent. A record has the curves (validation, and the mean training loss of each 50 steps), the numbers
-that were clamped or not finite, in all and by kind of tensor, and the median time of a step. TEXT: files or folders as for
-`xtrain.train --data`; default: this repository.
+losses: the same text, seed, batches and schedule in each variant, bf16 the first. `value` is by how
+much the validation loss at the end exceeds bf16's, in percent. A record has the curves (validation,
+and the mean training loss of each 50 steps), the numbers that were clamped or not finite, in all
+and by kind of tensor, and the median time of a step. TEXT: files or folders as for `xtrain.train
+--data`; default: this repository.
 """
 
 import argparse
@@ -42,20 +47,23 @@ LR = {"300m": 4e-4}  # of the shapes in bench_train.py
 
 # ----------------------------------------------------------------------------- products
 def matrices(config) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of a block."""
-    C, F, D = config.dim, config.hidden_dim, config.head_dim
+    """Return (outputs, inputs) of the matrices of a block."""
+    C = config.dim
+    F = config.hidden_dim
+    D = config.head_dim
     heads = config.n_heads + 2 * config.n_kv_heads
     return [(heads * D, C), (C, config.n_heads * D), (2 * F, C), (C, F)]
 
 
 def products(shapes: list[tuple[int, int]], rows: int, kinds: dict[str, str]):
-    """-> two functions: the three products of each matrix on this many rows, in bf16 and in fp8. kinds: formats of x, w, dy"""
+    """Return two functions: the three products of each matrix, in bf16 and in fp8."""
     draw = cp.random.default_rng(0)
     numbers = lambda *shape: cast_fwd(draw.standard_normal(shape, dtype=np.float32), BFLOAT16)
     scale = cp.full(1, 0.01, np.float32)
     # positive codes below infinity and NaN
     codes = lambda kind, *shape: Operand(draw.integers(0, 0x70, shape, dtype=np.uint8), scale, kind)
-    in_bf16, in_fp8 = [], []
+    in_bf16 = []
+    in_fp8 = []
     for outputs, inputs in shapes:
         y, dx = cp.empty((rows, outputs), BFLOAT16), cp.empty((rows, inputs), BFLOAT16)
         dw = cp.zeros((outputs, inputs), np.float32)
@@ -83,7 +91,8 @@ def products(shapes: list[tuple[int, int]], rows: int, kinds: dict[str, str]):
 def bench_products(name: str) -> None:
     """Time the products of a step of one model and append two records."""
     config, B, T = model_config(name)
-    N, head = B * T, (config.padded_vocab_size, config.dim)
+    N = B * T
+    head = (config.padded_vocab_size, config.dim)
     rows = chunk_rows(N)
     for part, shapes, n, times, kinds in (
         ("blocks", matrices(config), N, config.n_layers, KINDS),
@@ -92,20 +101,35 @@ def bench_products(name: str) -> None:
         bf16_ms, fp8_ms = (times * graph_ms(f)[0] for f in products(shapes, n, kinds))
         flops = 6 * n * times * sum(a * b for a, b in shapes)
         record(
-            "bench_fp8", f"{name}/products/{part}", shape=f"B={B} T={T} V={config.vocab_size}", dtype="fp8", ms=fp8_ms,
-            value=flops / fp8_ms / 1e9, unit="TFLOP/s", peer="bf16", peer_value=flops / bf16_ms / 1e9, peer_ms=round(bf16_ms, 4),
-        )  # fmt: skip
+            "bench_fp8",
+            f"{name}/products/{part}",
+            shape=f"B={B} T={T} V={config.vocab_size}",
+            dtype="fp8",
+            ms=fp8_ms,
+            value=flops / fp8_ms / 1e9,
+            unit="TFLOP/s",
+            peer="bf16",
+            peer_value=flops / bf16_ms / 1e9,
+            peer_ms=round(bf16_ms, 4),
+        )
         cp.get_default_memory_pool().free_all_blocks()
 
 
 # ----------------------------------------------------------------------------- losses
 def command(o, out: Path, model: str, variant: str) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     preset = "gpt124m" if model in SHAPES else model
     given = {
-        "out": out, "name": variant, "preset": preset, "precision": variant.removesuffix("-head"), "steps": o.steps,
-        "eval-every": o.eval_every, "vocab-size": 16384, "sample-every": o.steps, "save-every": o.steps,
-    }  # fmt: skip
+        "out": out,
+        "name": variant,
+        "preset": preset,
+        "precision": variant.removesuffix("-head"),
+        "steps": o.steps,
+        "eval-every": o.eval_every,
+        "vocab-size": 16384,
+        "sample-every": o.steps,
+        "save-every": o.steps,
+    }
     if model in SHAPES:
         shape, batch, T = SHAPES[model]
         options = {option: shape[name] for option, name in SHAPE_OPTIONS.items() if name in shape}
@@ -116,12 +140,12 @@ def command(o, out: Path, model: str, variant: str) -> list[str]:
 
 
 def lines(path: Path) -> list[dict]:
-    """The records of a .jsonl file."""
+    """Return the records of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def results(run: Path) -> dict:
-    """The fields of a record, from the folder of a run."""
+    """Return the fields of a record, from the folder of a run."""
     metrics, timing = lines(run / "metrics.jsonl"), lines(run / "timing.jsonl")
     steps = [m for m in metrics if "loss" in m]
     losses = [m["loss"] for m in steps]
@@ -138,7 +162,7 @@ def results(run: Path) -> dict:
         ],
         skipped=sum("skipped" in m for m in steps),
         counts=counts,
-    )  # fmt: skip
+    )
 
 
 def bench_losses(o, model: str) -> None:
@@ -156,9 +180,16 @@ def bench_losses(o, model: str) -> None:
             bf16_end = end if variant == "bf16" else bf16_end
             excess = 100 * (end / bf16_end - 1)
             record(
-                "bench_fp8", f"{model}/losses/{variant}", shape=f"{o.steps} steps", dtype=variant.removesuffix("-head"),
-                value=excess, unit="% above bf16's validation loss", end=end, bf16_end=bf16_end, **found,
-            )  # fmt: skip
+                "bench_fp8",
+                f"{model}/losses/{variant}",
+                shape=f"{o.steps} steps",
+                dtype=variant.removesuffix("-head"),
+                value=excess,
+                unit="% above bf16's validation loss",
+                end=end,
+                bf16_end=bf16_end,
+                **found,
+            )
 
 
 def main() -> None:

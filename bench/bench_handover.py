@@ -1,18 +1,21 @@
-"""What it costs that resident blocks hand a vector over to each other through global memory: two ways to wait.
+"""The cost of handing a vector over between resident blocks: two ways to wait.
 
     python bench/bench_handover.py [--columns 576 1536 2048] [--rounds 2000]
 
-In every round each block writes its share of a vector and then needs all of it: the hand-over between two stages of a decoding
-step in one kernel (lesson 33), without the products.
+In every round each block writes its share of a vector and then needs all of it: the hand-over
+between two stages of a decoding step in one kernel (lesson 33), without the products.
 
-    counter     the block writes, meets at a barrier, and one thread adds to a counter with release semantics. One thread of each
-                block polls the counter with acquiring loads; a barrier; then the threads load the vector
-    sealed      each element is a word of 8 bytes: 4 bytes of data and the number of the round, its seal. A thread polls the
-                words that it needs until their seals are those of the round: no counter, no fence, no second load. A word
-                is written and read as a whole ("Memory Consistency Model" in the PTX manual)
+    counter     the block writes, meets at a barrier, and one thread adds to a counter with release
+                semantics. One thread of each block polls the counter with acquiring loads; a
+                barrier; then the threads load the vector
+    sealed      each element is a word of 8 bytes: 4 bytes of data and the number of the round, its
+                seal. A thread polls the words that it needs until their seals are those of the
+                round: no counter, no fence, no second load. A word is written and read as a whole
+                ("Memory Consistency Model" in the PTX manual)
 
-Both compute the same numbers, which are checked. `value` is microseconds per round; the rest of a round (a sum over the vector,
-which both share) is measured by `alone`: the same loop without other blocks.
+Both compute the same numbers, which are checked. `value` is microseconds per round; the rest of a
+round (a sum over the vector, which both share) is measured by `alone`: the same loop without other
+blocks.
 """
 
 import functools
@@ -28,7 +31,8 @@ from xtrain.kernels.runtime.compiler import cuda, int32, int64
 from xtrain.kernels.runtime.launch import launch
 from xtrain.simulator import simulates
 
-BLOCK, WARPS = 256, 8
+BLOCK = 256
+WARPS = 8
 PRIME = 65521  # all numbers are smaller, so sums fit
 
 
@@ -42,14 +46,14 @@ class Options:
 
 @intrinsic(value=int64)
 def store_word(code, x, i, value):
-    """x[i] = value, int64 in global memory, as one access ("st", .relaxed)."""
+    """Set x[i], int64 in global memory, as one access ("st", .relaxed)."""
     text = "st.relaxed.gpu.global.u64 [$0], $1;"
     code.asm(text, None, [code.address(x, i, GLOBAL), value], memory=True)
 
 
 @intrinsic(returns=int64)
 def load_word(code, x, i):
-    """x[i], int64 in global memory, as one access that does not come from the L1 cache ("ld", .relaxed)."""
+    """Return x[i], int64 in global memory, as one access past the L1 cache ("ld", .relaxed)."""
     text = "ld.relaxed.gpu.global.u64 $0, [$1];"
     return code.asm(text, int64, [code.address(x, i, GLOBAL)], memory=True)
 
@@ -66,8 +70,9 @@ def _simulated_load(thread, site, x, i):
 
 @device
 def total(v, partial):
-    """The sum of v over the block, in every thread."""
-    lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+    """Return the sum of v over the block, in every thread."""
+    lane = cuda.threadIdx.x & 31
+    warp = cuda.threadIdx.x >> 5
     for offset in (16, 8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, offset)
     if lane == 0:
@@ -86,14 +91,17 @@ def next_value(sum_, c):
 
 @functools.cache
 def make_counter_kernel(C, blocks):
-    """Of blocks that wait at a counter. C: columns."""
+    """Return the kernel whose blocks wait at a counter. C: columns."""
 
     @kernel(BLOCK, 1)
     def counter_kernel(x, counter_1, rounds):
         """Grid `blocks`, block BLOCK. x: (2, C) int32, flat; round r reads row r % 2."""
-        partial, tid = cuda.shared.array(WARPS, int32), cuda.threadIdx.x
+        partial = cuda.shared.array(WARPS, int32)
+        tid = cuda.threadIdx.x
         for r in range(rounds):
-            acc, here, there = int32(0), (r & 1) * C, (1 - (r & 1)) * C
+            acc = int32(0)
+            here = (r & 1) * C
+            there = (1 - (r & 1)) * C
             for c in range(tid, C, BLOCK):
                 acc += x[here + c]
             sum_ = total(acc, partial)
@@ -111,16 +119,22 @@ def make_counter_kernel(C, blocks):
 
 @functools.cache
 def make_sealed_kernel(C, blocks):
-    """Of blocks that wait for the words of the vector. C: columns."""
+    """Return the kernel whose blocks wait for the words of the vector. C: columns."""
     EACH = -(-C // BLOCK)
 
     @kernel(BLOCK, 1)
     def sealed_kernel(words, rounds):
-        """Grid `blocks`, block BLOCK. words: (2, C) int64, flat: seal and data; round r reads row r % 2."""
-        partial, tid = cuda.shared.array(WARPS, int32), cuda.threadIdx.x
+        """Grid `blocks`, block BLOCK.
+
+        words: (2, C) int64, flat: seal and data; round r reads row r % 2.
+        """
+        partial = cuda.shared.array(WARPS, int32)
+        tid = cuda.threadIdx.x
         mine = cuda.local.array(EACH, int64)
         for r in range(rounds):
-            acc, here, there = int32(0), (r & 1) * C, (1 - (r & 1)) * C
+            acc = int32(0)
+            here = (r & 1) * C
+            there = (1 - (r & 1)) * C
             missing = True
             while missing:  # all loads are issued before the first is looked at
                 missing = False
@@ -140,16 +154,18 @@ def make_sealed_kernel(C, blocks):
 
 
 def expected(C: int, rounds: int) -> np.ndarray:
-    """-> the vector after all rounds"""
-    x, c = np.ones(C, np.int64), np.arange(C)
+    """Return the vector after all rounds"""
+    x = np.ones(C, np.int64)
+    c = np.arange(C)
     for _ in range(rounds):
         x = (x.sum() + 7 * c + 1) % PRIME
     return x
 
 
 def run_counter(to_array, C, blocks, rounds):
-    """-> start(), vector()"""
-    x, counter_1 = to_array(np.ones(2 * C, np.int32)), to_array(np.zeros(1, np.int64))
+    """Return start(), vector()"""
+    x = to_array(np.ones(2 * C, np.int32))
+    counter_1 = to_array(np.zeros(1, np.int64))
 
     def start():
         x[...] = 1
@@ -160,8 +176,9 @@ def run_counter(to_array, C, blocks, rounds):
 
 
 def run_sealed(to_array, C, blocks, rounds):
-    """-> start(), vector()"""
-    # a block that writes nothing is not waited for: its words may be overwritten, and it polls forever
+    """Return start(), vector()"""
+    # a block that writes nothing is not waited for: its words may be overwritten, and it polls
+    # forever
     if blocks > C:
         raise ValueError(
             f"{C} columns for {blocks} blocks: give at least one column for each block"
@@ -198,19 +215,28 @@ def main(o: Options) -> None:
                     end.synchronize()
                     times.append(1e3 * cp.cuda.get_elapsed_time(begin, end) / o.rounds)
                 assert np.array_equal(cp.asnumpy(vector()), expected(C, o.rounds)), name
-                us, spread = float(np.median(times[1:])), np.ptp(times[1:])
+                us = float(np.median(times[1:]))
+                spread = np.ptp(times[1:])
                 what = name if blocks > 1 else f"{name}, alone"
                 medians[what] = us
                 print(f"C={C} {what}: {us:.3f} us a round (spread {spread:.3f})", flush=True)
         if o.keep:
             for name in VARIANTS:
-                peer = (
-                    dict(peer="counter", peer_value=medians["counter"]) if name == "sealed" else {}
-                )
+                if name == "sealed":
+                    peer = dict(peer="counter", peer_value=medians["counter"])
+                else:
+                    peer = {}
                 record(
-                    "bench_handover", name, shape=f"C={C} blocks={multiprocessors}", dtype="int32", ms=medians[name] / 1e3,
-                    value=medians[name], unit="us", alone_us=round(medians[f"{name}, alone"], 3), **peer,
-                )  # fmt: skip
+                    "bench_handover",
+                    name,
+                    shape=f"C={C} blocks={multiprocessors}",
+                    dtype="int32",
+                    ms=medians[name] / 1e3,
+                    value=medians[name],
+                    unit="us",
+                    alone_us=round(medians[f"{name}, alone"], 3),
+                    **peer,
+                )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The output head and the loss in chunks of rows: time and memory for several chunk sizes.
 
-    python bench/bench_head.py [--models dim384 dim768 gpt124m] [--rows 1024 2048 4096 8192] [--precision bf16]
+    python bench/bench_head.py [--models dim384 dim768 gpt124m] [--rows 1024 2048 4096 8192]
+    [--precision bf16]
 
-The time covers the head's part of a training step: logits, loss and its gradient, dx, dw (three products of 2 N P C operations
-each), inside a CUDA graph. The memory is the peak in addition to x and w: the logits of a chunk, dx and dw.
+The time covers the head's part of a training step: logits, loss and its gradient, dx, dw (three
+products of 2 N P C operations each), inside a CUDA graph. The memory is the peak in addition to x
+and w: the logits of a chunk, dx and dw.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +33,10 @@ class Options:
 def bench(name: str, precision: str, rows: int) -> None:
     """Time chunks of `rows` rows for one model and append the record."""
     config, B, T = model_config(name)
-    N, C, V, P = B * T, config.dim, config.vocab_size, config.padded_vocab_size
+    N = B * T
+    C = config.dim
+    V = config.vocab_size
+    P = config.padded_vocab_size
     draw = np.random.default_rng(0)
     normal = lambda *shape: to_device(draw.standard_normal(shape, np.float32), "gpu")
     kind = np.float32 if precision == "fp32" else "bfloat16"
@@ -42,10 +47,16 @@ def bench(name: str, precision: str, rows: int) -> None:
     step = chunk_rows(N, rows)
     nbytes = (min(step, N) * P + N * C) * x.itemsize + 4 * P * C
     record(
-        "bench_head", f"{name} rows={rows}", shape=f"N={N} C={C} V={V}", dtype=precision, ms=ms,
-        value=6 * N * P * C / ms / 1e9, unit="TFLOP/s", peak_gb=round(nbytes / 1e9, 3),
+        "bench_head",
+        f"{name} rows={rows}",
+        shape=f"N={N} C={C} V={V}",
+        dtype=precision,
+        ms=ms,
+        value=6 * N * P * C / ms / 1e9,
+        unit="TFLOP/s",
+        peak_gb=round(nbytes / 1e9, 3),
         p20_p80=[round(p20, 4), round(p80, 4)],
-    )  # fmt: skip
+    )
 
 
 def main(o: Options) -> None:

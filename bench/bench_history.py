@@ -1,17 +1,19 @@
-"""The phases from one sequence at a time to a batch in a CUDA graph, all measured on this card (dim384, T 256).
+"""The phases from one sequence at a time to a batch in a CUDA graph, on this card (dim384, T 256).
 
     python bench/bench_history.py
 
     one sequence       B = 1: the GPU waits for Python
     batch by loop      32 sequences one after the other, one optimizer step
-    looped attention   linears over the whole batch, attention head by head with copies to the host and back
+    looped attention   linears over the whole batch, attention head by head with copies to the host
+                       and back
     batched            everything over the whole batch, each kernel launched from Python
     graph              the same step in one CUDA graph
-    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, each kernel launched from Python
+    bf16 eager         bf16 with fp32 masters, FlashAttention on tensor cores, each kernel launched
+                       from Python
     bf16               the same in one CUDA graph: xtrain's step
 
-The optimizer was thought to slow down the second phase, and the linears the third. The measurement shows the causes:
-launches and copies between device and host. See lesson 9.
+The optimizer was thought to slow down the second phase, and the linears the third. The measurement
+shows the causes: launches and copies between device and host. See lesson 9.
 """
 
 import time
@@ -29,11 +31,15 @@ from xtrain.nn.optim import clip
 
 
 class LoopedAttention(Function):
-    """Attention head by head and sequence by sequence, with each slice copied through the host: slow on purpose."""
+    """Attention head by head and sequence by sequence, slow on purpose.
+
+    Each slice is copied through the host.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, scale, causal):
-        o, saved = cp.empty_like(q), []
+        o = cp.empty_like(q)
+        saved = []
         rep = q.shape[2] // k.shape[2]
         for b in range(q.shape[0]):
             for h in range(q.shape[2]):
@@ -49,8 +55,11 @@ class LoopedAttention(Function):
     @staticmethod
     def backward(ctx, do):
         saved, shape, scale, causal = ctx.saved
-        dq, dk, dv = cp.empty_like(do), cp.zeros(shape, do.dtype), cp.zeros(shape, do.dtype)
-        H, rep = do.shape[2], do.shape[2] // shape[2]
+        dq = cp.empty_like(do)
+        dk = cp.zeros(shape, do.dtype)
+        dv = cp.zeros(shape, do.dtype)
+        H = do.shape[2]
+        rep = do.shape[2] // shape[2]
         for i, kept in enumerate(saved):
             b, h = divmod(i, H)
             part = cp.asarray(do[b, :, h].get())[None, :, None]
@@ -64,7 +73,7 @@ class LoopedAttention(Function):
 
 
 def tokens_per_second(step, data, tokens, repeat):
-    """-> tokens per second, ms per step: medians over `repeat` steps"""
+    """Return tokens per second, ms per step: medians over `repeat` steps"""
     for ids, targets in data[:4]:  # compile, and capture a graph
         step(ids, targets)
     times = []
@@ -107,7 +116,8 @@ def main() -> None:
 
     measure("one sequence", step, [(i[:1], t[:1]) for i, t in data], 1, 10)
     measure("batch by loop", by_loop, data, B, 4)
-    batched, F.attention = F.attention, LoopedAttention.apply
+    batched = F.attention
+    F.attention = LoopedAttention.apply
     measure("looped attention", step, data, B, 2)
     F.attention = batched
     measure("batched", step, data, B, 10)

@@ -1,16 +1,17 @@
-"""FlashAttention forward on compute capability 9.0, built up in the steps of lesson 23: what does each of them gain?
+"""FlashAttention forward on compute capability 9.0: what each step of lesson 23 gains.
 
     python bench/bench_hopper_steps.py
 
     mma.sync        the kernel of lesson 14
-    wgmma           tiles by TMA, a producer thread, products of a warpgroup; small tiles, one block per tile of queries,
-                    and nothing overlaps the exponentials
+    wgmma           tiles by TMA, a producer thread, products of a warpgroup; small tiles, one block
+                    per tile of queries, and nothing overlaps the exponentials
     larger tiles    the tiles of the table
     beside          the exponentials overlap the product p V of the previous tile
-    persistent      as many blocks as the GPU holds, which take one tile of queries after another: the kernel in use
+    persistent      as many blocks as the GPU holds, which take one tile of queries after another:
+                    the kernel in use
 
-Every step includes the previous ones, and its result is compared with that of the first. The steps alternate, each in its own
-CUDA graph.
+Every step includes the previous ones, and its result is compared with that of the first. The steps
+alternate, each in its own CUDA graph.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention.flash_attention_hopper import Gpu
 from xtrain.kernels.attention.flash_attention_hopper_table import HopperPlan, HopperTiles
 
-B, H, T = 4, 16, 4096
+B = 4
+H = 16
+T = 4096
 SMALL = {
     64: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=3, blocks=3, own=1), planes=0),
     128: HopperPlan(HopperTiles(step=64, warpgroups=1, stages=2, blocks=2, own=1), planes=0),
@@ -44,7 +47,10 @@ class Options:
 
 @contextlib.contextmanager
 def no_overlap():
-    """Every wait of the forward kernel is for all products: none is in flight during the exponentials."""
+    """Make every wait of the forward kernel wait for all products.
+
+    None is in flight during the exponentials.
+    """
     usual = hopper.make_wait
 
     def clear():
@@ -61,7 +67,10 @@ def no_overlap():
 
 
 def compile_step(task):
-    """In a worker: fills the kernel cache. task: D, plan, True if products overlap the exponentials"""
+    """Fill the kernel cache, in a worker.
+
+    task: D, plan, True if products overlap the exponentials.
+    """
     D, plan, overlap = task
     with contextlib.nullcontext() if overlap else no_overlap():
         _, local, wrong = compile_hopper(("fwd", D, True, plan.tiles))
@@ -77,9 +86,10 @@ def compile_steps(heads) -> None:
 
 
 def steps(D, arrays):
-    """-> {step: (start, o)}; the kernels of earlier steps are kept alive in `start`."""
+    """Return {step: (start, o)}; the kernels of earlier steps are kept alive in `start`."""
     q, k, v = arrays
-    scale, gpu = np.float32(D**-0.5), fa.gpu_of(q)
+    scale = np.float32(D**-0.5)
+    gpu = fa.gpu_of(q)
     o = {name: cp.empty_like(q) for name in ("wgmma", "larger tiles", "beside", "persistent")}
     lse = cp.empty((B, H, T), np.float32)
     large = hopper.choose("fwd", D, T, True)
@@ -103,18 +113,18 @@ def steps(D, arrays):
             fa.HOPPER = True
 
     right = mma_sync()
-    found = {"mma.sync": (capture(mma_sync), None)}
+    contestants = {"mma.sync": (capture(mma_sync), None)}
     with no_overlap():
-        found["wgmma"] = filler("wgmma", SMALL[D], UNLIMITED)
-        found["larger tiles"] = filler("larger tiles", large, UNLIMITED)
-    found["beside"] = filler("beside", large, UNLIMITED)
-    found["persistent"] = filler("persistent", large, gpu.multiprocessors)
+        contestants["wgmma"] = filler("wgmma", SMALL[D], UNLIMITED)
+        contestants["larger tiles"] = filler("larger tiles", large, UNLIMITED)
+    contestants["beside"] = filler("beside", large, UNLIMITED)
+    contestants["persistent"] = filler("persistent", large, gpu.multiprocessors)
     cp.cuda.Device().synchronize()
     for name, got in o.items():
         got, want = got.astype(cp.float32), right.astype(cp.float32)
         error = float(cp.linalg.norm(got - want) / cp.linalg.norm(want))
         assert error < 2e-2, f"{name}: off by {error:.1e} of mma.sync's result"
-    return found
+    return contestants
 
 
 def main(options: Options) -> None:
@@ -135,9 +145,15 @@ def main(options: Options) -> None:
             print(f"{name:13} {shape}  {ms:.4f} ms  {rate:4.0f} TFLOP/s", flush=True)
             if options.keep:
                 record(
-                    "bench_hopper_steps", f"fwd {name}", shape=shape, dtype="bf16", ms=ms, value=rate, unit="TFLOP/s",
+                    "bench_hopper_steps",
+                    f"fwd {name}",
+                    shape=shape,
+                    dtype="bf16",
+                    ms=ms,
+                    value=rate,
+                    unit="TFLOP/s",
                     p20_p80=[round(float(x), 4) for x in (low, high)],
-                )  # fmt: skip
+                )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python bench/bench_kernels.py [--only swiglu adamw] [--dtypes bf16] [--no-torch]
 
-A kernel with little arithmetic can at best be as fast as a copy that moves its bytes: each input is read once, each output
-written once (`nbytes` of each case). `share` is the time of that copy divided by the time of the kernel. Both are measured
-in this run, inside a CUDA graph, with the L2 cache flushed before each. PyTorch, eager and compiled, is timed in the same
-way, its backward through autograd. Results are checked against the reference in float64 before they are timed.
+A kernel with little arithmetic can at best be as fast as a copy that moves its bytes: each input is
+read once, each output written once (`nbytes` of each case). `share` is the time of that copy
+divided by the time of the kernel. Both are measured in this run, inside a CUDA graph, with the L2
+cache flushed before each. PyTorch, eager and compiled, is timed in the same way, its backward
+through autograd. Results are checked against the reference in float64 before they are timed.
 
 To add a kernel, write a case: see _cases.py.
 """
@@ -39,7 +40,10 @@ BACKWARD = re.compile("_bwd|cross_entropy")  # at least 0.85 of the copy; the ot
 
 # ----------------------------------------------------------------------------- measure
 def compare(case: Case, dtype: str) -> float:
-    """-> the largest |got - want| / |want| over all outputs. Raises AssertionError if one exceeds TOLERANCE."""
+    """Return the largest |got - want| / |want| over all outputs.
+
+    Raises AssertionError if one exceeds TOLERANCE.
+    """
     got = case.got() if case.got else case.run()
     got, want = (x if isinstance(x, tuple) else (x,) for x in (got, case.want()))
     worst = 0.0
@@ -56,7 +60,7 @@ def compare(case: Case, dtype: str) -> float:
 
 
 def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
-    """-> the median milliseconds of PyTorch, eager or compiled"""
+    """Return the median milliseconds of PyTorch, eager or compiled"""
     import torch
 
     inputs = [tensor(x) for x in peer.inputs]
@@ -66,7 +70,8 @@ def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
     leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
     if not peer.dy:  # forward and backward of a loss
         return float(graph_ms(lambda: torch.autograd.grad(f(*inputs), leaves), runs, torch)[0])
-    dy, outputs = [tensor(x) for x in peer.dy], []
+    dy = [tensor(x) for x in peer.dy]
+    outputs = []
 
     def backward():
         if not outputs:  # in the first call: this must run on the stream that is captured later
@@ -78,7 +83,7 @@ def torch_ms(peer: Peer, compiled: bool, runs: int) -> float:
 
 
 def attempt(f, *args):
-    """f(*args). If it raises: None, after printing the reason."""
+    """Return f(*args); if it raises, print the reason and return None."""
     try:
         return f(*args)
     except Exception as error:
@@ -88,7 +93,10 @@ def attempt(f, *args):
 
 
 def measure(name: str, dtype: str, o) -> dict | None:
-    """Check and time one case. -> its record; None if the dtype is not supported or the result is wrong."""
+    """Check and time one case, and return its record.
+
+    None if the dtype is not supported or the result is wrong.
+    """
     try:
         case = CASES[name](DTYPES[dtype])
         error = compare(case, dtype)
@@ -101,19 +109,32 @@ def measure(name: str, dtype: str, o) -> dict | None:
     ms = graph_ms(case.run, o.runs)
     copy = copy_ms(case.nbytes)
     naive = attempt(graph_ms, case.naive, o.runs) if case.naive else None
-    eager = attempt(torch_ms, case.peer, False, o.runs) if o.torch and case.peer else None
-    compiled = attempt(torch_ms, case.peer, True, o.runs) if o.torch and case.peer else None
+    eager = None
+    compiled = None
+    if o.torch and case.peer:
+        eager = attempt(torch_ms, case.peer, False, o.runs)
+        compiled = attempt(torch_ms, case.peer, True, o.runs)
     best = min((t for t in (eager, compiled) if t), default=None)
     gbs = lambda t: case.nbytes / t / 1e6
     line = record(
-        "bench_kernels", name, shape=case.shape, dtype=dtype, ms=ms[0], value=gbs(ms[0]), unit="GB/s",
-        peer="torch" if best else None, peer_value=gbs(best) if best else None,
-        p20_p80=[round(float(t), 4) for t in ms[1:]], nbytes=case.nbytes, copy_ms=round(copy, 4),
-        share=round(copy / ms[0], 3), error=float(f"{error:.1e}"),
+        "bench_kernels",
+        name,
+        shape=case.shape,
+        dtype=dtype,
+        ms=ms[0],
+        value=gbs(ms[0]),
+        unit="GB/s",
+        peer="torch" if best else None,
+        peer_value=gbs(best) if best else None,
+        p20_p80=[round(float(t), 4) for t in ms[1:]],
+        nbytes=case.nbytes,
+        copy_ms=round(copy, 4),
+        share=round(copy / ms[0], 3),
+        error=float(f"{error:.1e}"),
         naive_ms=round(float(naive[0]), 4) if naive is not None else None,
         torch_eager_ms=round(eager, 4) if eager else None,
         torch_compile_ms=round(compiled, 4) if compiled else None,
-    )  # fmt: skip
+    )
     return line
 
 
@@ -141,15 +162,17 @@ def main(o: Options) -> None:
             if o.torch:
                 torch.cuda.empty_cache()
     print(
-        f"\n{'kernel':28}{'dtype':6}{'ms':>8}{'GB/s':>7}{'copy':>8}{'share':>7}{'naive':>9}{'eager':>9}{'compile':>9}"
+        f"\n{'kernel':28}{'dtype':6}{'ms':>8}{'GB/s':>7}{'copy':>8}{'share':>7}"
+        f"{'naive':>9}{'eager':>9}{'compile':>9}"
     )
     for line in filter(None, lines):
         least = 0.85 if BACKWARD.search(line["name"]) else 0.90
         times = (line["naive_ms"], line["torch_eager_ms"], line["torch_compile_ms"])
         cells = "".join(f"{t:9.4f}" if t else f"{'-':>9}" for t in times)
         print(
-            f"{line['name']:28}{line['dtype']:6}{line['ms']:8.4f}{line['value']:7.0f}{line['copy_ms']:8.4f}"
-            f"{line['share']:7.2f}{cells}{'' if line['share'] >= least else '  < ' + str(least)}"
+            f"{line['name']:28}{line['dtype']:6}{line['ms']:8.4f}{line['value']:7.0f}"
+            f"{line['copy_ms']:8.4f}{line['share']:7.2f}{cells}"
+            f"{'' if line['share'] >= least else '  < ' + str(least)}"
         )
 
 

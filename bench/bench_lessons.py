@@ -1,10 +1,11 @@
-"""The kernels of the lessons at realistic sizes: block sizes, copies, transposes, reductions, matrix products.
+"""The kernels of the lessons at realistic sizes.
 
     python bench/bench_lessons.py [--only copy linear]
 
-The kernels come from the lessons' cells (tags imports, exercise, solution, bench), so a number in a lesson belongs to
-the code above it. Each result is checked against NumPy or CuPy before it is timed. GB/s count the bytes that must move;
-TFLOP/s count 2 N O I. Times are medians inside CUDA graphs, with the L2 cache flushed before each run: see _timing.py.
+The kernels come from the lessons' cells (tags imports, exercise, solution, bench), so a number in a
+lesson belongs to the code above it. Each result is checked against NumPy or CuPy before it is
+timed. GB/s count the bytes that must move; TFLOP/s count 2 N O I. Times are medians inside CUDA
+graphs, with the L2 cache flushed before each run: see _timing.py.
 """
 
 import functools
@@ -21,8 +22,12 @@ from xtrain.kernels import gemm, rmsnorm
 from xtrain.kernels.runtime.launch import launch
 
 FP32, BF16 = DTYPES["fp32"], DTYPES["bf16"]
-COPY, SIDE = 1 << 24, 4096  # elements of a copy; rows and columns of a transpose
-ROWS, WIDTH = 32768, 768  # input of the norms
+# elements of a copy; rows and columns of a transpose
+COPY = 1 << 24
+SIDE = 4096
+# input of the norms
+ROWS = 32768
+WIDTH = 768
 PRODUCT = 2048  # N = O = I of the matrix products
 TOLERANCE = 1e-5  # relative to the norm of the result; sums of 2048 float32 products
 
@@ -34,7 +39,7 @@ class Options:
 
 @functools.cache
 def code(number: str):
-    """The cells of a lesson that define kernels, as a module."""
+    """Return the cells of a lesson that define kernels, as a module."""
     path = lesson.lesson_file(number)
     text = lesson.tagged(
         path.read_text(encoding="utf-8"), "imports", "exercise", "solution", "bench"
@@ -43,7 +48,10 @@ def code(number: str):
 
 
 def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="fp32"):
-    """Check the result, time run() and append one record. result: the array that run() fills, or None if run returns it."""
+    """Check the result, time run() and append one record.
+
+    result: the array that run() fills, or None if run returns it.
+    """
     if options.only and not name.startswith(tuple(options.only)):
         return
     got = run() if result is None else (run(), result)[1]
@@ -51,8 +59,13 @@ def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="f
     error = float(cp.linalg.norm((double(got) - want).ravel()) / cp.linalg.norm(want.ravel()))
     assert error <= (TOLERANCE if dtype == "fp32" else 6e-3), f"{name}: error {error:.1e}"
     ms, p20, p80 = graph_ms(run)
-    value, unit = (flops / ms / 1e9, "TFLOP/s") if flops else (nbytes / ms / 1e6, "GB/s")
-    more = {"copy_ms": round(copy_ms(nbytes), 4)} if nbytes else {}
+    if flops:
+        value = flops / ms / 1e9
+        unit = "TFLOP/s"
+    else:
+        value = nbytes / ms / 1e6
+        unit = "GB/s"
+    fields = {"copy_ms": round(copy_ms(nbytes), 4)} if nbytes else {}
     spread = [round(float(p), 4) for p in (p20, p80)]
     record(
         "bench_lessons",
@@ -64,21 +77,25 @@ def measure(options, name, shape, run, result, want, nbytes=0, flops=0, dtype="f
         unit=unit,
         p20_p80=spread,
         error=error,
-        **more,
+        **fields,
     )
 
 
 # ----------------------------------------------------------------------------- the cases
 def blocks(options):
-    a, b = draw(FP32, COPY), draw(FP32, COPY, seed=1)
-    y, want = cp.empty_like(a), a + b
+    a = draw(FP32, COPY)
+    b = draw(FP32, COPY, seed=1)
+    y = cp.empty_like(a)
+    want = a + b
     for threads in (1, 8, 32, 48, 64, 128, 256, 1024):
-        run = lambda: launch(code("1").add_kernel, -(-COPY // threads), threads, y, a, b)  # noqa: B023
+        grid = -(-COPY // threads)
+        run = lambda: launch(code("1").add_kernel, grid, threads, y, a, b)  # noqa: B023
         measure(options, f"add_block_{threads}", f"n={COPY}", run, y, want, nbytes=12 * COPY)
 
 
 def copies(options):
-    x, module = draw(FP32, COPY), code("2")
+    x = draw(FP32, COPY)
+    module = code("2")
     y = cp.empty_like(x)
     cases = {
         "naive": (module.copy_naive_kernel, -(-COPY // 256)),
@@ -93,8 +110,10 @@ def copies(options):
 
 
 def transposes(options):
-    x, module = draw(FP32, SIDE, SIDE), code("2")
-    y, grid = cp.empty_like(x), (SIDE // 16, SIDE // 16)
+    x = draw(FP32, SIDE, SIDE)
+    module = code("2")
+    y = cp.empty_like(x)
+    grid = (SIDE // 16, SIDE // 16)
     for name, kernel in (
         ("naive", module.transpose_naive_kernel),
         ("tiled", module.transpose_kernel),
@@ -104,10 +123,14 @@ def transposes(options):
 
 
 def norms(options):
-    x, w, eps = draw(FP32, ROWS, WIDTH), draw(FP32, WIDTH, seed=1), np.float32(1e-6)
-    y, rstd = cp.empty_like(x), cp.empty(ROWS, np.float32)
+    x = draw(FP32, ROWS, WIDTH)
+    w = draw(FP32, WIDTH, seed=1)
+    eps = np.float32(1e-6)
+    y = cp.empty_like(x)
+    rstd = cp.empty(ROWS, np.float32)
     want = rmsnorm.rmsnorm_ref(double(x), double(w), 1e-6)[0]
-    shape, nbytes = f"N={ROWS} C={WIDTH}", 2 * x.nbytes
+    shape = f"N={ROWS} C={WIDTH}"
+    nbytes = 2 * x.nbytes
     yours = lambda: launch(code("3").rmsnorm_kernel, ROWS, 256, y, rstd, x, w, eps)
     measure(options, "rmsnorm_two_passes", shape, yours, y, want, nbytes=nbytes)
     in_use = lambda: rmsnorm.rmsnorm_fwd(x, w, 1e-6)[0]
@@ -115,9 +138,13 @@ def norms(options):
 
 
 def products(options):
-    n, module = PRODUCT, code("4")
-    x, w = draw(FP32, n, n), draw(FP32, n, n, seed=1)
-    y, want, flops = cp.empty_like(x), double(x) @ double(w).T, 2 * n**3
+    n = PRODUCT
+    module = code("4")
+    x = draw(FP32, n, n)
+    w = draw(FP32, n, n, seed=1)
+    y = cp.empty_like(x)
+    want = double(x) @ double(w).T
+    flops = 2 * n**3
     cases = {
         "one_per_thread": (module.linear_kernel, n // 8, 8),
         "tiled_8": (module.tiled_linear_kernel, n // 8, 8),
@@ -136,17 +163,20 @@ def products(options):
         want,
         flops=flops,
     )
-    half_x, half_w = draw(BF16, n, n), draw(BF16, n, n, seed=1)
+    half_x = draw(BF16, n, n)
+    half_w = draw(BF16, n, n, seed=1)
     want = double(half_x) @ double(half_w).T
     run = lambda: gemm.linear_fwd(half_x, half_w)
     measure(options, "linear_cublas", f"N=O=I={n}", run, None, want, flops=flops, dtype="bf16")
 
 
 def vocabularies(options):
-    """The head of dim384 with GPT-2's vocabulary, and with the vocabulary rounded up to a multiple of 128."""
-    N, width = 8192, 384
+    """Measure the head of dim384 with GPT-2's vocabulary, and rounded up to a multiple of 128."""
+    N = 8192
+    width = 384
     for V in (50257, 50304):
-        x, w = draw(BF16, N, width), draw(BF16, V, width, seed=1)
+        x = draw(BF16, N, width)
+        w = draw(BF16, V, width, seed=1)
         want = double(x) @ double(w).T
         run = lambda: gemm.linear_fwd(x, w)  # noqa: B023
         measure(

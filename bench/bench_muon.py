@@ -1,21 +1,26 @@
 """Muon against AdamW: steps until AdamW's final validation loss, and the time of a step.
 
-    python bench/bench_muon.py TEXT [--preset dim384] [--steps 2000] [--rates 6e-4 1.2e-3 2.4e-3 4.8e-3]
+    python bench/bench_muon.py TEXT [--preset dim384] [--steps 2000]
+                               [--rates 6e-4 1.2e-3 2.4e-3 4.8e-3]
 
-Both optimizers train on the same text with the same seed, batches and schedule, once per peak learning rate; the best rate of
-each is the one with the lowest loss at the end. A record has the loss of each validation. `value` is the first step at which
-Muon's validation loss is at most the one that AdamW ends with, as a share of AdamW's steps; Muon's schedule is as long as
-AdamW's, so a shorter schedule may need fewer. ms is the median of a step, batches included, validation not.
+Both optimizers train on the same text with the same seed, batches and schedule, once per peak
+learning rate; the best rate of each is the one with the lowest loss at the end. A record has the
+loss of each validation. `value` is the first step at which Muon's validation loss is at most the
+one that AdamW ends with, as a share of AdamW's steps; Muon's schedule is as long as AdamW's, so a
+shorter schedule may need fewer. ms is the median of a step, batches included, validation not.
 
-TEXT: a file or folder, as for `xtrain.train --data`. Its name and size are in the record, not the text.
+TEXT: a file or folder, as for `xtrain.train --data`. Its name and size are in the record, not the
+text.
 
-    python bench/bench_muon.py --time-only [--presets dim384 dim768 gpt124m]      a step of each, random tokens
-    python bench/bench_muon.py --count [--presets ...]                            without a GPU: launches, operations, bytes
+    python bench/bench_muon.py --time-only [--presets dim384 dim768 gpt124m]
+    python bench/bench_muon.py --count [--presets ...]
 
---time-only: bf16, the vocabulary, batch and length of bench_train.py, AdamW and Muon in one process, median of the second half
-of 2 x STEPS steps. `value` of Muon is what it adds to AdamW's step, in percent. --count: of Muon's share of a step, the matrices
-of the blocks. Products, at PRODUCT_TFLOPS, and the other kernels, at COPY_TBS, one after the other, are its shortest time;
-AdamW needs 30 bytes per element for the same matrices.
+--time-only: a step of each on random tokens, bf16, the vocabulary, batch and length of
+bench_train.py, AdamW and Muon in one process, median of the second half of 2 x STEPS steps. `value`
+of Muon is what it adds to AdamW's step, in percent.
+--count: without a GPU, launches, operations and bytes of Muon's share of a step, the matrices of
+the blocks. Products, at PRODUCT_TFLOPS, and the other kernels, at COPY_TBS, one after the other,
+are its shortest time; AdamW needs 30 bytes per element for the same matrices.
 """
 
 import argparse
@@ -35,19 +40,18 @@ from xtrain.training.memory_plan import planning
 
 WARM_UP = 50  # steps before the CUDA graph and the clocks are warm
 STEPS = 20  # of --time-only
-PRODUCT_TFLOPS, COPY_TBS = (
-    600,
-    2.8,
-)  # of an H100: bf16 products of a training step, device-to-device copy
+# of an H100: bf16 products of a training step, device-to-device copy
+PRODUCT_TFLOPS = 600
+COPY_TBS = 2.8
 
 
 def lines(path):
-    """The records of a .jsonl file."""
+    """Return the records of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def train(o, out, optimizer, rate):
-    """One run. -> ([(step, validation loss)], median milliseconds of a step, peak GB)."""
+    """Run once and return ([(step, validation loss)], median milliseconds of a step, peak GB)."""
     name = f"{optimizer}-{rate:g}"
     command = [sys.executable, "-m", "xtrain.train", "--out", str(out), "--name", name]
     command += ["--data", o.text, "--preset", o.preset, "--vocab-size", str(o.vocab_size)]
@@ -71,7 +75,8 @@ def time_steps(preset):
     from bench_train import batches, model_config, run, xtrain_step
 
     config, B, T = model_config(preset)
-    data, times = batches(config, B, T, 2 * STEPS), {}
+    data = batches(config, B, T, 2 * STEPS)
+    times = {}
     for name, kind in OPTIMIZERS.items():
         model = Transformer(config, device="gpu", precision="bf16")
         step = xtrain_step(model, kind=kind)
@@ -81,14 +86,19 @@ def time_steps(preset):
         cp.get_default_memory_pool().free_all_blocks()
     for name, ms in times.items():
         record(
-            "bench_muon", f"{preset}/step/{name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype="bf16", ms=ms[0],
-            value=100 * (ms[0] / times["adamw"][0] - 1), unit="% added to AdamW's step",
+            "bench_muon",
+            f"{preset}/step/{name}",
+            shape=f"B={B} T={T} V={config.vocab_size}",
+            dtype="bf16",
+            ms=ms[0],
+            value=100 * (ms[0] / times["adamw"][0] - 1),
+            unit="% added to AdamW's step",
             p20_p80=[round(x, 3) for x in ms[1:]],
-        )  # fmt: skip
+        )
 
 
 def count(preset):
-    """Print launches, operations and bytes of Muon's part of a step, and the time that they need at least."""
+    """Print launches, operations and bytes of Muon's part of a step, and its shortest time."""
     events = []
     with planning(0):
         config = ModelConfig(vocab_size=16384, **PRESETS[preset].model)
@@ -105,8 +115,9 @@ def count(preset):
     ms = flops / PRODUCT_TFLOPS / 1e9 + others / COPY_TBS / 1e9
     saved = 30 * elements / COPY_TBS / 1e9
     print(
-        f"{preset}: {len(events)} launches, {len(products)} products of {flops / 1e9:.0f} GFLOP that move {moved / 1e6:.0f} MB, "
-        f"other kernels {others / 1e6:.0f} MB: at least {ms:.2f} ms, {ms - saved:.2f} more than AdamW"
+        f"{preset}: {len(events)} launches, {len(products)} products of {flops / 1e9:.0f} GFLOP "
+        f"that move {moved / 1e6:.0f} MB, other kernels {others / 1e6:.0f} MB: "
+        f"at least {ms:.2f} ms, {ms - saved:.2f} more than AdamW"
     )
 
 
@@ -145,11 +156,20 @@ def main():
         curve, ms, gb = result["run"]
         reached = next((step for step, loss in curve if loss <= target), None)
         record(
-            "bench_muon", f"{o.preset}/{optimizer}", shape=f"{o.steps} steps, vocabulary {o.vocab_size}", dtype="bf16",
-            ms=ms, value=100 * (reached or 0) / o.steps, unit="% of AdamW's steps" if reached else "never",
-            peak_gb=round(gb, 2), lr=result["rate"], final_losses=result["ends"], target=target, curve=curve,
+            "bench_muon",
+            f"{o.preset}/{optimizer}",
+            shape=f"{o.steps} steps, vocabulary {o.vocab_size}",
+            dtype="bf16",
+            ms=ms,
+            value=100 * (reached or 0) / o.steps,
+            unit="% of AdamW's steps" if reached else "never",
+            peak_gb=round(gb, 2),
+            lr=result["rate"],
+            final_losses=result["ends"],
+            target=target,
+            curve=curve,
             text_mb=text_mb,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

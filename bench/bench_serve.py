@@ -1,23 +1,27 @@
-"""Serving many requests: output tokens per second, prefill, how long others wait for a long prompt, and the first prompt.
+"""Serving many requests: tokens per second, prefill, waiting for a long prompt, the first prompt.
 
     python bench/bench_serve.py [--only requests prefill gap first] [--peers] [--models 0.6B 8B]
-    python bench/bench_serve.py --only requests --batch-invariant       what batch_invariant=True costs
+    python bench/bench_serve.py --only requests --batch-invariant    what the mode costs
 
-first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a second one. cold: the cache
-           of machine code is empty when it starts; warm: it is not. value: milliseconds from the first prompt to its first
-           token; peer: the second prompt
-requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the benchmark that small inference
-           engines publish), temperature 0.6, no stop tokens; also with 30 GB for the KV cache.
-           value: output tokens per second of the second run, which compiles nothing.
-           bound: the bytes of keys and values that decoding reads, and of weights in every step, at copy bandwidth; also at
-           the nominal peak of an H200
-           --peers: the first 64 of these requests by continuous batching of transformers, after 4 short ones, and by xtrain
-prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds. share_of_gemm: of the
-           measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200. Operations: 2 per parameter (without the
-           embedding) and token, plus 4 H D per key and query of attention, and the head once
+first      a new process makes an engine of 256 slots and serves a prompt of 100 tokens, and then a
+           second one. cold: the cache of machine code is empty when it starts; warm: it is not.
+           value: milliseconds from the first prompt to its first token; peer: the second prompt
+requests   256 requests at once, prompts and answers of 100 to 1024 random tokens each (the
+           benchmark that small inference engines publish), temperature 0.6, no stop tokens; also
+           with 30 GB for the KV cache. value: output tokens per second of the second run, which
+           compiles nothing.
+           bound: the bytes of keys and values that decoding reads, and of weights in every step, at
+           copy bandwidth; also at the nominal peak of an H200
+           --peers: the first 64 of these requests by continuous batching of transformers, after 4
+           short ones, and by xtrain
+prefill    one prompt, from submitting it to its first token on the host, warm. value: milliseconds.
+           share_of_gemm: of the measured peak of a bf16 GEMM; mfu: of the nominal peak of an H200.
+           Operations: 2 per parameter (without the embedding) and token, plus 4 H D per key and
+           query of attention, and the head once
            --peers: transformers with SDPA, with the same weights
-gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time between two tokens of a
-           running sequence until the prompt has its first token, in milliseconds
+gap        16 sequences decode; a prompt of 30,000 tokens is submitted. value: the longest time
+           between two tokens of a running sequence until the prompt has its first token, in
+           milliseconds
 
 Random weights, bf16. Models: the shapes of Qwen3-0.6B and Qwen3-8B.
 """
@@ -45,12 +49,30 @@ QWEN = dict(
     vocab_size=151936, max_seq_len=32768, norm_eps=1e-6, qk_norm=True, head_dim=128, rope_theta=1e6
 )
 MODELS = {
-    "0.6B": dict(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, hidden_dim=3072, tie_embeddings=True, **QWEN),
-    "8B": dict(dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, hidden_dim=12288, tie_embeddings=False, **QWEN),
-}  # fmt: skip
+    "0.6B": dict(
+        dim=1024,
+        n_layers=28,
+        n_heads=16,
+        n_kv_heads=8,
+        hidden_dim=3072,
+        tie_embeddings=True,
+        **QWEN,
+    ),
+    "8B": dict(
+        dim=4096,
+        n_layers=36,
+        n_heads=32,
+        n_kv_heads=8,
+        hidden_dim=12288,
+        tie_embeddings=False,
+        **QWEN,
+    ),
+}
 
 
-H200_FLOPS, H200_BYTES = 989e12, 4.8e12  # nominal, per second: bf16 products, memory
+# nominal, per second: bf16 products, memory
+H200_FLOPS = 989e12
+H200_BYTES = 4.8e12
 PEER_REQUESTS = 64  # continuous batching of transformers is slow
 PARTS = ["first", "requests", "prefill", "gap"]
 
@@ -99,7 +121,7 @@ def random_model(o: Options, name: str) -> xtrain.Transformer:
 
 
 def gemm_peak() -> float:
-    """-> FLOP/s of a bf16 product of 4096 x 4096 x 4096"""
+    """Return FLOP/s of a bf16 product of 4096 x 4096 x 4096"""
     a, b, c = (
         cast_fwd(cp.random.standard_normal((4096, 4096), dtype=cp.float32), "bfloat16")
         for _ in range(3)
@@ -140,16 +162,25 @@ def bench_requests(o, name, model, bandwidth):
         speed = sum(answers) / seconds
         preempted = sum(len(s.preempted) for s in engine.trace)
         print(
-            f"{name}: {o.n} requests, cache {engine.cache_bytes / 1e9:.1f} GB: {speed:,.0f} output tokens/s in {seconds:.2f} s, "
-            f"{bound / seconds:.1%} of the bound ({bound:.2f} s); {len(engine.trace)} steps, {preempted} preempted",
+            f"{name}: {o.n} requests, cache {engine.cache_bytes / 1e9:.1f} GB: "
+            f"{speed:,.0f} output tokens/s in {seconds:.2f} s, "
+            f"{bound / seconds:.1%} of the bound ({bound:.2f} s); "
+            f"{len(engine.trace)} steps, {preempted} preempted",
             flush=True,
         )
         record(
-            "bench_serve", f"{o.kind}requests {name}", shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB", dtype="bf16",
-            ms=seconds * 1e3, value=speed, unit="tok/s", share_of_bound=round(bound / seconds, 4), preempted=preempted,
+            "bench_serve",
+            f"{o.kind}requests {name}",
+            shape=f"n={o.n} cache={engine.cache_bytes / 1e9:.0f}GB",
+            dtype="bf16",
+            ms=seconds * 1e3,
+            value=speed,
+            unit="tok/s",
+            share_of_bound=round(bound / seconds, 4),
+            preempted=preempted,
             copy_gb_s=round(bandwidth / 1e9),
             share_of_nominal=round(bound * bandwidth / H200_BYTES / seconds, 4),
-        )  # fmt: skip
+        )
         del engine
         gc.collect()
         free_cached("gpu")
@@ -171,26 +202,39 @@ def compare_requests(o, name, model, prompts, answers):
         engine.generate(prompts, answers, temperature=0.6, seed=1)
         ours = time.perf_counter() - start
     record(
-        "bench_serve", f"{o.kind}requests {name}", shape=f"n={len(prompts)}", dtype="bf16", ms=ours * 1e3,
-        value=sum(answers) / ours, unit="tok/s", peer="transformers, continuous batching", peer_value=sum(answers) / seconds,
-    )  # fmt: skip
+        "bench_serve",
+        f"{o.kind}requests {name}",
+        shape=f"n={len(prompts)}",
+        dtype="bf16",
+        ms=ours * 1e3,
+        value=sum(answers) / ours,
+        unit="tok/s",
+        peer="transformers, continuous batching",
+        peer_value=sum(answers) / seconds,
+    )
     del engine
     gc.collect()
     free_cached("gpu")
 
 
 def their_requests(theirs, prompts, answers):
-    """-> seconds that transformers takes for the requests"""
+    """Return seconds that transformers takes for the requests"""
     import transformers
 
     config = transformers.GenerationConfig(
-        do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(answers)
-    )  # fmt: skip
+        do_sample=True,
+        temperature=0.6,
+        top_k=0,
+        eos_token_id=-1,
+        pad_token_id=0,
+        max_new_tokens=max(answers),
+    )
     opened = theirs.continuous_batching_context_manager(
         generation_config=config, block=True, timeout=5
     )
     with opened as manager:
-        start, lengths = time.perf_counter(), []
+        start = time.perf_counter()
+        lengths = []
         for prompt, n in zip(prompts, answers):
             manager.add_request(prompt, max_new_tokens=n)
         while len(lengths) < len(prompts):
@@ -232,13 +276,22 @@ def bench_prefill(o, name, model, peak):
         if theirs is not None:
             peer = dict(peer="transformers sdpa", peer_value=their_prefill(theirs, prompt))
         print(
-            f"{name}: prefill of {T}: {seconds * 1e3:.1f} ms, {flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s {peer}",
+            f"{name}: prefill of {T}: {seconds * 1e3:.1f} ms, "
+            f"{flops / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s {peer}",
             flush=True,
         )
         record(
-            "bench_serve", f"{o.kind}prefill {name}", shape=f"T={T}", dtype="bf16", ms=seconds * 1e3, value=seconds * 1e3, unit="ms",
-            share_of_gemm=round(flops / seconds / peak, 4), mfu=round(flops / seconds / H200_FLOPS, 4), **peer,
-        )  # fmt: skip
+            "bench_serve",
+            f"{o.kind}prefill {name}",
+            shape=f"T={T}",
+            dtype="bf16",
+            ms=seconds * 1e3,
+            value=seconds * 1e3,
+            unit="ms",
+            share_of_gemm=round(flops / seconds / peak, 4),
+            mfu=round(flops / seconds / H200_FLOPS, 4),
+            **peer,
+        )
     if theirs is not None:
         del theirs
         gc.collect()
@@ -246,7 +299,7 @@ def bench_prefill(o, name, model, peak):
 
 
 def their_model(model):
-    """-> a model of transformers that shares the weights' memory"""
+    """Return a model of transformers that shares the weights' memory"""
     import torch
     import transformers
 
@@ -268,10 +321,11 @@ def their_model(model):
 
 
 def their_prefill(theirs, prompt):
-    """-> milliseconds to the first token, warm"""
+    """Return milliseconds to the first token, warm"""
     import torch
 
-    ids, times = torch.tensor([prompt], device="cuda"), []
+    ids = torch.tensor([prompt], device="cuda")
+    times = []
     for _ in range(4):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -299,7 +353,9 @@ def bench_gap(o, name, model):
         for _ in range(16 * 20):
             next(running)
         other = engine.stream([long], 2)
-        start, gaps, last = time.perf_counter(), [], None
+        start = time.perf_counter()
+        gaps = []
+        last = None
         requests = other.requests
         engine.submit(requests[0])
         while not requests[0].completion:
@@ -309,20 +365,29 @@ def bench_gap(o, name, model):
             if sum(map(len, running.completions)) > before:
                 gaps += [] if last is None else [now - last]
                 last = now
-        total, worst = time.perf_counter() - start, max(gaps)
+        total = time.perf_counter() - start
+        worst = max(gaps)
         running.close(), other.close()
     typical = float(np.median(gaps))
     print(
-        f"{name}: longest gap {worst * 1e3:.1f} ms (median {typical * 1e3:.1f}) while 30000 tokens are admitted in {total:.2f} s",
+        f"{name}: longest gap {worst * 1e3:.1f} ms (median {typical * 1e3:.1f}) "
+        f"while 30000 tokens are admitted in {total:.2f} s",
         flush=True,
     )
     record(
-        "bench_serve", f"{o.kind}gap {name}", shape="16 sequences, a prompt of 30000", dtype="bf16", ms=worst * 1e3, value=worst * 1e3,
-        unit="ms", median_ms=round(typical * 1e3, 2), admitted_s=round(total, 3),
-    )  # fmt: skip
+        "bench_serve",
+        f"{o.kind}gap {name}",
+        shape="16 sequences, a prompt of 30000",
+        dtype="bf16",
+        ms=worst * 1e3,
+        value=worst * 1e3,
+        unit="ms",
+        median_ms=round(typical * 1e3, 2),
+        admitted_s=round(total, 3),
+    )
 
 
-# ----------------------------------------------------------------------------- the first prompt of a process
+# -------------------------------------------------------------------- the first prompt of a process
 def bench_first(o, name):
     with tempfile.TemporaryDirectory() as folder:
         for state in ("cold", "warm"):
@@ -335,19 +400,31 @@ def bench_first(o, name):
             first, second, start = map(float, times)
             print(f"{name}, {state}: engine {start:.2f} s ({ready})", flush=True)
             record(
-                "bench_serve", f"first prompt {name}", shape=f"{state}, 100 tokens", dtype="bf16", ms=first,
-                value=first, unit="ms", peer="second prompt", peer_value=second,
-                engine_s=round(start, 2), ready=ready,
-            )  # fmt: skip
+                "bench_serve",
+                f"first prompt {name}",
+                shape=f"{state}, 100 tokens",
+                dtype="bf16",
+                ms=first,
+                value=first,
+                unit="ms",
+                peer="second prompt",
+                peer_value=second,
+                engine_s=round(start, 2),
+                ready=ready,
+            )
 
 
 def start_once(o):
-    """What a new process does: prints milliseconds to the first token of two prompts, seconds to make the engine, its line."""
+    """Run as a new process: print how long the first prompts take.
+
+    Milliseconds to the first token of two prompts, seconds to make the engine, its line.
+    """
     model = random_model(o, o.models[0])
     cp.cuda.Device().synchronize()
     start = time.perf_counter()
     engine = xtrain.Engine(model, 256, 2048, warm_up=True)
-    seconds, times = time.perf_counter() - start, []
+    seconds = time.perf_counter() - start
+    times = []
     for seed in (1, 2):
         prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).tolist()
         start = time.perf_counter()
@@ -364,7 +441,8 @@ def main(o: Options) -> None:
             bench_first(o, name)
         if o.only == ["first"]:
             return None
-    bandwidth, peak = copy_bandwidth(1 << 30), gemm_peak()
+    bandwidth = copy_bandwidth(1 << 30)
+    peak = gemm_peak()
     print(f"copy {bandwidth / 1e9:,.0f} GB/s, GEMM {peak / 1e12:.0f} TFLOP/s", flush=True)
     for name in o.models:
         model = random_model(o, name)

@@ -2,18 +2,22 @@
 
     python bench/bench_server.py [--streams 256] [--requests 512] [--emulate]
 
-closed     --streams clients, each sends its next streamed completion when the last one has ended; all answers have --tokens
-           tokens. value: output tokens a second; peer: the engine alone with the same requests and slots, all submitted at once
-mixed      the same with answers of half to one and a half times --tokens, so that they do not end together
-poisson    requests arrive at random, at --load of the rate that the engine alone reaches in `closed`; peer: the engine alone
-           with requests that arrive at random at the same rate, and first_alone_ms, its times to the first token
-first_ms, last_ms: median and 99th percentile of the time to the first byte of text, and of the whole answer. tokens_per_event: of
-the streams, in the mean.
+closed     --streams clients, each sends its next streamed completion when the last one has ended;
+           all answers have --tokens tokens. value: output tokens a second; peer: the engine alone
+           with the same requests and slots, all submitted at once
+mixed      the same with answers of half to one and a half times --tokens, so that they do not end
+           together
+poisson    requests arrive at random, at --load of the rate that the engine alone reaches in
+           `closed`; peer: the engine alone with requests that arrive at random at the same rate,
+           and first_alone_ms, its times to the first token
+first_ms, last_ms: median and 99th percentile of the time to the first byte of text, and of the
+whole answer. tokens_per_event: of the streams, in the mean.
 
-Prompts of 128 random tokens, answers of 256 (greedy, no stop tokens), Qwen3-0.6B's shape with random weights in bf16. The engine
-is in this process, the HTTP side in another one, as in `xtrain serve`; the clients are further processes, over HTTP/1.1 on
-127.0.0.1. --emulate: the same without a GPU, on an engine whose steps only take as long (emulated_engine.py), for a look. It
-needs four idle cores. Nothing is recorded.
+Prompts of 128 random tokens, answers of 256 (greedy, no stop tokens), Qwen3-0.6B's shape with
+random weights in bf16. The engine is in this process, the HTTP side in another one, as in `xtrain
+serve`; the clients are further processes, over HTTP/1.1 on 127.0.0.1. --emulate: the same without a
+GPU, on an engine whose steps only take as long (emulated_engine.py), for a look. It needs four idle
+cores. Nothing is recorded.
 """
 
 import asyncio
@@ -59,9 +63,17 @@ def make_engine(o: Options) -> xtrain.Engine:
 
         return EmulatedEngine(*sizes, reuse_prefix=False, prefill_interval=PREFILL_INTERVAL["gpu"])
     shape = dict(
-        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-        max_seq_len=2048, rope_theta=1e6, tie_embeddings=True,
-    )  # fmt: skip
+        vocab_size=151936,
+        dim=1024,
+        n_layers=28,
+        n_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=3072,
+        max_seq_len=2048,
+        rope_theta=1e6,
+        tie_embeddings=True,
+    )
     model = xtrain.Transformer(xtrain.ModelConfig(**shape), 0, "gpu", "bf16", trainable=False)
     return xtrain.Engine(model, *sizes, reuse_prefix=False, warm_up=True)
 
@@ -72,12 +84,19 @@ def arrival_times(n: int, rate: float, seed: int) -> np.ndarray:
 
 # ----------------------------------------------------------------------------- clients
 class Ask(asyncio.Protocol):
-    """One streamed completion. done: -> seconds to the first text, seconds in all, tokens, pieces of the stream"""
+    """One streamed completion.
+
+    done: -> seconds to the first text, seconds in all, tokens, pieces of the stream
+    """
 
     def __init__(self, body: bytes):
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        self.request, self.start = head.encode() + body, time.perf_counter()
-        self.first, self.last, self.pieces = 0.0, b"", 0
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        self.request = head.encode() + body
+        self.start = time.perf_counter()
+        self.first = 0.0
+        self.last = b""
+        self.pieces = 0
         self.done: asyncio.Future = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -102,7 +121,8 @@ async def ask(port: int, body: bytes) -> tuple[float, float, int, int]:
 
 
 async def closed(port: int, bodies: list[bytes], streams: int) -> list[tuple]:
-    waiting, found = list(reversed(bodies)), []
+    waiting = list(reversed(bodies))
+    found = []
 
     async def stream():
         while waiting:
@@ -123,7 +143,10 @@ async def arriving(port: int, bodies: list[bytes], rate: float, seed: int) -> li
 
 def client(port, bodies, streams, rate, seed, ready, results) -> None:
     ready.wait()
-    work = arriving(port, bodies, rate, seed) if rate else closed(port, bodies, streams)
+    if rate:
+        work = arriving(port, bodies, rate, seed)
+    else:
+        work = closed(port, bodies, streams)
     try:
         results.put(asyncio.run(work))
     except Exception as error:
@@ -131,9 +154,10 @@ def client(port, bodies, streams, rate, seed, ready, results) -> None:
 
 
 def load(o: Options, port: int, bodies: list[bytes], rate: float = 0.0) -> tuple[float, np.ndarray]:
-    """-> seconds from the first request to the end of the last, (requests, 4) as from `ask`"""
+    """Return seconds from the first request to the end of the last, (requests, 4) as from `ask`"""
     context = multiprocessing.get_context("spawn")
-    results, ready = context.Queue(), context.Barrier(o.clients + 1)
+    results = context.Queue()
+    ready = context.Barrier(o.clients + 1)
     shares = [bodies[i :: o.clients] for i in range(o.clients)]
     jobs = [
         context.Process(
@@ -158,7 +182,7 @@ def load(o: Options, port: int, bodies: list[bytes], rate: float = 0.0) -> tuple
 
 # ----------------------------------------------------------------------------- the engine alone
 def alone(engine: xtrain.Engine, texts: list[list[int]], lengths: list[int]) -> float:
-    """-> output tokens per second of the engine without a server"""
+    """Return output tokens per second of the engine without a server"""
     start = time.perf_counter()
     engine.generate(texts, lengths)
     return sum(lengths) / (time.perf_counter() - start)
@@ -167,12 +191,18 @@ def alone(engine: xtrain.Engine, texts: list[list[int]], lengths: list[int]) -> 
 def arriving_alone(
     o: Options, engine: xtrain.Engine, texts: list[list[int]], rate: float
 ) -> tuple[float, list[float]]:
-    """-> output tokens per second, median and 99th percentile of the milliseconds to the first token"""
+    """Return output tokens per second, and the time to the first token.
+
+    Median and 99th percentile, in milliseconds.
+    """
     requests = make_requests(
         texts, engine.config, engine.max_seq_len, (), 0, max_new_tokens=o.tokens
     )
-    times, first, submitted = arrival_times(o.requests, rate, 0), [], 0
-    waiting, start = [], time.perf_counter()
+    times = arrival_times(o.requests, rate, 0)
+    first = []
+    submitted = 0
+    waiting = []
+    start = time.perf_counter()
     while submitted < o.requests or engine.unfinished_requests or engine.steps_in_flight:
         now = time.perf_counter() - start
         while submitted < o.requests and times[submitted] <= now:
@@ -191,9 +221,12 @@ def arriving_alone(
 # ----------------------------------------------------------------------------- the server
 def texts_of(V: int) -> Texts:
     tokenizer: Any = SimpleNamespace(
-        vocab_size=V, token_bytes=[b" word"] * V, special_ids=frozenset(), encode=None,
+        vocab_size=V,
+        token_bytes=[b" word"] * V,
+        special_ids=frozenset(),
+        encode=None,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     return Texts(Path("random"), tokenizer, frozenset())
 
 
@@ -236,14 +269,23 @@ def bodies(texts: list[list[int]], lengths: list[int]) -> list[bytes]:
 
 
 def show(
-    o: Options, name: str, lengths: list[int], seconds: float, found: np.ndarray, peer: float, **times: Any
-) -> None:  # fmt: skip
+    o: Options,
+    name: str,
+    lengths: list[int],
+    seconds: float,
+    found: np.ndarray,
+    peer: float,
+    **times: Any,
+) -> None:
     assert sorted(found[:, 2]) == sorted(lengths), "an answer is incomplete"
     value = sum(lengths) / seconds
     for i, what in enumerate(("first_ms", "last_ms")):
         times[what] = [round(1e3 * float(x), 1) for x in np.percentile(found[:, i], [50, 99])]
     times["tokens_per_event"] = round(sum(lengths) / float(found[:, 3].sum()), 1)
-    answers = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else o.tokens
+    if min(lengths) < max(lengths):
+        answers = f"{min(lengths)} to {max(lengths)}"
+    else:
+        answers = o.tokens
     shape = f"{o.streams} slots, {o.requests} requests, {o.prompt} + {answers} tokens"
     more = {"peer": "engine alone", "peer_value": peer, **times}
     if o.emulate:
@@ -251,7 +293,16 @@ def show(
         return
     from _timing import record
 
-    record("bench_server", name, shape=f"Qwen3-0.6B, {shape}", dtype="bf16", ms=1e3 * seconds, value=value, unit="tok/s", **more)  # fmt: skip
+    record(
+        "bench_server",
+        name,
+        shape=f"Qwen3-0.6B, {shape}",
+        dtype="bf16",
+        ms=1e3 * seconds,
+        value=value,
+        unit="tok/s",
+        **more,
+    )
 
 
 if __name__ == "__main__":

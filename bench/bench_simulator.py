@@ -1,11 +1,12 @@
-"""The simulator on three kernels, next to Numba's own simulator (NUMBA_ENABLE_CUDASIM=1): CUDA threads per second.
+"""The simulator on three kernels, compared with Numba's own: CUDA threads per second.
 
     python bench/bench_simulator.py [--repeat 10] [--processes 2]
 
-Each simulator runs the kernels in a process of its own; Numba's looks for no mistakes. value: CUDA threads per second of CPU
-time, of the fastest launch, because other work on the machine changes the wall time. In the rows with several processes it is
-the CPU time of the parent and an equal share of that of the children: the wall time if each has a core of its own. Their peer
-is one process in the same run; wall_ratio compares the wall times (`load`: of the machine).
+Each simulator runs the kernels in a process of its own; Numba's looks for no mistakes. value: CUDA
+threads per second of CPU time, of the fastest launch, because other work on the machine changes the
+wall time. In the rows with several processes it is the CPU time of the parent and an equal share of
+that of the children: the wall time if each has a core of its own. Their peer is one process in the
+same run; wall_ratio compares the wall times (`load`: of the machine).
 """
 
 import argparse
@@ -24,7 +25,10 @@ import numpy as np
 from numba import cuda, float32
 
 RESULTS = Path(__file__).parent / "results"
-TILE, DEPTH, THREADS, EACH = 16, 64, 256, 4
+TILE = 16
+DEPTH = 64
+THREADS = 256
+EACH = 4
 BLOCKS = 16
 PEER_BLOCKS = 2  # Numba's simulator is slow
 SHAPES = {
@@ -54,7 +58,7 @@ def product(c, a, b):
 
 @cuda.jit
 def reduction(sums, x):
-    """A tree in shared memory: ten barriers, each between reads and writes of the same elements."""
+    """Sum by a tree in shared memory: ten barriers between reads and writes."""
     scratch = cuda.shared.array(THREADS, float32)
     t = cuda.threadIdx.x
     total = float32(0)
@@ -81,11 +85,13 @@ def saxpy(y, x, a):
 
 
 def launches(blocks: int) -> dict:
-    """name -> (kernel, grid, block, arguments, what the first argument must become)"""
+    """Return {name: (kernel, grid, block, arguments, what the first argument must become)}."""
     rng = np.random.default_rng(0)
     numbers = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)  # sums are exact
-    a, b = numbers(TILE * blocks, DEPTH), numbers(DEPTH, TILE)
-    x, y = numbers(EACH * blocks * THREADS), np.zeros(blocks * THREADS, np.float32)
+    a = numbers(TILE * blocks, DEPTH)
+    b = numbers(DEPTH, TILE)
+    x = numbers(EACH * blocks * THREADS)
+    y = np.zeros(blocks * THREADS, np.float32)
     sums = x.reshape(EACH, blocks, THREADS).sum((0, 2))
     short = x[: y.size]
     return {
@@ -96,19 +102,23 @@ def launches(blocks: int) -> dict:
 
 
 def cpu_seconds(processes: int) -> float:
-    """The CPU time of this process, and of each of its children that have ended if all took the same."""
+    """Return the CPU time of this process, and an equal share of that of its ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + (children.ru_utime + children.ru_stime) / processes
 
 
 def measure(blocks: int, repeat: int, processes: int) -> dict:
-    """name -> {processes: (CPU seconds on the longest path, wall seconds)} of the fastest launch, started by this process."""
+    """Return {name: {processes: (CPU seconds on the longest path, wall seconds)}}.
+
+    The times are those of the fastest launch, started by this process.
+    """
     found: dict = {}
     for name, (kernel, grid, block, args, right) in launches(blocks).items():
         times: dict = {n: [] for n in {1, processes}}
         for n in sorted(times) * repeat:
             args[0][...] = 0
-            before, wall = cpu_seconds(n), time.perf_counter()
+            before = cpu_seconds(n)
+            wall = time.perf_counter()
             if numba.config.ENABLE_CUDASIM:
                 kernel[grid, block](*args)
             else:
@@ -122,7 +132,7 @@ def measure(blocks: int, repeat: int, processes: int) -> dict:
 
 
 def in_a_process(blocks: int, repeat: int, processes: int = 1, **environment) -> dict:
-    """The output of `measure` in a new process."""
+    """Return the output of `measure` in a new process."""
     numbers = map(str, (blocks, repeat, processes))
     command = [sys.executable, __file__, "--measure", *numbers]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -134,14 +144,30 @@ def record(name: str, threads: int, seconds: float, peer: str, peer_value: float
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     value = threads / seconds
     line = {
-        "bench": "bench_simulator", "name": name, "shape": SHAPES[name.partition(",")[0]], "dtype": "fp32",
-        "ms": round(1e3 * seconds, 3), "value": round(value), "unit": "threads/s", "peer": peer,
-        "peer_value": round(peer_value), "ratio": round(value / peer_value, 3), "peak_gb": None, "threads": threads, **more,
-        "cores": os.cpu_count(), "load": os.getloadavg(), "gpu": None,
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
+        "bench": "bench_simulator",
+        "name": name,
+        "shape": SHAPES[name.partition(",")[0]],
+        "dtype": "fp32",
+        "ms": round(1e3 * seconds, 3),
+        "value": round(value),
+        "unit": "threads/s",
+        "peer": peer,
+        "peer_value": round(peer_value),
+        "ratio": round(value / peer_value, 3),
+        "peak_gb": None,
+        "threads": threads,
+        **more,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "gpu": None,
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "numba": numba.__version__,
+        },
         "commit": os.environ.get("XTRAIN_COMMIT") or commit.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+    }
     folder = Path(os.environ.get("XTRAIN_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "bench_simulator.jsonl", "a", encoding="utf-8") as file:

@@ -1,10 +1,11 @@
-"""From the start of `python -m xtrain.train` on a GPU to its first step: with empty caches of kernels, and with full ones.
+"""Seconds from starting `xtrain train` on a GPU to its first step, with and without a kernel cache.
 
     python bench/bench_start.py [--preset dim384] [--text PATH]
 
-Each row is a new process, measured until it prints its first step. The text has been tokenized before (by a run on the CPU), so
-reading it is a matter of milliseconds. `cold` has empty caches of xtrain's and of CuPy's kernels; `one at a time` as well, but
-compiles each kernel when it first runs; `warm` has the caches that the row above has filled. value: seconds, ms the same.
+Each row is a new process, measured until it prints its first step. The text has been tokenized
+before (by a run on the CPU), so reading it is a matter of milliseconds. `cold` has empty caches of
+xtrain's and of CuPy's kernels; `one at a time` as well, but compiles each kernel when it first
+runs; `warm` has the caches that the row above has filled. value: seconds, ms the same.
 """
 
 import argparse
@@ -27,17 +28,24 @@ def seconds_to_first_step(text, preset, folder, before="", more=()):
     """Start a run, end it at its first step. -> seconds"""
     arguments = ["--data", text, "--preset", preset, "--vocab-size", "4096", "--steps", "3"]
     arguments += ["--out", str(folder / "runs"), "--name", f"run{time.time_ns()}"]
-    code = f"{before}import sys; sys.argv[0] = 'xtrain.train'; from xtrain.train import main; sys.exit(main())"
+    code = f"{before}import sys; sys.argv[0] = 'xtrain.train'; "
+    code += "from xtrain.train import main; sys.exit(main())"
     environment = os.environ | {
-        "XTRAIN_CACHE": str(folder / "cache"), "CUPY_CACHE_DIR": str(folder / "cupy"), "PYTHONUNBUFFERED": "1"
-    }  # fmt: skip
-    # Installed packages have their bytecode; a clone gets it at its first start, unless this forbids it.
+        "XTRAIN_CACHE": str(folder / "cache"),
+        "CUPY_CACHE_DIR": str(folder / "cupy"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # Installed packages have their bytecode; a clone gets it at its first start, unless this
+    # forbids it.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.perf_counter()
     child = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, *more], env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *arguments, *more],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     lines = []
     for line in child.stdout:
         lines.append(line)
@@ -74,11 +82,20 @@ def main():
             seconds_to_first_step(o.text, o.preset, folder) for _ in range(3)
         )
     for row, seconds in rows.items():
-        peer = dict(peer="one at a time", peer_value=rows["one at a time"]) if row == "cold" else {}
+        if row == "cold":
+            peer = dict(peer="one at a time", peer_value=rows["one at a time"])
+        else:
+            peer = {}
         record(
-            "bench_start", f"{o.preset}/{row}", shape=f"{os.cpu_count()} cores", dtype="bf16", ms=1e3 * seconds,
-            value=seconds, unit="s to the first step", **peer,
-        )  # fmt: skip
+            "bench_start",
+            f"{o.preset}/{row}",
+            shape=f"{os.cpu_count()} cores",
+            dtype="bf16",
+            ms=1e3 * seconds,
+            value=seconds,
+            unit="s to the first step",
+            **peer,
+        )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
 """Training speed of whole steps: a new batch, forward, loss, backward, clip by global norm, AdamW.
 
-    python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16] [--against torch]
-    python bench/bench_train.py --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]          bf16 and fp8
-    python bench/bench_train.py --models gpt124m --precision bf16 --against none --no-wgmma            attention as on older cards
-    python bench/bench_train.py --models gpt124m --precision bf16 --against none --batch-invariant     what the mode costs
+    python bench/bench_train.py [--models dim384 dim768 gpt124m] [--precision fp32 bf16]
+                                [--against torch]
 
-xtrain and PyTorch run one after the other in one process, from the same weights and on the same batches. The loss curves of
-the first 20 steps are printed for comparison. (The learning rate warms up during these steps. At the full rate from the
-start, the loss of dim768 goes through a peak, in which two roundings of the same mathematics differ by 0.1.) Tokens per
-second are batch * T / median step time; the GPU is synchronized after each step.
+    bf16 and fp8:    --models gpt124m qwen3-0.6b --precision bf16 fp8 [--fp8-head]
+    old attention:   --models gpt124m --precision bf16 --against none --no-wgmma
+    invariant mode:  --models gpt124m --precision bf16 --against none --batch-invariant
+
+xtrain and PyTorch run one after the other in one process, from the same weights and on the same
+batches. The loss curves of the first 20 steps are printed for comparison. (The learning rate warms
+up during these steps. At the full rate from the start, the loss of dim768 goes through a peak, in
+which two roundings of the same mathematics differ by 0.1.) Tokens per second are batch * T / median
+step time; the GPU is synchronized after each step.
 Peak memory is what each library's allocator reserved on the card.
 
-The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's modes, with autocast,
-fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is installed, also PyTorch with its norms, RoPE,
-SwiGLU and fused linear cross-entropy, eager and compiled; its tokens per second are in the record as `liger`, whichever is
-fastest. For fp8, where torchao is installed, also its float8 training, compiled, with one scale per matrix and with one per row
-(recipes "tensorwise" and "rowwise"), of the same matrices as here; the fastest is in the record as `torchao`.
+The peer: in fp32 eager PyTorch without TF32; in bf16, also for fp8, the fastest of torch.compile's
+modes, with autocast, fused AdamW, and the vocabulary padded as in xtrain. Where Liger-Kernel is
+installed, also PyTorch with its norms, RoPE, SwiGLU and fused linear cross-entropy, eager and
+compiled; its tokens per second are in the record as `liger`, whichever is fastest. For fp8, where
+torchao is installed, also its float8 training, compiled, with one scale per matrix and with one per
+row (recipes "tensorwise" and "rowwise"), of the same matrices as here; the fastest is in the record
+as `torchao`.
 """
 
 import gc
@@ -38,21 +43,44 @@ from xtrain.nn.optim import clip
 
 VOCAB = {"gpt124m": 50304}  # the other presets use GPT-2's 50257, which xtrain pads in memory
 SHAPES = {  # of models that are no presets: config, batch, T
-    "300m": (dict(dim=1024, n_layers=20, n_heads=16, head_dim=64, hidden_dim=2816, vocab_size=16384), 16, 512),
+    "300m": (
+        dict(dim=1024, n_layers=20, n_heads=16, head_dim=64, hidden_dim=2816, vocab_size=16384),
+        16,
+        512,
+    ),
     "qwen3-0.6b": (
         dict(
-            dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072, vocab_size=151936,
+            dim=1024,
+            n_layers=28,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            hidden_dim=3072,
+            vocab_size=151936,
             tie_embeddings=True,
-        ), 4, 2048,
+        ),
+        4,
+        2048,
     ),
     "tinyllama-1.1b": (
         dict(
-            dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, hidden_dim=5632, vocab_size=32000,
+            dim=2048,
+            n_layers=22,
+            n_heads=32,
+            n_kv_heads=4,
+            head_dim=64,
+            hidden_dim=5632,
+            vocab_size=32000,
             qk_norm=False,
-        ), 4, 2048,
+        ),
+        4,
+        2048,
     ),
-}  # fmt: skip
-LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+}
+LR = 3e-4
+BETAS = (0.9, 0.95)
+DECAY = 0.1
+CLIP = 1.0
 WARMUP = 100  # steps in which the learning rate grows to LR
 MODES = ("default", "reduce-overhead", "max-autotune")  # of torch.compile
 
@@ -73,7 +101,7 @@ class Options:
 
 
 def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
-    """-> config, batch, T"""
+    """Return config, batch, T"""
     if name in SHAPES:
         shape, B, T = SHAPES[name]
         return xtrain.ModelConfig(max_seq_len=T, **shape), B, T
@@ -84,7 +112,10 @@ def model_config(name: str) -> tuple[xtrain.ModelConfig, int, int]:
 
 
 def batches(config, B, T, n, seed=0):
-    """n batches of random ids. A few tokens are much more frequent, so that the loss can fall."""
+    """Return n batches of random ids.
+
+    A few tokens are much more frequent, so that the loss can fall.
+    """
     rng = np.random.default_rng(seed)
     draws = (config.vocab_size * rng.random((n, B, T + 1)) ** 4).astype(np.int32)
     return [(np.ascontiguousarray(d[:, :-1]), np.ascontiguousarray(d[:, 1:])) for d in draws]
@@ -95,9 +126,10 @@ def learning_rate(step: int) -> float:
 
 
 def xtrain_step(model, graph=True, invariant=False, kind=xtrain.AdamW):
-    """-> xtrain's training step: host arrays in, loss (on the GPU) out.
+    """Return xtrain's training step: host arrays in, loss (on the GPU) out.
 
-    graph: capture it in a CUDA graph.  invariant: the forward in batch-invariant mode.  kind: class of the optimizer.
+    graph: capture it in a CUDA graph.  invariant: the forward in batch-invariant mode.  kind: class
+    of the optimizer.
     """
     optimizer = kind(model, LR, betas=BETAS, weight_decay=DECAY)
 
@@ -120,7 +152,10 @@ def xtrain_step(model, graph=True, invariant=False, kind=xtrain.AdamW):
 
 
 def torch_step(config, T, ours, precision, mode, liger=False, recipe=None, head=False):
-    """-> PyTorch's training step; mode None: eager.  liger: with Liger-Kernel's ops.  recipe: of float8, None: bf16; head: too"""
+    """Return PyTorch's training step; mode None: eager. liger: with Liger-Kernel's ops.
+
+    recipe: of float8, None: bf16; head: too
+    """
     import torch
     from torch_model import LigerOps, Model, load_weights, to_float8
 
@@ -154,13 +189,15 @@ def torch_step(config, T, ours, precision, mode, liger=False, recipe=None, head=
 
 
 def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=False):
-    """-> (losses, ms (median, p20, p80), peak GB and name of the fastest variant), and tok/s of the fastest with Liger-Kernel and
-    with torchao's float8, as "liger" and "torchao". precision fp8: bf16 and float8. head: the head in float8, too
+    """Return (losses, ms (median, p20, p80), peak GB and name of the fastest variant), and tok/s of
+    the fastest with Liger-Kernel and with torchao's float8, as "liger" and "torchao". precision
+    fp8: bf16 and float8. head: the head in float8, too
     """
     import torch
     from torch_model import HAS_FLOAT8, HAS_LIGER, RECIPES
 
-    best, others = None, {}
+    best = None
+    others = {}
     dtype = "fp32" if precision == "fp32" else "bf16"
     variants = [(mode, False, None) for mode in ([None] if dtype == "fp32" else modes)]
     if HAS_LIGER:
@@ -184,7 +221,8 @@ def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=Fal
             step = None
             gc.collect()
             torch.cuda.empty_cache()
-        peak, speed = torch.cuda.max_memory_reserved() / 1e9, B * T / ms[0] * 1e3
+        peak = torch.cuda.max_memory_reserved() / 1e9
+        speed = B * T / ms[0] * 1e3
         print(f"  {name} {dtype}: {speed:,.0f} tok/s, {peak:.2f} GB", flush=True)
         for library in ["liger"] * with_liger + ["torchao"] * bool(recipe):
             others[library] = max(speed, others.get(library, 0.0))
@@ -196,8 +234,9 @@ def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=Fal
 
 
 def run(step, data, synchronize):
-    """-> losses (host), median ms per step over the second half of the data"""
-    losses, times = [], []
+    """Return losses (host), median ms per step over the second half of the data"""
+    losses = []
+    times = []
     for ids, targets in data:
         synchronize()
         start = time.perf_counter()
@@ -218,25 +257,37 @@ def bench(name, precision, o, batch=None):
     head = o.fp8_head and precision == "fp8"
     if head:
         model.use_fp8_head()
-    more, theirs = {}, None
+    more = {}
+    theirs = None
     if o.against == "torch":
         (theirs, ms, peak, peer), more = torch_best(
             config, B, T, model, precision, o.modes, data, synchronize, head
         )
         more |= {
-            "peer": peer, "peer_value": B * T / ms[0] * 1e3,
-            "peer_modes": o.modes if precision != "fp32" else [], "peer_ms": [round(x, 3) for x in ms], "peer_peak_gb": round(peak, 2),
-        }  # fmt: skip
+            "peer": peer,
+            "peer_value": B * T / ms[0] * 1e3,
+            "peer_modes": o.modes if precision != "fp32" else [],
+            "peer_ms": [round(x, 3) for x in ms],
+            "peer_peak_gb": round(peak, 2),
+        }
     step = xtrain_step(model, invariant=o.batch_invariant)
     losses, ms = run(step, data, synchronize)
     kind = "batch-invariant " * o.batch_invariant
     model_name = f"{name}, head in fp8" if head else name
     # step must live until the peak memory is read: it owns the graph's memory
     record(
-        "bench_train", f"{kind}{model_name}", shape=f"B={B} T={T} V={config.vocab_size}", dtype=precision, ms=ms[0],
-        value=B * T / ms[0] * 1e3, unit="tok/s", peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
-        p20_p80=[round(x, 3) for x in ms[1:]], **({} if o.wgmma else {"attention": "mma.sync"}), **more,
-    )  # fmt: skip
+        "bench_train",
+        f"{kind}{model_name}",
+        shape=f"B={B} T={T} V={config.vocab_size}",
+        dtype=precision,
+        ms=ms[0],
+        value=B * T / ms[0] * 1e3,
+        unit="tok/s",
+        peak_gb=round(memory_peak_bytes("gpu") / 1e9, 2),
+        p20_p80=[round(x, 3) for x in ms[1:]],
+        **({} if o.wgmma else {"attention": "mma.sync"}),
+        **more,
+    )
     if theirs:
         print("loss xtrain", " ".join(f"{x:.4f}" for x in losses[:20]))
         print("loss torch ", " ".join(f"{x:.4f}" for x in theirs[:20]))

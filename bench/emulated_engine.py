@@ -1,8 +1,9 @@
-"""An Engine without a GPU whose steps take as long as on one, to measure what surrounds the engine (bench_server.py --emulate).
+"""An Engine without a GPU whose steps take as long as on one (bench_server.py --emulate).
 
-The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute nothing. Launching one takes CPU
-time in Python, which holds the interpreter's lock; then the emulated GPU is busy for a while, and the host sleeps until it is
-done. The constants are those of Qwen3-0.6B's shape on an H100. Every token of an answer is 1.
+The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute
+nothing. Launching one takes CPU time in Python, which holds the interpreter's lock; then the
+emulated GPU is busy for a while, and the host sleeps until it is done. The constants are those of
+Qwen3-0.6B's shape on an H100. Every token of an answer is 1.
 """
 
 import time
@@ -16,10 +17,9 @@ from xtrain.nn.autograd import Tensor
 
 DECODE_LAUNCH = 1e-3  # seconds of the host: one CUDA graph, and the copies around it
 PREFILL_LAUNCH = 25e-3  # 28 layers, about 400 launches
-DECODE_BASE, DECODE_EACH = (
-    1.6e-3,
-    12e-6,
-)  # seconds of the GPU: weights, and the keys of one sequence
+# seconds of the GPU: weights, and the keys of one sequence
+DECODE_BASE = 1.6e-3
+DECODE_EACH = 12e-6
 PREFILL_EACH = 3e-6  # of one prompt token
 
 
@@ -39,19 +39,21 @@ class EmulatedModel(xtrain.Transformer):
 
 
 class EmulatedEngine(xtrain.Engine):
-    """Takes Engine's arguments without the model."""
+    """Take Engine's arguments without the model."""
 
     def __init__(self, *args: Any, **options: Any):
         shape = dict(vocab_size=151936, dim=2, n_layers=1, n_heads=1, head_dim=2, hidden_dim=2)
         config = xtrain.ModelConfig(**shape, max_seq_len=2048)
         model = EmulatedModel(config, device="cpu", trainable=False)
         super().__init__(model, *args, prefill_tokens=8192, **options)
-        self.run_ahead, self.gpu_done = True, 0.0
-        self.now, self.sleep = time.perf_counter, time.sleep
+        self.run_ahead = True
+        self.gpu_done = 0.0
+        self.now = time.perf_counter
+        self.sleep = time.sleep
         model.launched = self._launch_prefill
 
     def _pass(self, host: float, gpu: float) -> None:
-        """Launch a forward pass: it begins when the previous one has ended, and ends after its last launch."""
+        """Launch a forward pass: begins after the previous, ends after its last launch."""
         begin, end = self.now(), time.thread_time() + host
         while time.thread_time() < end:
             pass
@@ -68,7 +70,8 @@ class EmulatedEngine(xtrain.Engine):
         return ()
 
     def _read_ids_later(self, requests: list) -> Callable[[], list[int]]:
-        done, n = self.gpu_done, len(requests)
+        done = self.gpu_done
+        n = len(requests)
 
         def wait_for_ids() -> list[int]:
             self.sleep(max(0.0, done - self.now()))

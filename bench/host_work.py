@@ -1,10 +1,12 @@
-"""What the host does for rollouts: Python calls and CPU time of an engine whose forward passes cost nothing. Needs no GPU.
+"""The host's work for rollouts: calls and CPU time of an engine with free forward passes.
+
+Needs no GPU.
 
     python bench/host_work.py
 
-512 completions at temperature 1 with log-probabilities, of 1 to 11 tokens, for prompts of 7, 20 or 150 tokens that begin alike:
-64 prompts with 8 completions each, or 512 prompts. Scheduler, blocks and bookkeeping are the Engine's own. ms is the least of 9
-runs, CPU time of this process.
+512 completions at temperature 1 with log-probabilities, of 1 to 11 tokens, for prompts of 7, 20 or
+150 tokens that begin alike: 64 prompts with 8 completions each, or 512 prompts. Scheduler, blocks
+and bookkeeping are the Engine's own. ms is the least of 9 runs, CPU time of this process.
 """
 
 import cProfile
@@ -16,7 +18,9 @@ from typing import Any
 import emulated_engine
 import numpy as np
 
-COMPLETIONS, NEW, STOP = 512, 12, 1
+COMPLETIONS = 512
+NEW = 12
+STOP = 1
 LENGTHS = [1 + 7919 * i % 11 for i in range(COMPLETIONS)]  # tokens of each completion
 
 
@@ -41,7 +45,7 @@ class IdleEngine(emulated_engine.EmulatedEngine):
 
 
 def rollouts(length: int, n: int) -> tuple[Callable[[], list], IdleEngine]:
-    """-> a function that draws the completions, n of each prompt of `length` tokens, and the engine"""
+    """Return a function that draws n completions of each prompt, and the engine."""
     rng = np.random.default_rng(1)
     prompts = [[5, *rng.integers(10, 300, length - 1).tolist()] for _ in range(COMPLETIONS // n)]
     engine = IdleEngine(COMPLETIONS, 256, prefill_interval=8, batch_invariant=True)
@@ -62,7 +66,9 @@ def main() -> None:
     for n, length in ((8, 7), (8, 20), (8, 150), (1, 20)):
         work, engine = rollouts(length, n)
         work()
-        steps, computed, times = engine.steps, engine.prefilled_tokens, []
+        steps = engine.steps
+        computed = engine.prefilled_tokens
+        times = []
         for _ in range(9):
             start = time.process_time()
             work()
@@ -73,7 +79,8 @@ def main() -> None:
         profile.disable()
         calls = pstats.Stats(profile).total_calls
         print(
-            f"{COMPLETIONS // n:7}  x {n:2}  {length:14}  {steps:5}  {computed:22}  {calls:7,}  {min(times):5.1f}"
+            f"{COMPLETIONS // n:7}  x {n:2}  {length:14}  {steps:5}  {computed:22}  {calls:7,}  "
+            f"{min(times):5.1f}"
         )
 
 

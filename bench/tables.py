@@ -1,7 +1,10 @@
-"""Write the tables and charts of the README and of the site from bench/results, so that every number there has a record.
+"""Write the tables and charts of the README and of the site from bench/results.
 
-python bench/tables.py            rewrite the text between <!-- results:NAME --> and <!-- results:end -->, and lessons/charts
-python bench/tables.py --check    exit 1 if a table or a chart differs from the records
+So every number there has a record.
+
+    python bench/tables.py            rewrite the text between <!-- results:NAME --> and
+                                      <!-- results:end -->, and lessons/charts
+    python bench/tables.py --check    exit 1 if a table or a chart differs from the records
 
 A table or chart without records says "Not measured yet."
 """
@@ -23,13 +26,17 @@ CHART_FILES = ROOT / "lessons" / "charts"
 
 
 def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dict]:
-    """The newest line of every (name, shape, dtype, peer) of one bench, in the order of first appearance.
+    """Return the newest line of every (name, shape, dtype, peer) of one bench, in order.
 
-    per_peer False: the newest line of every (name, shape, dtype), with any peer or none.
+    The order is that of the first appearance.
+    per_peer: False: the newest line of every (name, shape, dtype), with any peer or none.
     per_gpu: the newest line of each GPU model, for tables that compare two lines with each other.
     """
     path = RESULTS / f"{bench}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+    else:
+        lines = []
     newest = {}
     for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
         key = record["name"], record["shape"], record["dtype"], record["peer"] if per_peer else None
@@ -39,7 +46,7 @@ def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dic
 
 
 def table(header: list[str], rows: list[list[str]], records: list[dict], count: str = "One") -> str:
-    """Header, rows, and the machine that the records come from."""
+    """Return header, rows, and the machine that the records come from, as Markdown."""
     if not rows:
         return NOTHING
     align = ["---"] + ["---:"] * (len(header) - 1)
@@ -48,26 +55,30 @@ def table(header: list[str], rows: list[list[str]], records: list[dict], count: 
 
 
 def machine(records: list[dict], count: str) -> str:
-    """The line below a table: the GPU and the dates of its records."""
+    """Return the line below a table: the GPU and the dates of its records."""
     gpus = ", ".join(sorted({r["gpu"] or "CPU" for r in records}))
     dates = sorted({r["date"] for r in records})
-    return f"{count} {gpus}, {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}."
+    period = dates[0]
+    if len(dates) > 1:
+        period = f"{dates[0]} to {dates[-1]}"
+    return f"{count} {gpus}, {period}."
 
 
 def number(x: float | None, form: str = ",.0f") -> str:
-    """x formatted; "-" for None."""
+    """Return x formatted; "-" for None."""
     return "-" if x is None else format(x, form)
 
 
 # ----------------------------------------------------------------------------- training
 def train() -> str:
-    """For every step and GPU the newest comparison with PyTorch, with PyTorch's fastest mode in that run."""
-    rows, records = [], raced(latest)
+    """Return for every step and GPU the newest comparison with PyTorch's fastest mode."""
+    rows = []
+    records = raced(latest)
     for r in records:
-        peer, ratio = f"{r['peer_value']:,.0f} ({r['peer']})", f"{r['ratio']:.2f}"
-        memory = " / ".join(
-            number(gb or None, ".1f") for gb in (r["peak_gb"], r.get("peer_peak_gb"))
-        )
+        peer = f"{r['peer_value']:,.0f} ({r['peer']})"
+        ratio = f"{r['ratio']:.2f}"
+        peaks = (r["peak_gb"], r.get("peer_peak_gb"))
+        memory = " / ".join(number(gb or None, ".1f") for gb in peaks)
         shape = f"{r['name']}, {r['shape']}, {gpu_name(r)}"
         rows.append([shape, r["dtype"], f"{r['value']:,.0f}", peer, ratio, memory])
     header = ["train step", "precision", "xtrain, tokens/s", "PyTorch, same run", "ratio"]
@@ -75,15 +86,17 @@ def train() -> str:
 
 
 def precisions() -> str:
-    """bf16 and fp32 side by side, where both were measured with the same shape and without a peer."""
-    found = {}
+    """Return bf16 and fp32 side by side, where both were measured without a peer."""
+    steps = {}
     for r in latest("bench_train", per_gpu=True):
         if not r["peer"]:
-            found.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
-    rows, records = [], []
-    for (name, shape, _), pair in found.items():
+            steps.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
+    rows = []
+    records = []
+    for (name, shape, _), pair in steps.items():
         if pair.keys() >= {"fp32", "bf16"}:
-            fp32, bf16 = pair["fp32"], pair["bf16"]
+            fp32 = pair["fp32"]
+            bf16 = pair["bf16"]
             records += [fp32, bf16]
             rows.append(
                 [f"{name}, {shape}", *(f"{r['value']:,.0f}" for r in (fp32, bf16))]
@@ -95,16 +108,20 @@ def precisions() -> str:
 
 
 def fp8() -> str:
-    """bench_train --precision bf16 fp8: whole steps of which both were measured, each compared with its newest run."""
-    found: dict[tuple, dict[str, dict]] = {}
+    """Return the table of bench_train --precision bf16 fp8: whole steps, each with its newest run.
+
+    Only steps of which both were measured.
+    """
+    steps: dict[tuple, dict[str, dict]] = {}
     for r in sorted(latest("bench_train", per_gpu=True), key=lambda r: r["line"]):
-        found.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
-    rows, records = [], []
-    for (name, shape, gpu), steps in found.items():
-        bf16 = found.get((name.removesuffix(", head in fp8"), shape, gpu), {}).get("bf16")
-        if "fp8" not in steps or bf16 is None:
+        steps.setdefault((r["name"], r["shape"], r["gpu"]), {})[r["dtype"]] = r
+    rows = []
+    records = []
+    for (name, shape, gpu), by_dtype in steps.items():
+        bf16 = steps.get((name.removesuffix(", head in fp8"), shape, gpu), {}).get("bf16")
+        if "fp8" not in by_dtype or bf16 is None:
             continue
-        r = steps["fp8"]
+        r = by_dtype["fp8"]
         records += [bf16, r]
         rows.append(
             [f"{name}, {shape}", f"{bf16['value']:,.0f}", f"{r['value']:,.0f}"]
@@ -118,7 +135,7 @@ def fp8() -> str:
 
 
 def fp8_products() -> str:
-    """bench_fp8 products: those of a whole step."""
+    """Return the table of bench_fp8 products: those of a whole step."""
     records = [r for r in latest("bench_fp8") if "/products/" in r["name"]]
     rows = [
         [f"{model}, {r['shape']}, {part}", f"{r['peer_ms']:.2f}", f"{r['ms']:.2f}"]
@@ -131,7 +148,7 @@ def fp8_products() -> str:
 
 
 def fp8_losses() -> str:
-    """bench_fp8 losses: runs in fp8 next to bf16."""
+    """Return the table of bench_fp8 losses: runs in fp8 next to bf16."""
     records = [r for r in latest("bench_fp8") if "/losses/" in r["name"] and r["dtype"] == "fp8"]
     rows = []
     for r in records:
@@ -144,14 +161,14 @@ def fp8_losses() -> str:
 
 
 def history() -> str:
-    """bench_history: a training step after each phase of development."""
+    """Return the table of bench_history: a training step after each phase of development."""
     records = latest("bench_history")
     rows = [[r["name"], r["dtype"], f"{r['ms']:,.1f}", f"{r['value']:,.0f}"] for r in records]
     return table(["phase (dim384)", "precision", "ms a step", "tokens/s"], rows, records)
 
 
 def head() -> str:
-    """bench_head: the output head and the loss in chunks of rows, time and memory."""
+    """Return the table of bench_head: output head and loss in chunks of rows, time and memory."""
     records = latest("bench_head")
     rows = [
         [r["name"], r["shape"], r["dtype"], *(f"{r[k]:.2f}" for k in ("ms", "peak_gb"))]
@@ -166,13 +183,14 @@ TORCH = "torch DDP + compile"
 
 
 def _job(r: dict) -> tuple[str, ...]:
-    """The model, the number of GPUs and their kind, of a record of bench_ddp."""
+    """Return the model, the number of GPUs and their kind, of a record of bench_ddp."""
     return (*r["name"].split(", ")[:2], r["gpu"])
 
 
 def ddp(only: tuple[str, ...] = ()) -> str:
-    """Tokens per second and the share of linear scaling of each variant, with PyTorch's where it was measured in the same run.
+    """Return tokens per second and the share of linear scaling of each variant.
 
+    PyTorch's where it was measured in the same run.
     only: keep the records whose names end with one of these; empty: all.
     """
     records = latest("bench_ddp", per_peer=False, per_gpu=True)
@@ -181,8 +199,11 @@ def ddp(only: tuple[str, ...] = ()) -> str:
     records.sort(key=_job)
     rows = []
     for r in records:
-        value, share = r["peer_value"], r.get("peer_of_linear")
-        peer = f"{value:,.0f}" + (f" ({share:.0%})" if share else "") if value else ""
+        value = r["peer_value"]
+        share = r.get("peer_of_linear")
+        peer = f"{value:,.0f}" if value else ""
+        if value and share:
+            peer += f" ({share:.0%})"
         exposed = f"{r['exposed_ms']:.2f}" if "exposed_ms" in r else ""
         rows.append(
             [f"{r['name']}, {gpu_name(r)}"]
@@ -196,9 +217,10 @@ def ddp(only: tuple[str, ...] = ()) -> str:
 
 # ----------------------------------------------------------------------------- kernels
 def attention(*parts: str) -> str:
-    """TFLOP/s of some parts of bench_attention: one row per shape, with forward and forward + backward.
+    """Return TFLOP/s of some parts of bench_attention, one row per shape.
 
-    If both kernels of xtrain were measured, each has a column, and the one in use is bold.
+    Forward, and forward + backward. If both kernels of xtrain were measured, each has a column, and
+    the one in use is bold.
     """
     chosen = [(p, r) for p in parts for r in latest("bench_attention") if r["name"].split()[0] == p]
     shapes: dict[tuple, dict] = {}
@@ -207,7 +229,8 @@ def attention(*parts: str) -> str:
     records = [r for _, r in chosen]
     two = any(r.get("wgmma_value") for r in records)
     ours = ["xtrain mma.sync", "xtrain wgmma"] if two else ["xtrain"]
-    header, rows = ["causal, bf16, TFLOP/s"], []
+    header = ["causal, bf16, TFLOP/s"]
+    rows = []
     for direction in ("forward", "forward + backward"):
         header += [f"{direction}: {ours[0]}", *ours[1:], "torch flash", "torch cuDNN"]
     for (_, shape), directions in shapes.items():
@@ -219,7 +242,10 @@ def attention(*parts: str) -> str:
 
 
 def rates(r: dict, two: bool) -> list[str]:
-    """The cells of one direction. two: show both kernels of xtrain. r: a record, {} for none."""
+    """Return the cells of one direction of a record r, {} for none.
+
+    two: show both kernels of xtrain.
+    """
     own = [number(r.get("value"), ".0f")]
     if two:
         used = r.get("kernels", "mma.sync")
@@ -231,8 +257,9 @@ def rates(r: dict, two: bool) -> list[str]:
 
 
 def kernels() -> str:
-    """All of bench_kernels: the time, and the time of a copy of the same bytes as a share of it."""
-    rows, records = [], latest("bench_kernels", per_peer=False)
+    """Return all of bench_kernels: the time, and the share that a copy of the same bytes takes."""
+    rows = []
+    records = latest("bench_kernels", per_peer=False)
     for r in records:
         peers = [number(r.get(f"torch_{key}_ms"), ".4f") for key in ("compile", "eager")]
         times = [f"{r['ms']:.4f}", f"{r['value']:,.0f}", f"{r['share']:.0%}"]
@@ -242,8 +269,9 @@ def kernels() -> str:
 
 
 def lessons() -> str:
-    """bench_lessons: the kernels that the lessons build."""
-    rows, records = [], latest("bench_lessons")
+    """Return the table of bench_lessons: the kernels that the lessons build."""
+    rows = []
+    records = latest("bench_lessons")
     for r in records:
         share = f"{r['copy_ms'] / r['ms']:.0%}" if r.get("copy_ms") else "-"
         value = [f"{r['ms']:.4f}", f"{r['value']:,.0f} {r['unit']}", share]
@@ -254,12 +282,16 @@ def lessons() -> str:
 
 # ----------------------------------------------------------------------------- serving
 def decode() -> str:
-    """bench_decode: decoding speed and time to first token, compared with transformers where measured. A row is one run."""
+    """Return the table of bench_decode: decoding speed and time to first token.
+
+    Compared with transformers where measured. A row is one run.
+    """
     runs: dict[tuple, dict] = {}
     records = [r for r in latest("bench_decode") if r["dtype"] == "bf16"]
     for r in records:
         runs.setdefault((r["name"], r["shape"]), {})[r["peer"]] = r
-    rows, shown = [], []
+    rows = []
+    shown = []
     for (name, shape), peers in runs.items():
         raced = [r for peer, r in peers.items() if peer]
         mine = max(raced or peers.values(), key=lambda r: r["line"])
@@ -277,18 +309,19 @@ def decode() -> str:
 
 
 def quantized() -> str:
-    """bench_decode --weights: one byte per weight, next to bf16 in the same run."""
+    """Return the table of bench_decode --weights: a byte per weight, next to bf16."""
     return in_codes("bf16 weights", "bench_decode", "bench_one_kernel")
 
 
 def kv_codes() -> str:
-    """bench_decode --kv-cache: one byte per number of the KV cache, next to bf16 in the same run."""
+    """Return the table of bench_decode --kv-cache: a byte per number, next to bf16."""
     return in_codes("keys and values in bf16", "bench_kv_codes")
 
 
 def in_codes(peer: str, *benches: str) -> str:
-    """The table of records that are compared with bf16."""
-    rows, records = [], [r for bench in benches for r in latest(bench) if r["peer"] == peer]
+    """Return the table of records that are compared with bf16."""
+    rows = []
+    records = [r for bench in benches for r in latest(bench) if r["peer"] == peer]
     for r in records:
         speed = f"{r['value']:,.0f} ({r['peer_value']:,.0f})"
         memory = number(r["peak_gb"], ".1f")
@@ -299,7 +332,7 @@ def in_codes(peer: str, *benches: str) -> str:
 
 
 def muon() -> str:
-    """bench_muon --time-only: a step with each optimizer."""
+    """Return the table of bench_muon --time-only: a step with each optimizer."""
     steps: dict[str, dict] = {}
     records = [r for r in latest("bench_muon") if "/step/" in r["name"]]
     for r in records:
@@ -318,8 +351,12 @@ def muon() -> str:
 
 
 def serve() -> str:
-    """bench_serve: many requests, prefill, the wait for a long prompt, the first prompt. A row is the newest run."""
-    rows, records = [], latest("bench_serve", per_peer=False)
+    """Return the table of bench_serve: many requests, prefill, a long prompt, the first prompt.
+
+    A row is the newest run.
+    """
+    rows = []
+    records = latest("bench_serve", per_peer=False)
     for r in sorted(records, key=lambda r: r["name"].split()[-2]):
         share = "-" if r.get("mfu") is None else f"{r['mfu']:.0%} of peak FLOP/s"
         if r.get("share_of_bound") is not None:
@@ -331,8 +368,9 @@ def serve() -> str:
 
 
 def finetune() -> str:
-    """bench_finetune: examples alone and packed, adapters."""
-    rows, records = [], latest("bench_finetune", per_peer=False)
+    """Return the table of bench_finetune: examples alone and packed, adapters."""
+    rows = []
+    records = latest("bench_finetune", per_peer=False)
     for r in records:
         peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
         form = ",.1f" if r["unit"] == "GB" else ",.0f"
@@ -345,65 +383,57 @@ def finetune() -> str:
 
 
 def reinforce() -> str:
-    """bench_reinforce: GRPO in batch-invariant mode and with the faster kernels."""
-    rows, records = [], latest("bench_reinforce")
+    """Return the table of bench_reinforce: GRPO, batch-invariant and with the faster kernels."""
+    rows = []
+    records = latest("bench_reinforce")
     for r in records:
         drift = f"{r['ratio_error_max']:.2g} / {r['rollout_kl_max']:.2g}"
         rewards = f"{r['reward_first']:.2f} to {r['reward_last']:.2f}"
         step = f"{r['ms']:,.0f} ms, {r['value']:.0f} %"
         peer = f"{r['rollout_ms']:,.0f} / {r['transformers_generate_ms']:,.0f}"
         rows.append([r["name"], r["shape"], step, peer, drift, rewards])
-    header = [
-        "GRPO, bf16",
-        "work",
-        "a step, share of rollouts",
-        "rollouts, ms: xtrain / transformers",
-    ]
-    return table([*header, "largest ratio error / KL", "reward"], rows, records)
+    header = ["GRPO, bf16", "work", "a step, share of rollouts"]
+    header += ["rollouts, ms: xtrain / transformers", "largest ratio error / KL", "reward"]
+    return table(header, rows, records)
 
 
 def start() -> str:
-    """bench_start: from the command to the first step."""
-    rows, records = [], latest("bench_start", per_peer=False)
-    for r in records:
-        rows.append([r["name"], r["shape"], f"{r['value']:.1f}"])
+    """Return the table of bench_start: from the command to the first step."""
+    records = latest("bench_start", per_peer=False)
+    rows = [[r["name"], r["shape"], f"{r['value']:.1f}"] for r in records]
     return table(["`xtrain train`", "machine", "seconds to the first step"], rows, records)
 
 
 def simulator() -> str:
-    """bench_simulator: kernels in the simulator, next to Numba's simulator and to one process."""
-    rows, records = [], latest("bench_simulator")
-    for r in records:
-        rows.append([r["name"], number(r["value"]), f"{r['ratio']:.1f} x {r['peer']}"])
+    """Return the table of bench_simulator: next to Numba's simulator and to one process."""
+    records = latest("bench_simulator")
+    ratio = lambda r: f"{r['ratio']:.1f} x {r['peer']}"
+    rows = [[r["name"], number(r["value"]), ratio(r)] for r in records]
     return table(["kernel", "CUDA threads a second", "compared with"], rows, records)
 
 
 def server() -> str:
-    """bench_server: the engine behind HTTP."""
+    """Return the table of bench_server: the engine behind HTTP."""
     # One row per kind: the name of a Poisson load contains its rate, which depends on the machine.
     kinds = {r["name"].split()[0]: r for r in latest("bench_server", per_peer=False)}
-    rows, records = [], list(kinds.values())
+    rows = []
+    records = list(kinds.values())
     for r in records:
         peer = "-" if r["peer"] is None else f"{r['peer']}: {r['peer_value']:,.0f}"
         first, last = (" / ".join(f"{x:,.0f}" for x in r[k]) for k in ("first_ms", "last_ms"))
         rows.append([r["name"], r["shape"], f"{r['value']:,.0f}", first, last, peer])
-    header = [
-        "clients",
-        "work",
-        "tokens/s",
-        "first text, ms (median / 99 %)",
-        "whole answer, ms",
-        "compared with",
-    ]
-    return table(header, rows, records)
+    header = ["clients", "work", "tokens/s", "first text, ms (median / 99 %)"]
+    return table([*header, "whole answer, ms", "compared with"], rows, records)
 
 
 def engine_kernels() -> str:
-    """bench_engine: the kernels of a decoding step, one by one."""
-    rows, records = [], [r for r in latest("bench_engine") if not r["name"].startswith("step")]
+    """Return the table of bench_engine: the kernels of a decoding step, one by one."""
+    rows = []
+    records = [r for r in latest("bench_engine") if not r["name"].startswith("step")]
     for r in records:
         rate = f"{r['value']:,.0f} {r['unit']}" if r["unit"] != "us" else "-"
-        share, ratio = number(r.get("share"), ".0%"), number(r["ratio"], ".2f")
+        share = number(r.get("share"), ".0%")
+        ratio = number(r["ratio"], ".2f")
         ratio += f" x {r['peer']}" if r["peer"] else ""
         rows.append([f"`{r['name']}`", r["shape"], f"{1e3 * r['ms']:,.1f}", rate, share, ratio])
     header = ["kernel", "shape", "us", "rate", "copy's time, share", "compared with"]
@@ -411,7 +441,7 @@ def engine_kernels() -> str:
 
 
 def engine_step() -> str:
-    """bench_engine: all kernels of a step in one CUDA graph, with and without overlap."""
+    """Return the table of bench_engine: all kernels of a step in one graph, and without overlap."""
     shapes: dict[str, dict] = {}
     records = [r for r in latest("bench_engine") if r["name"].startswith("step")]
     for r in records:
@@ -431,34 +461,37 @@ PAIR = {"mlir": "numba-cuda-mlir", "numba": "numba-cuda"}
 
 
 def _compared(card: str = "9.0") -> tuple[list[dict], list[tuple[str, dict, dict]]]:
-    """Records of bench_compilers; (kernel, with mlir, with numba) of those that both compile for this compute capability.
+    """Return records of bench_compilers, and (kernel, with mlir, with numba) of kernels in both.
 
-    Of the last run only: a new kernel changes the numbers of the signatures after it.
+    For this compute capability, and of the last run only: a new kernel changes the numbers of the
+    signatures after it.
     """
-    records, found = [r for r in latest("bench_compilers") if card in r["cards"]], []
+    records = [r for r in latest("bench_compilers") if card in r["cards"]]
+    pairs = []
     last = max(records, key=lambda r: r["line"], default={}).get("commit")
     records = [r for r in records if r["commit"] == last]
     for r in records:
         pair = r["cards"][card]
         both = [pair.get(compiler, {}) for compiler in PAIR]
         if all("ms" in m for m in both):
-            found.append((f"`{r['name']}`, {r['shape']}", *both))
-    return records, found
+            pairs.append((f"`{r['name']}`, {r['shape']}", *both))
+    return records, pairs
 
 
 def compilers() -> str:
-    """bench_compilers: all kernels with one compiler and with the other, for each compute capability."""
+    """Return the table of bench_compilers: all kernels with each, by compute capability."""
     cards = sorted({c for r in latest("bench_compilers") for c in r["cards"]}, key=float)
-    rows, records = [], []
+    rows = []
+    records = []
     for card in cards:
-        of_card, found = _compared(card)
-        records += of_card
-        total = lambda key: [sum(pair[i][key] for pair in found) for i in (1, 2)]  # noqa: B023
-        median = lambda key: statistics.median(a[key] / b[key] for _, a, b in found)  # noqa: B023
-        local = [sum(pair[i]["local"] > 0 for pair in found) for i in (1, 2)]
+        card_records, pairs = _compared(card)
+        records += card_records
+        total = lambda key: [sum(pair[i][key] for pair in pairs) for i in (1, 2)]  # noqa: B023
+        median = lambda key: statistics.median(a[key] / b[key] for _, a, b in pairs)  # noqa: B023
+        local = [sum(pair[i]["local"] > 0 for pair in pairs) for i in (1, 2)]
         seconds = [f"{ms / 1e3:.0f}" for ms in total("ms")]
         rows.append(
-            [card, f"{len(found)} of {len(of_card)}"]
+            [card, f"{len(pairs)} of {len(card_records)}"]
             + [f"{a:,} / {b:,}" for a, b in (total("instructions"), total("registers"))]
             + [f"{median('instructions'):.2f}", f"{median('registers'):.2f}"]
             + [" / ".join(map(str, local)), " / ".join(seconds)]
@@ -469,11 +502,14 @@ def compilers() -> str:
 
 
 def compilers_differ() -> str:
-    """bench_compilers: the ten kernels whose instructions differ most, by their ratio."""
-    records, found = _compared()
+    """Return the table of bench_compilers: the ten kernels whose instructions differ most.
+
+    By their ratio.
+    """
+    records, pairs = _compared()
     size = lambda pair: abs(math.log(pair[1]["instructions"] / pair[2]["instructions"]))
     rows = []
-    for name, a, b in sorted(found, key=size, reverse=True)[:10]:
+    for name, a, b in sorted(pairs, key=size, reverse=True)[:10]:
         cells = [f"{a[k]:,} / {b[k]:,}" for k in ("instructions", "registers", "local")]
         rows.append([name, f"{a['instructions'] / b['instructions']:.2f}", *cells])
     header = ["kernel, signature (compute capability 9.0)", "ratio", "instructions, mlir / numba"]
@@ -513,9 +549,13 @@ TABLES = {
 
 
 def filled(text: str) -> str:
-    """-> the page with current tables. Raises ValueError for a marker with an unknown table or without an end."""
+    """Return the page with current tables.
+
+    Raises ValueError for a marker with an unknown table or without an end.
+    """
     head, *rest = text.split("<!-- results:")
-    parts, inside = [head], False
+    parts = [head]
+    inside = False
     for part in rest:
         name, _, after = part.partition(" -->")
         if name == "end" and inside:

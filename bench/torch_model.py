@@ -1,4 +1,4 @@
-"""The peer of the benches: the same model in plain PyTorch, as a user would write it, or with Liger-Kernel's ops."""
+"""The peer of the benches: the same model in plain PyTorch, or with Liger-Kernel's ops."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,14 +33,19 @@ class Ops:
 
 
 class LigerOps(Ops):
-    """Liger-Kernel's, as it puts them into a Llama of transformers. Raises ImportError if it is not installed."""
+    """Liger-Kernel's, as it puts them into a Llama of transformers.
+
+    Raises ImportError if it is not installed.
+    """
 
     def __init__(self):
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-        self.norm, self.rotate, self.silu_mul = LigerRMSNorm, liger_rotary_pos_emb, LigerSiLUMulFunction.apply  # fmt: skip
+        self.norm = LigerRMSNorm
+        self.rotate = liger_rotary_pos_emb
+        self.silu_mul = LigerSiLUMulFunction.apply
         self.linear_loss = LigerFusedLinearCrossEntropyLoss()
 
     def rope(self, q_BHTD, k_BGTD, cos_TR, sin_TR):
@@ -65,18 +70,22 @@ RECIPES = (
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, ops: Ops):
         super().__init__()
-        self.c, self.ops, self.dims = c, ops, (c.n_heads, c.n_kv_heads, c.head_dim)
+        self.c = c
+        self.ops = ops
+        self.dims = (c.n_heads, c.n_kv_heads, c.head_dim)
         H, G, D = self.dims
         self.norm1, self.norm2 = ops.norm(c.dim, c.norm_eps), ops.norm(c.dim, c.norm_eps)
         if c.qk_norm:  # unused parameters make DDP fail
-            self.q_norm, self.k_norm = ops.norm(D, c.norm_eps), ops.norm(D, c.norm_eps)
+            self.q_norm = ops.norm(D, c.norm_eps)
+            self.k_norm = ops.norm(D, c.norm_eps)
         self.qkv = nn.Linear(c.dim, (H + 2 * G) * D, bias=False)
         self.out = nn.Linear(H * D, c.dim, bias=False)
         self.gate_up = nn.Linear(c.dim, 2 * c.hidden_dim, bias=False)
         self.down = nn.Linear(c.hidden_dim, c.dim, bias=False)
 
     def forward(self, x_BTC, cos, sin):
-        (B, T, _), (H, G, D) = x_BTC.shape, self.dims
+        B, T, _ = x_BTC.shape
+        H, G, D = self.dims
         q, k, v = self.qkv(self.norm1(x_BTC)).view(B, T, H + 2 * G, D).split([H, G, G], dim=2)
         if self.c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -89,12 +98,16 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """padded: use the padded vocabulary size of xtrain. Here the padding is part of the softmax, as in user code: with 47
-    tokens more than 50257 the initial loss is 0.0009 higher."""
+    """The model of the config.
+
+    padded: use the padded vocabulary size of xtrain. Here the padding is part of the softmax, as in
+        user code: with 47 tokens more than 50257 the initial loss is 0.0009 higher.
+    """
 
     def __init__(self, c: ModelConfig, T: int, padded: bool, ops: Ops | None = None):
         super().__init__()
-        self.c, self.rows = c, c.padded_vocab_size if padded else c.vocab_size
+        self.c = c
+        self.rows = c.padded_vocab_size if padded else c.vocab_size
         self.ops = ops or Ops()
         self.embed, self.head = (
             nn.Embedding(self.rows, c.dim),
@@ -118,7 +131,10 @@ class Model(nn.Module):
 
 
 def to_float8(model: nn.Module, recipe: str, head: bool, **more) -> None:
-    """Let the Linear modules of the blocks, and with `head` that too, compute in torchao's float8. more: fields of its config."""
+    """Let the Linear modules of the blocks, and with `head` that too, compute in torchao's float8.
+
+    more: fields of its config.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), **more)
@@ -130,17 +146,24 @@ def load_weights(model: Model, ours) -> None:
     """Copy the weights of an xtrain Transformer, so that both start from the same point."""
     theirs = {"model.embed_tokens.weight": model.embed.weight, "lm_head.weight": model.head.weight}
     theirs["model.norm.weight"] = model.norm.weight
-    H, G, D = model.c.n_heads, model.c.n_kv_heads, model.c.head_dim
+    H = model.c.n_heads
+    G = model.c.n_kv_heads
+    D = model.c.head_dim
     for i, b in enumerate(model.blocks):
         p = f"model.layers.{i}."
         q, k, v = b.qkv.weight.split([H * D, G * D, G * D])
         gate, up = b.gate_up.weight.chunk(2)
         theirs |= {
-            p + "self_attn.q_proj.weight": q, p + "self_attn.k_proj.weight": k, p + "self_attn.v_proj.weight": v,
-            p + "self_attn.o_proj.weight": b.out.weight, p + "mlp.gate_proj.weight": gate,
-            p + "mlp.up_proj.weight": up, p + "mlp.down_proj.weight": b.down.weight,
-            p + "input_layernorm.weight": b.norm1.weight, p + "post_attention_layernorm.weight": b.norm2.weight,
-        }  # fmt: skip
+            p + "self_attn.q_proj.weight": q,
+            p + "self_attn.k_proj.weight": k,
+            p + "self_attn.v_proj.weight": v,
+            p + "self_attn.o_proj.weight": b.out.weight,
+            p + "mlp.gate_proj.weight": gate,
+            p + "mlp.up_proj.weight": up,
+            p + "mlp.down_proj.weight": b.down.weight,
+            p + "input_layernorm.weight": b.norm1.weight,
+            p + "post_attention_layernorm.weight": b.norm2.weight,
+        }
         if model.c.qk_norm:
             norms = {"q_norm": b.q_norm, "k_norm": b.k_norm}
             theirs |= {f"{p}self_attn.{name}.weight": norm.weight for name, norm in norms.items()}

@@ -1,19 +1,23 @@
 """Find the fastest division of the work in a decoding step on this GPU.
 
-    python bench/tune_decode.py [--weights int8] [--stages qkv o gate_up down head few many residual row_tiles] [--jobs 16]
+    python bench/tune_decode.py [--weights int8] [--jobs 16]
+                                [--stages qkv o gate_up down head few many residual row_tiles]
 
-Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine does: a CUDA graph of the
-step without sampling, replayed back to back. It starts with the library's choice. One stage after another tries its
-alternatives on top of the best so far, which is measured again with them, and keeps the fastest: the one with the largest
-product of shares of the memory bound at both contexts. New kernels are compiled beforehand, one process per core.
+Uses the model of bench_decode.py, all 22 layers with separate weights, and decodes as the engine
+does: a CUDA graph of the step without sampling, replayed back to back. It starts with the library's
+choice. One stage after another tries its alternatives on top of the best so far, which is measured
+again with them, and keeps the fastest: the one with the largest product of shares of the memory
+bound at both contexts. New kernels are compiled beforehand, one process per core.
 A candidate whose logits differ by more than ALLOWED from those of the library's choice is rejected.
 
     qkv ... head    gemv_tensor_cores.Config of a product
-    few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many (batch 32)
+    few, many       decode_attention.Config for few key heads in a launch (batch 1), and for many
+                    (batch 32)
     residual        residual.FEW and FEW_COLUMNS (batch 32)
     row_tiles       gemv.ROW_TILES, of quantized weights (batch 32)
 
---weights int8 or fp8: the matrices of the layers are quantized, and their products have alternatives of their own.
+--weights int8 or fp8: the matrices of the layers are quantized, and their products have
+alternatives of their own.
 
 Prints at the end what to write into the files.
 """
@@ -50,8 +54,11 @@ from xtrain.serving.paged_cache import PagedCache
 
 CONTEXTS = (128, 4096)
 BATCHES = {"many": 32, "residual": 32, "row_tiles": 32}  # of a stage; 1 otherwise
-ALLOWED = 0.2  # of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and more
-ALTERNATIVES = {  # Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched)
+# of the largest logit: two orders of addition are about 0.1 apart in bf16, a wrong kernel 1 and
+# more
+ALLOWED = 0.2
+# Product(warps, chunks, blocks, stage), Attention(warps, blocks, keys, splits, prefetched)
+ALTERNATIVES = {
     "qkv": [Product(8, 8, 2), Product(4, 8, 3), Product(16, 4, 1), Product(4, 4, 4)],
     "o": [Product(8, 8, 2, True), Product(16, 4, 1), Product(16, 4, 1, False), Product(4, 8, 4)],
     "gate_up": [Product(8, 4, 1), Product(4, 4, 2), Product(4, 3, 4), Product(8, 3, 2)],
@@ -82,12 +89,12 @@ class Options:
     weights: Literal["full", "int8", "fp8"] = "full"
 
 
-# ----------------------------------------------------------------------------- a candidate: stage -> value
+# ---------------------------------------------------------------------- a candidate: stage -> value
 library_choice = gemv.choose
 
 
 def key_of(name, weights):
-    """-> the arguments of gemv.choose for a product"""
+    """Return the arguments of gemv.choose for a product"""
     rows, K, form = MATRICES[name]
     swiglu = form.get("swiglu", False)
     return (
@@ -100,13 +107,13 @@ def key_of(name, weights):
 
 
 def kind_of(name, weights):
-    """The head is not quantized."""
+    """Return the kind of weights of a product; the head is not quantized."""
     return "full" if name == "head" else weights
 
 
 @functools.cache
 def chosen(weights):
-    """-> the library's choice, also after `use`: the first call in a process precedes it"""
+    """Return the library's choice, also after `use`: the first call in a process precedes it"""
     return {
         **{name: library_choice(*key_of(name, weights)) for name in MATRICES},
         "few": decode_attention.choose(D, H // G, True, G),
@@ -130,18 +137,20 @@ def use(candidate, weights):
 
 
 def compile_one(task, weights):
-    """In a worker: fills the disk cache. -> (task, "" or what went wrong)"""
+    """Fill the disk cache, in a worker; return (task, what went wrong or "")."""
     stage, value = task
     use({**chosen(weights), stage: value}, weights)
     try:
         if stage in MATRICES:
             rows, K, form = MATRICES[stage]
             norm, swiglu = form.get("norm", False), form.get("swiglu", False)
-            x, w = cp.empty((1, K), np.float32 if norm else BF16), cp.zeros((rows, K), BF16)
+            x = cp.empty((1, K), np.float32 if norm else BF16)
+            w = cp.zeros((rows, K), BF16)
             if (kind := kind_of(stage, weights)) != "full":
                 w = quantize(w, kind)
             if norm:
-                norm_w, delta = cp.empty(K, np.float32), cp.empty((1, K), BF16)
+                norm_w = cp.empty(K, np.float32)
+                delta = cp.empty((1, K), BF16)
                 gemv.add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, True, form.get("dtype"))
             else:
                 gemv.gemv(x, w, form.get("dtype"), True)
@@ -166,11 +175,13 @@ def compile_one(task, weights):
 class Bench:
     def __init__(self, o: Options):
         self.bandwidth = copy_bandwidth(1 << 30)
-        self.model, self.weights = bench_decode.random_model(o), o.weights
+        self.model = bench_decode.random_model(o)
+        self.weights = o.weights
         if o.weights != "full":
             quantize_weights(self.model, o.weights)
         capacity = max(CONTEXTS) + 128
-        self.cache, self.each = PagedCache(self.model, capacity, 64), -(-capacity // 64)
+        self.cache = PagedCache(self.model, capacity, 64)
+        self.each = -(-capacity // 64)
         self.cache.allocate(32 * self.each)
         some = cp.random.standard_normal(self.cache.arrays[0].shape[1:], dtype=cp.float32)
         some = cast_fwd(some, BF16).view(np.int16)
@@ -179,7 +190,8 @@ class Bench:
         self.logits = {}  # of the library's choice, for a batch and context
 
     def step(self, B, T):
-        ids, lengths = int32(np.arange(B) * 7 + 1), int32([T] * B)
+        ids = int32(np.arange(B) * 7 + 1)
+        lengths = int32([T] * B)
         tables = int32(np.arange(B * self.each).reshape(B, self.each))
         edges = int32(range(B + 1))
 
@@ -191,9 +203,14 @@ class Bench:
         return step
 
     def __call__(self, candidate, B):
-        """-> milliseconds per step and shares of the memory bound, for each context; the largest error of its logits"""
+        """Return milliseconds per step and shares of the memory bound, for each context.
+
+        Also the largest error of its logits.
+        """
         use(candidate, self.weights)
-        times, shares, errors = [], [], []
+        times = []
+        shares = []
+        errors = []
         for T in CONTEXTS:
             step = self.step(B, T)
             logits = step().get()
@@ -207,7 +224,8 @@ class Bench:
 
 def decide(bench, wrong, stage, alternatives, best):
     """Measure a stage's alternatives and print them -> the fastest"""
-    results, B = [], BATCHES.get(stage, 1)
+    results = []
+    B = BATCHES.get(stage, 1)
     for value in (best[stage], *alternatives):
         if wrong.get((stage, value)):
             print(f"  {value}: {wrong[stage, value]}", flush=True)
@@ -220,13 +238,18 @@ def decide(bench, wrong, stage, alternatives, best):
         print(f"  {columns}  error {error:.1e}{'' if good else ' WRONG'}  {value}", flush=True)
         if good:
             results.append((math.prod(shares), value))
-    return {**best, stage: max(results, key=lambda r: r[0])[1]} if results else best
+    if results:
+        return {**best, stage: max(results, key=lambda r: r[0])[1]}
+    return best
 
 
 def main(o: Options) -> None:
     begun, clock = time.perf_counter(), lambda: f"{time.perf_counter() - begun:.0f} s"
     library = chosen(o.weights)
-    alternatives = ALTERNATIVES if o.weights == "full" else ALTERNATIVES | CODES
+    if o.weights == "full":
+        alternatives = ALTERNATIVES
+    else:
+        alternatives = ALTERNATIVES | CODES
     tasks = list(library.items())
     tasks += [(stage, value) for stage in o.stages for value in alternatives[stage]]
     with multiprocessing.get_context("spawn").Pool(o.jobs) as pool:

@@ -2,12 +2,14 @@
 
     python bench/tune_flash_attention.py [--heads 64 ...] [--kernels fwd ...] [--write] [--hopper]
 
-Every candidate is compiled (one process per core fills the kernel cache), checked against the float32 kernels, and timed
-inside a CUDA graph. Prints TFLOP/s of the operations that the kernel itself does (dq 1.5 and dkdv 2 times the
-forward's). With --write, the fastest of each shape class are written to xtrain/kernels/attention/flash_attention_table.py.
-Candidates that do not fit the GPU or spill registers are skipped.
+Every candidate is compiled (one process per core fills the kernel cache), checked against the
+float32 kernels, and timed inside a CUDA graph. Prints TFLOP/s of the operations that the kernel
+itself does (dq 1.5 and dkdv 2 times the forward's). With --write, the fastest of each shape class
+are written to xtrain/kernels/attention/flash_attention_table.py. Candidates that do not fit the GPU
+or spill registers are skipped.
 
---hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py, flash_attention_hopper_table.py).
+--hopper: the kernels for compute capability 9.0 instead (_hopper_tiles.py,
+flash_attention_hopper_table.py).
 """
 
 import functools
@@ -38,16 +40,40 @@ LONGEST = {256: 512, 1024: 2048, 4096: None}  # the longest T of each class
 OUTPUTS = {"fwd": ("o",), "dq": ("dq",), "dkdv": ("dk", "dv")}
 CANDIDATES = {  # Tiles(BM, BN, warps, blocks[, q_in_registers])
     ("fwd", 16): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True)],
-    ("fwd", 32): [Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True), Tiles(128, 64, 4, 2, True)],
-    ("fwd", 64): [Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 2, True), Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 3, False)],
-    ("fwd", 128): [Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True), Tiles(64, 32, 4, 3, False)],
-    ("dq", 16): [Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 3)],
-    ("dq", 32): [Tiles(64, 64, 4, 4), Tiles(64, 32, 4, 5), Tiles(128, 32, 4, 3), Tiles(128, 64, 4, 2)],
-    ("dq", 64): [Tiles(128, 64, 4, 2), Tiles(128, 80, 4, 2), Tiles(128, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4)],
+    ("fwd", 32): [
+        Tiles(64, 64, 4, 4, True), Tiles(64, 64, 4, 5, True), Tiles(128, 64, 4, 3, True),
+        Tiles(128, 64, 4, 2, True),
+    ],
+    ("fwd", 64): [
+        Tiles(64, 64, 4, 3, True), Tiles(128, 64, 4, 2, True), Tiles(128, 64, 4, 2, False),
+        Tiles(128, 32, 4, 3, False),
+    ],
+    ("fwd", 128): [
+        Tiles(128, 64, 4, 2, False), Tiles(128, 32, 4, 2, False), Tiles(64, 64, 4, 2, True),
+        Tiles(64, 32, 4, 3, False),
+    ],
+    ("dq", 16): [
+        Tiles(64, 64, 4, 5), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 2),
+        Tiles(128, 64, 4, 3),
+    ],
+    ("dq", 32): [
+        Tiles(64, 64, 4, 4), Tiles(64, 32, 4, 5), Tiles(128, 32, 4, 3),
+        Tiles(128, 64, 4, 2),
+    ],
+    ("dq", 64): [
+        Tiles(128, 64, 4, 2), Tiles(128, 80, 4, 2), Tiles(128, 32, 4, 3),
+        Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 4),
+    ],
     ("dq", 128): [Tiles(128, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)],
     ("dkdv", 16): [Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 3)],
-    ("dkdv", 32): [Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 3)],
-    ("dkdv", 64): [Tiles(48, 128, 4, 2), Tiles(32, 128, 4, 2), Tiles(48, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)],
+    ("dkdv", 32): [
+        Tiles(64, 64, 4, 4), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2),
+        Tiles(32, 128, 4, 3),
+    ],
+    ("dkdv", 64): [
+        Tiles(48, 128, 4, 2), Tiles(32, 128, 4, 2), Tiles(48, 64, 4, 3),
+        Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3),
+    ],
     ("dkdv", 128): [Tiles(64, 128, 8, 1), Tiles(32, 64, 4, 2), Tiles(32, 128, 8, 1)],
 }  # fmt: skip
 
@@ -74,7 +100,10 @@ def inputs(B, T, H, D):
 
 @functools.lru_cache(2)
 def expected(B, T, H, D, causal):
-    """-> the inputs of the backward kernels (o, lse, delta), and {output: values for two heads} by the float32 kernels"""
+    """Return the inputs of the backward kernels, and the values by the float32 kernels.
+
+    (o, lse, delta) and {output: values for two heads}.
+    """
     q, k, v, do = inputs(B, T, H, D)
     o, lse = fa.flash_attention_fwd(q, k, v, D**-0.5, causal)
     delta = (o.astype(cp.float32) * do.astype(cp.float32)).sum(-1).transpose(0, 2, 1)
@@ -89,7 +118,7 @@ def both_ways(q, k, v, do, scale, causal):
 
 
 def arguments(kind, T, D, causal):
-    """-> all arguments of a kernel, {name of an output: the array}"""
+    """Return all arguments of a kernel, {name of an output: the array}"""
     B, H = CLASSES[T]
     q, k, v, do = inputs(B, T, H, D)
     o, lse, delta, _ = expected(B, T, H, D, causal)
@@ -106,7 +135,7 @@ def arguments(kind, T, D, causal):
 
 
 def measure(task, T):
-    """-> milliseconds. Raises AssertionError if the result is wrong."""
+    """Return milliseconds. Raises AssertionError if the result is wrong."""
     kind, D, causal, tiles = task
     B, H = CLASSES[T]
     args, outputs = arguments(kind, T, D, causal)
@@ -125,7 +154,7 @@ def measure(task, T):
 
 # ----------------------------------------------------------------------------- all of them
 def tune(options: Options) -> dict:
-    """-> {(kind, D, causal): {T: (tiles, milliseconds)}}"""
+    """Return {(kind, D, causal): {T: (tiles, milliseconds)}}"""
     keys = list(itertools.product(options.kernels, options.heads, options.causal))
     tasks = [(*key, tiles) for key in keys for tiles in CANDIDATES[key[:2]]]
     defaults = [
@@ -177,7 +206,10 @@ def write(best: dict) -> None:
 
 def tune_hopper(options: Options) -> None:
     heads = [D for D in options.heads if D in (64, 128)]
-    lengths = options.lengths if options.lengths != list(CLASSES) else list(_hopper_tiles.SHAPES)
+    if options.lengths != list(CLASSES):
+        lengths = options.lengths
+    else:
+        lengths = list(_hopper_tiles.SHAPES)
     best = _hopper_tiles.tune(heads, options.kernels, lengths, options.causal)
     if options.write:
         _hopper_tiles.write(best)

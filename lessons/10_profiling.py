@@ -549,7 +549,7 @@ from xtrain.kernels import adamw
 from xtrain.nn import cuda_graph as graph_module
 
 lesson.source(adamw.adamw_hyper)
-lesson.source(adamw.make_adamw_kernel, "factor, lr, root2")
+lesson.source(adamw.make_adamw_kernel, "factor = factor_1[0]")
 
 # %% [markdown]
 # All the code for graphs is in one file. The first two calls of a step run normally (they compile

@@ -6,20 +6,24 @@
     v  = beta2 v + (1 - beta2) g^2                running mean of g^2
     w  = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The order of operations is that of torch.optim.AdamW. m and v start at zero, so after t steps the weights of their terms
-add up to only 1 - beta^t; dividing by it corrects that bias. 1 - beta^t is computed on the host in float64: in float32 the
-subtraction would lose digits. The values that change from step to step are passed in a device array,
-hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)], so a captured step can be replayed with new values.
+The order of operations is that of torch.optim.AdamW. m and v start at zero, so after t steps the
+weights of their terms add up to only 1 - beta^t; dividing by it corrects that bias. 1 - beta^t is
+computed on the host in float64: in float32 the subtraction would lose digits. The values that
+change from step to step are passed in a device array, hyper = [lr, 1 - beta1^t, sqrt(1 - beta2^t)],
+so a captured step can be replayed with new values.
 
-A compiler may contract a*b + c into one instruction, with one rounding instead of two. Then the GPU and the reference would
-differ, and so would two compilers. Every operation here rounds once and is never contracted (the *_rn functions of
-libdevice), so the kernel equals its float32 reference bit for bit.
+A compiler may contract a*b + c into one instruction, with one rounding instead of two. Then the GPU
+and the reference would differ, and so would two compilers. Every operation here rounds once and is
+never contracted (the *_rn functions of libdevice), so the kernel equals its float32 reference bit
+for bit.
 
 A factor of NaN skips the step (see skip_nonfinite.py): w, m, v and the copy stay unchanged.
 
-The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the gradient, to which the
-next backward adds. Both must be written in any case, so this saves reading w and g a second time.
-Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 more for the zeros.
+The same pass can write a bf16 copy of the new weights, which the next forward reads, and zero the
+gradient, to which the next backward adds. Both must be written in any case, so this saves reading w
+and g a second time.
+Bytes moved: read w, g, m, v, write w, m, v: 28 per element; 2 more for the copy, 4 more for the
+zeros.
 """
 
 import functools
@@ -39,10 +43,24 @@ TILE = STRIDE  # one chunk per thread: its four arrays keep enough bytes in flig
 
 # ----------------------------------------------------------------------------- reference
 def adamw_ref(
-    w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-    copy_n=None, zero_grad=False,
-):  # fmt: skip
-    """Updates w, m and v in place, in their dtype. Writes the new w to copy if given; zeroes g if zero_grad."""
+    w_n,
+    g_n,
+    m_n,
+    v_n,
+    factor_1,
+    hyper_3,
+    n_decay,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    copy_n=None,
+    zero_grad=False,
+):
+    """Update w, m and v in place, in their dtype.
+
+    Writes the new w to copy if given; zeroes g if zero_grad.
+    """
     if np.isnan(factor_1[0]):
         if zero_grad:
             g_n[...] = 0
@@ -62,7 +80,7 @@ def adamw_ref(
 
 
 def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float32) -> np.ndarray:
-    """The values that change with the step, (3,): [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
+    """Return the values that change with the step: [lr, 1 - beta1^step, sqrt(1 - beta2^step)].
 
     step counts from 1. Raises ValueError for a smaller one.
     """
@@ -73,7 +91,7 @@ def adamw_hyper(lr: float, beta1: float, beta2: float, step: int, dtype=np.float
 # ----------------------------------------------------------------------------- kernel
 @device
 def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
-    """One element: -> the new w, m, v. Every operation rounds once."""
+    """Return the new w, m, v of one element. Every operation rounds once."""
     w = fmul_rn(w, decay)
     m = fadd_rn(m, fmul_rn(rest1, fsub_rn(g, m)))
     v = fadd_rn(fmul_rn(v, beta2), fmul_rn(fmul_rn(rest2, g), g))
@@ -83,13 +101,29 @@ def update(g, w, m, v, decay, rest1, beta2, rest2, rate, root2, eps):
 
 @functools.cache
 def make_adamw_kernel(with_copy, zero_grad):
-    """One of four kernels: with or without the bf16 copy, with or without zeroing the gradient."""
+    """Return one of four kernels: with or without the bf16 copy, and zeroing the gradient."""
 
     @kernel(BLOCK)
     def adamw_kernel(
-        w_n, m_n, v_n, copy_n, g_n, factor_1, hyper_3, n_decay, rest1, beta2, rest2, eps, weight_decay, aligned
-    ):  # fmt: skip
-        """Grid ceil(n / TILE), block BLOCK. rest1 = 1 - beta1, rest2 = 1 - beta2. copy_n is unused without a copy."""
+        w_n,
+        m_n,
+        v_n,
+        copy_n,
+        g_n,
+        factor_1,
+        hyper_3,
+        n_decay,
+        rest1,
+        beta2,
+        rest2,
+        eps,
+        weight_decay,
+        aligned,
+    ):
+        """Grid ceil(n / TILE), block BLOCK.
+
+        rest1 = 1 - beta1, rest2 = 1 - beta2. copy_n is unused without a copy.
+        """
         g = cuda.local.array(CHUNK, float32)
         w = cuda.local.array(CHUNK, float32)
         m = cuda.local.array(CHUNK, float32)
@@ -101,23 +135,16 @@ def make_adamw_kernel(with_copy, zero_grad):
         load(w, w_n, i, GAP, n, vectorized)
         load(m, m_n, i, GAP, n, vectorized)
         load(v, v_n, i, GAP, n, vectorized)
-        factor, lr, root2 = factor_1[0], hyper_3[0], hyper_3[2]
+        factor = factor_1[0]
+        lr = hyper_3[0]
+        root2 = hyper_3[2]
         rate = fdiv_rn(lr, hyper_3[1])
         keep = fsub_rn(float32(1.0), fmul_rn(lr, weight_decay))
         for j in range(CHUNK):
             decay = keep if position(i, GAP, j) < n_decay else float32(1.0)  # w times 1 is w
+            scaled = fmul_rn(g[j], factor)
             w[j], m[j], v[j] = update(
-                fmul_rn(g[j], factor),
-                w[j],
-                m[j],
-                v[j],
-                decay,
-                rest1,
-                beta2,
-                rest2,
-                rate,
-                root2,
-                eps,
+                scaled, w[j], m[j], v[j], decay, rest1, beta2, rest2, rate, root2, eps
             )
             g[j] = float32(0.0)
         # False for NaN. The test is here and not at the top, where all loads would wait for it.
@@ -130,7 +157,9 @@ def make_adamw_kernel(with_copy, zero_grad):
         if zero_grad:
             store(g_n, i, GAP, n, g, vectorized)
 
-    updated = ("w_n", "m_n", "v_n", "g_n") if zero_grad else ("w_n", "m_n", "v_n")
+    updated = ["w_n", "m_n", "v_n"]
+    if zero_grad:
+        updated.append("g_n")
     declare_cost(adamw_kernel, in_place=updated)
     return adamw_kernel
 
@@ -151,35 +180,35 @@ def adamw(
     copy_n: Array | None = None,
     zero_grad: bool = False,
 ) -> None:
-    """One optimizer step, in place on w, m and v. w, g, m, v: (n,) float32. Only elements [0, n_decay) of w decay.
+    """Do one optimizer step, in place on w, m and v.
 
-    factor (1,) float32 multiplies g: 1 for no clipping, NaN to skip the step. hyper (3,) float32: adamw_hyper(...), on
-    the device of w. copy (n,) bf16: becomes the new w, rounded. zero_grad: set g to zero.
+    w, g, m, v: (n,) float32.
+    factor: (1,) float32, multiplies g: 1 for no clipping, NaN to skip the step.
+    hyper: (3,) float32: adamw_hyper(...), on the device of w.
+    n_decay: only elements [0, n_decay) of w decay.
+    copy: (n,) bf16, becomes the new w, rounded.
+    zero_grad: set g to zero.
     Raises ValueError or TypeError for other shapes or dtypes.
     """
     n = w_n.size
-    arrays = [w_n, m_n, v_n, w_n, g_n, factor_1, hyper_3]  # a kernel argument cannot be None
-    for name, x, shape in (
-        ("w", w_n, (n,)),
-        ("g", g_n, (n,)),
-        ("m", m_n, (n,)),
-        ("v", v_n, (n,)),
-        ("factor", factor_1, (1,)),
-        ("hyper", hyper_3, (3,)),
-    ):
-        check_array("adamw", name, x, shape)
+    check_array("adamw", "w", w_n, (n,))
+    check_array("adamw", "g", g_n, (n,))
+    check_array("adamw", "m", m_n, (n,))
+    check_array("adamw", "v", v_n, (n,))
+    check_array("adamw", "factor", factor_1, (1,))
+    check_array("adamw", "hyper", hyper_3, (3,))
+    check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
+    copy = w_n  # a kernel argument cannot be None
     if copy_n is not None:
         check_array("adamw", "copy", copy_n, (n,), ("bfloat16",))
-        arrays[3] = copy_n
-    check(0 <= n_decay <= n, f"adamw: n_decay is {n_decay}, expected 0 to {n}")
+        copy = copy_n
+    arrays = (w_n, m_n, v_n, copy, g_n, factor_1, hyper_3)
     if on_host(*arrays):
-        adamw_ref(
-            w_n, g_n, m_n, v_n, factor_1, hyper_3, n_decay, beta1, beta2, eps, weight_decay,
-            copy_n, zero_grad,
-        )  # fmt: skip
+        constants = (n_decay, beta1, beta2, eps, weight_decay)
+        adamw_ref(w_n, g_n, m_n, v_n, factor_1, hyper_3, *constants, copy_n, zero_grad)
         return
     # 1 - beta in float64, then rounded: 1 - 0.999 in float32 would be wrong in the fifth digit
-    constants = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
+    rates = [np.float32(c) for c in (1 - beta1, beta2, 1 - beta2, eps, weight_decay)]
     adamw_kernel = make_adamw_kernel(copy_n is not None, bool(zero_grad))
     aligned = on_16_bytes(*arrays[:5])
-    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *constants, aligned)
+    launch(adamw_kernel, -(-n // TILE), BLOCK, *arrays, n_decay, *rates, aligned)

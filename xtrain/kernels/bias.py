@@ -1,12 +1,14 @@
 """A bias of a linear layer: y = x w^T + b.   b: (O,)   y, dy: (N, O)
 
-    forward    every row of y is b, in y's dtype, before the matrix product, which adds to it (beta = 1 in gemm.py): the sum is
-               in float32, and y is rounded once more
+    forward    every row of y is b, in y's dtype, before the matrix product, which adds to it
+               (beta = 1 in gemm.py): the sum is in float32, and y is rounded once more
     backward   db = sum_n dy
 
-y and dy are float32 or bf16, b and db float32. The sum over rows is that of a norm weight's gradient (add_column_sums in
-primitives/reduce.py): a fixed order, no atomics. In a product of few rows gemv.py adds b itself, in float32.
-Bytes moved, forward: write y, which the product then reads. Backward: read dy. Both are small next to the product.
+y and dy are float32 or bf16, b and db float32. The sum over rows is that of a norm weight's
+gradient (add_column_sums in primitives/reduce.py): a fixed order, no atomics. In a product of few
+rows gemv.py adds b itself, in float32.
+Bytes moved, forward: write y, which the product then reads. Backward: read dy. Both are small next
+to the product.
 """
 
 import functools
@@ -29,19 +31,22 @@ from .runtime.launch import FLOATS, check_array, launch, on_host, wide
 
 # ----------------------------------------------------------------------------- reference
 def fill_rows_ref(y_NO, b_O):
-    """y = b in every row, in place."""
+    """Set every row of y to b, in place."""
     y_NO[...] = b_O
 
 
 def bias_bwd_ref(dy_NO):
-    """-> db (O,)"""
+    """Return db (O,)."""
     return dy_NO.sum(0)
 
 
 # ----------------------------------------------------------------------------- kernel
 @functools.cache
 def make_fill_rows_kernel(O, vectorized):  # noqa: E741
-    """The kernel for rows of O columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
+    """Return the kernel for rows of O columns.
+
+    vectorized: 16-byte accesses, see can_vectorize_rows.
+    """
     row_and_column, gap = make_row_and_column(O)
 
     @kernel(BLOCK)
@@ -58,7 +63,10 @@ def make_fill_rows_kernel(O, vectorized):  # noqa: E741
 
 # ----------------------------------------------------------------------------- launchers
 def fill_rows(y_NO: Array, b_O: Array) -> None:
-    """y (N, O) = b (O,) in every row. y: float32 or bf16, contiguous, b float32. Raises ValueError or TypeError."""
+    """Set every row of y (N, O), float32 or bf16, contiguous, to b (O,), float32.
+
+    Raises ValueError or TypeError for other shapes or dtypes.
+    """
     check_array("bias", "y", y_NO, (None, None), FLOATS)
     N, O = y_NO.shape  # noqa: E741
     check_array("bias", "b", b_O, (O,))
@@ -71,9 +79,9 @@ def fill_rows(y_NO: Array, b_O: Array) -> None:
 
 
 def bias_bwd(dy_NO: Array, db_O: Array) -> None:
-    """dy (N, O) float32 or bf16: db (O,) += the sum over the rows of dy, float32. The same bits in every run.
+    """Add the sum over the rows of dy (N, O), float32 or bf16, to db (O,), float32.
 
-    Raises ValueError or TypeError for other shapes or dtypes.
+    The same bits in every run. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("bias backward", "dy", dy_NO, (None, None), FLOATS, strided=True)
     check_array("bias backward", "db", db_O, (dy_NO.shape[1],))

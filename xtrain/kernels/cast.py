@@ -6,16 +6,17 @@ A bfloat16 is the upper half of a float32: sign, the same 8 exponent bits, 7 of 
     narrowing  keep the upper half, rounded to nearest, ties to even. With b the 32 bits:
                (b + 0x7FFF + (bit 16 of b)) >> 16
                A lower half of 0x8000 is a tie: with bit 16 added it carries exactly when the kept
-               half is odd. A carry out of the fraction increments the exponent, which is the correct
-               result, up to infinity. A carry could turn a NaN into another value, and narrowing
+               half is odd. A carry out of the fraction increments the exponent, which is the
+               correct result, up to infinity. A carry could turn a NaN into another value, and
+               narrowing
                could drop its last fraction bit, so a NaN becomes sign | 0x7FC0.
 
     backward   rounding is a step function with derivative zero almost everywhere. We use the slope
                of the line that it follows, one: dy is cast back.
 
-The naive kernel does the integer arithmetic above. The kernel in use leaves it to the instruction that narrows two
-numbers at once (store4 in primitives/ptx.py). It gives the same bits, except that it drops the sign of a NaN, which
-restore_nan_signs puts back. Bytes moved: 6 per element.
+The naive kernel does the integer arithmetic above. The kernel in use leaves it to the instruction
+that narrows two numbers at once (store4 in primitives/ptx.py). It gives the same bits, except that
+it drops the sign of a NaN, which restore_nan_signs puts back. Bytes moved: 6 per element.
 """
 
 import math
@@ -46,7 +47,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # ----------------------------------------------------------------------------- reference
 def cast_ref(x, dtype):
-    """-> x in another dtype; to bf16: rounded to nearest, ties to even"""
+    """Return x in another dtype; to bf16: rounded to nearest, ties to even."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN, 3.4e38 becomes infinity
         return x.astype(dtype)
 
@@ -54,7 +55,10 @@ def cast_ref(x, dtype):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def narrow_naive_kernel(y_n, x_n):
-    """Grid ceil(n / BLOCK), block BLOCK. x: float32, viewed as uint32. y: bfloat16, viewed as uint16."""
+    """Grid ceil(n / BLOCK), block BLOCK.
+
+    x: float32, viewed as uint32. y: bfloat16, viewed as uint16.
+    """
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         bits = int64(x_n[i])
@@ -67,14 +71,14 @@ def narrow_naive_kernel(y_n, x_n):
 @device
 def restore_nan_signs(y_n, x, i, n):
     """Restore the signs of the NaNs of a chunk. Kernels see a bfloat16 array as uint16."""
-    found = False
+    has_nan = False
     for j in range(CHUNK):
-        found |= x[j] != x[j]
-    if found:
+        has_nan |= x[j] != x[j]
+    if has_nan:
         for j in range(CHUNK):
-            at = position(i, GAP, j)
-            if x[j] != x[j] and at < n:
-                y_n[at] = 0xFFC0 if math.copysign(float32(1.0), x[j]) < 0 else 0x7FC0
+            element = position(i, GAP, j)
+            if x[j] != x[j] and element < n:
+                y_n[element] = 0xFFC0 if math.copysign(float32(1.0), x[j]) < 0 else 0x7FC0
 
 
 @device
@@ -113,34 +117,39 @@ def widen_kernel(y_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launcher
 def cast_fwd(x: Array, dtype) -> Array:
-    """x float32 or bfloat16, of any shape -> a copy in `dtype`, one of the two; x itself if it has that dtype already.
+    """Return a copy of x, float32 or bfloat16, in `dtype`, one of the two.
 
-    Raises TypeError for another dtype of x, ValueError for another `dtype` or a non-contiguous x.
+    Any shape. Returns x itself if it has that dtype already. Raises TypeError for another dtype of
+    x, ValueError for another `dtype` or a non-contiguous x.
     """
     dtype = np.dtype(dtype)
     check_array("cast", "x", x, x.shape, FLOATS)
     if x.dtype == dtype:
         return x
     host = on_host(x)
-    known = dtype in (np.float32, BFLOAT16) or (host and dtype == np.float64)  # gradcheck needs it
-    check(known, f"cast: to {dtype}, expected float32 or bfloat16")
+    supported = dtype in (np.float32, BFLOAT16)
+    supported |= host and dtype == np.float64  # gradcheck needs it
+    check(supported, f"cast: to {dtype}, expected float32 or bfloat16")
     if host:
         return cast_ref(x, dtype)
     y = empty(x, x.shape, dtype)
-    launch_flat(narrow_kernel if dtype == BFLOAT16 else widen_kernel, y, x)
+    _launch_cast(y, x)
     return y
 
 
 def cast_into(y: Array, x: Array) -> None:
-    """y[...] = x, where one is float32 and the other bfloat16. Same shape, both contiguous.
+    """Set y to x, where one is float32 and the other bfloat16. Same shape, both contiguous.
 
     Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("cast_into", "x", x, x.shape, FLOATS)
-    check_array(
-        "cast_into", "y", y, x.shape, [name for name in FLOATS if name != dtype_name(x.dtype)]
-    )
+    other = [name for name in FLOATS if name != dtype_name(x.dtype)]
+    check_array("cast_into", "y", y, x.shape, other)
     if on_host(y, x):
         y[...] = cast_ref(x, y.dtype)
     else:
-        launch_flat(narrow_kernel if y.dtype == BFLOAT16 else widen_kernel, y, x)
+        _launch_cast(y, x)
+
+
+def _launch_cast(y, x):
+    launch_flat(narrow_kernel if y.dtype == BFLOAT16 else widen_kernel, y, x)

@@ -2,10 +2,11 @@
 
     sum = sum_i (word_i mod 2^32) ((2 i + 1) mod 2^16)   mod 2^32
 
-Every factor is odd, so a change of one word, in one bit or in several, always changes the sum; other changes escape with a
-probability of about 2^-32. The numbers are integers, so the order of the additions does not matter: every warp writes the sum
-of its words, and one more warp adds these. Everything stays on the device, so a captured step can check its memory.
-Bytes moved: read the words once.
+Every factor is odd, so a change of one word, in one bit or in several, always changes the sum;
+other changes escape with a probability of about 2^-32. The numbers are integers, so the order of
+the additions does not matter: every warp writes the sum of its words, and one more warp adds these.
+Everything stays on the device, so a captured step can check its memory. Bytes moved: read the words
+once.
 """
 
 import numpy as np
@@ -17,13 +18,14 @@ from .runtime.launch import check_array, empty, launch, on_host
 
 WARP = 32
 PARTIALS = 32 * 132  # 32 one-warp blocks on each of an H200's multiprocessors
-MASK, FACTORS = int64(0xFFFFFFFF), int64(0xFFFF)
+MASK = int64(0xFFFFFFFF)
+FACTORS = int64(0xFFFF)
 BLOCK_REF = 1 << 20  # words that the reference widens to int64 at once
 
 
 # ----------------------------------------------------------------------------- reference
 def checksum_ref(words_n):
-    """-> the checksum, (1,) int64"""
+    """Return the checksum, (1,) int64."""
     total = 0
     for first in range(0, words_n.size, BLOCK_REF):
         words = words_n[first : first + BLOCK_REF].astype(np.int64) & 0xFFFFFFFF
@@ -67,7 +69,10 @@ def compare_kernel(changed_1, sums_K, expected_K):
 
 # ----------------------------------------------------------------------------- launchers
 def checksum(words_n: Array, sum_1: Array) -> None:
-    """sum (1,) int64 = the checksum of words (n,) int32, on the device of words. Raises ValueError or TypeError otherwise."""
+    """Set sum (1,) int64 to the checksum of words (n,) int32, on the device of words.
+
+    Raises ValueError or TypeError otherwise.
+    """
     check_array("checksum", "words", words_n, (None,), ("int32",))
     check_array("checksum", "sum", sum_1, (1,), ("int64",))
     if on_host(words_n, sum_1):
@@ -80,7 +85,10 @@ def checksum(words_n: Array, sum_1: Array) -> None:
 
 
 def compare(sums_K: Array, expected_K: Array, changed_1: Array) -> None:
-    """changed (1,) int32 becomes 1 if sums (K,) int64 are not the expected ones, and else keeps its value."""
+    """Set changed (1,) int32 to 1 if sums (K,) int64 are not the expected ones.
+
+    Else it keeps its value.
+    """
     check_array("compare", "sums", sums_K, (None,), ("int64",))
     check_array("compare", "expected", expected_K, tuple(sums_K.shape), ("int64",))
     check_array("compare", "changed", changed_1, (1,), ("int32",))

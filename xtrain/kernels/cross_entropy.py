@@ -5,21 +5,24 @@
     backward   d logsumexp / dx_v is the softmax p_v, so with L = inv_count sum_n loss_n
                dL/dx_v = inv_count (p_v - [v == target])
 
-inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its micro-batches simply
-add up. It may also be one number per row: dL/d(loss_n) of a loss that is not a mean (reinforcement learning).
-A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding: they are not
-part of the softmax, and their gradient is exactly 0.
+inv_count is 1 / (number of targets that count) of the whole optimizer step, so the gradients of its
+micro-batches simply add up. It may also be one number per row: dL/d(loss_n) of a loss that is not a
+mean (reinforcement learning).
+A row with target -100 (IGNORE) has loss 0 and gradient 0. Columns from vocab_size on are padding:
+they are not part of the softmax, and their gradient is exactly 0.
 
-Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits, float32 or bf16. m and the
-sum come from one pass (see softmax.py), which also keeps as much of the row in shared memory as fits: all of GPT-2's 50304
-columns in bf16, half of them in float32. Only the rest is read twice, mostly from L2.
-Where another kernel computes the gradient (fp8.py), forward saves each row's logsumexp l, and p_v = exp(x_v - l), with
-the absolute rounding error of l as its relative error.
+Forward and backward are one launch, and nothing is saved: the gradient overwrites the logits,
+float32 or bf16. m and the sum come from one pass (see softmax.py), which also keeps as much of the
+row in shared memory as fits: all of GPT-2's 50304 columns in bf16, half of them in float32. Only
+the rest is read twice, mostly from L2.
+Where another kernel computes the gradient (fp8.py), forward saves each row's logsumexp l, and p_v =
+exp(x_v - l), with the absolute rounding error of l as its relative error.
 Bytes moved: logits read and written once, 2 N P elements.
 
-In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes together, so exp(x - m) is
-computed as exp2((x - m) log2 e): two multiplications and one instruction, accurate to two units in the last place. The sum
-over rows runs in one block in a fixed order: the same bits in every run, without atomics.
+In bf16 a multiprocessor of an H200 has time for about 28 instructions per element in both passes
+together, so exp(x - m) is computed as exp2((x - m) log2 e): two multiplications and one
+instruction, accurate to two units in the last place. The sum over rows runs in one block in a fixed
+order: the same bits in every run, without atomics.
 """
 
 import functools
@@ -28,30 +31,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device import Array, cupy
+from ..device import Array
 from ..simulator import SimArray
 from .primitives.ptx import device, kernel, load1, store1
 from .primitives.reduce import MAX_WARPS, block_max, block_sum
 from .primitives.rows import aligned_rows
 from .primitives.tensor_cores import exp2, fmax
-from .primitives.words import (
-    elements_per_vector,
-    load_words4,
-    load_words4_shared,
-    load_words8,
-    load_words8_shared,
-    pack4,
-    pack8,
-    store_words4,
-    store_words4_shared,
-    store_words8,
-    store_words8_shared,
-    unpack4,
-    unpack8,
-)
+from .primitives.words import WORD_OPS, elements_per_vector
 from .runtime.compiler import cuda, float32, int64, types, uint32
 from .runtime.cost import declare_cost
-from .runtime.launch import FLOATS, check, check_array, check_ids, empty, launch, on_host, wide
+from .runtime.launch import (
+    FLOATS,
+    check,
+    check_array,
+    check_ids,
+    empty,
+    gpu_attribute,
+    launch,
+    on_host,
+    wide,
+)
 from .softmax import LOG2E, LOWEST, online_softmax
 
 IGNORE = -100  # a target that does not count, as in PyTorch and Hugging Face
@@ -67,8 +66,9 @@ class LossPlan:
     register_rounds: int  # rounds of a row that stay in registers
 
 
-# By the number of logits in 16 bytes: 8 for bf16, 4 for float32. With the part of a row that fits into shared memory, the
-# bf16 plan holds all of GPT-2's 50304 columns on chip: nothing is read twice.
+# By the number of logits in 16 bytes: 8 for bf16, 4 for float32. With the part of a row that fits
+# into shared memory, the bf16 plan holds all of GPT-2's 50304 columns on chip: nothing is read
+# twice.
 PLANS = {
     8: LossPlan(threads=384, blocks_per_sm=3, register_rounds=1),
     4: LossPlan(threads=512, blocks_per_sm=2, register_rounds=3),
@@ -78,16 +78,23 @@ SUM_BLOCK = 1024  # one block sums all rows, with the maximum number of threads
 
 
 # ----------------------------------------------------------------------------- reference
+def _ignored_and_invalid(targets_N, vocab_size):
+    ignored_N = targets_N == IGNORE
+    outside_N = (targets_N < 0) | (targets_N >= vocab_size)
+    return ignored_N, outside_N & ~ignored_N
+
+
 def cross_entropy_ref(
     logits_NP, targets_N, vocab_size, inv_count_1, with_gradient=True, lse_N=None
 ):
-    """-> loss (N,), and the gradient, which overwrites the logits, or None. An invalid target gives NaN.
+    """Return loss (N,), and the gradient, which overwrites the logits, or None.
 
-    lse_N: where each row's logsumexp goes, if it is wanted.
+    An invalid target gives NaN.
+    lse_N: becomes each row's logsumexp, if given.
     """
-    ignored_N = targets_N == IGNORE
-    wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
-    n, target_N = np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)
+    ignored_N, wrong_N = _ignored_and_invalid(targets_N, vocab_size)
+    n = np.arange(targets_N.size)
+    target_N = np.where(ignored_N | wrong_N, 0, targets_N)
     x_NV = logits_NP[:, :vocab_size]
     m_N = x_NV.max(1)
     if with_gradient:
@@ -114,16 +121,19 @@ def cross_entropy_ref(
 
 
 def logits_gradient_ref(logits_NP, targets_N, lse_N, vocab_size, inv_count_1):
-    """-> the gradient (N, P) from each row's logsumexp. The logits stay. An invalid target gives NaN."""
-    ignored_N = targets_N == IGNORE
-    wrong_N = ~ignored_N & ((targets_N < 0) | (targets_N >= vocab_size))
+    """Return the gradient (N, P) from each row's logsumexp. The logits stay.
+
+    An invalid target gives NaN.
+    """
+    ignored_N, wrong_N = _ignored_and_invalid(targets_N, vocab_size)
     d_NP = np.zeros_like(logits_NP)
     d_NV = d_NP[:, :vocab_size]
     np.subtract(logits_NP[:, :vocab_size], lse_N[:, None], out=d_NV)
     np.exp(d_NV, out=d_NV)
     d_NV[np.arange(targets_N.size), np.where(ignored_N | wrong_N, 0, targets_N)] -= 1
     d_NV *= inv_count_1[:, None]  # one for all rows, or one per row
-    d_NV[ignored_N], d_NV[wrong_N] = 0, np.nan
+    d_NV[ignored_N] = 0
+    d_NV[wrong_N] = np.nan
     return d_NP
 
 
@@ -136,12 +146,14 @@ def cross_entropy_naive_kernel(
 
     The maths in its simplest form, float32 only: four bytes per access, every logit read twice.
     """
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     P = logits_NP.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     target = int64(targets_N[n])
     used = vocab_size if target != IGNORE else 0  # an ignored row is not read
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for v in range(tid, used, BLOCK):
         m, total = online_softmax(logits_NP[n, v], m, total)
     at_target = float32(math.nan)  # for an invalid target
@@ -162,28 +174,16 @@ def cross_entropy_naive_kernel(
             logits_NP[n, v] = float32(0.0)
 
 
-@functools.cache
-def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
-    """The kernel in use. vec: logits in 16 bytes. aligned: every row starts at a multiple of 16 bytes.
-
-    A block reads its row in rounds of UNROLL chunks per thread. The columns after the last whole round and the first
-    `smem_end` columns stay in shared memory, the last REGISTER_ROUNDS rounds in registers. The others, if any, are read
-    again in `write_row`, the most recent first: those are still in L2.
-    """
-    BLOCK, REGISTER_ROUNDS = plan.threads, plan.register_rounds
-    STRIDE = BLOCK * vec
-    ROUND = UNROLL * STRIDE
-    ELEMENT = types.uint16 if vec == 8 else types.float32
-    if vec == 8:
-        load_vector, store_vector, unpack, pack = load_words8, store_words8, unpack8, pack8
-        store_shared, load_shared = store_words8_shared, load_words8_shared
-    else:
-        load_vector, store_vector, unpack, pack = load_words4, store_words4, unpack4, pack4
-        store_shared, load_shared = store_words4_shared, load_words4_shared
+def _make_chunk_ops(vec, aligned):
+    """Return load_words, add_chunk and store_grad, for chunks of vec logits."""
+    load_vector = WORD_OPS[vec].load
+    store_vector = WORD_OPS[vec].store
+    unpack = WORD_OPS[vec].unpack
+    pack = WORD_OPS[vec].pack
 
     @device
     def load_words(words, logits, first, c, end):
-        """words = the chunk at column c. If rows are not aligned, columns from `end` on are not read."""
+        """Load the chunk at column c; where rows are not aligned, no columns from `end` on."""
         if aligned:
             load_vector(words, logits, first + c)
         else:
@@ -194,8 +194,9 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
 
     @device
     def add_chunk(words, logits, m, total):
-        """Add one chunk: -> the new maximum, the new sum of exp(logit - maximum)."""
-        x, top = cuda.local.array(vec, float32), m
+        """Add one chunk; return the new maximum and the new sum of exp(logit - maximum)."""
+        x = cuda.local.array(vec, float32)
+        top = m
         unpack(x, words, logits)
         for j in range(vec):
             top = fmax(top, x[j])
@@ -206,7 +207,7 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
 
     @device
     def store_grad(logits, first, c, end, used, words, top, factor):
-        """Overwrite the chunk at column c with softmax times factor; with zeros from column `used` on."""
+        """Overwrite the chunk at column c with softmax times factor, from `used` on with zeros."""
         x = cuda.local.array(vec, float32)
         if c < used:
             unpack(x, words, logits)
@@ -221,10 +222,27 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
                 if c + j < end:
                     store1(logits, first + c + j, x[j])
 
+    return load_words, add_chunk, store_grad
+
+
+def _make_read_row(vec, plan, load_words, add_chunk):
+    """Return read_row, the first pass of the kernel in use."""
+    REGISTER_ROUNDS = plan.register_rounds
+    STRIDE = plan.threads * vec
+    ROUND = UNROLL * STRIDE
+    unpack = WORD_OPS[vec].unpack
+    pack = WORD_OPS[vec].pack
+    store_shared = WORD_OPS[vec].store_shared
+
     @device
     def read_row(x_RUW, smem_row, logits, first, used, full_end, reg_begin, smem_end):
-        """-> this thread's largest logit, and its sum of exp(logit - largest). Keeps the row on chip as far as it fits."""
-        v, m, total = cuda.threadIdx.x * vec, LOWEST, float32(0.0)
+        """Return this thread's largest logit, and its sum of exp(logit - largest).
+
+        Keeps the row on chip as far as it fits.
+        """
+        v = cuda.threadIdx.x * vec
+        m = LOWEST
+        total = float32(0.0)
         x = cuda.local.array(vec, float32)
         for c in range(full_end + v, used, STRIDE):
             load_words(x_RUW[0, 0], logits, first, c, used)
@@ -254,29 +272,28 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
                     m, total = add_chunk(x_RUW[h, u], logits, m, total)
         return m, total
 
+    return read_row
+
+
+def _make_write_row(vec, plan, load_words, store_grad):
+    """Return write_row, the second pass of the kernel in use."""
+    REGISTER_ROUNDS = plan.register_rounds
+    STRIDE = plan.threads * vec
+    ROUND = UNROLL * STRIDE
+    load_shared = WORD_OPS[vec].load_shared
+
     @device
     def write_row(
-        x_RUW,
-        smem_row,
-        logits,
-        first,
-        P,
-        used,
-        full_end,
-        reg_begin,
-        smem_end,
-        top,
-        factor,
+        x_RUW, smem_row, logits, first, P, used, full_end, reg_begin, smem_end, top, factor
     ):
-        """Overwrite the row with its gradient: from registers, from global memory, from shared memory."""
+        """Overwrite the row with its gradient: registers, then global, then shared memory."""
         v = cuda.threadIdx.x * vec
         for h in range(REGISTER_ROUNDS):
             base = reg_begin + h * ROUND + v
             if base < full_end:
                 for u in range(UNROLL):
-                    store_grad(
-                        logits, first, base + u * STRIDE, P, full_end, x_RUW[h, u], top, factor
-                    )
+                    c = base + u * STRIDE
+                    store_grad(logits, first, c, P, full_end, x_RUW[h, u], top, factor)
         for base in range(reg_begin - ROUND + v, smem_end + v - 1, -ROUND):
             for u in range(UNROLL):
                 load_words(x_RUW[0, u], logits, first, base + u * STRIDE, used)
@@ -292,16 +309,42 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
                 load_shared(x_RUW[0, 0], smem_row, smem_end + c - full_end)
             store_grad(logits, first, c, P, used, x_RUW[0, 0], top, factor)
 
+    return write_row
+
+
+@functools.cache
+def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
+    """Return the kernel in use.
+
+    vec: logits in 16 bytes.
+    aligned: every row starts at a multiple of 16 bytes.
+
+    A block reads its row in rounds of UNROLL chunks per thread. The columns after the last whole
+    round and the first `smem_end` columns stay in shared memory, the last REGISTER_ROUNDS rounds in
+    registers. The others, if any, are read again in `write_row`, the most recent first: those are
+    still in L2.
+    """
+    BLOCK = plan.threads
+    REGISTER_ROUNDS = plan.register_rounds
+    ROUND = UNROLL * plan.threads * vec
+    ELEMENT = types.uint16 if vec == 8 else types.float32
+    load_words, add_chunk, store_grad = _make_chunk_ops(vec, aligned)
+    read_row = _make_read_row(vec, plan, load_words, add_chunk)
+    write_row = _make_write_row(vec, plan, load_words, store_grad)
+
     @kernel(BLOCK, plan.blocks_per_sm)
     def cross_entropy_kernel(
         loss_N, lse_N, logits, targets_N, inv_count_1, P, vocab_size, smem_end, gradient
     ):
-        """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ... logits: flat (N P).
+        """Grid N, block BLOCK. Block n owns row n, thread tid the chunks tid, tid + BLOCK, ...
 
-        Shared memory: the first `smem_end` columns and those after the last whole round. gradient: whether to write it.
-        lse: logsumexp of each row. Where it is not wanted it is loss, which is written after it.
+        logits: flat (N P).
+        lse: logsumexp of each row; the array of loss, which is written after it, if not needed.
+        gradient: whether to write it.
+        Shared memory: the first `smem_end` columns and those after the last whole round.
         """
-        n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+        n = int64(cuda.blockIdx.x)
+        tid = cuda.threadIdx.x
         scratch = cuda.shared.array(MAX_WARPS, float32)
         # A thread reads only what it has written itself: no barrier is needed.
         smem_row = cuda.shared.array(0, ELEMENT)
@@ -315,7 +358,8 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
         m, total = read_row(
             x_RUW, smem_row, logits, n * P, vocab_size, full_end, reg_begin, smem_end
         )
-        in_vocabulary, counted = target >= 0 and target < vocab_size, target != IGNORE
+        in_vocabulary = target >= 0 and target < vocab_size
+        counted = target != IGNORE
         at_target = load1(logits, n * P + target) if in_vocabulary else float32(math.nan)
         top = block_max(m, scratch)
         total = block_sum(total * exp2((m - top) * float32(LOG2E)), scratch)
@@ -323,22 +367,13 @@ def make_cross_entropy_kernel(vec, aligned, plan: LossPlan):
             lse_N[n] = math.log(total) + top
             loss_N[n] = math.log(total) + (top - at_target) if counted else float32(0.0)
         if gradient:
-            used, inv_count = vocab_size, inv_count_1[min(n, inv_count_1.size - 1)]
+            used = vocab_size
+            inv_count = inv_count_1[min(n, inv_count_1.size - 1)]
             if not counted:
                 used = full_end = reg_begin = smem_end = 0  # zeros everywhere
             factor = inv_count / total if in_vocabulary else float32(math.nan)
             write_row(
-                x_RUW,
-                smem_row,
-                logits,
-                n * P,
-                P,
-                used,
-                full_end,
-                reg_begin,
-                smem_end,
-                top,
-                factor,
+                x_RUW, smem_row, logits, n * P, P, used, full_end, reg_begin, smem_end, top, factor
             )
             # The thread that has written the column of the target corrects it.
             if in_vocabulary and target // vec % BLOCK == tid:
@@ -364,7 +399,10 @@ def row_sum_kernel(out_1, x_N, scale_1, scaled):
 
 @cuda.jit
 def count_targets_kernel(inv_count_1, targets_N):
-    """Grid 1, block SUM_BLOCK. The barrier counts, in integers: no rounding for any number of targets."""
+    """Grid 1, block SUM_BLOCK.
+
+    The barrier counts, in integers: no rounding for any number of targets.
+    """
     tid = cuda.threadIdx.x
     N = targets_N.shape[0]
     count = int64(0)
@@ -389,14 +427,21 @@ def cross_entropy(
     out_N: Array | None = None,
     lse_N: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """-> loss (N,) float32 (in out_N if given), and the gradient of inv_count sum(loss), which **overwrites the logits**.
+    """Return loss (N,) float32, and the gradient, which **overwrites the logits**, or None.
 
-    logits (N, P >= vocab_size) float32 or bf16, targets (N,) integers, inv_count (1,) float32, see count_targets; or (N,), one
-    factor per row, for the gradient of sum(inv_count loss).
-    with_gradient=False leaves the logits unchanged and returns None for the gradient; then inv_count may be None.
-    lse_N (N,) float32, if given, becomes the logsumexp of each row, also of rows whose target is -100.
-    A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU, where the check would have
-    to synchronize, loss and gradient of that row are NaN. Raises ValueError or TypeError for other shapes or dtypes.
+    The gradient is that of inv_count sum(loss).
+
+    logits: (N, P >= vocab_size) float32 or bf16.
+    targets: (N,) integers.
+    inv_count: (1,) float32, see count_targets; or (N,), one factor per row, for the gradient of
+        sum(inv_count loss).
+    with_gradient: False leaves the logits unchanged; then inv_count may be None.
+    out_N: the array that becomes the loss.
+    lse_N: (N,) float32, becomes the logsumexp of each row, also of rows whose target is -100.
+
+    A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU,
+    where the check would have to synchronize, loss and gradient of that row are NaN. Raises
+    ValueError or TypeError for other shapes or dtypes.
     """
     check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape
@@ -405,20 +450,23 @@ def cross_entropy(
     if inv_count_1 is None:
         check(not with_gradient, "cross_entropy: the gradient needs inv_count")
         inv_count_1 = empty(logits_NP, 1, np.float32)  # a kernel argument cannot be None
-    each = getattr(inv_count_1, "shape", None) == (N,)
-    check_array("cross_entropy", "inv_count", inv_count_1, (N,) if each else (1,))
-    for name, out in (("loss", out_N), ("lse", lse_N)):
-        if out is not None:
-            check_array("cross_entropy", name, out, (N,))
+    per_row = getattr(inv_count_1, "shape", None) == (N,)
+    check_array("cross_entropy", "inv_count", inv_count_1, (N,) if per_row else (1,))
+    if out_N is not None:
+        check_array("cross_entropy", "loss", out_N, (N,))
+    if lse_N is not None:
+        check_array("cross_entropy", "lse", lse_N, (N,))
+    gradient_NP = logits_NP if with_gradient else None
     if on_host(logits_NP, targets_N, inv_count_1):
         check_targets_on_host(targets_N, vocab_size)
-        given = targets_N, vocab_size, inv_count_1, with_gradient, lse_N
-        loss_N, d_NP = cross_entropy_ref(wide(logits_NP), *given)
+        options = inv_count_1, with_gradient, lse_N
+        loss_N, d_NP = cross_entropy_ref(wide(logits_NP), targets_N, vocab_size, *options)
         if with_gradient and d_NP is not logits_NP:
             logits_NP[...] = d_NP
-        if out_N is not None:
-            out_N[...] = loss_N
-        return loss_N if out_N is None else out_N, logits_NP if with_gradient else None
+        if out_N is None:
+            return loss_N, gradient_NP
+        out_N[...] = loss_N
+        return out_N, gradient_NP
     loss_N = empty(logits_NP, N, np.float32) if out_N is None else out_N
     logits = logits_NP.reshape(-1)
     vec = elements_per_vector(logits)
@@ -428,7 +476,7 @@ def cross_entropy(
     arrays = (loss_N, loss_N if lse_N is None else lse_N, logits, targets_N, inv_count_1)
     scalars = (P, vocab_size, shared.columns, with_gradient)
     launch(ce_kernel, N, plan.threads, *arrays, *scalars, shared=shared.nbytes)
-    return loss_N, logits_NP if with_gradient else None
+    return loss_N, gradient_NP
 
 
 @dataclass(frozen=True)
@@ -440,54 +488,56 @@ class SharedColumns:
 
 
 def shared_columns(vocab_size: int, vec: int, plan: LossPlan, nbytes: int) -> SharedColumns:
-    """How much of a row stays in nbytes of shared memory. vec: logits in 16 bytes."""
-    round_columns, round_bytes = UNROLL * plan.threads * vec, UNROLL * plan.threads * 16
-    rest = -(-(vocab_size % round_columns) // vec) * 16
-    rounds = min(vocab_size // round_columns - plan.register_rounds, (nbytes - rest) // round_bytes)
+    """Return how much of a row stays in nbytes of shared memory. vec: logits in 16 bytes."""
+    round_columns = UNROLL * plan.threads * vec
+    round_bytes = UNROLL * plan.threads * 16
+    tail_bytes = -(-(vocab_size % round_columns) // vec) * 16
+    rounds_that_fit = (nbytes - tail_bytes) // round_bytes
+    rounds = min(vocab_size // round_columns - plan.register_rounds, rounds_that_fit)
     columns = max(rounds, 0) * round_columns
-    return SharedColumns(columns, columns // vec * 16 + rest)
+    return SharedColumns(columns, columns // vec * 16 + tail_bytes)
 
 
 def shared_bytes(x: Array, blocks_per_sm: int) -> int:
-    """Bytes of dynamic shared memory that each of `blocks_per_sm` resident blocks can use on the GPU of x."""
-    block, multiprocessor = (232448, 233472) if isinstance(x, SimArray) else _limits(x.device.id)
+    """Return the dynamic shared memory that each of `blocks_per_sm` resident blocks can use."""
+    if isinstance(x, SimArray):
+        block = 232448
+        multiprocessor = 233472
+    else:
+        block = gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
+        multiprocessor = gpu_attribute(x.device.id, "MaxSharedMemoryPerMultiprocessor")
     # The driver reserves 1024 bytes per block; `scratch` is static.
     return min(block, multiprocessor // blocks_per_sm - 1024) - 4 * MAX_WARPS
 
 
-@functools.cache
-def _limits(device):
-    """-> bytes of shared memory per block, per multiprocessor"""
-    attributes = cupy().cuda.Device(device).attributes
-    return [attributes[f"MaxSharedMemoryPer{of}"] for of in ("BlockOptin", "Multiprocessor")]
-
-
 def row_sum(x_N: Array) -> Array:
-    """x (N,) float32 -> its sum, (1,), added in a fixed order."""
-    return _row_sum(x_N, None)
+    """Return the sum of x (N,) float32, (1,), added in a fixed order."""
+    check_array("row_sum", "x", x_N, (None,))
+    if on_host(x_N):
+        return x_N.sum(keepdims=True)
+    out_1 = empty(x_N, 1)
+    launch(row_sum_kernel, 1, SUM_BLOCK, out_1, x_N, out_1, False)
+    return out_1
 
 
 def mean_loss(loss_N: Array, inv_count_1: Array) -> Array:
-    """loss (N,), inv_count (1,) float32 -> inv_count sum(loss), (1,), in one launch and a fixed order."""
+    """Return inv_count sum(loss), (1,), in one launch and a fixed order.
+
+    loss: (N,), inv_count: (1,), both float32.
+    """
     check_array("mean_loss", "inv_count", inv_count_1, (1,))
-    return _row_sum(loss_N, inv_count_1)
-
-
-def _row_sum(x_N, scale_1):
-    check_array("row_sum", "x", x_N, (None,))
-    scaled = scale_1 is not None
-    if on_host(x_N, scale_1 if scaled else x_N):
-        total_1 = x_N.sum(keepdims=True)
-        return total_1 * scale_1.astype(x_N.dtype) if scaled else total_1
-    out_1 = empty(x_N, 1)
-    launch(row_sum_kernel, 1, SUM_BLOCK, out_1, x_N, scale_1 if scaled else out_1, scaled)
+    check_array("row_sum", "x", loss_N, (None,))
+    if on_host(loss_N, inv_count_1):
+        return loss_N.sum(keepdims=True) * inv_count_1.astype(loss_N.dtype)
+    out_1 = empty(loss_N, 1)
+    launch(row_sum_kernel, 1, SUM_BLOCK, out_1, loss_N, inv_count_1, True)
     return out_1
 
 
 def count_targets(targets_N: Array) -> Array:
-    """targets (N,) integers -> 1 / (the number of targets that are not -100), (1,) float32, on their device.
+    """Return 1 / (the number of targets that are not -100), (1,) float32, on their device.
 
-    0 if there is none, so that loss and gradient are 0 and not NaN.
+    targets: (N,) integers. 0 if all are -100, so that loss and gradient are 0 and not NaN.
     """
     _check_targets("count_targets", targets_N, targets_N.shape[0])
     if on_host(targets_N):
@@ -504,8 +554,8 @@ def _check_targets(op, targets_N, N):
 
 
 def check_targets_on_host(targets_N: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError if a target is neither in [0, vocab_size) nor -100."""
-    wrong_N = ((targets_N < 0) | (targets_N >= vocab_size)) & (targets_N != IGNORE)
+    """Raise ValueError if a target is neither in [0, vocab_size) nor -100."""
+    _, wrong_N = _ignored_and_invalid(targets_N, vocab_size)
     if wrong_N.any():
         n = int(wrong_N.argmax())
         raise ValueError(

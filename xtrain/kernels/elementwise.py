@@ -4,9 +4,10 @@
     add_into a += b             accumulates the gradients of a tensor that is used more than once
     scale    y = factor x       dx = factor dy
 
-Every backward is one of these ops. Each element is rounded once, so the kernels equal the references bit for bit, also in
-bf16, where both compute in float32. Transfers per element: two reads and one write for add, one read and one write for
-scale. Memory traffic alone determines the speed; primitives/flat.py explains how the elements are moved.
+Every backward is one of these ops. Each element is rounded once, so the kernels equal the
+references bit for bit, also in bf16, where both compute in float32. Transfers per element: two
+reads and one write for add, one read and one write for scale. Memory traffic alone determines the
+speed; primitives/flat.py explains how the elements are moved.
 """
 
 import numpy as np
@@ -32,12 +33,12 @@ from .runtime.launch import FLOATS, check_array, dtype_name, empty_like, on_host
 
 # ----------------------------------------------------------------------------- reference
 def add_ref(a, b):
-    """-> a + b, with the dtype of a"""
+    """Return a + b, with the dtype of a."""
     return a + b
 
 
 def scale_ref(x, factor):
-    """-> factor x, with the dtype of x"""
+    """Return factor x, with the dtype of x."""
     if dtype_name(x.dtype) == "bfloat16":  # the factor is not rounded to 8 bits
         return scale_ref(x.astype(np.float32), factor).astype(x.dtype)
     return x * x.dtype.type(factor)
@@ -46,7 +47,10 @@ def scale_ref(x, factor):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def add_naive_kernel(y_n, a_n, b_n):
-    """Grid ceil(n / BLOCK), block BLOCK. One element per thread, 4 bytes per access: 0.79 of the speed of a copy."""
+    """Grid ceil(n / BLOCK), block BLOCK.
+
+    One element per thread, 4 bytes per access: 0.79 of the speed of a copy.
+    """
     i = int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x
     if i < y_n.size:
         y_n[i] = a_n[i] + b_n[i]
@@ -54,7 +58,7 @@ def add_naive_kernel(y_n, a_n, b_n):
 
 @device
 def add_chunks(y_n, a_n, b_n, first, vectorized):
-    """y = a + b on the thread's chunks."""
+    """Set y to a + b on the thread's chunks."""
     a = cuda.local.array((STEPS, CHUNK), float32)
     b = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
@@ -69,7 +73,10 @@ def add_chunks(y_n, a_n, b_n, first, vectorized):
 
 @kernel(BLOCK)
 def add_kernel(y_n, a_n, b_n, aligned):
-    """Grid ceil(n / TILE), block BLOCK. y may be a: the thread that reads an element also writes it."""
+    """Grid ceil(n / TILE), block BLOCK.
+
+    y may be a: the thread that reads an element also writes it.
+    """
     first = first_element()
     if can_vectorize(first, y_n.size, aligned):
         add_chunks(y_n, a_n, b_n, first, True)
@@ -79,7 +86,7 @@ def add_kernel(y_n, a_n, b_n, aligned):
 
 @device
 def scale_chunks(y_n, x_n, factor, first, vectorized):
-    """y = factor x on the thread's chunks."""
+    """Set y to factor x on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
@@ -102,8 +109,12 @@ def scale_kernel(y_n, x_n, factor, aligned):
 
 @kernel(BLOCK)
 def scale_into_kernel(x_n, factor_1, aligned):
-    """Grid ceil(n / TILE), block BLOCK. The factor is read on the device, without a copy to the host."""
-    first, factor = first_element(), factor_1[0]
+    """Grid ceil(n / TILE), block BLOCK.
+
+    The factor is read on the device, without a copy to the host.
+    """
+    first = first_element()
+    factor = factor_1[0]
     if can_vectorize(first, x_n.size, aligned):
         scale_chunks(x_n, x_n, factor, first, True)
     else:
@@ -111,9 +122,9 @@ def scale_into_kernel(x_n, factor_1, aligned):
 
 
 def _add_bytes(y_n, a_n, b_n, *_):
-    """y may be a, which is then read and overwritten."""
-    again = y_n.nbytes if y_n.data.ptr == a_n.data.ptr else 0
-    return distinct_bytes(y_n, a_n, b_n) + again
+    """Count the bytes of add_kernel: y may be a, which is then read and overwritten."""
+    in_place = y_n.data.ptr == a_n.data.ptr
+    return distinct_bytes(y_n, a_n, b_n) + in_place * y_n.nbytes
 
 
 declare_cost(add_kernel, nbytes=_add_bytes)
@@ -122,9 +133,10 @@ declare_cost(scale_into_kernel, in_place=("x_n",))
 
 # ----------------------------------------------------------------------------- launchers
 def add_fwd(a: Array, b: Array) -> Array:
-    """a + b, both float32 or both bf16, same shape, any strides: a gradient may be a slice of a packed array.
+    """Return a + b, both float32 or both bf16, same shape.
 
-    Raises ValueError or TypeError if shapes or dtypes differ.
+    Any strides: a gradient may be a slice of a packed array. Raises ValueError or TypeError if
+    shapes or dtypes differ.
     """
     a, b = (x if x.flags.c_contiguous else x.copy() for x in (a, b))
     check_two("add", a, b)
@@ -136,7 +148,7 @@ def add_fwd(a: Array, b: Array) -> Array:
 
 
 def add_into(a: Array, b: Array) -> None:
-    """a += b in place, both float32 or both bf16, same shape, contiguous.
+    """Add b to a in place, both float32 or both bf16, same shape, contiguous.
 
     Raises ValueError or TypeError if shapes or dtypes differ.
     """
@@ -148,13 +160,19 @@ def add_into(a: Array, b: Array) -> None:
 
 
 def check_two(op: str, a: Array, b: Array) -> None:
-    """Raises ValueError or TypeError unless a and b are contiguous floats of the same shape and dtype."""
+    """Raise ValueError or TypeError unless a and b have the same shape and dtype.
+
+    Both must be contiguous floats.
+    """
     check_array(op, "a", a, a.shape, FLOATS)
     check_array(op, "b", b, a.shape, (dtype_name(a.dtype),))
 
 
 def scale_fwd(x: Array, factor: float) -> Array:
-    """factor * x, with the dtype of x: float32 or bf16, any shape, contiguous. factor: a Python float."""
+    """Return factor * x, with the dtype of x: float32 or bf16, any shape, contiguous.
+
+    factor: a Python float.
+    """
     check_array("scale", "x", x, x.shape, FLOATS)
     if on_host(x):
         return scale_ref(x, factor)
@@ -164,7 +182,10 @@ def scale_fwd(x: Array, factor: float) -> Array:
 
 
 def scale_into(x: Array, factor_1: Array) -> None:
-    """x *= factor in place, x float32 or bf16, contiguous. factor: a float32 array of one element, on the device of x."""
+    """Multiply x in place, float32 or bf16, contiguous.
+
+    factor: a float32 array of one element, on the device of x.
+    """
     check_array("scale_into", "x", x, x.shape, FLOATS)
     factor_1 = factor_1.reshape(-1)
     check_array("scale_into", "factor", factor_1, (1,))

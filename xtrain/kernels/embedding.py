@@ -4,24 +4,28 @@
     backward   x = P w with P[n, v] = 1 if ids[n] == v else 0, so dw = P^T dx:
                dw[v] = sum of dx[n] over the n with ids[n] == v
 
-Only the ids are saved. Bytes moved, forward: read the rows of w that occur, write N rows. Backward: read dx, read and write
-the rows of dw that occur.
+Only the ids are saved. Bytes moved, forward: read the rows of w that occur, write N rows. Backward:
+read dx, read and write the rows of dw that occur.
 
-The difficulty is the sum in the backward: thousands of positions may hold the same token. Atomic additions would be simple,
-but float addition is not associative and atomics run in any order, so the bits would differ from run to run. Instead
+The difficulty is the sum in the backward: thousands of positions may hold the same token. Atomic
+additions would be simple, but float addition is not associative and atomics run in any order, so
+the bits would differ from run to run. Instead
 
-    sort    the positions by (token, n), from the ids alone: this is the plan. It uses integers, so the order in which
-            threads run does not matter. A radix sort of two digits: a token is high T + low, T a power of two. `split`
-            orders tiles of TILE_IDS ids by their high digit; then each block of `sort` collects one high digit from all
-            tiles and orders it by the low digit.
+    sort    the positions by (token, n), from the ids alone: this is the plan. It uses integers, so
+            the order in which threads run does not matter. A radix sort of two digits: a token is
+            high T + low, T a power of two. `split` orders tiles of TILE_IDS ids by their high
+            digit; then each block of `sort` collects one high digit from all tiles and orders it by
+            the low digit.
             ids   7 2 7 2 7 9          plan   n      1 3 | 0 2 4 | 5
                                               token  2 2 | 7 7 7 | 9
-    sum     a thread owns 8 columns of a segment, up to SEGMENT neighbouring positions of one token, and adds their rows
-            in order. A token that occurs more often has several segments, whose sums go to `partial`.
+    sum     a thread owns 8 columns of a segment, up to SEGMENT neighbouring positions of one token,
+            and adds their rows in order. A token that occurs more often has several segments, whose
+            sums go to `partial`.
     join    the segments of such a token are added in order.
 
-So the terms of a token's sum are always added in the same order, independent of the rest of the batch; up to SEGMENT
-occurrences it is the order of n. No thread adds more than SEGMENT rows, even if all tokens are the same.
+So the terms of a token's sum are always added in the same order, independent of the rest of the
+batch; up to SEGMENT occurrences it is the order of n. No thread adds more than SEGMENT rows, even
+if all tokens are the same.
 """
 
 import functools
@@ -60,7 +64,9 @@ from .runtime.launch import (
 
 NAN = float32(math.nan)
 IN_FLIGHT = 4  # rows that a thread loads before it uses the first
-MIN_BLOCKS = 4  # per multiprocessor: without this bound the compiler saves registers by loading row after row
+# blocks per multiprocessor: without this bound the compiler saves registers by loading row after
+# row
+MIN_BLOCKS = 4
 
 TILE_IDS = 1024  # ids per block of `split`
 SHARED = 12288  # 32-bit integers in the 48 KB of shared memory that a sorting block may have
@@ -74,12 +80,12 @@ JOIN_GAP = 32 * QUAD  # between the two quads of a thread there
 
 # ----------------------------------------------------------------------------- reference
 def embedding_ref(ids_N, w_VC):
-    """-> the rows w[ids] (N, C)"""
+    """Return the rows w[ids] (N, C)."""
     return w_VC[ids_N]
 
 
 def embedding_bwd_ref(dx_NC, ids_N, V):
-    """-> dw (V, C), in float32 for bf16 dx"""
+    """Return dw (V, C), in float32 for bf16 dx."""
     dw_VC = np.zeros((V, dx_NC.shape[1]), np.result_type(dx_NC.dtype, np.float32))
     np.add.at(dw_VC, ids_N, dx_NC)  # in the order of n
     return dw_VC
@@ -88,19 +94,24 @@ def embedding_bwd_ref(dx_NC, ids_N, V):
 # ----------------------------------------------------------------------------- forward
 @functools.cache
 def make_fwd_kernel(C, vectorized):
-    """The forward kernel for rows of C columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
+    """Return the forward kernel for rows of C columns.
+
+    vectorized: 16-byte accesses, see can_vectorize_rows.
+    """
     row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
     def embedding_fwd_kernel(x, ids_N, w, V):
-        """Grid blocks_for_rows(ceil(N / AHEAD), C), block BLOCK. A thread copies 8 columns of AHEAD rows.
+        """Grid blocks_for_rows(ceil(N / IN_FLIGHT), C), block BLOCK.
 
-        x: flat (N C), w: flat (V C). An id outside the table gives NaN.
+        A thread copies 8 columns of IN_FLIGHT rows. x: flat (N C), w: flat (V C). An id outside the
+        table gives NaN.
         """
         rows = cuda.local.array((IN_FLIGHT, CHUNK), float32)
         in_table = cuda.local.array(IN_FLIGHT, boolean)
-        g, c = row_and_column()
-        first, N = g * IN_FLIGHT, ids_N.size
+        group, c = row_and_column()
+        first = group * IN_FLIGHT
+        N = ids_N.size
         if first >= N:
             return
         for a in range(IN_FLIGHT):  # unconditional loads, so that all are in flight at once
@@ -136,24 +147,24 @@ def embedding_bwd_naive_kernel(dw_VC, dx_NC, ids_N):
 
 # ----------------------------------------------------------------------------- backward: sort
 def digit_values(V: int) -> int:
-    """T, the number of values of a digit: a power of two with T^2 >= 4 V. The high digit uses at most a quarter of them.
+    """Return T, the number of values of a digit: a power of two with T^2 >= 4 V.
 
-    Raises ValueError for a table of more than 4 million rows.
+    The high digit uses at most a quarter of them. Raises ValueError for a table of more than 4
+    million rows.
     """
     T = 32
     while T * T < 4 * V:
         T *= 2
-    check(
-        T <= VALUES,
-        f"embedding backward: the table has {V} rows, at most {VALUES**2 // 4} are supported",
-    )
+    limit = VALUES**2 // 4
+    check(T <= VALUES, f"embedding backward: the table has {V} rows, at most {limit} are supported")
     return T
 
 
 def sorting_warps(T: int) -> int:
-    """Warps of a block that sorts by digits of T values: a power of two.
+    """Return the warps of a block that sorts by digits of T values: a power of two.
 
-    Shared memory has a counter per warp and value, a sum per warp, and the T + 1 starts of the values.
+    Shared memory has a counter per warp and value, a sum per warp, and the T + 1 starts of the
+    values.
     """
     fit = (SHARED - T - 1) // (T + 1)
     return 1 << min(32, fit).bit_length() - 1
@@ -161,9 +172,11 @@ def sorting_warps(T: int) -> int:
 
 @device
 def next_destination(counts, warp_base, digit):
-    """The index to which this lane's element goes: its digit's count, plus the number of lower lanes with the same digit.
+    """Return the index to which this lane's element goes, and advance the counts.
 
-    Advances the counts. warp_base: start of this warp's counts. digit -1: the lane has no element. All lanes must call it.
+    It is its digit's count, plus the number of lower lanes with the same digit.
+    warp_base: start of this warp's counts.
+    digit: -1: the lane has no element. All lanes must call it.
     """
     same = cuda.match_any_sync(FULL, digit)  # the lanes with the same digit
     rank = cuda.popc(same & uint32((1 << cuda.laneid) - 1))
@@ -177,18 +190,20 @@ def next_destination(counts, warp_base, digit):
 
 
 def make_scan(T):
-    """-> scan(first_E, counts, below_W), the prefix sum of a block's counts of digits with T values."""
+    """Return scan, which computes the prefix sum of a block's counts of digits with T values."""
     WARPS = sorting_warps(T)
     OWNERS = min(T, 32 * WARPS)  # threads that own digits: whole warps
     OWN = T // OWNERS  # digits of each
 
     @device
     def scan(first_E, counts, below_W):
-        """counts: the number of elements per warp and digit; becomes the index of the first of them.
+        """Replace the counts of elements per warp and digit by the index of the first element.
 
-        first_E (T + 1): start of each digit, and the end. below_W (WARPS): their sum is the number of elements before.
+        first_E (T + 1): start of each digit, and the end.
+        below_W (WARPS): their sum is the number of elements before.
         """
-        tid, lane = uint32(cuda.threadIdx.x), cuda.laneid
+        tid = uint32(cuda.threadIdx.x)
+        lane = cuda.laneid
         count = cuda.local.array(WARPS, int32)
         own_count = inclusive = p = int32(0)
         if tid < OWNERS:
@@ -222,24 +237,31 @@ def make_scan(T):
 
 @functools.cache
 def make_split_kernel(T):
-    """The first pass of the sort, for digits of T values."""
-    WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+    """Return the first pass of the sort, for digits of T values."""
+    WARPS = sorting_warps(T)
+    SHIFT = T.bit_length() - 1
+    EDGES = T + 1
+    scan = make_scan(T)
     COUNTS = WARPS * T
     ROUNDS = TILE_IDS // (32 * WARPS)
 
     @kernel(32 * WARPS)
     def embedding_split_kernel(split_n, first_IE, ids_N, V):
-        """Grid ceil(N / TILE_IDS), block 32 WARPS. Orders the ids of a tile by their high digit, then by n.
+        """Grid ceil(N / TILE_IDS), block 32 WARPS.
 
-        split_n: (n within the tile) T + low digit. first_IE: start of each high digit in each tile, and the end.
-        Ids outside the table are skipped.
+        Orders the ids of a tile by their high digit, then by n.
+
+        split_n: (n within the tile) T + low digit.
+        first_IE: start of each high digit in each tile, and the end. Ids outside the table are
+        skipped.
         """
         counts = cuda.shared.array(COUNTS, int32)
         below_W = cuda.shared.array(WARPS, int32)
         first_E = cuda.shared.array(EDGES, int32)
         high = cuda.local.array(ROUNDS, int32)
-        rest = cuda.local.array(ROUNDS, int32)
-        tid, tile = cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        n_and_low = cuda.local.array(ROUNDS, int32)
+        tid = cuda.threadIdx.x
+        tile = int64(cuda.blockIdx.x)
         warp_base = (tid >> 5) * T  # start of the warp's counts
         for k in range(T // 32):
             counts[uint32(warp_base + cuda.laneid + 32 * k)] = 0
@@ -252,7 +274,7 @@ def make_split_kernel(T):
             token = int64(ids_N[i if i < ids_N.size else 0])
             in_table = i < ids_N.size and token >= 0 and token < V
             high[k] = token >> SHIFT if in_table else -1
-            rest[k] = n * T + (token & (T - 1))
+            n_and_low[k] = n * T + (token & (T - 1))
             if in_table:
                 cuda.atomic.add(counts, uint32(warp_base + high[k]), 1)
         cuda.syncthreads()  # all counts are there
@@ -260,7 +282,7 @@ def make_split_kernel(T):
         for k in range(ROUNDS):
             destination = next_destination(counts, warp_base, high[k])
             if high[k] >= 0:
-                split_n[tile * TILE_IDS + destination] = rest[k]
+                split_n[tile * TILE_IDS + destination] = n_and_low[k]
         for e in range(tid, EDGES, 32 * WARPS):
             first_IE[tile, e] = first_E[e]
 
@@ -269,22 +291,30 @@ def make_split_kernel(T):
 
 @functools.cache
 def make_sort_kernel(T):
-    """The second pass of the sort, for digits of T values."""
-    WARPS, SHIFT, EDGES, scan = sorting_warps(T), T.bit_length() - 1, T + 1, make_scan(T)
+    """Return the second pass of the sort, for digits of T values."""
+    WARPS = sorting_warps(T)
+    SHIFT = T.bit_length() - 1
+    EDGES = T + 1
+    scan = make_scan(T)
     COUNTS = WARPS * T
 
     @kernel(32 * WARPS)
     def embedding_sort_kernel(plan_N4, split_n, first_IE):
-        """Grid ceil(V / T), block 32 WARPS. Block h collects high digit h from all tiles and orders it by the low digit.
+        """Grid ceil(V / T), block 32 WARPS.
 
-        plan[p] = n, token, first, last: in sorted order, positions first .. last - 1 hold this token. After the last
-        token, first is -1.
+        Block h collects high digit h from all tiles and orders it by the low digit.
+
+        plan[p] = n, token, first, last: in sorted order, positions first .. last - 1 hold this
+        token.
+        After the last token, first is -1.
         """
         counts = cuda.shared.array(COUNTS, int32)
         below_W = cuda.shared.array(WARPS, int32)
         first_E = cuda.shared.array(EDGES, int32)
         tid, h = cuda.threadIdx.x, cuda.blockIdx.x
-        warp, tiles, N = tid >> 5, first_IE.shape[0], plan_N4.shape[0]
+        warp = tid >> 5
+        tiles = first_IE.shape[0]
+        N = plan_N4.shape[0]
         warp_base = warp * T
         for k in range(T // 32):
             counts[uint32(warp_base + cuda.laneid + 32 * k)] = 0
@@ -307,11 +337,11 @@ def make_sort_kernel(T):
             first, last = first_IE[tile, h], first_IE[tile, h + 1]
             # All lanes of a warp iterate together.
             for i in range(first + cuda.laneid, last + cuda.laneid, 32):
-                rest = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
-                low = int32(rest & (T - 1)) if i < last else int32(-1)
+                n_and_low = split_n[tile * TILE_IDS + (i if i < last else last - 1)]
+                low = int32(n_and_low & (T - 1)) if i < last else int32(-1)
                 p = next_destination(counts, warp_base, low)
                 if i < last:
-                    plan_N4[p, 0] = tile * TILE_IDS + (rest >> SHIFT)
+                    plan_N4[p, 0] = tile * TILE_IDS + (n_and_low >> SHIFT)
                     plan_N4[p, 1] = h * T + low
                     plan_N4[p, 2] = first_E[low]
                     plan_N4[p, 3] = first_E[low + 1]
@@ -323,28 +353,34 @@ def make_sort_kernel(T):
     return embedding_sort_kernel
 
 
-# ----------------------------------------------------------------------------- backward: sum and join
+# --------------------------------------------------------------------------- backward: sum and join
 @device
 def partial_row(first, segment):
-    """The row of `partial` for a segment of the token whose positions start at `first`.
+    """Return the row of `partial` for a segment of the token whose positions start at `first`.
 
-    One token may end and another may start within SEGMENT neighbouring positions. So first segments have separate rows,
-    the even ones.
+    One token may end and another may start within SEGMENT neighbouring positions. So first segments
+    have separate rows, the even ones.
     """
     return 2 * (first // SEGMENT + segment) + (1 if segment > 0 else 0)
 
 
 @functools.cache
 def make_bwd_kernel(C, vectorized):
-    """The kernel that sums segments, for rows of C columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
+    """Return the kernel that sums segments, for rows of C columns.
+
+    vectorized: 16-byte accesses, see can_vectorize_rows.
+    """
     row_and_column, gap = make_row_and_column(C)
 
     @kernel(BLOCK, MIN_BLOCKS)
     def embedding_bwd_kernel(dw, partial, dx, plan_N4):
-        """Grid blocks_for_rows(N, C), block BLOCK. A thread owns 8 columns of position p of the plan, if a segment starts there.
+        """Grid blocks_for_rows(N, C), block BLOCK.
 
-        dw: flat (V C), dx: flat (N C), partial: flat (rows, C). Latency dominates, so loads are issued early: the whole
-        plan entry, then the first row and dw, then IN_FLIGHT rows at once. 32-bit numbers save registers.
+        A thread owns 8 columns of position p of the plan, if a segment starts there.
+        dw: flat (V C), dx: flat (N C), partial: flat (rows, C).
+
+        Latency dominates, so loads are issued early: the whole plan entry, then the first row and
+        dw, then IN_FLIGHT rows at once. 32-bit numbers save registers.
         """
         acc = cuda.local.array(CHUNK, float32)
         old = cuda.local.array(CHUNK, float32)
@@ -353,7 +389,10 @@ def make_bwd_kernel(C, vectorized):
         if p >= plan_N4.shape[0]:
             return
         p = uint32(p)
-        n, token, first, last = plan_N4[p, 0], plan_N4[p, 1], plan_N4[p, 2], plan_N4[p, 3]
+        n = plan_N4[p, 0]
+        token = plan_N4[p, 1]
+        first = plan_N4[p, 2]
+        last = plan_N4[p, 3]
         # only first can be negative; testing all four keeps the loads together
         if (n | token | first | last) < 0:
             return
@@ -389,15 +428,20 @@ def make_bwd_kernel(C, vectorized):
 
 @functools.cache
 def make_join_kernel(C, vectorized, overlap):
-    """The kernel that adds the segments of a token. overlap: it waits for the previous kernel itself (runtime/overlap.py)."""
+    """Return the kernel that adds the segments of a token.
+
+    overlap: it waits for the previous kernel itself (runtime/overlap.py).
+    """
 
     @kernel(32 * SLICES)
     def embedding_join_kernel(dw, partial, plan_N4):
-        """Grid (ceil(N / (JOIN_SEGMENTS SEGMENT)), ceil(C / 256)), block (32, SLICES). For tokens with several segments.
+        """Grid (ceil(N / (JOIN_SEGMENTS SEGMENT)), ceil(C / 256)), block (32, SLICES).
 
-        dw += their sum. Such a token covers a position that is a multiple of SEGMENT; the block that owns the first of
-        these joins it. A block owns JOIN_SEGMENTS such positions and 256 columns. Slice y adds segments y, y + SLICES, ...;
-        then the slices are added.
+        Adds to dw the sum of the segments of each token that has several. Such a token covers a
+        position that is a multiple of SEGMENT; the block that owns the first of these joins it. A
+        block owns
+        JOIN_SEGMENTS such positions and 256 columns. Slice y adds segments y, y + SLICES, ...; then
+        the slices are added.
         """
         tile = cuda.shared.array((SLICES, CHUNK, 32), float32)
         acc = cuda.local.array(CHUNK, float32)
@@ -413,11 +457,13 @@ def make_join_kernel(C, vectorized, overlap):
         if x < JOIN_SEGMENTS and p < plan_N4.shape[0]:
             first, last = plan_N4[p, 2], plan_N4[p, 3]
             joins = first >= 0 and last - first > SEGMENT and p - first < SEGMENT
-        found = cuda.ballot_sync(FULL, joins)  # the same in all warps
+        joined = cuda.ballot_sync(FULL, joins)  # the same in all warps
         for k in range(JOIN_SEGMENTS):
-            if found & (1 << k):
+            if joined & (1 << k):
                 p = p0 + k * SEGMENT
-                token, first, last = int64(plan_N4[p, 1]), int64(plan_N4[p, 2]), plan_N4[p, 3]
+                token = int64(plan_N4[p, 1])
+                first = int64(plan_N4[p, 2])
+                last = plan_N4[p, 3]
                 segments = (last - first + SEGMENT - 1) // SEGMENT
                 for j in range(CHUNK):
                     acc[j] = float32(0.0)
@@ -449,7 +495,8 @@ def make_join_kernel(C, vectorized, overlap):
 class EmbeddingPlan:
     """The result of embedding_plan for N ids and a table of V rows.
 
-    The backward kernels use its entries as unchecked indices, so embedding_bwd accepts no other type.
+    The backward kernels use its entries as unchecked indices, so embedding_bwd accepts no other
+    type.
     """
 
     order_N4: Array  # int32, as embedding_sort_kernel writes it
@@ -457,36 +504,43 @@ class EmbeddingPlan:
 
 
 def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
-    """ids (N,) of any integer dtype, w (V, C) float32 or bf16 -> x (N, C) in `dtype` (default: that of w).
+    """Return the rows of w (V, C) for ids (N,): x (N, C) in `dtype`, by default that of w.
 
-    An id outside [0, V) raises ValueError on the CPU; on the GPU, where the check would need a copy, it gives a row of NaN.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    ids: any integer dtype; w: float32 or bf16. An id outside [0, V) raises ValueError on the CPU;
+    on the GPU, where the check would need a copy, it gives a row of NaN. Raises ValueError or
+    TypeError for other shapes or dtypes.
     """
     check_array("embedding", "w", w_VC, (None, None), FLOATS)
     dtype = np.dtype(w_VC.dtype if dtype is None else dtype)
     if _check_ids(ids_N, w_VC.shape[0], w_VC):
         return embedding_ref(ids_N, w_VC).astype(dtype, copy=False)
     check(dtype_name(dtype) in FLOATS, f"embedding: to {dtype}, expected float32 or bfloat16")
-    N, (V, C) = ids_N.size, w_VC.shape
+    N = ids_N.size
+    V, C = w_VC.shape
     check(V > 0, f"embedding: the table has shape {w_VC.shape}")
     x_NC = empty(w_VC, (N, C), dtype)
     if N and C:
-        x, w = x_NC.reshape(-1), w_VC.reshape(-1)
+        x = x_NC.reshape(-1)
+        w = w_VC.reshape(-1)
         fwd_kernel = make_fwd_kernel(C, can_vectorize_rows(C, x, w))
         launch(fwd_kernel, blocks_for_rows(-(-N // IN_FLIGHT), C), BLOCK, x, ids_N, w, V)
     return x_NC
 
 
 def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
-    """The plan of the backward for ids (N,) and a table of V rows. None on the CPU, which does not need one.
+    """Return the plan of the backward for ids (N,) and a table of V rows.
 
-    It depends only on the ids, so it can be computed before the gradient exists. Raises ValueError as embedding_bwd does.
+    None on the CPU, which does not need one. It depends only on the ids, so it can be computed
+    before the gradient exists. Raises ValueError as embedding_bwd does.
     """
     if _check_ids(ids_N, V):
         return None
-    N, T = ids_N.size, digit_values(V)
-    plan_N4, tiles = empty(ids_N, (N, 4), np.int32), -(-N // TILE_IDS)
-    split_n, first_IE = (empty(ids_N, n, np.int32) for n in (tiles * TILE_IDS, (tiles, T + 1)))
+    N = ids_N.size
+    T = digit_values(V)
+    plan_N4 = empty(ids_N, (N, 4), np.int32)
+    tiles = -(-N // TILE_IDS)
+    split_n = empty(ids_N, tiles * TILE_IDS, np.int32)
+    first_IE = empty(ids_N, (tiles, T + 1), np.int32)
     threads = 32 * sorting_warps(T)
     if N:
         launch(make_split_kernel(T), tiles, threads, split_n, first_IE, ids_N, V)
@@ -497,11 +551,12 @@ def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
 def embedding_bwd(
     dx_NC: Array, ids_N: Array, dw_VC: Array, plan: EmbeddingPlan | None = None
 ) -> None:
-    """dx (N, C) float32 or bf16, ids (N,). Adds dw to dw_VC (V, C) float32. The same bits in every run.
+    """Add the gradient to dw (V, C) float32: dx (N, C) float32 or bf16, ids (N,).
 
-    plan: the result of embedding_plan for these ids; None: it is computed here. Rows whose id does not occur stay unchanged.
-    An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored. Raises ValueError or TypeError for other
-    shapes or dtypes.
+    The same bits in every run. Rows whose id does not occur stay unchanged.
+    plan: the result of embedding_plan for these ids; None: it is computed here.
+    An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored. Raises ValueError
+    or TypeError for other shapes or dtypes.
     """
     check_array("embedding backward", "dw", dw_VC, (None, None))
     V, C = dw_VC.shape
@@ -515,13 +570,15 @@ def embedding_bwd(
         return
     if not (N and V and C):
         return
-    plan = embedding_plan(ids_N, V) if plan is None else plan
+    if plan is None:
+        plan = embedding_plan(ids_N, V)
     assert plan is not None  # the arrays are on a GPU
     check(plan.V == V, f"embedding backward: the plan is for {plan.V} rows, dw has {V}")
     plan_N4 = plan.order_N4
     check_array("embedding backward", "plan", plan_N4, (N, 4), ("int32",))
     partial = empty(dw_VC, 2 * -(-N // SEGMENT) * C)
-    dw, dx = dw_VC.reshape(-1), dx_NC.reshape(-1)
+    dw = dw_VC.reshape(-1)
+    dx = dx_NC.reshape(-1)
     vectorized = can_vectorize_rows(C, dw, dx, partial)
     launch(make_bwd_kernel(C, vectorized), blocks_for_rows(N, C), BLOCK, dw, partial, dx, plan_N4)
     grid = (-(-N // (JOIN_SEGMENTS * SEGMENT)), -(-C // (2 * JOIN_GAP)))
@@ -531,7 +588,10 @@ def embedding_bwd(
 
 
 def _check_ids(ids_N, V, *others):
-    """-> True if all arrays are NumPy arrays; then every id is checked. Raises ValueError or TypeError."""
+    """Return True if all arrays are NumPy arrays; then every id is checked.
+
+    Raises ValueError or TypeError.
+    """
     check_ids("embedding", "ids", ids_N)
     check_array("embedding", "ids", ids_N, (None,), (dtype_name(ids_N.dtype),))
     if not on_host(ids_N, *others):

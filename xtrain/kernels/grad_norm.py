@@ -2,12 +2,14 @@
 
     norm = sqrt(sum_i g_i^2)        factor = min(1, max_norm / (norm + 1e-6))
 
-g stays unchanged: the optimizer multiplies it by the factor while reading it, which saves a pass over g.
+g stays unchanged: the optimizer multiplies it by the factor while reading it, which saves a pass
+over g.
 Both numbers stay on the device, so a step needs no copy to the host and can be captured in a graph.
 
-The sum has two stages: P blocks compute one partial sum each, then one block adds the P partial sums. P depends only on
-n, so the same n gives the same order of additions and the same bits in every run. A thread adds n / (8 P BLOCK) numbers
-into each of eight accumulators and the rest is a tree, so the error grows slowly with n.
+The sum has two stages: P blocks compute one partial sum each, then one block adds the P partial
+sums. P depends only on n, so the same n gives the same order of additions and the same bits in
+every run. A thread adds n / (8 P BLOCK) numbers into each of eight accumulators and the rest is a
+tree, so the error grows slowly with n.
 If the gradients are sharded over ranks, norm_and_factor takes the sums of squares of all shards.
 Bytes moved: read g once.
 """
@@ -41,23 +43,26 @@ INF = float32(math.inf)
 
 # ----------------------------------------------------------------------------- reference
 def sum_of_squares_ref(x_n):
-    """-> the sum of squares, (1,)"""
+    """Return the sum of squares, (1,)."""
     return np.square(x_n).sum(keepdims=True)  # NumPy sums pairwise: also a tree
 
 
 def norm_and_factor_ref(sums_P, max_norm):
-    """-> (2,): norm, factor"""
+    """Return (2,): norm, factor."""
     norm = np.sqrt(sums_P.sum())
-    limited = 0 < max_norm < math.inf
-    ratio = sums_P.dtype.type(max_norm) / (norm + sums_P.dtype.type(1e-6)) if limited else 1
-    return np.array([norm, 1 if ratio > 1 else ratio], sums_P.dtype)  # NaN stays NaN
+    factor = 1
+    if 0 < max_norm < math.inf:
+        ratio = sums_P.dtype.type(max_norm) / (norm + sums_P.dtype.type(1e-6))
+        factor = 1 if ratio > 1 else ratio  # NaN stays NaN
+    return np.array([norm, factor], sums_P.dtype)
 
 
 # ----------------------------------------------------------------------------- kernels
 @kernel(BLOCK)
 def sum_of_squares_kernel(partial_P, x_n, aligned):
     """Grid P, block BLOCK. Block p sums tiles p, p + P, ... of TILE elements."""
-    tid, n = cuda.threadIdx.x, x_n.size
+    tid = cuda.threadIdx.x
+    n = x_n.size
     partial = cuda.shared.array(MAX_WARPS, float32)
     x = cuda.local.array((STEPS, CHUNK), float32)
     acc = cuda.local.array(CHUNK, float32)
@@ -107,7 +112,10 @@ def norm_and_factor_kernel(stats_2, sums_P, max_norm):
 
 # ----------------------------------------------------------------------------- launchers
 def sum_of_squares(*parts: Array) -> Array:
-    """Parts (n,) float32, n >= 0 -> the sum of squares of all, (1,) float32, on their device. The same bits in every run."""
+    """Return the sum of squares of all parts, (1,) float32, on their device.
+
+    parts: (n,) float32, n >= 0. The same bits in every run.
+    """
     for x_n in parts:
         check_array("sum_of_squares", "x", x_n, (None,))
     if on_host(*parts):
@@ -118,9 +126,11 @@ def sum_of_squares(*parts: Array) -> Array:
 
 
 def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
-    """sums (P,) float32: the sums of squares of P shards -> (2,): the norm of all of them, the factor that clips it.
+    """Return (2,): the norm of all shards, and the factor that clips it.
 
-    max_norm 0 or infinite means no clipping: factor 1. Raises ValueError for a negative max_norm or NaN.
+    sums: (P,) float32, the sums of squares of P shards.
+    max_norm: 0 or infinite means no clipping: factor 1.
+    Raises ValueError for a negative max_norm or NaN.
     """
     check_array("norm_and_factor", "sums", sums_P, (None,))
     check(max_norm >= 0, f"grad_norm: max_norm is {max_norm}, expected 0 (no clipping) or more")
@@ -133,16 +143,21 @@ def norm_and_factor(sums_P: Array, max_norm: float) -> Array:
 
 
 def grad_norm(grads_n: Array, max_norm: float) -> Array:
-    """grads (n,) float32 -> (2,): norm, factor; see norm_and_factor. grads stay unchanged."""
+    """Return (2,): norm and factor of grads (n,) float32, which stay unchanged.
+
+    See norm_and_factor.
+    """
     check_array("grad_norm", "grads", grads_n, (None,))
-    sums_P = sum_of_squares_ref(grads_n) if on_host(grads_n) else _partial_sums(grads_n)
-    return norm_and_factor(sums_P, max_norm)
+    if on_host(grads_n):
+        return norm_and_factor(sum_of_squares_ref(grads_n), max_norm)
+    return norm_and_factor(_partial_sums(grads_n), max_norm)
 
 
 def _partial_sums(*parts):
-    """(P,): the sums of the blocks for all parts."""
+    """Return (P,): the sums of the blocks for all parts."""
     counts = [min(PARTIALS, -(-x_n.size // TILE)) for x_n in parts]
-    partial_P, first = empty(parts[0], sum(counts)), 0
+    partial_P = empty(parts[0], sum(counts))
+    first = 0
     for x_n, P in zip(parts, counts):
         launch(sum_of_squares_kernel, P, BLOCK, partial_P[first : first + P], x_n, on_16_bytes(x_n))
         first += P

@@ -1,10 +1,11 @@
-"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), with the same kernel in both directions.
+"""Swap the two middle axes of four: (B, T, H, D) <-> (B, H, T, D), with one kernel.
 
     forward    y[b, j, i, d] = x[b, i, j, d]
     backward   the same op on dy: the swap is its own inverse
 
-Matrix products over heads need the rows of one head to be contiguous; everything else keeps BTHD, where splitting heads is
-a view. Rows of D numbers are moved as a unit, so reads and writes are both coalesced.
+Matrix products over heads need the rows of one head to be contiguous; everything else keeps BTHD,
+where splitting heads is a view. Rows of D numbers are moved as a unit, so reads and writes are both
+coalesced.
 Bytes moved: read x, write y. The numbers are float32 or bf16; their bits are copied.
 """
 
@@ -15,13 +16,7 @@ import numpy as np
 from ..device import Array
 from .primitives.flat import flat_rows, on_16_bytes, row_step
 from .primitives.ptx import kernel
-from .primitives.words import (
-    elements_per_vector,
-    load_words4,
-    load_words8,
-    store_words4,
-    store_words8,
-)
+from .primitives.words import WORD_OPS, elements_per_vector
 from .runtime.compiler import cuda, int64, uint32
 from .runtime.launch import FLOATS, check, check_array, dtype_name, empty, launch, on_host
 
@@ -32,7 +27,7 @@ BLOCK = 256  # of the kernel in use: one thread per 16 bytes
 
 # ----------------------------------------------------------------------------- reference
 def swap_heads_ref(x_BXYD, out_BYXD=None):
-    """-> y (B, Y, X, D): a copy, or out, which is overwritten"""
+    """Return y (B, Y, X, D): a copy, or out, which is overwritten."""
     if out_BYXD is None:
         return np.swapaxes(x_BXYD, 1, 2).copy()
     out_BYXD[...] = np.swapaxes(x_BXYD, 1, 2)
@@ -42,10 +37,15 @@ def swap_heads_ref(x_BXYD, out_BYXD=None):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit
 def swap_heads_plain_kernel(y_BYXD, x_BXYD):
-    """Grid (B X, ceil(Y / WARPS)), block (32, WARPS). A warp copies row (b, i, j) of D numbers, for any D."""
-    row, lane = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    """Grid (B X, ceil(Y / WARPS)), block (32, WARPS).
+
+    A warp copies row (b, i, j) of D numbers, for any D.
+    """
+    row = int64(cuda.blockIdx.x)
+    lane = cuda.threadIdx.x
     _, X, Y, D = x_BXYD.shape
-    b, i = row // X, row % X
+    b = row // X
+    i = row % X
     j = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
     if j < Y:
         for d in range(lane, D, 32):
@@ -54,11 +54,13 @@ def swap_heads_plain_kernel(y_BYXD, x_BXYD):
 
 @functools.cache
 def make_swap_kernel(D, vec):
-    """The kernel in use: 16 bytes, `vec` numbers, at a time. D is a constant, so that dividing by it is cheap."""
+    """Return the kernel in use: 16 bytes, `vec` numbers, at a time.
+
+    D is a constant, so that dividing by it is cheap.
+    """
     CHUNKS = D // vec  # of a row
-    load_words, store_words = (
-        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
-    )
+    load_words = WORD_OPS[vec].load
+    store_words = WORD_OPS[vec].store
 
     @kernel(BLOCK)
     def swap_heads_kernel(y, x, X, Y, x_row, y_row, chunks):
@@ -69,9 +71,13 @@ def make_swap_kernel(D, vec):
         k = uint32(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x)
         if k < chunks:
             words = cuda.local.array(4, uint32)
-            row, chunk = k // uint32(CHUNKS), k % uint32(CHUNKS)  # row (b, i, j) of x
-            bi, j = row // uint32(Y), row % uint32(Y)
-            b, i = bi // uint32(X), bi % uint32(X)
+            # row (b, i, j) of x
+            row = k // uint32(CHUNKS)
+            chunk = k % uint32(CHUNKS)
+            bi = row // uint32(Y)
+            j = row % uint32(Y)
+            b = bi // uint32(X)
+            i = bi % uint32(X)
             load_words(words, x, int64(bi) * x_row + j * D + chunk * vec)
             store_words(y, (int64(b) * Y + j) * y_row + i * D + chunk * vec, words)
 
@@ -80,23 +86,27 @@ def make_swap_kernel(D, vec):
 
 # ----------------------------------------------------------------------------- launcher
 def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
-    """x (B, X, Y, D) float32 or bf16 -> y (B, Y, X, D), never a view of x. Both may be slices of packed arrays.
+    """Return y (B, Y, X, D) for x (B, X, Y, D), float32 or bf16; never a view of x.
 
+    Both may be slices of packed arrays.
     out: the array for y, which is then returned; None: a new contiguous array.
     Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS, strided=True)
     B, X, Y, D = x_BXYD.shape
+    shape = (B, Y, X, D)
     if out_BYXD is not None:
-        shape = (B, Y, X, D)
         check_array("swap_heads", "out", out_BYXD, shape, (dtype_name(x_BXYD.dtype),), strided=True)
-    if on_host(x_BXYD, *([] if out_BYXD is None else [out_BYXD])):
+    if on_host(x_BXYD, x_BXYD if out_BYXD is None else out_BYXD):
         return swap_heads_ref(x_BXYD, out_BYXD)
-    y_BYXD = empty(x_BXYD, (B, Y, X, D)) if out_BYXD is None else out_BYXD
-    vec, steps = elements_per_vector(x_BXYD), (row_step(x_BXYD), row_step(y_BYXD))
+    y_BYXD = empty(x_BXYD, shape) if out_BYXD is None else out_BYXD
+    vec = elements_per_vector(x_BXYD)
+    steps = (row_step(x_BXYD), row_step(y_BYXD))
     vectorized = D % vec == 0 and all(step is not None and step % vec == 0 for step in steps)
     if vectorized and on_16_bytes(x_BXYD, y_BYXD) and 0 < x_BXYD.size < 2**31 * vec:
-        chunks, y, x = x_BXYD.size // vec, flat_rows(y_BYXD), flat_rows(x_BXYD)
+        chunks = x_BXYD.size // vec
+        y = flat_rows(y_BYXD)
+        x = flat_rows(x_BXYD)
         swap_kernel = make_swap_kernel(D, vec)
         launch(swap_kernel, -(-chunks // BLOCK), BLOCK, y, x, X, Y, *steps, chunks)
     else:

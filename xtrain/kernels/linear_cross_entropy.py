@@ -3,17 +3,20 @@
     forward    logits = x w^T        loss = cross_entropy(logits)        (gemm.py, cross_entropy.py)
     backward   with d = dL/dlogits:  dx = d w        dw = d^T x
 
-The logits are by far the largest array of a small model: with GPT-2's vocabulary they take as much memory per token as the
-activations of four layers of width 768. They are never needed as a whole. The loss and d of a row depend on that row alone, each
-row of dx on the same row of d, and dw is a sum over rows. So the rows are processed in chunks: compute the logits, overwrite them
-with d, compute dx, add to dw inside the matrix product. The next chunk uses the same memory.
+The logits are by far the largest array of a small model: with GPT-2's vocabulary they take as much
+memory per token as the activations of four layers of width 768. They are never needed as a whole.
+The loss and d of a row depend on that row alone, each row of dx on the same row of d, and dw is a
+sum over rows. So the rows are processed in chunks: compute the logits, overwrite them with d,
+compute dx, add to dw inside the matrix product. The next chunk uses the same memory.
 
-So the forward computes the gradients before the incoming gradient of the loss is known. That gradient is one factor for
-all elements: forward computes the gradients for the factor 1, and backward multiplies them by any other (Hsu et al. 2024,
-Liger-Kernel). Until then dx, N C elements, and dw, P C float32, are kept in place of N P logits.
+So the forward computes the gradients before the incoming gradient of the loss is known. That
+gradient is one factor for all elements: forward computes the gradients for the factor 1, and
+backward multiplies them by any other (Hsu et al. 2024, Liger-Kernel). Until then dx, N C elements,
+and dw, P C float32, are kept in place of N P logits.
 
-Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and its product for dx may have
-fewer tiles than the GPU has multiprocessors. So smaller chunks take less memory and more time: bench/bench_head.py measures both.
+Every chunk reads and writes dw once more, 8 P C bytes, in a product of 2 rows P C operations, and
+its product for dx may have fewer tiles than the GPU has multiprocessors. So smaller chunks take
+less memory and more time: bench/bench_head.py measures both.
 """
 
 import numpy as np
@@ -28,14 +31,18 @@ UNIT = 64  # all chunks but the last are a multiple of it
 
 
 def linear_cross_entropy_ref(x_NC, w_PC, targets_N, vocab_size, inv_count_1):
-    """-> loss (N,), dx (N, C), dw (P, C), all rows at once"""
+    """Return loss (N,), dx (N, C), dw (P, C), all rows at once."""
     loss_N, d_NP = cross_entropy(x_NC @ w_PC.T, targets_N, vocab_size, inv_count_1)
     return loss_N, d_NP @ w_PC, d_NP.T @ x_NC
 
 
 def chunk_rows(N: int, rows: int | None = None) -> int:
-    """Rows per chunk: N is divided into equal chunks, as few as possible with at most `rows` (None: ROWS) each."""
-    rows = ROWS if rows is None else rows
+    """Return the rows of a chunk: N is divided into equal chunks, as few as possible.
+
+    rows: of a chunk at most; None: ROWS.
+    """
+    if rows is None:
+        rows = ROWS
     even = -(-N // max(-(-N // rows), 1))
     return min(-(-even // UNIT) * UNIT, rows)
 
@@ -50,10 +57,14 @@ def linear_cross_entropy(
     want_dw: bool = True,
     rows: int | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """x (N, C) and w (P >= vocab_size, C), both float32 or both bf16; targets (N,) whole numbers.
+    """Return loss (N,) float32, dx like x, and dw (P, C) float32.
 
-    -> loss (N,) float32, and the gradients of inv_count sum(loss): dx like x, and dw (P, C) float32; None for those that
-    are not wanted (if neither is, inv_count may be None). inv_count (1,), or (N,): one factor per row. rows: the largest chunk.
+    dx and dw are the gradients of inv_count sum(loss), None if not wanted.
+
+    x, w: (N, C) and (P >= vocab_size, C), both float32 or both bf16.
+    targets: (N,) whole numbers.
+    inv_count: (1,), or (N,): one factor per row; may be None if neither gradient is wanted.
+    rows: the largest chunk.
     Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
@@ -72,17 +83,19 @@ def linear_cross_entropy(
         dw_PC.fill(0)
     if on_host(x_NC, w_PC, targets_N):
         check_targets_on_host(targets_N, vocab_size)  # here, where rows have the caller's numbers
+    want_gradient = want_dx or want_dw
+    per_row = getattr(inv_count_1, "shape", None) == (N,)
     step = chunk_rows(N, rows)
     logits_RP = empty(x_NC, (min(step, N), P))
     for first in range(0, N, max(step, 1)):
         part = slice(first, min(first + step, N))
-        x_RC, d_RP = x_NC[part], logits_RP[: part.stop - first]
+        x_RC = x_NC[part]
+        d_RP = logits_RP[: part.stop - first]
         linear_into(d_RP, x_RC, w_PC)
-        gradient = want_dx or want_dw
         factors = inv_count_1
-        if inv_count_1 is not None and getattr(inv_count_1, "shape", None) == (N,):  # one per row
+        if inv_count_1 is not None and per_row:
             factors = inv_count_1[part]
-        cross_entropy(d_RP, targets_N[part], vocab_size, factors, gradient, out_N=loss_N[part])
+        cross_entropy(d_RP, targets_N[part], vocab_size, factors, want_gradient, loss_N[part])
         if dx_NC is not None:
             matmul(dx_NC[part], d_RP, w_PC)
         if dw_PC is not None:

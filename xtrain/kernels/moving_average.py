@@ -2,11 +2,12 @@
 
     e = e + rest (w - e)                          rest = 1 - decay
 
-A factor of NaN skips the step (skip_nonfinite.py): e stays unchanged. Every operation rounds once, as in adamw.py, so the kernel
-equals its float32 reference bit for bit.
+A factor of NaN skips the step (skip_nonfinite.py): e stays unchanged. Every operation rounds once,
+as in adamw.py, so the kernel equals its float32 reference bit for bit.
 
-The decay grows with the step t, which counts from 0: min(decay, (1 + t) / (10 + t)), as in TensorFlow and diffusers. With a
-constant decay the random weights of the start would stay in the average for thousands of steps.
+The decay grows with the step t, which counts from 0: min(decay, (1 + t) / (10 + t)), as in
+TensorFlow and diffusers. With a constant decay the random weights of the start would stay in the
+average for thousands of steps.
 Bytes moved: read e and w, write e: 12 per element.
 """
 
@@ -30,12 +31,12 @@ from .runtime.launch import check_array, on_host
 
 
 def averaging_rest(decay: float, t: int) -> float:
-    """1 - the decay of step t, which counts from 0."""
+    """Return 1 - the decay of step t, which counts from 0."""
     return 1 - min(decay, (1 + t) / (10 + t))
 
 
 def moving_average_ref(e_n, w_n, factor_1, rest_1):
-    """Updates e in place, in its dtype."""
+    """Update e in place, in its dtype."""
     if factor_1[0] == factor_1[0]:
         e_n += e_n.dtype.type(rest_1[0]) * (w_n - e_n)
 
@@ -45,7 +46,10 @@ def moving_average_kernel(e_n, w_n, factor_1, rest_1, aligned):
     """Grid ceil(n / TILE), block BLOCK."""
     e = cuda.local.array((STEPS, CHUNK), float32)
     w = cuda.local.array((STEPS, CHUNK), float32)
-    first, n, factor, rest = first_element(), e_n.size, factor_1[0], rest_1[0]
+    first = first_element()
+    n = e_n.size
+    factor = factor_1[0]
+    rest = rest_1[0]
     vectorized = can_vectorize(first, n, aligned)
     for s in range(STEPS):  # all loads before the first store, so that all are in flight
         load(e[s], e_n, first + s * STRIDE, GAP, n, vectorized)
@@ -61,12 +65,16 @@ declare_cost(moving_average_kernel, in_place=("e_n",))
 
 
 def moving_average(e_n: Array, w_n: Array, factor_1: Array, rest_1: Array) -> None:
-    """e += rest (w - e), in place. e, w: (n,) float32.  factor (1,): NaN to skip.  rest (1,) float32, on the device of e.
+    """Add rest (w - e) to e, in place. e, w: (n,) float32.
 
+    factor: (1,) float32, NaN to skip.
+    rest: (1,) float32, on the device of e.
     Raises ValueError or TypeError for other shapes or dtypes.
     """
-    for name, x, shape in (("e", e_n, (None,)), ("w", w_n, e_n.shape), ("factor", factor_1, (1,)), ("rest", rest_1, (1,))):  # fmt: skip
-        check_array("moving_average", name, x, shape)
+    check_array("moving_average", "e", e_n, (None,))
+    check_array("moving_average", "w", w_n, e_n.shape)
+    check_array("moving_average", "factor", factor_1, (1,))
+    check_array("moving_average", "rest", rest_1, (1,))
     if on_host(e_n, w_n, factor_1, rest_1):
         moving_average_ref(e_n, w_n, factor_1, rest_1)
     else:

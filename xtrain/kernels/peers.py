@@ -1,10 +1,14 @@
-"""Sums and copies of arrays that are in the memory of other GPUs, its peers.    y, x, a, b, ...: (n,)
+"""Sums and copies of arrays that are in the memory of other GPUs, its peers.
 
-    add_peers        y = y + a + b + ...       from left to right, so the same arguments give the same bits
+y, x, a, b, ...: (n,)
+
+    add_peers        y = y + a + b + ...       from left to right: the same arguments give the same
+                                               bits
     copy_to_peers    a = x, b = x, ...
 
-Loads and stores travel over NVLink or PCIe. One kernel for all peers keeps the link busy: with a kernel per peer it would
-be idle from the last element of one to the first of the next. And y (or x) is read once.
+Loads and stores travel over NVLink or PCIe. One kernel for all peers keeps the link busy: with a
+kernel per peer it would be idle from the last element of one to the first of the next. And y (or x)
+is read once.
 """
 
 import functools
@@ -32,14 +36,14 @@ from .runtime.compiler import cuda, float32, int64
 from .runtime.cost import declare_cost
 from .runtime.launch import FLOATS, check, check_array, launch, on_host
 
-MOST = 7  # peers of one launch: those of a machine with 8 GPUs
+MOST = 7  # peers of one launch at most: those of a machine with 8 GPUs
 # Blocks that copy. They fill the link, and most multiprocessors are free for another kernel.
 COPYING = 64
 
 
 # ----------------------------------------------------------------------------- references
 def add_peers_ref(y_n, peers):
-    """Adds the peers to y in place, one after the other, in float32."""
+    """Add the peers to y in place, one after the other, in float32."""
     total_n = y_n.astype(np.float32)
     for x_n in peers:
         total_n += x_n.astype(np.float32)
@@ -47,7 +51,7 @@ def add_peers_ref(y_n, peers):
 
 
 def copy_to_peers_ref(peers, x_n):
-    """Every peer becomes x."""
+    """Set every peer to x."""
     for y_n in peers:
         y_n[...] = x_n
 
@@ -55,12 +59,12 @@ def copy_to_peers_ref(peers, x_n):
 # ----------------------------------------------------------------------------- kernels
 @functools.cache
 def make_add_peers_kernel(COUNT: int):
-    """For COUNT peers, 1 to MOST."""
+    """Return the kernel for COUNT peers, 1 to MOST."""
     CHUNKS = COUNT * STEPS
 
     @device
     def add_chunks(y_n, a_n, b_n, c_n, d_n, e_n, f_n, g_n, first, vectorized):
-        """y += a + b + ... on the thread's chunks."""
+        """Add a, b, ... to y on the thread's chunks."""
         total = cuda.local.array((STEPS, CHUNK), float32)
         x = cuda.local.array((CHUNKS, CHUNK), float32)
         n = y_n.size
@@ -101,11 +105,11 @@ def make_add_peers_kernel(COUNT: int):
 
 @functools.cache
 def make_copy_to_peers_kernel(COUNT: int):
-    """For COUNT peers, 1 to MOST."""
+    """Return the kernel for COUNT peers, 1 to MOST."""
 
     @device
     def copy_chunks(a_n, b_n, c_n, d_n, e_n, f_n, g_n, x_n, first, vectorized):
-        """a = x, b = x, ... on the thread's chunks of a tile."""
+        """Copy x to a, b, ... on the thread's chunks of a tile."""
         x = cuda.local.array((STEPS, CHUNK), float32)
         n = x_n.size
         for s in range(STEPS):
@@ -142,35 +146,37 @@ def make_copy_to_peers_kernel(COUNT: int):
 
 # ----------------------------------------------------------------------------- launchers
 def add_peers(y_n: Array, peers: list[Array]) -> None:
-    """y += each of the peers in turn, with one rounding to the dtype of y per MOST of them.
+    """Add each of the peers to y in turn, with one rounding to the dtype of y per MOST of them.
 
-    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and without a peer.
+    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and
+    without a peer.
     """
-    for some in _some("add_peers", y_n, peers):
-        if on_host(y_n, *some):
-            add_peers_ref(y_n, some)
+    for group in _groups("add_peers", y_n, peers):
+        if on_host(y_n, *group):
+            add_peers_ref(y_n, group)
             continue
-        add_kernel = make_add_peers_kernel(len(some))
-        aligned = on_16_bytes(y_n, *some)
-        launch(add_kernel, -(-y_n.size // TILE), BLOCK, y_n, *_padded(some), aligned)
+        add_kernel = make_add_peers_kernel(len(group))
+        aligned = on_16_bytes(y_n, *group)
+        launch(add_kernel, -(-y_n.size // TILE), BLOCK, y_n, *_padded(group), aligned)
 
 
 def copy_to_peers(peers: list[Array], x_n: Array) -> None:
-    """Write x to each of the peers, bit for bit except that in bf16 a NaN becomes the usual one.
+    """Write x to each of the peers, bit for bit; in bf16 a NaN becomes the usual one.
 
-    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and without a peer.
+    All (n,), contiguous, float32 or all bf16. Raises ValueError or TypeError for others, and
+    without a peer.
     """
-    for some in _some("copy_to_peers", x_n, peers):
-        if on_host(x_n, *some):
-            copy_to_peers_ref(some, x_n)
+    for group in _groups("copy_to_peers", x_n, peers):
+        if on_host(x_n, *group):
+            copy_to_peers_ref(group, x_n)
             continue
-        copy_kernel = make_copy_to_peers_kernel(len(some))
+        copy_kernel = make_copy_to_peers_kernel(len(group))
         blocks = min(COPYING, -(-x_n.size // TILE))
-        launch(copy_kernel, blocks, BLOCK, *_padded(some), x_n, on_16_bytes(x_n, *some))
+        launch(copy_kernel, blocks, BLOCK, *_padded(group), x_n, on_16_bytes(x_n, *group))
 
 
-def _some(op, x_n, peers):
-    """The peers in lists of at most MOST, checked."""
+def _groups(op, x_n, peers):
+    """Return the peers in lists of at most MOST, checked."""
     check(len(peers) > 0, f"{op}: no peer was given")
     check_array(op, "x", x_n, (None,), FLOATS)
     for peer_n in peers:
@@ -178,6 +184,6 @@ def _some(op, x_n, peers):
     return [peers[first : first + MOST] for first in range(0, len(peers), MOST)]
 
 
-def _padded(some):
-    """A kernel has MOST arguments for peers; it does not use those beyond its COUNT."""
-    return [*some, *some[:1] * (MOST - len(some))]
+def _padded(group):
+    """Return MOST arguments for a kernel, which does not use those beyond its COUNT."""
+    return [*group, *group[:1] * (MOST - len(group))]

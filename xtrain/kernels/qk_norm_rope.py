@@ -10,15 +10,17 @@ This is rmsnorm.py over heads, then rope.py. With head x of q (k likewise), weig
                dw = sum over tokens and heads of du xhat
                dx = r (g - xhat mean_d(g xhat)),  g = du w                            (rmsnorm.py)
 
-v is a view of qkv, with rows P elements apart. In the same way attention's backward writes dv into the packed gradient,
-and the backward here computes only the columns of q and k.
+v is a view of qkv, with rows P elements apart. In the same way attention's backward writes dv into
+the packed gradient, and the backward here computes only the columns of q and k.
 Without weights (Llama) only the rotation remains: u = x.
 We save r and read qkv again in the backward pass; u and xhat are never written to memory.
 qkv, q, k are float32 or bf16; weights, tables, r and all arithmetic are float32.
-Bytes moved, forward: read q and k of qkv, write q, k. Backward: read dq, dk, q and k of qkv, write those of dqkv.
+Bytes moved, forward: read q and k of qkv, write q, k. Backward: read dq, dk, q and k of qkv, write
+those of dqkv.
 
-dw is summed in two stages without atomics, as in rmsnorm.py: a thread sums its heads over many tokens, a block writes
-the sum of its threads as one row of `partial`, and these rows are added in order.
+dw is summed in two stages without atomics, as in rmsnorm.py: a thread sums its heads over many
+tokens, a block writes the sum of its threads as one row of `partial`, and these rows are added in
+order.
 """
 
 import functools
@@ -29,7 +31,7 @@ import numpy as np
 
 from ..device import Array
 from .primitives.flat import on_16_bytes
-from .primitives.heads import HeadKernel, head_plan, make_head_ops
+from .primitives.heads import HeadKernel, head_plan, make_add_heads, make_head_ops
 from .primitives.ptx import device, kernel, let_next_start, load1, store1
 from .primitives.reduce import add_column_sums, warp_sum
 from .primitives.words import elements_per_vector
@@ -55,33 +57,38 @@ PARTIALS = 528  # blocks of the backward: 4 on each of an H200's 132 multiproces
 # The kernels in use
 FWD_THREADS = BWD_THREADS = 96  # per block, approximately
 FWD_RESIDENT = 30  # warps of the forward per multiprocessor
-# Warps of the backward per multiprocessor, for chunks of 4 and of 8 elements.
-RESIDENT = {4: 20, 8: 18}
+RESIDENT = {4: 20, 8: 18}  # warps of the backward per multiprocessor, by the elements of a chunk
 MULTIPROCESSORS = 132  # of an H200
 
 
 # ----------------------------------------------------------------------------- reference
 def qk_norm_rope_ref(qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G, positions_N, eps):
-    """-> q (N, H, D), k (N, G, D), rstd (N, H + G) or None without weights"""
-    N, D = qkv_NP.shape[0], 2 * cos_PR.shape[1]
-    u_NAD, rstd_NA = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G], None
+    """Return q (N, H, D), k (N, G, D), and rstd (N, H + G), None without weights."""
+    N = qkv_NP.shape[0]
+    D = 2 * cos_PR.shape[1]
+    u_NAD = qkv_NP.reshape(N, H + 2 * G, D)[:, : H + G]
+    rstd_NA = None
     if q_w_D is not None:
         mean_NA = np.einsum("nad,nad->na", u_NAD, u_NAD) / D
         rstd_NA = 1 / np.sqrt(mean_NA + qkv_NP.dtype.type(eps))
         u_NAD = u_NAD * rstd_NA[..., None]
         u_NAD *= _per_head(q_w_D, k_w_D, H, G)
-    q_NHD, k_NGD = (
-        rope_ref(u, cos_PR, sin_PR, positions_N, out=np.empty(u.shape, u.dtype))
-        for u in (u_NAD[:, :H], u_NAD[:, H:])
-    )
+    q_NHD = np.empty((N, H, D), u_NAD.dtype)
+    k_NGD = np.empty((N, G, D), u_NAD.dtype)
+    rope_ref(u_NAD[:, :H], cos_PR, sin_PR, positions_N, out=q_NHD)
+    rope_ref(u_NAD[:, H:], cos_PR, sin_PR, positions_N, out=k_NGD)
     return q_NHD, k_NGD, rstd_NA
 
 
 def qk_norm_rope_bwd_ref(
     dqkv_NP, dq_NHD, dk_NGD, qkv_NP, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N
 ):
-    """Fills the columns of q and k of dqkv (N, P). -> dq_w (D,), dk_w (D,); both None without weights"""
-    (N, H, D), G = dq_NHD.shape, dk_NGD.shape[1]
+    """Fill the columns of q and k of dqkv (N, P); return dq_w (D,), dk_w (D,).
+
+    Both are None without weights.
+    """
+    N, H, D = dq_NHD.shape
+    G = dk_NGD.shape[1]
     du_NAD = dqkv_NP.reshape(N, H + 2 * G, D)[:, : H + G]  # turned into dx in place
     rope_ref(dq_NHD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, :H])
     rope_ref(dk_NGD, cos_PR, sin_PR, positions_N, -1, out=du_NAD[:, H:])
@@ -98,13 +105,11 @@ def qk_norm_rope_bwd_ref(
 
 
 def _per_head(q_w_D, k_w_D, H, G):
-    """-> the weight of every head, (A, D)"""
-    return np.concatenate(
-        [np.broadcast_to(q_w_D, (H, q_w_D.size)), np.broadcast_to(k_w_D, (G, k_w_D.size))]
-    )
+    """Return the weight of every head, (A, D)."""
+    return np.concatenate([np.tile(q_w_D, (H, 1)), np.tile(k_w_D, (G, 1))])
 
 
-# ----------------------------------------------------------------------------- kernels for heads of any width
+# ------------------------------------------------------------------- kernels for heads of any width
 @cuda.jit
 def qk_norm_rope_fwd_warp_kernel(
     q, k, rstd_NA, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, H, G, T, eps, normalise
@@ -113,12 +118,17 @@ def qk_norm_rope_fwd_warp_kernel(
 
     q, k, qkv: flat. The maths in its simplest form, two or four bytes per access.
     """
-    n, lane, R = int64(cuda.blockIdx.x), cuda.threadIdx.x, cos_PR.shape[1]
-    a, D = cuda.blockIdx.y * WARPS + cuda.threadIdx.y, 2 * R  # a: the heads of q, then those of k
+    n = int64(cuda.blockIdx.x)
+    lane = cuda.threadIdx.x
+    R = cos_PR.shape[1]
+    # a: the heads of q, then those of k
+    a = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
+    D = 2 * R
     x = (n * (H + 2 * G) + a) * D  # start of the head in qkv
     if a < H + G:
         out, w_D, y = (q, q_w_D, (n * H + a) * D) if a < H else (k, k_w_D, (n * G + a - H) * D)
-        p, rstd = position_of(n, positions_N, T, cos_PR.shape[0]), float32(1.0)
+        p = position_of(n, positions_N, T, cos_PR.shape[0])
+        rstd = float32(1.0)
         if normalise:
             acc = float32(0.0)
             for d in range(lane, D, 32):
@@ -136,22 +146,41 @@ def qk_norm_rope_fwd_warp_kernel(
             store1(out, y + r + R, u2 * c + u1 * s)
 
 
-# The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for iterations that a narrow head never
-# executes: 236 registers on sm_90, so one block would fill a multiprocessor. With this limit four blocks fit.
+# The compiler (numba-cuda 0.30) unrolls the loops over planes and keeps addresses for iterations
+# that a narrow head never executes: 236 registers on sm_90, so one block would fill a
+# multiprocessor. With this limit four blocks fit.
 BWD_WARP_OPTIONS: dict[str, Any] = {"max_registers": 64}
 
 
 @cuda.jit(**BWD_WARP_OPTIONS)
 def qk_norm_rope_bwd_warp_kernel(
-    dqkv, partial_IE, dq, dk, qkv, q_w_D, k_w_D, rstd_NA, cos_PR, sin_PR, positions_N, N, H, G, T,
+    dqkv,
+    partial_IE,
+    dq,
+    dk,
+    qkv,
+    q_w_D,
+    k_w_D,
+    rstd_NA,
+    cos_PR,
+    sin_PR,
+    positions_N,
+    N,
+    H,
+    G,
+    T,
     normalise,
-):  # fmt: skip
-    """Grid (b, ceil((H + G) / WARPS)), block (32, WARPS). A warp owns a head of every b-th token, and a row of dw_WD.
+):
+    """Grid (b, ceil((H + G) / WARPS)), block (32, WARPS).
 
-    The block writes its sum for dw to one row of partial, E = 2D columns: dq_w, then dk_w.
+    A warp owns a head of every b-th token, and a row of dw_WD. The block writes its sum for dw to
+    one row of partial, E = 2D columns: dq_w, then dk_w.
     """
-    lane, warp, R = cuda.threadIdx.x, cuda.threadIdx.y, cos_PR.shape[1]
-    D, first_head = 2 * R, cuda.blockIdx.y * WARPS
+    lane = cuda.threadIdx.x
+    warp = cuda.threadIdx.y
+    R = cos_PR.shape[1]
+    D = 2 * R
+    first_head = cuda.blockIdx.y * WARPS
     a = first_head + warp
     dw_WD = cuda.shared.array((WARPS, MAX_D), float32)
     for d in range(lane, D, 32):
@@ -161,13 +190,12 @@ def qk_norm_rope_bwd_warp_kernel(
         x = (n * (H + 2 * G) + a) * D
         if a < H + G:
             dy, w_D, y = (dq, q_w_D, (n * H + a) * D) if a < H else (dk, k_w_D, (n * G + a - H) * D)
-            p, rstd, mean = (
-                position_of(n, positions_N, T, cos_PR.shape[0]),
-                float32(0.0),
-                float32(0.0),
-            )
+            p = position_of(n, positions_N, T, cos_PR.shape[0])
+            rstd = float32(0.0)
+            mean = float32(0.0)
             if normalise:
-                rstd, acc = rstd_NA[n, a], float32(0.0)
+                rstd = rstd_NA[n, a]
+                acc = float32(0.0)
                 for r in range(lane, R, 32):
                     c, s = angle(cos_PR, sin_PR, p, r)
                     dy1, dy2 = load1(dy, y + r), load1(dy, y + r + R)
@@ -190,7 +218,8 @@ def qk_norm_rope_bwd_warp_kernel(
     if normalise:
         i = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
         for d in range(warp * 32 + lane, D, WARPS * 32):
-            total_q, total_k = float32(0.0), float32(0.0)
+            total_q = float32(0.0)
+            total_k = float32(0.0)
             for w in range(WARPS):  # a fixed order: the same bits every run
                 if first_head + w < H:
                     total_q += dw_WD[w, d]
@@ -200,41 +229,53 @@ def qk_norm_rope_bwd_warp_kernel(
             partial_IE[i, D + d] = total_k
 
 
-# ----------------------------------------------------------------------------- kernels in use: 16 bytes at a time
+# --------------------------------------------------------------- kernels in use: 16 bytes at a time
 @functools.cache
 def make_fwd_kernel(H, G, D, vec, normalise, positions_given):
-    """The forward kernel and its plan, see primitives/heads.py; None if the shape does not fit.
+    """Return the forward kernel and its plan; None if the shape does not fit.
 
-    A thread owns two chunks of one head of q or k, of one token. positions_given: read positions_N, else use n % T.
+    A thread owns two chunks of one head of q or k, of one token, see primitives/heads.py.
+    positions_given: read positions_N, else use n % T.
     """
-    A, X = H + G, H + 2 * G
+    A = H + G
+    X = H + 2 * G
     plan = head_plan(A, D, vec, FWD_THREADS)
     if plan is None:
         return None
-    ops, TOKENS = make_head_ops(A, D, vec, plan), plan.tokens
-    token_head_plane, load, load_angles, load_words, store_words = (
-        ops.token_head_plane,
-        ops.load,
-        ops.load_angles,
-        ops.load_words,
-        ops.store_words,
-    )
-    unpack, pack, rotate, total = ops.unpack, ops.pack, ops.rotate, ops.total
-    R, INVERSE = D // 2, 1 / D
+    ops = make_head_ops(A, D, vec, plan)
+    TOKENS = plan.tokens
+    token_head_plane = ops.token_head_plane
+    load = ops.load
+    load_angles = ops.load_angles
+    load_words = ops.load_words
+    store_words = ops.store_words
+    unpack = ops.unpack
+    pack = ops.pack
+    rotate = ops.rotate
+    total = ops.total
+    R = D // 2
+    INVERSE = 1 / D
 
     @kernel(plan.THREADS, FWD_RESIDENT * 32 // plan.THREADS)
     def qk_norm_rope_fwd_kernel(
         q, k, rstd, qkv, q_w_D, k_w_D, cos_PR, sin_PR, positions_N, N, T, eps
     ):
         """Grid (ceil(N / TOKENS), head_blocks), block THREADS. All arrays flat."""
-        cos, sin = cuda.local.array(vec, float32), cuda.local.array(vec, float32)
-        x_2E, x_2W = cuda.local.array((2, vec), float32), cuda.local.array((2, 4), uint32)
-        w, acc, scale = cuda.local.array(vec, float32), float32(0.0), float32(1.0)
+        cos = cuda.local.array(vec, float32)
+        sin = cuda.local.array(vec, float32)
+        x_2E = cuda.local.array((2, vec), float32)
+        x_2W = cuda.local.array((2, 4), uint32)
+        w = cuda.local.array(vec, float32)
+        acc = float32(0.0)
+        scale = float32(1.0)
         token, head, r = token_head_plane()
-        mine, end, a = int32(cuda.blockIdx.x * TOKENS + token), int32(N), int32(head)
+        mine = int32(cuda.blockIdx.x * TOKENS + token)
+        end = int32(N)
+        a = int32(head)
         # A thread without a head computes a copy of the last one and stores nothing.
         active = mine < end and a < A
-        n, a = int64(mine if mine < end else end - 1), int32(a if a < A else A - 1)
+        n = int64(mine if mine < end else end - 1)
+        a = int32(a if a < A else A - 1)
         out, w_D, heads, h = (q, q_w_D, H, a) if a < H else (k, k_w_D, G, a - H)
         if positions_given:
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
@@ -267,33 +308,16 @@ def make_fwd_kernel(H, G, D, vec, normalise, positions_given):
     return HeadKernel(qk_norm_rope_fwd_kernel, plan)
 
 
-@functools.cache
-def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
-    """The backward kernel and its plan, see primitives/heads.py; None if the shape does not fit.
-
-    A thread owns two chunks of one head of q or k, of every B TOKENS-th token, and sums dw in registers. As soon as it has
-    unpacked a head it issues the loads for its next token. positions_given: read positions_N, else use n % T.
-    overlap: let add_column_sums start early.
-    """
-    A, X = H + G, H + 2 * G
-    plan = head_plan(A, D, vec, BWD_THREADS)
-    if plan is None:
-        return None
-    ops, TOKENS, HEADS, S = make_head_ops(A, D, vec, plan), plan.tokens, plan.heads, plan.S
-    token_head_plane, load, load_angles, load_words, store_words = (
-        ops.token_head_plane,
-        ops.load,
-        ops.load_angles,
-        ops.load_words,
-        ops.store_words,
-    )
-    unpack, pack, rotate_back, total = ops.unpack, ops.pack, ops.rotate_back, ops.total
-    R, INVERSE, THREADS, TILE = D // 2, 1 / D, plan.THREADS, 2 * vec * plan.THREADS
-    blocks_per_sm = max(RESIDENT[vec] * 32 // THREADS, 1)
+def _make_backward_of_norm(D, vec, total):
+    """Return the device function that goes back through the norm of a head."""
+    INVERSE = 1 / D
 
     @device
     def backward_of_norm(d_2E, x_2E, dw_2E, w_2E, rstd):
-        """d_2E: du becomes dx. Adds to dw_2E. xhat = r x is never computed: du is multiplied by r first."""
+        """Turn du in d_2E into dx, and add to dw_2E.
+
+        xhat = r x is never computed: du is multiplied by r first.
+        """
         acc = float32(0.0)
         for i in range(2):
             for j in range(vec):
@@ -306,37 +330,58 @@ def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
             for j in range(vec):
                 d_2E[i, j] -= x_2E[i, j] * mean
 
-    @device
-    def add_heads(partial, at, dw_2E, tile):
-        """partial[at : at + 2D] = the block's sums of dw: over its query heads, then over its key heads"""
-        tid, first_head = cuda.threadIdx.x, cuda.blockIdx.y * HEADS
-        for i in range(2):
-            for j in range(vec):
-                tile[(i * vec + j) * THREADS + tid] = dw_2E[i, j]
-        cuda.syncthreads()  # every thread's sums are written
-        for d in range(tid, D, THREADS):
-            first = (d // R * vec + d % vec) * THREADS + d % R // vec
-            total_q, total_k = float32(0.0), float32(0.0)
-            for k in range(TOKENS * HEADS):  # a fixed order: the same bits every run
-                if first_head + k % HEADS < H:
-                    total_q += tile[first + k * S]
-                else:  # includes threads without a head: their sums are zero
-                    total_k += tile[first + k * S]
-            partial[at + d] = total_q
-            partial[at + D + d] = total_k
+    return backward_of_norm
+
+
+@functools.cache
+def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
+    """Return the backward kernel and its plan; None if the shape does not fit.
+
+    A thread owns two chunks of one head of q or k, of every B TOKENS-th token, and sums dw in
+    registers, see primitives/heads.py. As soon as it has unpacked a head it issues the loads for
+    its next token.
+    positions_given: read positions_N, else use n % T.
+    overlap: let add_column_sums start early.
+    """
+    A = H + G
+    X = H + 2 * G
+    plan = head_plan(A, D, vec, BWD_THREADS)
+    if plan is None:
+        return None
+    ops = make_head_ops(A, D, vec, plan)
+    TOKENS = plan.tokens
+    token_head_plane = ops.token_head_plane
+    load = ops.load
+    load_angles = ops.load_angles
+    load_words = ops.load_words
+    store_words = ops.store_words
+    unpack = ops.unpack
+    pack = ops.pack
+    rotate_back = ops.rotate_back
+    R = D // 2
+    THREADS = plan.THREADS
+    TILE = 2 * vec * plan.THREADS
+    blocks_per_sm = max(RESIDENT[vec] * 32 // THREADS, 1)
+    backward_of_norm = _make_backward_of_norm(D, vec, ops.total)
+    add_heads = make_add_heads(H, D, vec, plan)
 
     @kernel(THREADS, blocks_per_sm)
     def qk_norm_rope_bwd_kernel(
         dqkv, partial, dq, dk, qkv, q_w_D, k_w_D, rstd, cos_PR, sin_PR, positions_N, N, T
     ):
-        """Grid (B, head_blocks), block THREADS. Block b owns tokens b TOKENS, ..., then those B TOKENS further on.
+        """Grid (B, head_blocks), block THREADS.
 
-        All arrays flat. partial: (head_blocks B, 2D), a block's sums for dq_w, then for dk_w.
+        Block b owns tokens b TOKENS, ..., then those B TOKENS further on. All arrays flat.
+        partial: (head_blocks B, 2D), a block's sums for dq_w, then for dk_w.
         """
-        cos, sin = cuda.local.array(vec, float32), cuda.local.array(vec, float32)
-        d_2E, x_2E = cuda.local.array((2, vec), float32), cuda.local.array((2, vec), float32)
-        dw_2E, w_2E = cuda.local.array((2, vec), float32), cuda.local.array((2, vec), float32)
-        d_2W, x_2W = cuda.local.array((2, 4), uint32), cuda.local.array((2, 4), uint32)
+        cos = cuda.local.array(vec, float32)
+        sin = cuda.local.array(vec, float32)
+        d_2E = cuda.local.array((2, vec), float32)
+        x_2E = cuda.local.array((2, vec), float32)
+        dw_2E = cuda.local.array((2, vec), float32)
+        w_2E = cuda.local.array((2, vec), float32)
+        d_2W = cuda.local.array((2, 4), uint32)
+        x_2W = cuda.local.array((2, 4), uint32)
         new_2W = cuda.local.array((2, 4), uint32)
         for i in range(2):
             for j in range(vec):
@@ -345,33 +390,39 @@ def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
         # A thread without a head computes a copy of the last one and stores nothing.
         a = int32(head if head < A else A - 1)
         dy, w_D, heads, h = (dq, q_w_D, H, a) if a < H else (dk, k_w_D, G, a - H)
-        step, end, scale = int32(cuda.gridDim.x * TOKENS), int32(N), float32(0.0)
+        step = int32(cuda.gridDim.x * TOKENS)
+        end = int32(N)
+        scale = float32(0.0)
         mine = int32(cuda.blockIdx.x * TOKENS + token)  # then mine + step, ...
-        first, has_head = int32(cuda.blockIdx.x * TOKENS), head < A
+        first = int32(cuda.blockIdx.x * TOKENS)
+        has_head = head < A
         n = int32(mine if mine < end else end - 1)
-        at_d, at_x = (int64(n) * heads + h) * D + r, (int64(n) * X + a) * D + r
+        d_start = (int64(n) * heads + h) * D + r
+        x_start = (int64(n) * X + a) * D + r
         p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
         jump = int32(0) if positions_given else int32(cycle(step, T))
-        load_words(d_2W, dy, at_d)
+        load_words(d_2W, dy, d_start)
         if normalise:
-            load_words(x_2W, qkv, at_x)
+            load_words(x_2W, qkv, x_start)
             scale = rstd[int64(n) * A + a]
             for i in range(2):
                 load(w_2E[i], w_D, r + i * R)
         load_angles(cos, sin, cos_PR, sin_PR, p, r)
         while first < end:
-            here, active = at_x, mine < end and has_head
+            current = x_start
+            active = mine < end and has_head
             rstd_now = scale if active else float32(0.0)  # 0 adds nothing to dw
-            first, mine = int32(first + step), int32(mine + step)
+            first = int32(first + step)
+            mine = int32(mine + step)
             advance = step if mine < end else int32(0)  # after the last token, load it again
             n = int32(n + advance)
-            at_d += int64(advance) * int32(heads * D)
-            at_x += int64(advance) * int32(X * D)
+            d_start += int64(advance) * int32(heads * D)
+            x_start += int64(advance) * int32(X * D)
             unpack(d_2E, d_2W, dy)
-            load_words(d_2W, dy, at_d)
+            load_words(d_2W, dy, d_start)
             if normalise:
                 unpack(x_2E, x_2W, qkv)
-                load_words(x_2W, qkv, at_x)
+                load_words(x_2W, qkv, x_start)
                 scale = rstd[int64(n) * A + a]
             cuda.syncwarp()  # keeps the compiler from moving the loads behind the arithmetic
             rotate_back(d_2E, cos, sin)
@@ -387,7 +438,7 @@ def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
                 load(sin, sin_PR, p * R + r)
             pack(new_2W, d_2E, dqkv)
             if active:
-                store_words(dqkv, here, new_2W)
+                store_words(dqkv, current, new_2W)
         if normalise:
             if overlap:
                 let_next_start()  # the next kernel: add_column_sums
@@ -414,12 +465,18 @@ def qk_norm_rope_fwd(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Split packed QKV, normalise q and k per head, and rotate them.
 
-    qkv (N, (H + 2G) D) float32 or bf16, contiguous. q_w, k_w (D,) float32, or both None: no norm.
-    Returns q (N, H, D) and k, v (N, G, D) with the dtype of qkv, and rstd (N, H + G) float32, None without weights. v is a
-    view of qkv: its heads are contiguous, its rows (H + 2G) D elements apart.
-    cos, sin (P, D / 2) float32. Row n has position n % T, or positions_N[n] if given. A position outside the tables raises
-    ValueError on the CPU; on a GPU, where the check would have to synchronize, q and k of that row are NaN.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    Returns q (N, H, D) and k, v (N, G, D) with the dtype of qkv, and rstd (N, H + G) float32, None
+    without weights. v is a view of qkv: its heads are contiguous, its rows (H + 2G) D elements
+    apart.
+
+    qkv: (N, (H + 2G) D) float32 or bf16, contiguous.
+    q_w, k_w: (D,) float32, or both None: no norm.
+    cos, sin: (P, D / 2) float32.
+    positions: row n has position n % T, or positions_N[n] if given.
+
+    A position outside the tables raises ValueError on the CPU; on a GPU, where the check would have
+    to synchronize, q and k of that row are NaN. Raises ValueError or TypeError for other shapes or
+    dtypes.
     """
     N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     positions, T = positions_for("qk_norm_rope", qkv_NP, cos_PR, positions_N, T)
@@ -430,10 +487,12 @@ def qk_norm_rope_fwd(
         *qk, rstd = qk_norm_rope_ref(wide(qkv_NP), q_w_D, k_w_D, *tables, eps)
         q, k = (x.astype(qkv_NP.dtype, copy=False) for x in qk)
         return q, k, values_of(qkv_NP, H, G, D), rstd
-    q, k = (empty(qkv_NP, (N, heads, D)) for heads in (H, G))
+    q = empty(qkv_NP, (N, H, D))
+    k = empty(qkv_NP, (N, G, D))
     rstd = empty(qkv_NP, (N, H + G), np.float32) if normalise else None
-    rstd_or_unused: Array = cos_PR if rstd is None else rstd  # a kernel argument cannot be None
-    q_w, k_w = weights or (cos_PR.reshape(-1),) * 2
+    # a kernel argument cannot be None
+    rstd_or_unused: Array = cos_PR if rstd is None else rstd
+    q_w, k_w = weights or (cos_PR.reshape(-1), cos_PR.reshape(-1))
     flat = [x.reshape(-1) for x in (q, k, rstd_or_unused, qkv_NP, q_w, k_w, cos_PR, sin_PR)]
     fwd = make_fwd_kernel(H, G, D, elements_per_vector(qkv_NP), normalise, T == 0)
     if fwd is not None and on_16_bytes(*flat):
@@ -448,7 +507,7 @@ def qk_norm_rope_fwd(
 
 
 def values_of(packed_NP: Array, H: int, G: int, D: int) -> Array:
-    """The view (N, G, D) of the value heads, which are the last columns of packed (N, (H + 2G) D)."""
+    """Return the view (N, G, D) of the value heads, the last columns of packed (N, (H + 2G) D)."""
     return packed_NP.reshape(packed_NP.shape[0], H + 2 * G, D)[:, H + G :]
 
 
@@ -469,30 +528,35 @@ def qk_norm_rope_bwd(
     dk_w_D: Array | None,
     positions_N: Array | None = None,
 ) -> None:
-    """Backward of qk_norm_rope_fwd: writes the columns of q and k of dqkv, adds to dq_w and dk_w.
+    """Write the columns of q and k of dqkv, and add to dq_w and dk_w.
 
-    dqkv, qkv (N, (H + 2G) D), dq (N, H, D), dk (N, G, D), one dtype. The columns of v stay unchanged: attention's backward
-    writes them. rstd (N, H + G), dq_w, dk_w (D,) float32; all None without weights. The other arguments as in the forward.
-    Two runs give the same bits. Raises ValueError or TypeError for other shapes or dtypes.
+    dqkv, qkv: (N, (H + 2G) D), dq: (N, H, D), dk: (N, G, D), one dtype. The columns of v stay
+        unchanged: attention's backward writes them.
+    rstd: (N, H + G), dq_w, dk_w: (D,), float32; all None without weights.
+    The other arguments as in the forward. Two runs give the same bits. Raises ValueError or
+    TypeError for other shapes or dtypes.
     """
     op = "qk_norm_rope backward"
     N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     check_array(op, "dqkv", dqkv_NP, qkv_NP.shape, (dtype_name(qkv_NP.dtype),))
-    for name, d, heads in (("dq", dq_NHD, H), ("dk", dk_NGD, G)):
-        check_array(op, name, d, (N, heads, D), (dtype_name(qkv_NP.dtype),))
+    check_array(op, "dq", dq_NHD, (N, H, D), (dtype_name(qkv_NP.dtype),))
+    check_array(op, "dk", dk_NGD, (N, G, D), (dtype_name(qkv_NP.dtype),))
     normalise = q_w_D is not None
-    norm: tuple[Array, ...] = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D) if normalise else ()
-    shapes = {"rstd": (N, H + G), "dq_w": (D,), "dk_w": (D,)}
-    for name, x in zip(shapes, norm[2:]):
-        check_array(op, name, x, shapes[name])
+    norm: tuple[Any, ...] = ()
+    if normalise:
+        norm = (q_w_D, k_w_D, rstd_NA, dq_w_D, dk_w_D)
+        check_array(op, "rstd", rstd_NA, (N, H + G))
+        check_array(op, "dq_w", dq_w_D, (D,))
+        check_array(op, "dk_w", dk_w_D, (D,))
     positions, T = positions_for(op, qkv_NP, cos_PR, positions_N, T)
-    gradients, tables = (dqkv_NP, dq_NHD, dk_NGD), (cos_PR, sin_PR, positions)
+    gradients = (dqkv_NP, dq_NHD, dk_NGD)
+    tables = (cos_PR, sin_PR, positions)
     if on_host(*gradients, qkv_NP, *tables, *norm):
-        into, dq, dk, qkv = map(wide, (*gradients, qkv_NP))
+        dqkv, dq, dk, qkv = map(wide, (*gradients, qkv_NP))
         weights = (q_w_D, k_w_D, rstd_NA)
-        dq_w, dk_w = qk_norm_rope_bwd_ref(into, dq, dk, qkv, *weights, *tables)
-        if into is not dqkv_NP:
-            dqkv_NP[...] = into
+        dq_w, dk_w = qk_norm_rope_bwd_ref(dqkv, dq, dk, qkv, *weights, *tables)
+        if dqkv is not dqkv_NP:
+            dqkv_NP[...] = dqkv
         if normalise:
             dq_w_D += dq_w
             dk_w_D += dk_w
@@ -502,7 +566,8 @@ def qk_norm_rope_bwd(
     variant = normalise, T == 0, can_overlap(qkv_NP)
     bwd = make_bwd_kernel(H, G, D, elements_per_vector(qkv_NP), *variant)
     if bwd is not None and on_16_bytes(*flat, q_w, k_w, cos_PR, sin_PR):
-        plan, head_blocks = bwd.plan, bwd.plan.head_blocks
+        plan = bwd.plan
+        head_blocks = bwd.plan.head_blocks
         resident = max(bwd.blocks_per_sm * MULTIPROCESSORS // head_blocks, 1)
         grid = (min(-(-N // plan.tokens), resident), head_blocks)
         partial = empty(qkv_NP, (grid[0] * head_blocks, 2 * D), np.float32)

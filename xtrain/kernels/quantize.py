@@ -1,41 +1,51 @@
-"""Quantized weights: one byte per weight instead of two or four, and one float32 scale per row.     w: (O, K)
+"""Quantized weights: one byte per weight instead of two or four, and one float32 scale per row.
+
+w: (O, K)
 
     quantize      s_o = max_k |w_ok| / Q        c_ok = round(w_ok / s_o)
     dequantize    w'_ok = c_ok s_o
     product       y_no = sum_k x_nk w'_ok = s_o sum_k x_nk c_ok
 
-A decoding step reads every weight once and computes two operations with it for each sequence, so its time is the bytes that it
-reads. The scale does not depend on k, so it is one multiplication per sum, after the sum, and the product reads codes alone:
-K + 4 bytes of a row instead of 2 K in bf16. Quantization is symmetric: no offset is added, 0 stays 0, and no term like
-offset x sum of x has to be computed.
+A decoding step reads every weight once and computes two operations with it for each sequence, so
+its time is the bytes that it reads. The scale does not depend on k, so it is one multiplication per
+sum, after the sum, and the product reads codes alone: K + 4 bytes of a row instead of 2 K in bf16.
+Quantization is symmetric: no offset is added, 0 stays 0, and no term like offset x sum of x has to
+be computed.
 
 Two kinds of codes, which differ in where their values lie:
 
-    int8   Q = 127: the whole numbers -127 ... 127, in equal steps of s. The error of a weight is at most s / 2; if it is spread
-           evenly over a step, its standard deviation is s / sqrt(12). A row of 4096 normal weights with standard deviation a has
-           its maximum near 3.8 a, so s = 0.030 a, and the error is 0.0086 a: 0.9 % of a typical weight.
-    fp8    Q = 448: e4m3, a float of 1 sign, 4 exponent and 3 fraction bits. A code is (1 + m/8) 2^(e - 7) for e = 1 ... 15, and
-           (m/8) 2^-6 for e = 0 (subnormal numbers). It has no infinity, and only e = 15, m = 7 is NaN, so the largest number
-           is 1.75 x 2^8 = 448, the smallest 2^-9. The steps grow with the number: the error is at most 1/16 of the weight,
-           2.6 % of it in the root mean square, however small the weight is, down to 2^-15 of the largest of its row.
+    int8   Q = 127: the whole numbers -127 ... 127, in equal steps of s. The error of a weight is at
+           most s / 2; if it is spread evenly over a step, its standard deviation is s / sqrt(12). A
+           row of 4096 normal weights with standard deviation a has its maximum near 3.8 a, so s =
+           0.030 a, and the error is 0.0086 a: 0.9 % of a typical weight.
+    fp8    Q = 448: e4m3, a float of 1 sign, 4 exponent and 3 fraction bits. A code is
+           (1 + m/8) 2^(e - 7) for e = 1 ... 15, and (m/8) 2^-6 for e = 0 (subnormal numbers). It
+           has no infinity, and only e = 15, m = 7 is NaN, so the largest number is 1.75 x 2^8 =
+           448, the smallest 2^-9. The steps grow with the number: the error is at most 1/16 of the
+           weight, 2.6 % of it in the root mean square, however small the weight is, down to 2^-15
+           of the largest of its row.
 
-For normal weights int8 is three times as accurate, with the same bytes. fp8 needs no row of equally sized weights: one outlier
-in a row, 20 times as large as without it, makes all of int8's steps there 20 times as large, but shifts fp8's exponents alone.
+For normal weights int8 is three times as accurate, with the same bytes. fp8 needs no row of equally
+sized weights: one outlier in a row, 20 times as large as without it, makes all of int8's steps
+there 20 times as large, but shifts fp8's exponents alone.
 
-The scale is per row, not per matrix: a row with small weights has small errors then. The errors of a row's terms are
-independent, so that of a sum grows like the square root of K, as the sum itself does: y is as accurate as w.
+The scale is per row, not per matrix: a row with small weights has small errors then. The errors of
+a row's terms are independent, so that of a sum grows like the square root of K, as the sum itself
+does: y is as accurate as w.
 
-    numbers, by hand   w = (0.5, -1.27, 0.003)    int8: s = 0.01    c = (50, -127, 0)     w' = (0.5, -1.27, 0)
-                                                  fp8:  s = 0.002835  w / s = (176.4, -448, 1.0583)
-                                                        c = (176, -448, 1)                w' = (0.499, -1.27, 0.002835)
+    numbers, by hand   w = (0.5, -1.27, 0.003)
+        int8    s = 0.01        c = (50, -127, 0)     w' = (0.5, -1.27, 0)
+        fp8     s = 0.002835    w / s = (176.4, -448, 1.0583)
+                                c = (176, -448, 1)    w' = (0.499, -1.27, 0.002835)
 
-Codes are computed once, when a model is prepared for serving (nn/quantized.py). They are used in two ways: a product of few rows
-reads the codes (decoding/gemv.py), a product of many rows reads a dequantized copy that is freed after it (gemm.py). The
-copy costs 3 bytes of traffic per weight in bf16 (read 1, write 2), at 4.2 TB/s as long as 816 TFLOP/s compute 290 rows (an H200's
-measured speeds). So a prefill of thousands of tokens is slowed little, one of a hundred by more than half.
+Codes are computed once, when a model is prepared for serving (nn/quantized.py). They are used in
+two ways: a product of few rows reads the codes (decoding/gemv.py), a product of many rows reads a
+dequantized copy that is freed after it (gemm.py). The copy costs 3 bytes of traffic per weight in
+bf16 (read 1, write 2), at 4.2 TB/s as long as 816 TFLOP/s compute 290 rows (an H200's measured
+speeds). So a prefill of thousands of tokens is slowed little, one of a hundred by more than half.
 
-Bytes moved: quantize reads w twice (the second time from the cache, if the row fits) and writes K bytes and 4 a row.
-Dequantize: 1 + 2 per weight in bf16, 1 + 4 in float32.
+Bytes moved: quantize reads w twice (the second time from the cache, if the row fits) and writes K
+bytes and 4 a row. Dequantize: 1 + 2 per weight in bf16, 1 + 4 in float32.
 """
 
 import functools
@@ -59,21 +69,17 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 LEAST_SCALE = 2.0**-126  # the smallest normal float32: also the scale of a row of zeros
 BLOCK = 256
 EACH = 16  # codes of a thread: one 16-byte access
-ROUND = (
-    1.5 * 2.0**23
-)  # float32 from here on have no fractions: adding it rounds to a whole number, in the lowest bits
+# float32 from here on have no fractions: adding it rounds to a whole number, in the lowest bits
+ROUND = 1.5 * 2.0**23
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix (O, K) as codes and scales. Ops that know it take it in place of the matrix.
+    """A matrix (O, K) as codes and scales. Ops that know it take it in place of the matrix."""
 
-    codes_OK: int8, or uint8 for e4m3.  scale_O: float32.  dtype: of the matrix, float32 or bf16, in which products compute.
-    """
-
-    codes_OK: Array
-    scale_O: Array
-    dtype: Any
+    codes_OK: Array  # int8, or uint8 for e4m3
+    scale_O: Array  # float32
+    dtype: Any  # of the matrix, float32 or bf16, in which products compute
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +93,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """The bytes of codes and scales."""
         return self.codes_OK.nbytes + self.scale_O.nbytes
 
     @property
@@ -98,7 +104,10 @@ class Quantized:
 
 # ----------------------------------------------------------------------------- reference
 def quantize_ref(w_OK, kind):
-    """-> codes (O, K), scales (O,) float32; a scale that is not finite where the row holds NaN or infinity"""
+    """Return codes (O, K), scales (O,) float32.
+
+    A scale is not finite where the row holds NaN or infinity.
+    """
     w = wide(w_OK).astype(np.float32, copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
         largest_O = np.abs(w).max(axis=1, initial=0)
@@ -110,8 +119,13 @@ def quantize_ref(w_OK, kind):
 
 
 def dequantize_ref(codes_OK, scale_O, dtype):
-    """-> the matrix (O, K) that the codes stand for, in dtype; computed in dtype, at least float32"""
-    computed = np.result_type(np.float32, dtype if np.dtype(dtype) != BFLOAT16 else np.float32)
+    """Return the matrix (O, K) that the codes stand for, in dtype.
+
+    It is computed in dtype, at least float32.
+    """
+    computed = np.float32
+    if np.dtype(dtype) != BFLOAT16:
+        computed = np.result_type(np.float32, dtype)
     w = code_values(codes_OK).astype(computed, copy=False) * scale_O[:, None].astype(computed)
     return w.astype(dtype, copy=False)
 
@@ -119,30 +133,31 @@ def dequantize_ref(codes_OK, scale_O, dtype):
 # ----------------------------------------------------------------------------- kernels
 @device
 def to_int8(v):
-    """|v| <= 127 -> the nearest whole number, ties to even"""
+    """Return the whole number nearest to v, |v| <= 127, ties to even."""
     return float_as_int(v + float32(ROUND)) - float_as_int(float32(ROUND))
 
 
 @device
 def to_e4m3(v):
-    """|v| <= 448 -> the bits of the nearest e4m3, ties to even"""
+    """Return the bits of the e4m3 nearest to v, |v| <= 448, ties to even."""
     bits = float_as_int(v)
-    sign, rest = (bits >> int32(24)) & int32(0x80), bits & int32(0x7FFFFFFF)
-    if rest < int32(0x3C800000):  # below 2^-6: multiples of 2^-9
-        return sign | to_int8(int_as_float(rest) * float32(512.0))
-    rest += int32(0x7FFFF) + ((rest >> int32(20)) & int32(1))  # round to 3 fraction bits
-    return sign | ((rest >> int32(20)) - int32(120 << 3))  # the biases are 127 and 7
+    sign = (bits >> int32(24)) & int32(0x80)
+    size = bits & int32(0x7FFFFFFF)  # bits of |v|
+    if size < int32(0x3C800000):  # below 2^-6: multiples of 2^-9
+        return sign | to_int8(int_as_float(size) * float32(512.0))
+    size += int32(0x7FFFF) + ((size >> int32(20)) & int32(1))  # round to 3 fraction bits
+    return sign | ((size >> int32(20)) - int32(120 << 3))  # the biases are 127 and 7
 
 
 @device
 def from_int8(code):
-    """The number that a code stands for."""
+    """Return the number that a code stands for."""
     return float32(code)
 
 
 @device
 def from_e4m3(code):
-    """The number that a code stands for."""
+    """Return the number that a code stands for."""
     bits = int32(code)
     placed = ((bits & int32(0x80)) << int32(24)) | ((bits & int32(0x7F)) << int32(20))
     return int_as_float(placed) * float32(2.0**120)
@@ -150,13 +165,15 @@ def from_e4m3(code):
 
 @functools.cache
 def make_quantize_kernel(kind: str):
-    """-> the kernel that writes codes of this kind"""
-    to_code, Q = (to_int8, 127.0) if kind == "int8" else (to_e4m3, 448.0)
+    """Return the kernel that writes codes of this kind."""
+    to_code = to_int8 if kind == "int8" else to_e4m3
+    Q = LARGEST[kind]
 
     @kernel(BLOCK)
     def quantize_kernel(codes, scale_O, w, K):
         """Grid O, block BLOCK. Block o owns row o. w: float32 or bf16; codes, w: flat."""
-        o, partial = int64(cuda.blockIdx.x), cuda.shared.array(MAX_WARPS, float32)
+        o = int64(cuda.blockIdx.x)
+        partial = cuda.shared.array(MAX_WARPS, float32)
         largest = float32(0.0)
         for k in range(cuda.threadIdx.x, K, BLOCK):
             v = abs(load1(w, o * K + k))
@@ -174,7 +191,7 @@ def make_quantize_kernel(kind: str):
 
 @functools.cache
 def make_dequantize_naive_kernel(kind: str):
-    """-> the kernel for rows of any width"""
+    """Return the kernel for rows of any width."""
     from_code = from_int8 if kind == "int8" else from_e4m3
 
     @kernel(BLOCK)
@@ -189,8 +206,12 @@ def make_dequantize_naive_kernel(kind: str):
 
 @kernel(BLOCK)
 def dequantize_kernel(w, codes, scale_O, K):
-    """Grid ceil(O K / (EACH BLOCK)), block BLOCK. A thread owns EACH weights of one row: EACH divides K. w, codes: flat."""
-    words, values = cuda.local.array(4, uint32), cuda.local.array(EACH, float32)
+    """Grid ceil(O K / (EACH BLOCK)), block BLOCK.
+
+    A thread owns EACH weights of one row: EACH divides K. w, codes: flat.
+    """
+    words = cuda.local.array(4, uint32)
+    values = cuda.local.array(EACH, float32)
     i = EACH * (int64(cuda.blockIdx.x) * BLOCK + cuda.threadIdx.x)
     if i < w.size:
         load_codes16(words, codes, i)
@@ -204,10 +225,10 @@ def dequantize_kernel(w, codes, scale_O, K):
 
 # ----------------------------------------------------------------------------- launchers
 def quantize(w_OK: Array, kind: str) -> Quantized:
-    """-> the matrix in codes of this kind, "int8" or "fp8". w: float32 or bf16.
+    """Return the matrix in codes of this kind, "int8" or "fp8". w: float32 or bf16.
 
-    A row with NaN or infinity has no codes: its scale is not finite, which check_finite finds. Raises ValueError or TypeError for
-    another kind, shape or dtype.
+    A row with NaN or infinity has no codes: its scale is not finite, which check_finite finds.
+    Raises ValueError or TypeError for another kind, shape or dtype.
     """
     check(kind in CODES, f"quantize: kind {kind!r}, expected one of {', '.join(CODES)}")
     check_array("quantize", "w", w_OK, (None, None), FLOATS)
@@ -215,44 +236,54 @@ def quantize(w_OK: Array, kind: str) -> Quantized:
     if on_host(w_OK):
         codes_OK, scale_O = quantize_ref(w_OK, kind)
     else:
-        codes_OK, scale_O = empty(w_OK, (O, K), CODES[kind]), empty(w_OK, O, np.float32)
-        launch(make_quantize_kernel(kind), O, BLOCK, codes_OK.reshape(-1), scale_O, w_OK.reshape(-1), K)  # fmt: skip
+        codes_OK = empty(w_OK, (O, K), CODES[kind])
+        scale_O = empty(w_OK, O, np.float32)
+        codes = codes_OK.reshape(-1)
+        w = w_OK.reshape(-1)
+        launch(make_quantize_kernel(kind), O, BLOCK, codes, scale_O, w, K)
     return Quantized(codes_OK, scale_O, w_OK.dtype)
 
 
 def check_finite(w: Quantized, name: str) -> None:
-    """Raises UserError, with the name of the matrix, if it held NaN or infinity. Waits for the GPU."""
+    """Raise UserError, with the matrix's name, if it held NaN or infinity. Waits for the GPU."""
     bad_O = ~np.isfinite(to_numpy(w.scale_O))
     if bad_O.any():
         raise UserError(
-            f"{name} holds NaN or infinity in row {int(bad_O.argmax())}, so it cannot be quantized: use another copy of the model"
+            f"{name} holds NaN or infinity in row {int(bad_O.argmax())}, "
+            "so it cannot be quantized: use another copy of the model"
         )
 
 
 def check_quantized(op: str, w: Quantized, K: int | None = None) -> None:
-    """Raises ValueError or TypeError unless w is a consistent matrix of K columns (None: any number)."""
+    """Raise ValueError or TypeError unless w is a consistent matrix of K columns.
+
+    K None: any number.
+    """
     dtypes = [d.name for d in CODES.values()]
     check_array(op, "the codes of w", w.codes_OK, (None, K), dtypes)
     check_array(op, "the scales of w", w.scale_O, (w.codes_OK.shape[0],))
 
 
 def dequantize(w: Quantized, dtype: Any = None) -> Array:
-    """-> the matrix (O, K), an array of float32 or bf16; by default in w's dtype."""
+    """Return the matrix (O, K), an array of float32 or bf16; by default in w's dtype."""
     check_quantized("dequantize", w)
     dtype = np.dtype(dtype or w.dtype)
     if on_host(w.codes_OK, w.scale_O):
         return dequantize_ref(w.codes_OK, w.scale_O, dtype)
     check(dtype_name(dtype) in FLOATS, f"dequantize: to {dtype}, expected float32 or bf16")
-    (_, K), w_OK = w.shape, empty(w.codes_OK, w.shape, dtype)
+    _, K = w.shape
+    w_OK = empty(w.codes_OK, w.shape, dtype)
     arrays = w_OK.reshape(-1), w.codes_OK.reshape(-1), w.scale_O
-    if K % EACH or not on_16_bytes(*arrays[:2]):
-        kernel_, each = make_dequantize_naive_kernel(w.kind), 1
+    if K % EACH == 0 and on_16_bytes(*arrays[:2]):
+        launch(dequantize_kernel, -(-w.size // (EACH * BLOCK)), BLOCK, *arrays, K)
     else:
-        kernel_, each = dequantize_kernel, EACH
-    launch(kernel_, -(-w.size // (each * BLOCK)), BLOCK, *arrays, K)
+        naive_kernel = make_dequantize_naive_kernel(w.kind)
+        launch(naive_kernel, -(-w.size // BLOCK), BLOCK, *arrays, K)
     return w_OK
 
 
 def dense(w: Array, dtype: Any = None) -> Array:
-    """A matrix as an array: w itself, or dequantized."""
-    return dequantize(w, dtype) if isinstance(w, Quantized) else w
+    """Return a matrix as an array: w itself, or dequantized."""
+    if isinstance(w, Quantized):
+        return dequantize(w, dtype)
+    return w

@@ -5,10 +5,11 @@
                dh_total = dh + J^T dy,  with J^T dy the dx of rmsnorm.py
                and dx = dr = dh_total, because h = x + r has slope one in both.
 
-So the backward is that of RMSNorm with one more addend, and one array is the gradient of x and of r.
+So the backward is that of RMSNorm with one more addend, and one array is the gradient of x and of
+r.
 We save h, which the next block needs anyway, and rstd (N floats).
-Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would also read h back, 5 N C elements.
-Backward: read dh, dy and h, write dx.
+Bytes moved, forward: read x and r, write h and y, 4 N C elements; two kernels would also read h
+back, 5 N C elements. Backward: read dh, dy and h, write dx.
 """
 
 import functools
@@ -39,13 +40,13 @@ from .runtime.launch import (
 
 # ----------------------------------------------------------------------------- reference
 def residual_rmsnorm_ref(x_NC, r_NC, w_C, eps):
-    """-> h (N, C), y (N, C), rstd (N,)"""
+    """Return h (N, C), y (N, C), rstd (N,)."""
     h_NC = x_NC + r_NC
     return h_NC, *rmsnorm_ref(h_NC, w_C, eps)
 
 
 def residual_rmsnorm_bwd_ref(dh_NC, dy_NC, h_NC, w_C, rstd_N):
-    """-> dx (N, C), which is also dr, and dw (C,). dh may be None."""
+    """Return dx (N, C), which is also dr, and dw (C,). dh may be None."""
     dx_NC, dw_C = rmsnorm_bwd_ref(dy_NC, h_NC, w_C, rstd_N)
     return dx_NC if dh_NC is None else dx_NC + dh_NC, dw_C
 
@@ -57,11 +58,20 @@ FEW_COLUMNS = 4  # of a thread with so few rows: only more threads hide the late
 
 @functools.cache
 def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
-    """The forward kernel of rmsnorm.py with an addition in front. few: there are at most FEW rows, as in a decoding step."""
+    """Return the forward kernel of rmsnorm.py with an addition in front.
+
+    few: there are at most FEW rows, as in a decoding step.
+    """
     columns = max(vec, FEW_COLUMNS) if few else MAX_COLUMNS
     ops = make_row_ops(C, vec, aligned, columns=columns)
-    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
-    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
+    load = ops.load
+    store = ops.store
+    total = ops.total
+    row_and_column = ops.row_and_column
+    R = ops.R
+    STEPS = ops.STEPS
+    STRIDE = ops.STRIDE
+    INVERSE = 1 / C
 
     @kernel(ops.THREADS)
     def residual_rmsnorm_fwd_kernel(h, y, rstd_N, x, r, w_C, eps):
@@ -75,10 +85,8 @@ def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
         if n >= rstd_N.size:  # the same for all threads of a row, so none is missing in the sum
             return
         scratch = cuda.shared.array(MAX_WARPS, float32)
-        h_SE, r_SE = (
-            cuda.local.array((STEPS, vec), float32),
-            cuda.local.array((STEPS, vec), float32),
-        )
+        h_SE = cuda.local.array((STEPS, vec), float32)
+        r_SE = cuda.local.array((STEPS, vec), float32)
         acc = float32(0.0)
         for s in range(STEPS):
             load(h_SE[s], x, n * C, column + s * STRIDE)
@@ -107,10 +115,11 @@ def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
 def residual_rmsnorm_fwd(
     x_NC: Array, r_NC: Array, w_C: Array, eps: float
 ) -> tuple[Array, Array, Array]:
-    """x, r (N, C), w (C,) float32 or bf16 -> h = x + r in the dtype of x, y = rmsnorm(h) w in that of r, rstd (N,) float32.
+    """Return h = x + r in the dtype of x, y = rmsnorm(h) w in that of r, and rstd (N,) float32.
 
-    In bf16 training the residual stream x, h stays float32, so that it is not rounded in every layer.
-    Raises ValueError or TypeError for other shapes or dtypes.
+    x, r: (N, C), w: (C,), float32 or bf16. In bf16 training the residual stream x, h stays float32,
+    so that it is not rounded in every layer. Raises ValueError or TypeError for other shapes or
+    dtypes.
     """
     check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -119,8 +128,11 @@ def residual_rmsnorm_fwd(
     check(C > 0, f"residual_rmsnorm: rows of {C} columns have no mean")
     if on_host(x_NC, r_NC, w_C):
         h_NC, y_NC, rstd_N = residual_rmsnorm_ref(wide(x_NC), wide(r_NC), wide(w_C), eps)
-        return h_NC.astype(x_NC.dtype, copy=False), y_NC.astype(r_NC.dtype, copy=False), rstd_N
-    h_NC, y_NC, rstd_N = empty_like(x_NC), empty_like(r_NC), empty(x_NC, N, np.float32)
+        h_NC = h_NC.astype(x_NC.dtype, copy=False)
+        return h_NC, y_NC.astype(r_NC.dtype, copy=False), rstd_N
+    h_NC = empty_like(x_NC)
+    y_NC = empty_like(r_NC)
+    rstd_N = empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
     few = N <= FEW and not is_batch_invariant()  # it adds up a row in another order
     overlap = N <= FEW and can_overlap(x_NC)
@@ -140,9 +152,11 @@ def residual_rmsnorm_bwd(
     dw_C: Array,
     recompute_y: bool = False,
 ) -> Array:
-    """-> dx (N, C) in the dtype of dy: the gradient of x and of r. Adds dw to dw_C (C,) float32.
+    """Return dx (N, C) in the dtype of dy: the gradient of x and of r.
 
-    dy, h (N, C), w (C,), rstd (N,). dh (N, C), like dy: the gradient of h through the residual stream; None if h has no
-    other use. recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save it.
+    Adds dw to dw_C (C,) float32. dy, h: (N, C), w: (C,), rstd: (N,).
+    dh: (N, C), like dy: the gradient of h through the residual stream; None if h has no other use.
+    recompute_y: also **overwrite dy with y**, so that the matrix product that uses y need not save
+    it.
     """
     return rmsnorm_bwd(dy_NC, h_NC, w_C, rstd_N, dw_C, dh_NC, recompute_y)

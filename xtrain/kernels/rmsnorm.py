@@ -7,15 +7,18 @@
                dw = sum_n(dy xhat)
 
 We save r (N floats) and recompute xhat: 1/C of the memory for one multiply.
-Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory bandwidth bounds this op.
+Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory bandwidth bounds
+this op.
 QK-norm is the same op over heads: rows are (token, head) pairs and C is the head width.
 
-dw is a sum over all N rows. Atomics would add in a different order in every run, so the sum has two stages: every block
-sums its rows into one row of `partial`, then the columns of `partial` are added in order.
+dw is a sum over all N rows. Atomics would add in a different order in every run, so the sum has two
+stages: every block sums its rows into one row of `partial`, then the columns of `partial` are added
+in order.
 
-The kernels accept bf16 x with float32 w, and compute in float32. In bf16 the arithmetic is no longer negligible: 4 bytes
-per element leave time for about 28 instructions (H200). So 1 / C is a compile-time constant, and 1 / sqrt is one
-instruction (rsqrtf, accurate to two units in the last place).
+The kernels accept bf16 x with float32 w, and compute in float32. In bf16 the arithmetic is no
+longer negligible: 4 bytes per element leave time for about 28 instructions (H200). So 1 / C is a
+compile-time constant, and 1 / sqrt is one instruction (rsqrtf, accurate to two units in the last
+place).
 """
 
 import functools
@@ -48,21 +51,23 @@ BLOCK = 256  # of the naive kernel: 8 warps
 # The backward keeps x, dy and dw of a row in registers while it loads the next row.
 BWD_COLUMNS = 24  # of a thread
 RESIDENT = 16  # warps per multiprocessor, the maximum with 128 registers per thread
-# The maximum with 168 registers per thread: more than 16 columns per thread and a float32 next row need that many.
+# The maximum with 168 registers per thread: more than 16 columns per thread and a float32 next row
+# need that many.
 RESIDENT_WIDE = 12
-# Of an H200. Another number changes the order of the sum for dw, and the speed.
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = (
+    132  # an H200's; another number changes the order of the sum for dw, and the speed
+)
 
 
 # ----------------------------------------------------------------------------- reference
 def rmsnorm_ref(x_NC, w_C, eps):
-    """-> y (N, C), rstd (N,)"""
+    """Return y (N, C), rstd (N,)."""
     rstd_N = 1 / np.sqrt(np.einsum("nc,nc->n", x_NC, x_NC) / x_NC.shape[1] + x_NC.dtype.type(eps))
     return x_NC * rstd_N[:, None] * w_C, rstd_N
 
 
 def rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N):
-    """-> dx (N, C), dw (C,)"""
+    """Return dx (N, C), dw (C,)."""
     xhat_NC = x_NC * rstd_N[:, None]
     g_NC = dy_NC * w_C
     mean_N = np.einsum("nc,nc->n", g_NC, xhat_NC) / x_NC.shape[1]
@@ -75,9 +80,11 @@ def rmsnorm_bwd_ref(dy_NC, x_NC, w_C, rstd_N):
 def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
     """Grid N, block BLOCK. Block n owns row n; thread tid owns columns tid, tid + BLOCK, ...
 
-    The maths in its simplest form. It reads x twice, four bytes per access, and reaches half of the memory bandwidth.
+    The maths in its simplest form. It reads x twice, four bytes per access, and reaches half of the
+    memory bandwidth.
     """
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     C = x_NC.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     acc = float32(0.0)
@@ -92,10 +99,19 @@ def rmsnorm_fwd_naive_kernel(y_NC, rstd_N, x_NC, w_C, eps):
 
 @functools.cache
 def make_fwd_kernel(C, vec, aligned):
-    """The kernel in use: the row stays in registers between the sum and the product. See primitives/rows.py."""
+    """Return the kernel in use: the row stays in registers between the sum and the product.
+
+    See primitives/rows.py.
+    """
     ops = make_row_ops(C, vec, aligned)
-    load, store, total, row_and_column = ops.load, ops.store, ops.total, ops.row_and_column
-    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
+    load = ops.load
+    store = ops.store
+    total = ops.total
+    row_and_column = ops.row_and_column
+    R = ops.R
+    STEPS = ops.STEPS
+    STRIDE = ops.STRIDE
+    INVERSE = 1 / C
 
     @kernel(ops.THREADS)
     def rmsnorm_fwd_kernel(y, rstd_N, x, w_C, eps):
@@ -127,20 +143,30 @@ def make_fwd_kernel(C, vec, aligned):
 
 @functools.cache
 def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
-    """dx and the block's sum for dw in one pass over dy and x. A block loads the next row while it computes the current one.
+    """Return the kernel that computes dx and a block's sum for dw in one pass over dy and x.
 
+    A block loads the next row while it computes the current one.
     add_skip: also add `skip`, the gradient that reaches x around the norm (see residual.py).
-    recompute_y: also write y over dy, with the roundings of the forward pass.
     overlap: let add_column_sums start early.
+    recompute_y: also write y over dy, with the roundings of the forward pass.
     """
-    wide = vec < 8 and row_plan(C, vec, 1, BWD_COLUMNS).STEPS * vec > 16
-    warps = RESIDENT_WIDE if wide else RESIDENT
-    # All warps in one block if possible: then their sums for dw are added on chip, and `partial` has few rows.
+    is_wide = vec < 8 and row_plan(C, vec, 1, BWD_COLUMNS).STEPS * vec > 16
+    warps = RESIDENT_WIDE if is_wide else RESIDENT
+    # All warps in one block if possible: then their sums for dw are added on chip, and `partial`
+    # has few rows.
     ops = make_row_ops(C, vec, aligned, warps, BWD_COLUMNS)
     blocks_per_sm = max(warps // (ops.W * ops.R), 1)
-    load, store, load_words, unpack = ops.load, ops.store, ops.load_words, ops.unpack
-    total, row_and_column, add_rows = ops.total, ops.row_and_column, ops.add_rows
-    R, STEPS, STRIDE, INVERSE = ops.R, ops.STEPS, ops.STRIDE, 1 / C
+    load = ops.load
+    store = ops.store
+    load_words = ops.load_words
+    unpack = ops.unpack
+    total = ops.total
+    row_and_column = ops.row_and_column
+    add_rows = ops.add_rows
+    R = ops.R
+    STEPS = ops.STEPS
+    STRIDE = ops.STRIDE
+    INVERSE = 1 / C
     SCRATCH = ops.SCRATCH
 
     @kernel(ops.THREADS, blocks_per_sm)
@@ -151,17 +177,18 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
         """
         row, column = row_and_column()
         scratch = cuda.shared.array(SCRATCH, float32, alignment=16)
-        dy_SW, x_SW = cuda.local.array((STEPS, vec), uint32), cuda.local.array((STEPS, vec), uint32)
+        dy_SW = cuda.local.array((STEPS, vec), uint32)
+        x_SW = cuda.local.array((STEPS, vec), uint32)
         skip_SW = cuda.local.array((STEPS, vec), uint32)
-        g_SE, x_SE = (
-            cuda.local.array((STEPS, vec), float32),
-            cuda.local.array((STEPS, vec), float32),
-        )
-        dw_SE, w = cuda.local.array((STEPS, vec), float32), cuda.local.array(vec, float32)
+        g_SE = cuda.local.array((STEPS, vec), float32)
+        x_SE = cuda.local.array((STEPS, vec), float32)
+        dw_SE = cuda.local.array((STEPS, vec), float32)
+        w = cuda.local.array(vec, float32)
         for s in range(STEPS):
             for j in range(vec):
                 dw_SE[s, j] = float32(0.0)
-        N, n = int32(rstd_N.size), int32(cuda.blockIdx.x * R + row)
+        N = int32(rstd_N.size)
+        n = int32(cuda.blockIdx.x * R + row)
         step = int32(cuda.gridDim.x * R)
         next_rstd = float32(0.0)
         if n < N:
@@ -170,7 +197,8 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
                 load_words(dy_SW[s], dy, n * C, column + s * STRIDE)
                 load_words(x_SW[s], x, n * C, column + s * STRIDE)
         while n < N:
-            rstd, acc = next_rstd, float32(0.0)
+            rstd = next_rstd
+            acc = float32(0.0)
             for s in range(STEPS):
                 unpack(g_SE[s], dy_SW[s], dy)
                 unpack(x_SE[s], x_SW[s], x)
@@ -216,9 +244,9 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
 
 # ----------------------------------------------------------------------------- launchers
 def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array, Array]:
-    """x (N, C), w (C,) float32 or bf16 -> y (N, C) in `dtype` (default: that of x), rstd (N,) float32.
+    """Return y (N, C) in `dtype`, by default that of x, and rstd (N,) float32.
 
-    Raises ValueError or TypeError for other shapes or dtypes.
+    x: (N, C), w: (C,), float32 or bf16. Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -227,10 +255,13 @@ def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array,
     if on_host(x_NC, w_C):
         y_NC, rstd_N = rmsnorm_ref(wide(x_NC), wide(w_C), eps)
         return y_NC.astype(x_NC.dtype if dtype is None else dtype, copy=False), rstd_N
-    y_NC, rstd_N = empty(x_NC, (N, C), dtype), empty(x_NC, N, np.float32)
+    y_NC = empty(x_NC, (N, C), dtype)
+    rstd_N = empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, x_NC, y_NC) and on_16_bytes(w_C)
     fwd = make_fwd_kernel(C, elements_per_vector(x_NC, y_NC), aligned)
-    y, x, plan = y_NC.reshape(-1), x_NC.reshape(-1), fwd.plan
+    y = y_NC.reshape(-1)
+    x = x_NC.reshape(-1)
+    plan = fwd.plan
     launch(fwd.kernel, -(-N // plan.R), plan.THREADS, y, rstd_N, x, w_C, np.float32(eps))
     return y_NC, rstd_N
 
@@ -244,11 +275,13 @@ def rmsnorm_bwd(
     skip_NC: Array | None = None,
     recompute_y: bool = False,
 ) -> Array:
-    """dy, x (N, C), w (C,), rstd (N,) -> dx (N, C) in the dtype of dy, plus `skip` if given. Adds dw to dw_C (C,) float32.
+    """Return dx (N, C) in the dtype of dy, plus `skip` if given; add dw to dw_C (C,) float32.
 
-    x may have another dtype than dy. skip (N, C), like dy: the gradient that reaches x around the norm.
-    recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward pass gave in dy's dtype.
-    Two runs give the same bits. Raises ValueError or TypeError for other shapes or dtypes.
+    dy, x: (N, C), w: (C,), rstd: (N,). x may have another dtype than dy.
+    skip: (N, C), like dy: the gradient that reaches x around the norm.
+    recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward
+    pass gave in dy's dtype. Two runs give the same bits. Raises ValueError or TypeError for other
+    shapes or dtypes.
     """
     op = "rmsnorm backward"
     check_array(op, "x", x_NC, (None, None), FLOATS)
@@ -261,25 +294,21 @@ def rmsnorm_bwd(
         check_array(op, "skip", skip_NC, (N, C), (dtype_name(dy_NC.dtype),))
     check(C > 0, f"{op}: rows of {C} columns have no mean")
     if on_host(dy_NC, x_NC, w_C, rstd_N, dw_C):
-        x, w = wide(x_NC), wide(w_C)
+        x = wide(x_NC)
+        w = wide(w_C)
         dx_NC, dw = rmsnorm_bwd_ref(wide(dy_NC), x, w, rstd_N)
         dw_C += dw
         if recompute_y:
             dy_NC[...] = x * rstd_N[:, None] * w
-        dx_NC = dx_NC if skip_NC is None else dx_NC + skip_NC
+        if skip_NC is not None:
+            dx_NC = dx_NC + skip_NC
         return dx_NC.astype(dy_NC.dtype, copy=False)
     dx_NC = empty_like(dy_NC)
     skip = dy_NC if skip_NC is None else skip_NC  # a kernel argument cannot be None
     arrays = (dy_NC, skip, x_NC)
     aligned = aligned_rows(C, dx_NC, *arrays) and on_16_bytes(w_C)
-    bwd = make_bwd_kernel(
-        C,
-        elements_per_vector(*arrays),
-        aligned,
-        skip_NC is not None,
-        can_overlap(x_NC),
-        bool(recompute_y),
-    )
+    options = (skip_NC is not None, can_overlap(x_NC), bool(recompute_y))
+    bwd = make_bwd_kernel(C, elements_per_vector(*arrays), aligned, *options)
     P = min(-(-N // bwd.plan.R), MULTIPROCESSORS * bwd.blocks_per_sm)
     partial_PC = empty(x_NC, (P, C), np.float32)
     flat = (a.reshape(-1) for a in (dx_NC, partial_PC, *arrays))

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021).   x, y: (N, H, D)   cos, sin: (P, R), R = D / 2
 
-A head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in Hugging Face. At position p
-it is rotated by the angle a = p f_r with f_r = theta^(-2r / D). Planes with a high frequency distinguish near positions,
-those with a low frequency distant ones.
+A head is R planes; plane r is the pair (x_r, x_{r+R}), from the two halves of the head as in
+Hugging Face. At position p it is rotated by the angle a = p f_r with f_r = theta^(-2r / D). Planes
+with a high frequency distinguish near positions, those with a low frequency distant ones.
 
     forward    y_r     = x_r cos a - x_{r+R} sin a
                y_{r+R} = x_{r+R} cos a + x_r sin a
@@ -14,11 +14,12 @@ Row n has position n % T (sequences of T tokens, one after another) or positions
 x and y are float32 or bf16; the tables and the arithmetic are float32.
 Bytes moved: read x, write y; the tables stay in cache.
 
-Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs (rope_type, in older
-configs type). S0 is the trained length, S the longest sequence:
+Scaling for contexts longer than the model was trained on, with the keys of Hugging Face's configs
+(rope_type, in older configs type). S0 is the trained length, S the longest sequence:
     linear     f / factor (Chen et al. 2023)
     dynamic    theta grows with S:  theta (factor S / S0 - (factor - 1))^(D / (D - 2))
-    llama3     f for planes of high frequency, f / factor for those of low frequency, interpolated between
+    llama3     f for planes of high frequency, f / factor for those of low frequency, interpolated
+               between
 """
 
 import functools
@@ -46,7 +47,8 @@ from .runtime.launch import (
     wide,
 )
 
-BLOCK = 256  # threads, approximately. The plain kernel: as many whole heads as fit, one thread per plane
+# Threads, approximately. The plain kernel: as many whole heads as fit, one thread per plane.
+BLOCK = 256
 
 
 # ----------------------------------------------------------------------------- tables
@@ -57,7 +59,7 @@ def rope_frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> np.ndarray:
-    """-> f (R,) float64, in radians per position. The arguments are those of rope_tables.
+    """Return f (R,) float64, in radians per position. The arguments are those of rope_tables.
 
     Raises ValueError for an unknown scaling type, and for dynamic scaling without max_seq_len.
     """
@@ -80,7 +82,9 @@ def rope_frequencies(
 
 
 def _llama3(f_R, scaling, max_seq_len):
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor = scaling["factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     trained = scaling.get("original_max_position_embeddings", max_seq_len)
     turns_R = trained * f_R / (2 * math.pi)  # of each plane within the trained length
     keep_R = (turns_R - low) / (high - low)  # 0: slow plane, divide by factor; 1: fast plane, keep
@@ -89,12 +93,18 @@ def _llama3(f_R, scaling, max_seq_len):
 
 
 def _yarn(f_R, head_dim, theta, scaling):
-    """Peng et al. 2023: planes that turn less than beta_slow times within the trained length are slowed down by the factor,
-    those that turn more than beta_fast times are kept, and between the two the share changes linearly with the plane."""
+    """Return the frequencies of YaRN (Peng et al. 2023).
+
+    Planes that turn less than beta_slow times within the trained length are slowed down by the
+    factor, those that turn more than beta_fast times are kept, and between the two the share
+    changes linearly with the plane.
+    """
     trained = scaling["original_max_position_embeddings"]
-    plane = lambda turns: (  # which one turns that often
-        head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    )
+
+    def plane(turns):
+        """Return the plane that turns so often."""
+        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
     first = max(math.floor(plane(scaling["beta_fast"])), 0)
     last = min(math.ceil(plane(scaling["beta_slow"])), head_dim - 1)
     slow_R = (np.arange(len(f_R)) - first) / (last - first if last != first else 0.001)
@@ -110,28 +120,33 @@ def rope_tables(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """-> cos, sin (P, R) float32 for positions 0 .. length - 1, computed in float64 and rounded once.
+    """Return cos, sin (P, R) float32 for positions 0 .. length - 1.
 
+    They are computed in float64 and rounded once.
     scaling: as in Hugging Face's config; with YaRN both are multiplied by its attention_factor.
     seq_len: the longest sequence to be run; only dynamic scaling uses it.
-    max_seq_len: the length that the model was trained for (max_position_embeddings; None: length); dynamic and llama3
-    scaling use it.
+    max_seq_len: the length that the model was trained for (max_position_embeddings; None: length);
+        dynamic and llama3 scaling use it.
     Raises ValueError for an odd head_dim or an unknown scaling type.
     """
     check(head_dim % 2 == 0, f"rope: head_dim {head_dim} is odd, planes are pairs")
     f_R = rope_frequencies(head_dim, theta, scaling, seq_len, max_seq_len or length)
     angle_PR = np.arange(length, dtype=np.float64)[:, None] * f_R
-    size = (scaling or {}).get("attention_factor", 1.0)  # of YaRN: scores grow by its square
-    return (size * np.cos(angle_PR)).astype(np.float32), (size * np.sin(angle_PR)).astype(
-        np.float32
-    )
+    size = (scaling or {}).get("attention_factor", 1.0)  # YaRN's: scores grow by its square
+    cos_PR = size * np.cos(angle_PR)
+    sin_PR = size * np.sin(angle_PR)
+    return cos_PR.astype(np.float32), sin_PR.astype(np.float32)
 
 
 # ----------------------------------------------------------------------------- reference
 def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
-    """-> y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin]. sign -1: the inverse, which is also the backward."""
+    """Return y (N, H, D) = x [cos cos] + [x2 x1] [-sin sin].
+
+    sign -1: the inverse, which is also the backward.
+    """
     R = cos_PR.shape[1]
-    cos_NR, sin_NR = cos_PR[positions_N], sign * sin_PR[positions_N]
+    cos_NR = cos_PR[positions_N]
+    sin_NR = sign * sin_PR[positions_N]
     swapped_NHD = np.concatenate([x_NHD[..., R:], x_NHD[..., :R]], -1)
     swapped_NHD *= np.concatenate([-sin_NR, sin_NR], 1)[:, None]
     y_NHD = np.multiply(x_NHD, np.concatenate([cos_NR, cos_NR], 1)[:, None], out=out)
@@ -142,13 +157,16 @@ def rope_ref(x_NHD, cos_PR, sin_PR, positions_N, sign=1, out=None):
 # ----------------------------------------------------------------------------- kernels
 @cuda.jit(device=True)
 def cycle(n, T):
-    """n % T for n, T < 2^32: a 64-bit division takes three times as long."""
+    """Return n % T for n, T < 2^32: a 64-bit division takes three times as long."""
     return int64(uint32(n) % uint32(T))
 
 
 @cuda.jit(device=True)
 def position_of(n, positions_N, T, P):
-    """The position of row n < 2^32: n % T, or positions_N[n] if T is 0. -1 if it is outside the P rows of the tables."""
+    """Return the position of row n < 2^32: n % T, or positions_N[n] if T is 0.
+
+    -1 if it is outside the P rows of the tables.
+    """
     if T > 0:
         return cycle(n, T)
     p = int64(positions_N[n])
@@ -157,7 +175,7 @@ def position_of(n, positions_N, T, P):
 
 @cuda.jit(device=True)
 def angle(cos_PR, sin_PR, p, r):
-    """-> cos, sin of plane r at position p; NaN where p is -1"""
+    """Return cos, sin of plane r at position p; NaN where p is -1."""
     if p >= 0:
         return cos_PR[p, r], sin_PR[p, r]
     return NAN, NAN
@@ -165,11 +183,12 @@ def angle(cos_PR, sin_PR, p, r):
 
 @cuda.jit
 def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
-    """Grid (N, ceil(H / heads)), block (R, heads). A thread rotates plane r of one head of token n. x, y: flat.
+    """Grid (N, ceil(H / heads)), block (R, heads). A thread rotates plane r of one head of token n.
 
-    sign: 1 rotates forward, -1 back. For heads of any width.
+    x, y: flat. sign: 1 rotates forward, -1 back. For heads of any width.
     """
-    n, r = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    r = cuda.threadIdx.x
     h = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
     R = cos_PR.shape[1]
     if h < H:
@@ -184,21 +203,23 @@ def rope_plane_kernel(y, x, cos_PR, sin_PR, positions_N, H, T, sign):
 
 @functools.cache
 def make_rope_kernel(H, D, vec, forward):
-    """The kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py. None if the shape does not fit."""
+    """Return the kernel in use: 16 bytes at a time, S threads per head, see primitives/heads.py.
+
+    None if the shape does not fit.
+    """
     plan = head_plan(H, D, vec, BLOCK)
     if plan is None:
         return None
     ops = make_head_ops(H, D, vec, plan)
-    token_head_plane, load_angles, load_words, unpack, pack, store_words = (
-        ops.token_head_plane,
-        ops.load_angles,
-        ops.load_words,
-        ops.unpack,
-        ops.pack,
-        ops.store_words,
-    )
+    token_head_plane = ops.token_head_plane
+    load_angles = ops.load_angles
+    load_words = ops.load_words
+    unpack = ops.unpack
+    pack = ops.pack
+    store_words = ops.store_words
     rotate = ops.rotate if forward else ops.rotate_back
-    R, TOKENS = D // 2, plan.tokens
+    R = D // 2
+    TOKENS = plan.tokens
 
     @kernel(plan.THREADS)
     def rope_kernel(y, x, cos_PR, sin_PR, positions_N, N, T):
@@ -206,8 +227,10 @@ def make_rope_kernel(H, D, vec, forward):
         token, h, r = token_head_plane()
         n = int64(cuda.blockIdx.x) * TOKENS + token
         if n < N and h < H:
-            cos, sin = cuda.local.array(vec, float32), cuda.local.array(vec, float32)
-            x_2E, x_2W = cuda.local.array((2, vec), float32), cuda.local.array((2, 4), uint32)
+            cos = cuda.local.array(vec, float32)
+            sin = cuda.local.array(vec, float32)
+            x_2E = cuda.local.array((2, vec), float32)
+            x_2W = cuda.local.array((2, 4), uint32)
             load_words(x_2W, x, (n * H + h) * D + r)
             p = position_of(n, positions_N, T, cos_PR.shape[0] // R)
             load_angles(cos, sin, cos_PR, sin_PR, p, r)
@@ -227,10 +250,12 @@ def rope_fwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """x (N, H, D) float32 or bf16, contiguous -> y with the shape and dtype of x. cos, sin (P, D / 2) float32.
+    """Return y with the shape and dtype of x (N, H, D), float32 or bf16, contiguous.
 
-    Row n has position positions_N[n], or n % T without positions (default of T: N). A position outside the tables raises
-    ValueError on the CPU; on a GPU, where the check would have to synchronize, y of that row is NaN.
+    cos, sin: (P, D / 2) float32.
+    positions: row n has position positions_N[n], or n % T without positions (default of T: N).
+    A position outside the tables raises ValueError on the CPU; on a GPU, where the check would have
+    to synchronize, y of that row is NaN.
     """
     return _rotate("rope", x_NHD, cos_PR, sin_PR, positions_N, T, 1)
 
@@ -242,7 +267,10 @@ def rope_bwd(
     positions_N: Array | None = None,
     T: int | None = None,
 ) -> Array:
-    """dy (N, H, D) -> dx (N, H, D): dy rotated back. It is also the inverse of rope_fwd. Arguments as there."""
+    """Return dx (N, H, D): dy rotated back. It is also the inverse of rope_fwd.
+
+    Arguments as there.
+    """
     return _rotate("rope backward", dy_NHD, cos_PR, sin_PR, positions_N, T, -1)
 
 
@@ -266,34 +294,40 @@ def _rotate(op, x_NHD, cos_PR, sin_PR, positions_N, T, sign):
         launch(vectorized.kernel, grid, plan.THREADS, *flat, *tables, positions, N, T)
     else:
         heads = max(1, min(H, BLOCK // R))
-        grid, block = (N, -(-H // heads)), (R, heads)
+        grid = (N, -(-H // heads))
+        block = (R, heads)
         arrays = (*flat, cos_PR, sin_PR, positions)
         launch(rope_plane_kernel, grid, block, *arrays, H, T, np.float32(sign))
     return y_NHD
 
 
 def check_tables(op: str, cos_PR: Array, sin_PR: Array, D: int) -> None:
-    """Raises ValueError or TypeError unless cos and sin are (P, D / 2) float32 and D is even."""
+    """Raise ValueError or TypeError unless cos and sin are (P, D / 2) float32 and D is even."""
     check(D % 2 == 0, f"{op}: head width {D} is odd, planes are pairs")
     check_array(op, "cos", cos_PR, (None, D // 2))
     check_array(op, "sin", sin_PR, cos_PR.shape)
 
 
 def positions_for(op, x, cos_PR, positions_N, T) -> tuple[Array, int]:
-    """-> positions, T as the reference and the kernels take them; T = 0: the kernel reads positions.
+    """Return positions, T as the reference and the kernels take them.
 
-    Raises ValueError if T or, on the CPU, a position is not in the tables of cos_PR.shape[0] rows.
+    T = 0: the kernel reads positions. Raises ValueError if T or, on the CPU, a position is not in
+    the tables of cos_PR.shape[0] rows.
     """
-    N, P = x.shape[0], cos_PR.shape[0]
+    N = x.shape[0]
+    P = cos_PR.shape[0]
     if positions_N is None:
-        T = N if T is None else T
+        if T is None:
+            T = N
         check(0 < T <= P or N == 0, f"{op}: T = {T} positions, the tables hold {P}")
-        return (np.arange(N) % max(T, 1) if on_host(x) else empty(x, 1, np.int64)), T
+        if on_host(x):
+            return np.arange(N) % max(T, 1), T
+        return empty(x, 1, np.int64), T  # a kernel argument cannot be None
     check(positions_N.shape == (N,), f"{op}: positions {positions_N.shape}, expected ({N},)")
     check_ids(op, "positions", positions_N)
     if on_host(positions_N) and N:
-        low, high = positions_N.min(), positions_N.max()
-        check(
-            low >= 0 and high < P, f"{op}: positions {low} to {high}, the tables hold 0 to {P - 1}"
-        )
+        low = positions_N.min()
+        high = positions_N.max()
+        inside = low >= 0 and high < P
+        check(inside, f"{op}: positions {low} to {high}, the tables hold 0 to {P - 1}")
     return positions_N, 0

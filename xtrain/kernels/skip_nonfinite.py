@@ -4,11 +4,12 @@
 
     bad          a step in which a gradient norm or a loss is NaN or infinite
     factor       becomes NaN in a bad step: AdamW then leaves weights and moments unchanged
-    consecutive  number of consecutive bad steps, 0 after a good one. When it reaches `limit` it stays there, and every
-                 further step is skipped: the host reads these numbers later and finds the weights of that step.
+    consecutive  number of consecutive bad steps, 0 after a good one. When it reaches `limit` it
+                 stays there, and every further step is skipped: the host reads these numbers later
+                 and finds the weights of that step.
 
-The losses are those of all ranks. The norm is that of the summed gradients, or there is one norm per rank if gradients are
-not summed. So all ranks make the same decision.
+The losses are those of all ranks. The norm is that of the summed gradients, or there is one norm
+per rank if gradients are not summed. So all ranks make the same decision.
 """
 
 import math
@@ -19,12 +20,13 @@ from ..device import Array
 from .runtime.compiler import cuda, float32, int32
 from .runtime.launch import check, check_array, launch, on_host
 
-NAN, INF = float32(math.nan), float32(math.inf)
+NAN = float32(math.nan)
+INF = float32(math.inf)
 
 
 # ----------------------------------------------------------------------------- reference
 def skip_unless_finite_ref(factor_1, consecutive_1, norms_Q, losses_R, limit):
-    """Updates factor and consecutive in place."""
+    """Update factor and consecutive in place."""
     stuck = consecutive_1[0] >= limit
     bad = not (np.isfinite(norms_Q).all() and np.isfinite(losses_R).all())
     if stuck or bad:
@@ -56,8 +58,9 @@ def skip_kernel(factor_1, consecutive_1, norms_Q, losses_R, limit):
 def skip_unless_finite(
     factor_1: Array, consecutive_1: Array, norms_Q: Array, losses_R: Array, limit: int
 ) -> None:
-    """Updates factor (1,) float32 and consecutive (1,) int32 in place, from norms (Q,) and losses (R,) float32.
+    """Update factor (1,) float32 and consecutive (1,) int32 in place.
 
+    norms: (Q,), losses: (R,), float32.
     limit: the number of consecutive bad steps, at least 1, after which every step is skipped.
     Raises ValueError or TypeError for other shapes or dtypes.
     """

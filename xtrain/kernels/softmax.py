@@ -1,17 +1,18 @@
 """Causal softmax of attention scores, in place, with scale and mask.   s, p, dp, ds: (A, R, S)
 
-A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query heads of T positions
-each, so row i has position t = i % T. It attends to the keys s <= t + (S - T): with S > T the first S - T keys are a past
-that every row sees.
+A is the batch of attention's matrix products (sequence, key head). Its R = rep T rows are rep query
+heads of T positions each, so row i has position t = i % T. It attends to the keys s <= t + (S - T):
+with S > T the first S - T keys are a past that every row sees.
 
     forward    p_s = exp(scale s_s - m) / sum_j exp(scale s_j - m),   m = max_j scale s_j
     backward   dp_j/ds_s = scale p_j ([j == s] - p_s): the sum over j is one number for the row,
                ds_s = scale p_s (dp_s - sum_j dp_j p_j)
 
-The maximum and the sums run over the visible keys; masked p and ds are exactly 0. Subtracting m changes nothing in exact
-arithmetic and keeps exp from overflowing. m and the sum are computed in one pass (Milakov & Gimelshein 2018): when a larger
-score appears, the sum so far is multiplied by exp(old m - new m). scale s is rounded before m is subtracted (fmul_rn): a
-fused operation would give another value than the one whose maximum is m.
+The maximum and the sums run over the visible keys; masked p and ds are exactly 0. Subtracting m
+changes nothing in exact arithmetic and keeps exp from overflowing. m and the sum are computed in
+one pass (Milakov & Gimelshein 2018): when a larger score appears, the sum so far is multiplied by
+exp(old m - new m). scale s is rounded before m is subtracted (fmul_rn): a fused operation would
+give another value than the one whose maximum is m.
 Bytes moved: the visible half of s (backward: of dp and p) is read, every row is written completely.
 """
 
@@ -24,7 +25,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import device, kernel, load4, store4
 from .primitives.reduce import MAX_WARPS, block_max, block_sum, warp_max, warp_sum
-from .primitives.rows import row_plan
+from .primitives.rows import make_sharing, row_plan
 from .primitives.tensor_cores import exp2, fmax
 from .runtime.compiler import cuda, float32, fmul_rn, int32, int64
 from .runtime.cost import declare_cost
@@ -32,7 +33,8 @@ from .runtime.launch import check, check_array, launch, on_host
 
 BLOCK = 256
 WARPS = BLOCK // 32
-NARROW = 1024  # keys; up to here one warp per row: no barrier is needed, and the row stays in the L1 cache
+# Keys. Up to here one warp per row: no barrier is needed, and the row stays in the L1 cache.
+NARROW = 1024
 WIDEST = 16384  # keys of the kernels that keep a row in registers
 VEC_SIZE = 4  # float32 of one 16-byte access
 LOG2E = math.log2(math.e)  # exp(x) = exp2(x log2 e), and exp2 is one instruction
@@ -41,7 +43,7 @@ LOWEST = float32(-3.4028235e38)  # the first maximum; with -inf, -inf - -inf wou
 
 # ----------------------------------------------------------------------------- reference
 def causal_softmax_ref(s_ARS, T, scale, causal=True):
-    """In place: s becomes p. -> p (A, R, S)"""
+    """Turn s (A, R, S) into p in place, and return it."""
     S = s_ARS.shape[2]
     x = s_ARS.reshape(-1, T, S)  # a view
     x *= x.dtype.type(scale)
@@ -54,7 +56,7 @@ def causal_softmax_ref(s_ARS, T, scale, causal=True):
 
 
 def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
-    """In place: dp becomes ds. -> ds (A, R, S). The mask needs no extra code: p is 0 there."""
+    """Turn dp (A, R, S) into ds in place, and return it. The mask needs no code: p is 0 there."""
     ds_ARS = dp_ARS
     ds_ARS -= np.einsum("ars,ars->ar", dp_ARS, p_ARS)[..., None]
     ds_ARS *= p_ARS
@@ -62,10 +64,10 @@ def causal_softmax_bwd_ref(dp_ARS, p_ARS, T, scale, causal=True):
     return ds_ARS
 
 
-# ----------------------------------------------------------------------------- kernels for any width
+# ---------------------------------------------------------------------------- kernels for any width
 @cuda.jit(device=True)
 def online_softmax(x, m, total):
-    """Add one score x: -> the new maximum, the new sum of exp(score - maximum)."""
+    """Add one score x; return the new maximum and the new sum of exp(score - maximum)."""
     if x > m:
         return x, total * math.exp(m - x) + float32(1.0)
     return m, total + math.exp(x - m)
@@ -73,7 +75,7 @@ def online_softmax(x, m, total):
 
 @cuda.jit(device=True)
 def visible_keys(row, T, S, causal):
-    """The number of keys that this row attends to, counted from the first."""
+    """Return the number of keys that this row attends to, counted from the first."""
     if causal:
         return row % T + (S - T) + 1
     return S
@@ -88,7 +90,8 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     if n >= N:  # the same for the whole warp, so no lane is missing in the shuffles
         return
     visible = visible_keys(n, T, S, causal)
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for s in range(lane, visible, 32):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = warp_max(m)
@@ -102,11 +105,13 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
 @cuda.jit
 def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
     """Grid N, block BLOCK. Block n owns row n, thread tid the keys tid, tid + BLOCK, ..."""
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     S = s_NS.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     visible = visible_keys(n, T, S, causal)
-    m, total = LOWEST, float32(0.0)
+    m = LOWEST
+    total = float32(0.0)
     for s in range(tid, visible, BLOCK):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = block_max(m, partial)
@@ -139,7 +144,8 @@ def causal_softmax_bwd_warp_kernel(dp_NS, p_NS, T, scale, causal):
 @cuda.jit
 def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
     """Grid N, block BLOCK. Block n owns row n."""
-    n, tid = int64(cuda.blockIdx.x), cuda.threadIdx.x
+    n = int64(cuda.blockIdx.x)
+    tid = cuda.threadIdx.x
     S = p_NS.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     visible = visible_keys(n, T, S, causal)
@@ -153,9 +159,9 @@ def causal_softmax_bwd_kernel(dp_NS, p_NS, T, scale, causal):
         dp_NS[n, s] = float32(0.0)
 
 
-# ----------------------------------------------------------------------------- kernels in use: the row in registers
-def make_row_functions(W):
-    """-> device functions: maximum and sum over the W warps of a row, the thread's row and column (see primitives/rows.py)."""
+# ------------------------------------------------------------- kernels in use: the row in registers
+def make_largest(W):
+    """Return largest(v, partial), the maximum of v over the W warps of a row."""
 
     @device
     def largest(v, partial):
@@ -163,26 +169,17 @@ def make_row_functions(W):
             return warp_max(v)
         return block_max(v, partial)
 
-    @device
-    def total(v, partial):
-        if W == 1:
-            return warp_sum(v)
-        return block_sum(v, partial)
-
-    @device
-    def row_and_column():
-        tid = cuda.threadIdx.x
-        if W == 1:
-            return tid >> 5, (tid & 31) * VEC_SIZE
-        return 0, tid * VEC_SIZE
-
-    return largest, total, row_and_column
+    return largest
 
 
 @functools.cache
 def make_fwd_kernel(W, STEPS, R):
-    """The forward kernel for rows of a multiple of 4 keys. S is not a compile-time constant: it grows during generation."""
-    largest, total, row_and_column = make_row_functions(W)
+    """Return the forward kernel for rows of a multiple of 4 keys.
+
+    S is not a compile-time constant: it grows during generation.
+    """
+    row_and_column, total = make_sharing(VEC_SIZE, W)
+    largest = make_largest(W)
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
@@ -223,13 +220,16 @@ def make_fwd_kernel(W, STEPS, R):
 
 @functools.cache
 def make_bwd_kernel(W, STEPS, R):
-    """The backward kernel for rows of a multiple of 4 keys."""
-    _, total, row_and_column = make_row_functions(W)
+    """Return the backward kernel for rows of a multiple of 4 keys."""
+    row_and_column, total = make_sharing(VEC_SIZE, W)
     STRIDE = 32 * W * VEC_SIZE
 
     @kernel(32 * W * R)
     def causal_softmax_bwd_row_kernel(dp, p, N, S, T, scale, causal):
-        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S). Where p is masked it is 0, and so is ds."""
+        """Grid ceil(N / R), block 32 W R. dp, p: flat (N S).
+
+        Where p is masked it is 0, and so is ds.
+        """
         row, column = row_and_column()
         n = int64(cuda.blockIdx.x) * R + row
         if n >= N:
@@ -268,14 +268,18 @@ declare_cost(causal_softmax_bwd_kernel, in_place=("dp_NS",))
 
 # ----------------------------------------------------------------------------- launchers
 def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) -> Array:
-    """s (A, R, S) float32, contiguous -> p, which overwrites s. causal=False: every key is visible.
+    """Return p, which overwrites s (A, R, S) float32, contiguous.
 
-    T: positions per query head; scale multiplies s.
+    T: positions per query head.
+    scale: multiplies s.
+    causal: False: every key is visible.
     Raises ValueError if R is not a multiple of T, or if causal rows would see no key (S < T).
     """
     _check("softmax", "s", s_ARS, T, causal)
     if on_host(s_ARS):
-        return causal_softmax_ref(s_ARS, T, scale, causal) if s_ARS.size else s_ARS
+        if s_ARS.size:
+            causal_softmax_ref(s_ARS, T, scale, causal)
+        return s_ARS
     kernels = make_fwd_kernel, causal_softmax_fwd_warp_kernel, causal_softmax_fwd_kernel
     _launch_rows(*kernels, (s_ARS,), T, scale, causal)
     return s_ARS
@@ -284,9 +288,10 @@ def causal_softmax_fwd(s_ARS: Array, T: int, scale: float, causal: bool = True) 
 def causal_softmax_bwd(
     dp_ARS: Array, p_ARS: Array, T: int, scale: float, causal: bool = True
 ) -> Array:
-    """dp, p (A, R, S) float32, contiguous -> ds, which overwrites dp. Masked elements of dp may have any finite value.
+    """Return ds, which overwrites dp; dp, p: (A, R, S) float32, contiguous.
 
-    T, scale, causal and the errors as in causal_softmax_fwd.
+    Masked elements of dp may have any finite value. T, scale, causal and the errors as in
+    causal_softmax_fwd.
     """
     _check("softmax backward", "p", p_ARS, T, causal)
     check_array("softmax backward", "dp", dp_ARS, p_ARS.shape)
@@ -307,12 +312,16 @@ def _check(op, name, x_ARS, T, causal):
 
 def _launch_rows(make_kernel, warp_kernel, block_kernel, arrays, T, scale, causal):
     A, R, S = arrays[0].shape
-    N, scale = A * R, np.float32(scale)
+    N = A * R
+    scale = np.float32(scale)
     if S % VEC_SIZE == 0 and 0 < S <= WIDEST and on_16_bytes(*arrays):
         plan = row_plan(S, VEC_SIZE)
-        row_kernel, flat = make_kernel(plan.W, plan.STEPS, plan.R), [x.reshape(-1) for x in arrays]
+        row_kernel = make_kernel(plan.W, plan.STEPS, plan.R)
+        flat = [x.reshape(-1) for x in arrays]
         launch(row_kernel, -(-N // plan.R), plan.THREADS, *flat, N, S, T, scale, causal)
+        return
+    rows = [x.reshape(N, S) for x in arrays]
+    if S <= NARROW:
+        launch(warp_kernel, -(-N // WARPS), BLOCK, *rows, T, scale, causal)
     else:
-        row_kernel, grid = (warp_kernel, -(-N // WARPS)) if S <= NARROW else (block_kernel, N)
-        rows = [x.reshape(N, S) for x in arrays]
-        launch(row_kernel, grid, BLOCK, *rows, T, scale, causal)
+        launch(block_kernel, N, BLOCK, *rows, T, scale, causal)

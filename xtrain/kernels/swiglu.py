@@ -10,13 +10,14 @@ gu is the output of one matrix product: columns 0..F-1 are gate, columns F..2F-1
 The sigmoid is not saved: s is recomputed from the gate, and everything else follows from s.
 For a gate below -88 exp(-g) overflows to infinity, and 1 / (1 + infinity) is 0, the correct result.
 
-The backward of the next matrix product needs y, but y is not saved either: the backward of SwiGLU has all factors of y in
-registers, recomputes it to the same bits and overwrites dy with it.
+The backward of the next matrix product needs y, but y is not saved either: the backward of SwiGLU
+has all factors of y in registers, recomputes it to the same bits and overwrites dy with it.
 
-Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F, and y, 6 N F.
-In bf16 the arithmetic is no longer negligible: an H200 moves 6 bytes in the time of about 40 instructions. A correctly
-rounded division takes 10 of them and a branch, which makes elements wait for each other; fast_fdividef takes 5, with an
-error of two units in the last place.
+Bytes moved, forward: read gu, write y, 3 N F elements. Backward: read gu and dy, write dgu, 5 N F,
+and y, 6 N F.
+In bf16 the arithmetic is no longer negligible: an H200 moves 6 bytes in the time of about 40
+instructions. A correctly rounded division takes 10 of them and a branch, which makes elements wait
+for each other; fast_fdividef takes 5, with an error of two units in the last place.
 """
 
 import functools
@@ -58,7 +59,10 @@ from .runtime.launch import (
 
 # ----------------------------------------------------------------------------- reference
 def sigmoid_ref(x):
-    """-> sigmoid(x), a new array. Every step works in place, because memory traffic determines the time on a CPU."""
+    """Return sigmoid(x), a new array.
+
+    Every step works in place, because memory traffic determines the time on a CPU.
+    """
     s = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):
         np.exp(s, out=s)
@@ -67,14 +71,14 @@ def sigmoid_ref(x):
 
 
 def silu_ref(x):
-    """-> x sigmoid(x)"""
+    """Return x sigmoid(x)."""
     s = sigmoid_ref(x)
     s *= x
     return s
 
 
 def silu_bwd_ref(dy, x):
-    """-> dx = dy s (1 + x (1 - s)),  s = sigmoid(x)"""
+    """Return dx = dy s (1 + x (1 - s)),  s = sigmoid(x)."""
     s = sigmoid_ref(x)
     dx = 1 - s
     dx *= x * s
@@ -84,7 +88,7 @@ def silu_bwd_ref(dy, x):
 
 
 def swiglu_ref(gu_N2F):
-    """gu (N, 2F) = [g, u] -> silu(g) u  (N, F)"""
+    """Return silu(g) u (N, F) for gu (N, 2F) = [g, u]."""
     F = gu_N2F.shape[1] // 2
     y_NF = silu_ref(gu_N2F[:, :F])
     y_NF *= gu_N2F[:, F:]
@@ -92,11 +96,13 @@ def swiglu_ref(gu_N2F):
 
 
 def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
-    """-> dgu (N, 2F). recompute_y: overwrite dy with y."""
+    """Return dgu (N, 2F). recompute_y: overwrite dy with y."""
     F = dy_NF.shape[1]
-    gate_NF, up_NF = gu_N2F[:, :F], gu_N2F[:, F:]
+    gate_NF = gu_N2F[:, :F]
+    up_NF = gu_N2F[:, F:]
     dgu_N2F = np.empty_like(gu_N2F)
-    dgate_NF, dup_NF = dgu_N2F[:, :F], dgu_N2F[:, F:]
+    dgate_NF = dgu_N2F[:, :F]
+    dup_NF = dgu_N2F[:, F:]
     s_NF = sigmoid_ref(gate_NF)
     np.multiply(gate_NF, s_NF, out=dup_NF)  # silu(gate)
     np.subtract(1, s_NF, out=dgate_NF)
@@ -115,14 +121,18 @@ def swiglu_bwd_ref(dy_NF, gu_N2F, recompute_y=False):
 # ----------------------------------------------------------------------------- kernels
 @device
 def sigmoid(x):
-    """1 / (1 + exp(-x)), with the fast division."""
+    """Return 1 / (1 + exp(-x)), with the fast division."""
     return fast_fdividef(float32(1.0), float32(1.0) + math.exp(-x))
 
 
 @cuda.jit
 def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
-    """Grid (N, ceil(F / BLOCK)), block BLOCK. One thread per element of y: the maths, four bytes per access."""
-    n, F = int64(cuda.blockIdx.x), y_NF.shape[1]
+    """Grid (N, ceil(F / BLOCK)), block BLOCK.
+
+    One thread per element of y: the maths, four bytes per access.
+    """
+    n = int64(cuda.blockIdx.x)
+    F = y_NF.shape[1]
     f = cuda.blockIdx.y * BLOCK + cuda.threadIdx.x
     if f < F:
         gate = gu_N2F[n, f]
@@ -131,7 +141,10 @@ def swiglu_fwd_naive_kernel(y_NF, gu_N2F):
 
 @functools.cache
 def make_swiglu_fwd_kernel(F, vectorized):
-    """The forward kernel for rows of F columns. vectorized: 16-byte accesses, see can_vectorize_rows."""
+    """Return the forward kernel for rows of F columns.
+
+    vectorized: 16-byte accesses, see can_vectorize_rows.
+    """
     row_and_column, gap = make_row_and_column(F)
 
     @kernel(BLOCK)
@@ -154,12 +167,15 @@ def make_swiglu_fwd_kernel(F, vectorized):
 
 @functools.cache
 def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
-    """The backward kernel for rows of F columns. recompute_y: the kernel that also overwrites dy with y."""
+    """Return the backward kernel for rows of F columns.
+
+    recompute_y: the kernel that also overwrites dy with y.
+    """
     row_and_column, gap = make_row_and_column(F)
 
     @device
     def columns(dgu, dy, gu, N):
-        """A thread computes both gradients of its columns."""
+        """Compute both gradients of a thread's columns."""
         gate = cuda.local.array(CHUNK, float32)
         up = cuda.local.array(CHUNK, float32)
         d = cuda.local.array(CHUNK, float32)
@@ -173,9 +189,11 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
         for j in range(CHUNK):
             s = sigmoid(gate[j])
             silu = gate[j] * s
-            y, dup = silu * up[j], d[j] * silu
+            y = silu * up[j]
+            dup = d[j] * silu
             gate[j] = d[j] * up[j] * (s + silu * (float32(1.0) - s))
-            up[j], d[j] = dup, y
+            up[j] = dup
+            d[j] = y
         store(dgu, row + f, gap, row + F, gate, vectorized)
         store(dgu, row + F + f, gap, row + 2 * F, up, vectorized)
         if recompute_y:
@@ -188,7 +206,10 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
     @kernel(BLOCK)
     def swiglu_bwd_again_kernel(dgu, dy, gu, N):
-        """As swiglu_bwd_kernel; also overwrites dy with y. Another kernel name, so that profiles tell them apart."""
+        """Grid as swiglu_bwd_kernel; also overwrites dy with y.
+
+        It has another name, so that profiles tell them apart.
+        """
         columns(dgu, dy, gu, N)
 
     declare_cost(swiglu_bwd_again_kernel, in_place=("dy",))
@@ -197,7 +218,7 @@ def make_swiglu_bwd_kernel(F, vectorized, recompute_y=False):
 
 @device
 def silu_fwd_chunks(y_n, x_n, first, vectorized):
-    """y = silu(x) on the thread's chunks."""
+    """Set y to silu(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     n = y_n.size
     for s in range(STEPS):
@@ -220,7 +241,7 @@ def silu_fwd_kernel(y_n, x_n, aligned):
 
 @device
 def silu_bwd_chunks(dx_n, dy_n, x_n, first, vectorized):
-    """dx = dy silu'(x) on the thread's chunks."""
+    """Set dx to dy silu'(x) on the thread's chunks."""
     x = cuda.local.array((STEPS, CHUNK), float32)
     d = cuda.local.array((STEPS, CHUNK), float32)
     n = dx_n.size
@@ -246,7 +267,10 @@ def silu_bwd_kernel(dx_n, dy_n, x_n, aligned):
 
 # ----------------------------------------------------------------------------- launchers
 def swiglu_fwd(gu_N2F: Array) -> Array:
-    """gu (N, 2F) float32 or bf16, gate before up -> y (N, F) in the dtype of gu. Raises ValueError for an odd width."""
+    """Return y (N, F) in the dtype of gu (N, 2F), float32 or bf16, gate before up.
+
+    Raises ValueError for an odd width.
+    """
     check_array("swiglu", "gu", gu_N2F, (None, None), FLOATS)
     N, F2 = gu_N2F.shape
     check(F2 % 2 == 0, f"swiglu: gu has {F2} columns, expected gate and up of equal width")
@@ -259,7 +283,7 @@ def swiglu_fwd(gu_N2F: Array) -> Array:
 
 
 def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
-    """dy (N, F), gu (N, 2F), both float32 or both bf16 -> dgu (N, 2F).
+    """Return dgu (N, 2F); dy: (N, F), gu: (N, 2F), both float32 or both bf16.
 
     recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
     Raises ValueError or TypeError for other shapes or dtypes.
@@ -286,7 +310,7 @@ def _launch_rows(make_kernel, N, F, *arrays):
 
 
 def silu_fwd(x: Array) -> Array:
-    """x float32 or bf16, any shape, contiguous -> silu(x) with the same shape and dtype"""
+    """Return silu(x) with the shape and dtype of x, float32 or bf16, any shape, contiguous."""
     check_array("silu", "x", x, x.shape, FLOATS)
     if on_host(x):
         return silu_ref(wide(x)).astype(x.dtype, copy=False)
@@ -296,7 +320,7 @@ def silu_fwd(x: Array) -> Array:
 
 
 def silu_bwd(dy: Array, x: Array) -> Array:
-    """dy, x: same shape and dtype, contiguous -> dx like x"""
+    """Return dx like x; dy, x: same shape and dtype, contiguous."""
     check_array("silu backward", "x", x, x.shape, FLOATS)
     check_array("silu backward", "dy", dy, x.shape, (dtype_name(x.dtype),))
     if on_host(dy, x):

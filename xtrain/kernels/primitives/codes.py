@@ -1,32 +1,44 @@
-"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used. quantize.py says what the bytes mean.
+"""Numbers of one byte, 16 to an access: loaded as words, unpacked where they are used.
 
-    load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; x: flat, int8 or uint8; i: a multiple of 16; load_codes8: 2
-                                       words; load_codes4: 1 word
-    store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; store_codes4: 1 word; store_codes16: 4 words
+quantize.py says what the bytes mean.
+
+    load_codes16(words, x, i)          words[0:4] = x[i : i + 16]; i: a multiple of 16; also
+                                       load_codes8: 2 words, load_codes4: 1 word
+    store_codes8(x, i, words)          x[i : i + 8] = words[0:2]; i: a multiple of 8; also
+                                       store_codes4: 1 word, store_codes16: 4 words
     codes_to_floats(values, words, x)  values[0:16] = the 16 codes of 4 words as float32
-    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs of bf16. Compute capability 8.0
-    e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the lowest byte; e5m2_codes4.
-                                       Beyond the largest code: that one; NaN stays NaN. Compute capability 8.9
+    codes_to_bf16(pairs, word, x)      pairs[0:2] = the 4 codes of one word / BF16_UNIT, as pairs
+                                       of bf16. Compute capability 8.0
+    e4m3_codes4(a, b, c, d)            a word of the 4 codes nearest to float32, ties to even, a the
+                                       lowest byte. Beyond the largest code: that one; NaN stays
+                                       NaN. Compute capability 8.9; also e5m2_codes4
     transpose_codes(words)             words[0:4], 4 rows of 4 codes, become the 4 columns
-    interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and c C d D
+    interleave_codes(words)            words[0:2], codes a b c d and A B C D, become a A b B and
+                                       c C d D
 
-The dtype of x says what a code is: int8 a whole number, uint8 the bits of an e4m3 (as uint16 is a bf16). Every int8 and every
-e4m3 is a bf16, so nothing is rounded here; the scale of the row is applied to the sum.
+x is flat, int8 or uint8. Its dtype says what a code is: int8 a whole number, uint8 the bits of an
+e4m3 (as uint16 is a bf16). Every int8 and every e4m3 is a bf16, so nothing is rounded here; the
+scale of the row is applied to the sum.
 
-A conversion instruction is slow: at the speed of an H200's memory a multiprocessor gets 18 codes a cycle, and converts 16
-integers to float32 in one. So bits are moved to where a float has them, by instructions of which 64 to 128 run in a cycle:
+A conversion instruction is slow: at the speed of an H200's memory a multiprocessor gets 18 codes a
+cycle, and converts 16 integers to float32 in one. So bits are moved to where a float has them, by
+instructions of which 64 to 128 run in a cycle:
 
-    int8 -> float32   0x4B0000uu is the float 2^23 + uu. With uu = code + 128: one byte permutation, one subtraction
-    int8 -> bf16      0x00uu is the bf16 uu 2^-133: for bytes below 128 a subnormal number, and the next exponent, which is for
-                      bytes from 128 on, has the same step. With uu = code + 128, times 2^127 and less 2 is code / 64. Both halves
-                      of a register at once: for 4 codes one mask, 2 permutations and 2 multiply-adds
-    e4m3              sign, exponent and fraction move to their places in the wider float. The exponent is then too small by
-                      the difference of the biases, 127 - 7 = 120, also where it is 0 (subnormal numbers): times 2^120. As bf16
-                      times 2^114, so that both kinds have one unit. A byte permutation can fill a byte with copies of a sign bit:
-                      shifted by 4, sign and number are where they belong. For 4 codes 2 permutations, 2 shifts, 2 masks and 2
-                      products
+    int8 -> float32   0x4B0000uu is the float 2^23 + uu. With uu = code + 128: one byte permutation,
+                      one subtraction
+    int8 -> bf16      0x00uu is the bf16 uu 2^-133: for bytes below 128 a subnormal number, and the
+                      next exponent, which is for bytes from 128 on, has the same step. With uu =
+                      code + 128, times 2^127 and less 2 is code / 64. Both halves of a register at
+                      once: for 4 codes one mask, 2 permutations and 2 multiply-adds
+    e4m3              sign, exponent and fraction move to their places in the wider float. The
+                      exponent is then too small by the difference of the biases, 127 - 7 = 120,
+                      also where it is 0 (subnormal numbers): times 2^120. As bf16 times 2^114, so
+                      that both kinds have one unit. A byte permutation can fill a byte with copies
+                      of a sign bit: shifted by 4, sign and number are where they belong. For 4
+                      codes 2 permutations, 2 shifts, 2 masks and 2 products
 
-BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes up for it, exactly.
+BF16_UNIT: no bf16 is 2^133, so codes_to_bf16 gives codes / 64; the scale of a row, times 64, makes
+up for it, exactly.
 """
 
 import ml_dtypes
@@ -36,20 +48,27 @@ from ...simulator import simulates
 from ..runtime.compiler import float32, int8, uint32
 from .intrinsics import GLOBAL, instruction, intrinsic
 
-E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-NAN_CODE = 0x7F  # that a conversion gives, of both kinds
+E4M3 = ml_dtypes.float8_e4m3fn
+E5M2 = ml_dtypes.float8_e5m2
+NAN_CODE = 0x7F  # what a conversion of NaN gives, in both kinds
 BF16_UNIT = 64.0
 
 
 # ----------------------------------------------------------------------------- code generation
 def _permute(code, a, b, selector):
-    """Bytes of the pair a (0 to 3), b (4 to 7). The selector names one per hexadecimal digit, the lowest byte last; 8 more:
-    copies of the sign bit of that byte. "prmt" """
+    """Return 4 bytes of the pair a (bytes 0 to 3), b (bytes 4 to 7). "prmt"
+
+    The selector names one per hexadecimal digit, the lowest byte last; 8 more: copies of the sign
+    bit of that byte.
+    """
     return code.asm(f"prmt.b32 $0, $1, $2, {selector:#06x};", uint32, [a, b], effect=False)
 
 
 def _fma_pairs(code, a, b, c):
-    """a b + c for pairs of bf16; b and c are bits. "fma" for half precision: subnormal numbers are not flushed."""
+    """Return a b + c for pairs of bf16; b and c are bits.
+
+    "fma" for half precision: subnormal numbers are not flushed.
+    """
     return code.asm("fma.rn.bf16x2 $0, $1, $2, $3;", uint32, [a, b, c], effect=False)
 
 
@@ -88,14 +107,14 @@ def _load_codes(name, count):
     return intrinsic(name=name)(load)
 
 
-load_codes4, load_codes8, load_codes16 = (
-    _load_codes(f"load_codes{count}", count) for count in (4, 8, 16)
-)
+load_codes4 = _load_codes("load_codes4", 4)
+load_codes8 = _load_codes("load_codes8", 8)
+load_codes16 = _load_codes("load_codes16", 16)
 
 
 @intrinsic()
 def codes_to_floats(code, values, words, x):
-    """values[0:16] = the codes in words[0:4]"""
+    """Set values[0:16] to the codes in words[0:4]."""
     unpack = _int8_floats if x.type.dtype == int8 else _e4m3_floats
     loaded = code.registers(words, 4)
     code.set_registers(values, [value for word in loaded for value in unpack(code, word)])
@@ -103,36 +122,43 @@ def codes_to_floats(code, values, words, x):
 
 @intrinsic(word=uint32)
 def codes_to_bf16(code, pairs, word, x):
-    """pairs[0:2] = the codes of a word / BF16_UNIT, in their order"""
+    """Set pairs[0:2] to the codes of a word / BF16_UNIT, in their order."""
     unpack = _int8_pairs if x.type.dtype == int8 else _e4m3_pairs
     code.set_registers(pairs, unpack(code, word))
 
 
 # ----------------------------------------------------------------------------- float32 to codes
 def _codes4(kind):
-    """PTX ISA, cvt: the first of two sources becomes the upper byte."""
+    """Return the conversion to this kind.
+
+    PTX ISA, cvt: the first of two sources becomes the upper byte.
+    """
     pair = f"cvt.rn.satfinite.{kind}x2.f32"
-    text = f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
+    text = (
+        f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
     return instruction(f"{kind}_codes4", text, uint32, *[float32] * 4, pure=True)
 
 
-e4m3_codes4, e5m2_codes4 = _codes4("e4m3"), _codes4("e5m2")
+e4m3_codes4 = _codes4("e4m3")
+e5m2_codes4 = _codes4("e5m2")
 
 
 @intrinsic()
 def transpose_codes(code, words):
-    """Byte j of word i becomes byte i of word j: first pairs of rows, then pairs of pairs."""
+    """Make byte j of word i byte i of word j: first pairs of rows, then pairs of pairs."""
     a, b, c, d = code.registers(words, 4)
-    first = [_permute(code, x, y, order) for x, y in ((a, b), (c, d)) for order in (0x5140, 0x7362)]
-    low, high = (first[0], first[2]), (first[1], first[3])
-    code.set_registers(
-        words,
-        [_permute(code, *pair, order) for pair in (low, high) for order in (0x5410, 0x7632)],
-    )
+    ab_low, ab_high = (_permute(code, a, b, order) for order in (0x5140, 0x7362))
+    cd_low, cd_high = (_permute(code, c, d, order) for order in (0x5140, 0x7362))
+    pairs = ((ab_low, cd_low), (ab_high, cd_high))
+    columns = [_permute(code, *pair, order) for pair in pairs for order in (0x5410, 0x7632)]
+    code.set_registers(words, columns)
 
 
 @intrinsic()
 def interleave_codes(code, words):
+    """Take the bytes of two words in turn."""
     pair = code.registers(words, 2)
     code.set_registers(words, [_permute(code, *pair, order) for order in (0x5140, 0x7362)])
 
@@ -145,28 +171,34 @@ def _store_codes(name, count):
     return intrinsic(name=name)(store)
 
 
-store_codes4, store_codes8, store_codes16 = (
-    _store_codes(f"store_codes{count}", count) for count in (4, 8, 16)
-)
+store_codes4 = _store_codes("store_codes4", 4)
+store_codes8 = _store_codes("store_codes8", 8)
+store_codes16 = _store_codes("store_codes16", 16)
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def nearest_codes(values: np.ndarray, dtype) -> np.ndarray:
-    """The codes (uint8) of float32 numbers as the hardware's conversion gives them. dtype: E4M3 or E5M2."""
-    most = np.float32(ml_dtypes.finfo(dtype).max)
-    codes = np.clip(values, -most, most).astype(dtype).view(np.uint8)
+    """Return the codes (uint8) of float32 numbers as the hardware's conversion gives them.
+
+    dtype: E4M3 or E5M2.
+    """
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    codes = np.clip(values, -largest, largest).astype(dtype).view(np.uint8)
     return np.where(np.isnan(values), np.uint8(NAN_CODE), codes)
 
 
 def code_values(codes: np.ndarray) -> np.ndarray:
-    """The numbers that int8 or e4m3 codes stand for, in float32."""
-    return (codes if codes.dtype == np.int8 else codes.view(E4M3)).astype(np.float32)
+    """Return the numbers that int8 or e4m3 codes stand for, in float32."""
+    if codes.dtype != np.int8:
+        codes = codes.view(E4M3)
+    return codes.astype(np.float32)
 
 
 def _check_multiple(site, i, count):
     if i % count:
         raise ValueError(
-            f"{site.what}: access to {count} codes at element {i}: the index must be a multiple of {count}"
+            f"{site.what}: access to {count} codes at element {i}: "
+            f"the index must be a multiple of {count}"
         )
 
 
@@ -226,9 +258,8 @@ def _simulated_transpose(thread, site, words):
 @simulates(interleave_codes)
 def _simulated_interleave(thread, site, words):
     rows = np.array([thread.load(words, j, site) for j in range(2)], np.uint32).view(np.uint8)
-    for j, word in enumerate(
-        np.ascontiguousarray(rows.reshape(2, 4).T).reshape(-1).view(np.uint32)
-    ):
+    pairs = np.ascontiguousarray(rows.reshape(2, 4).T).reshape(-1).view(np.uint32)
+    for j, word in enumerate(pairs):
         thread.store(words, j, word, site)
 
 

@@ -1,21 +1,23 @@
-"""Vectorized access to n contiguous elements, or to the rows of a matrix: 8 elements per thread, in two 16-byte accesses.
+"""Vectorized access to n contiguous elements, or to the rows of a matrix.
 
-An element-wise kernel does not depend on the shape: a contiguous array is n elements, whatever its shape. Three units
-make such a kernel as fast as a copy:
+A thread owns 8 elements and moves them in two 16-byte accesses. An element-wise kernel does not
+depend on the shape: a contiguous array is n elements, whatever its shape. Three units make such a
+kernel as fast as a copy:
 
-    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring threads own
-             neighbouring quads, so a warp writes whole 32-byte sectors. With two adjacent quads per thread each
-             store would write half sectors: in float32 9 % (scale) to 21 % (silu) slower on an H200 at
-             N = 32768, C = 768.
+    quad     4 neighbouring elements: one access of 16 bytes in float32, of 8 in bf16. Neighbouring
+             threads own neighbouring quads, so a warp writes whole 32-byte sectors. With two
+             adjacent quads per thread each store would write half sectors: in float32 9 % (scale)
+             to 21 % (silu) slower on an H200 at N = 32768, C = 768.
     chunk    what a thread holds in 8 registers: two quads, `gap` elements apart
-    tile     what a block owns: STEPS chunks per thread, all loaded before the first computation. About 25 KB
-             per multiprocessor must be in flight at any time.
+    tile     what a block owns: STEPS chunks per thread, all loaded before the first computation.
+             About 25 KB per multiprocessor must be in flight at any time.
 
     elements   0..3  4..7  ...  1020..1023 | 1024..1027  ...                 (gap = 1024)
     thread       0     1           255     |      0
 
-A 16-byte access needs an address that is a multiple of 16. An array with another start address (a slice of the arena, a
-row of odd width), and the end of an array, are read and written element by element, which is slower.
+A 16-byte access needs an address that is a multiple of 16. An array with another start address (a
+slice of the arena, a row of odd width), and the end of an array, are read and written element by
+element, which is slower.
 """
 
 import math
@@ -41,10 +43,11 @@ SPAN = TILE - GAP + QUAD  # from a thread's first element to the end of its last
 # ----------------------------------------------------------------------------- in a kernel
 @device
 def load(registers, x, i, gap, end, vectorized):
-    """registers[0:8] = x[i : i + 4] and x[i + gap : i + gap + 4] as float32, zeros from `end` on.
+    """Set registers[0:8] to x[i : i + 4] and x[i + gap : i + gap + 4] as float32, 0 from `end` on.
 
-    vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the compiler removes the
-    branch: a bf16 is widened in the branch that loads it, so loads in separate branches would wait for each other.
+    vectorized: both quads end before `end`, and x is 16-byte aligned. Pass a constant, so that the
+    compiler removes the branch: a bf16 is widened in the branch that loads it, so loads in separate
+    branches would wait for each other.
     """
     if vectorized:
         load4(registers[0:QUAD], x, i)
@@ -58,7 +61,7 @@ def load(registers, x, i, gap, end, vectorized):
 
 @device
 def store(x, i, gap, end, registers, vectorized):
-    """x[i : i + 4] and x[i + gap : i + gap + 4] = registers[0:8]; nothing is written from `end` on."""
+    """Write registers[0:8] to x[i : i + 4] and x[i + gap : i + gap + 4], nothing from `end` on."""
     if vectorized:
         store4(x, i, registers[0:QUAD])
         store4(x, i + gap, registers[QUAD:CHUNK])
@@ -73,27 +76,28 @@ def store(x, i, gap, end, registers, vectorized):
 
 @device
 def position(i, gap, j):
-    """The index of registers[j] of a chunk."""
+    """Return the index of registers[j] of a chunk."""
     return i + j if j < QUAD else i + gap + (j - QUAD)
 
 
 @device
 def first_element():
-    """The index of the first element of this thread's first chunk."""
+    """Return the index of the first element of this thread's first chunk."""
     return int64(cuda.blockIdx.x) * TILE + cuda.threadIdx.x * QUAD
 
 
 @device
 def can_vectorize(first, n, aligned):
-    """Do all chunks of this thread end before element n, with `aligned` start addresses?"""
+    """Return True if all chunks of this thread end before element n, and addresses are aligned."""
     return aligned and first + SPAN <= n
 
 
 def make_row_and_column(C: int):
-    """-> row_and_column(), gap, for rows of C columns. row_and_column() -> row and first column of this thread's chunk.
+    """Return row_and_column(), gap, for rows of C columns.
 
-    The quads of a chunk are half a row apart, so a chunk lies in one row. C is a compile-time constant: the compiler
-    replaces the division by a multiplication.
+    row_and_column() -> row and first column of this thread's chunk. The quads of a chunk are half a
+    row apart, so a chunk lies in one row. C is a compile-time constant: the compiler replaces the
+    division by a multiplication.
     """
     GAP = row_gap(C)
     CHUNKS = GAP // QUAD  # of a row
@@ -109,22 +113,22 @@ def make_row_and_column(C: int):
 
 # ----------------------------------------------------------------------------- in a launcher
 def row_gap(C: int) -> int:
-    """Elements between the two quads of a chunk: half a row, rounded up to whole quads."""
+    """Return the elements between the two quads of a chunk: half a row, in whole quads."""
     return -(-C // CHUNK) * QUAD
 
 
 def blocks_for_rows(N: int, C: int) -> int:
-    """Number of blocks for N rows of C columns, numbered as in make_row_and_column."""
+    """Return the number of blocks for N rows of C columns, numbered as in make_row_and_column."""
     return -(-N * row_gap(C) // (QUAD * BLOCK))
 
 
 def on_16_bytes(*arrays: Array) -> bool:
-    """Is the start address of every array a multiple of 16?"""
+    """Return True if the start address of every array is a multiple of 16."""
     return all(_address(a) % 16 == 0 for a in arrays)
 
 
 def same_place(a: Array, b: Array) -> bool:
-    """Are a and b, which have the same shape, views of the same elements?"""
+    """Return True if a and b, which have the same shape, are views of the same elements."""
     return _address(a) == _address(b) and a.strides == b.strides
 
 
@@ -133,45 +137,51 @@ def _address(a):
 
 
 def row_step(x: Array) -> int | None:
-    """The distance in elements between consecutive rows of x (..., X, D), where a row is X D elements.
+    """Return the distance in elements between consecutive rows of x (..., X, D).
 
-    None if the rows are not contiguous, not evenly spaced, or overlap. More than X D if x is a slice of the columns of a
-    packed array.
+    A row is X D elements. None if the rows are not contiguous, not evenly spaced, or overlap. More
+    than X D if x is a slice of the columns of a packed array.
     """
     *outer, X, D = x.shape
     if x.flags.c_contiguous:
         return X * D
-    size, step, rows = x.itemsize, X * D * x.itemsize, 1
+    size = x.itemsize
+    step = X * D * x.itemsize
+    rows = 1
     if (D > 1 and x.strides[-1] != size) or (X > 1 and x.strides[-2] != D * size):
         return None
     for n, stride in zip(reversed(outer), reversed(x.strides[:-2])):
         if n > 1:
             if stride != rows * step and (rows > 1 or stride < step or stride % size):
                 return None
-            step, rows = stride if rows == 1 else step, rows * n
+            if rows == 1:
+                step = stride
+            rows *= n
     return step // size
 
 
 def flat_rows(x: Array) -> Array:
-    """A flat view from the first element to the last, of an array whose row_step is not None."""
+    """Return a flat view of x, whose row_step is not None, from its first element to its last."""
     if x.flags.c_contiguous:
         return x.reshape(-1)
     *outer, X, D = x.shape
     length = (math.prod(outer) - 1) * row_step(x) + X * D
+    shape_and_strides = (length,), (x.itemsize,)
     if isinstance(x, SimArray):
-        return np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), subok=True)
-    return cupy().lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+        return np.lib.stride_tricks.as_strided(x, *shape_and_strides, subok=True)
+    return cupy().lib.stride_tricks.as_strided(x, *shape_and_strides)
 
 
 def can_vectorize_rows(C: int, *arrays: Array) -> bool:
-    """Does every chunk of rows of C columns consist of two whole, 16-byte aligned quads?"""
+    """Return True if every chunk of rows of C columns is two whole, 16-byte aligned quads."""
     return C % CHUNK == 0 and on_16_bytes(*arrays)
 
 
 def launch_flat(kernel, *arrays: Array, others: tuple = ()) -> None:
     """Launch kernel(arrays..., others..., aligned) on ceil(n / TILE) blocks.
 
-    arrays: contiguous, n elements each; the kernel gets flat views. others: scalars and small arrays.
+    arrays: contiguous, n elements each; the kernel gets flat views. others: scalars and small
+    arrays.
     """
     runs = [a.reshape(-1) for a in arrays]
     launch(kernel, -(-runs[0].size // TILE), BLOCK, *runs, *others, on_16_bytes(*runs))

@@ -4,12 +4,14 @@
     chunk          vec neighbouring columns, 16 bytes: 8 in bf16, 4 in float32
     S threads      share a head, S = R / vec. Thread s holds planes s vec, ..., (s + 1) vec - 1: two
                    chunks, so a rotation needs no data of another thread
-    block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a head are neighbours
+    block          `heads` heads of `tokens` tokens, rounded up to whole warps; the threads of a
+                   head are neighbours
 
     bf16, D = 32:  columns   0..7  8..15 | 16..23  24..31
                    thread      0     1   |   0       1
 
-Other widths (R not a multiple of a chunk, or S not a power of two) have plain kernels with one thread per plane.
+Other widths (R not a multiple of a chunk, or S not a power of two) have plain kernels with one
+thread per plane.
 """
 
 from collections.abc import Callable
@@ -17,19 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..runtime.compiler import cuda, int64, uint32
+from ..runtime.compiler import cuda, float32, int64, uint32
 from .ptx import device, load4, load8
 from .reduce import FULL
-from .words import (
-    load_words4,
-    load_words8,
-    pack4,
-    pack8,
-    store_words4,
-    store_words8,
-    unpack4,
-    unpack8,
-)
+from .words import WORD_OPS
 
 MAX_THREADS = 512  # of a block
 SPLIT_THREADS = 256  # of a block, if the heads of one token take more than MAX_THREADS
@@ -57,7 +50,10 @@ class HeadKernel:
 
 
 def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
-    """The plan for X heads of D columns in blocks of about `threads` threads; None if the shape does not fit."""
+    """Return the plan for X heads of D columns; None if the shape does not fit.
+
+    threads: of a block, approximately.
+    """
     S = D // (2 * vec)
     if D % (2 * vec) or S not in (1, 2, 4, 8, 16, 32) or X < 1:
         return None
@@ -69,14 +65,17 @@ def head_plan(X: int, D: int, vec: int, threads: int) -> HeadPlan | None:
 
 @dataclass(frozen=True)
 class HeadOps:
-    """Device functions of make_head_ops.
+    """The device functions that make_head_ops returns. E = vec.
 
-    E = vec. x_2E: the two chunks of a thread, (2, E) float32 registers; x_2W: the same as (2, 4) words (words.py).
+    x_2E: the two chunks of a thread, (2, E) float32 registers.
+    x_2W: the same as (2, 4) words (words.py).
     """
 
-    token_head_plane: Callable  # () -> token within the block, head, first plane. head >= X: the thread has no head
+    # () -> token within the block, head, first plane. head >= X: the thread has no head
+    token_head_plane: Callable
     load: Callable  # (registers, x, i): registers[0:E] = x[i : i + E]
-    load_angles: Callable  # (cos, sin, cos_PR, sin_PR, p, r): of position p, from plane r on; NaN where p is -1
+    # (cos, sin, cos_PR, sin_PR, p, r): of position p, from plane r on; NaN where p is -1
+    load_angles: Callable
     load_words: Callable  # (x_2W, x, i): the chunks at x[i] and x[i + R]
     store_words: Callable  # (x, i, x_2W): the reverse of load_words
     unpack: Callable  # (x_2E, x_2W, x): words -> float32, by the dtype of x
@@ -88,14 +87,18 @@ class HeadOps:
 
 
 def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
-    """The device functions for X heads of D columns, shared among threads as `plan` says."""
-    S, HEADS, TOKENS = plan.S, plan.heads, plan.tokens
-    R, TOKEN_THREADS, SHIFT = D // 2, plan.heads * plan.S, plan.S.bit_length() - 1
+    """Return the device functions for X heads of D columns, shared among threads as `plan` says."""
+    S = plan.S
+    HEADS = plan.heads
+    TOKENS = plan.tokens
+    R = D // 2
+    TOKEN_THREADS = HEADS * S
+    SHIFT = S.bit_length() - 1
     load_n = load8 if vec == 8 else load4
-    load_vector, store_vector = (
-        (load_words8, store_words8) if vec == 8 else (load_words4, store_words4)
-    )
-    unpack_n, pack_n = (unpack8, pack8) if vec == 8 else (unpack4, pack4)
+    load_vector = WORD_OPS[vec].load
+    store_vector = WORD_OPS[vec].store
+    unpack_n = WORD_OPS[vec].unpack
+    pack_n = WORD_OPS[vec].pack
 
     @device
     def token_head_plane():
@@ -103,7 +106,8 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
         token = tid // uint32(TOKEN_THREADS)
         token_thread = int64(tid - token * uint32(TOKEN_THREADS))
         head = int64(cuda.blockIdx.y) * HEADS + (token_thread >> SHIFT)
-        return (int64(token), head if token < TOKENS else int64(X), (token_thread & (S - 1)) * vec)
+        head = head if token < TOKENS else int64(X)
+        return int64(token), head, (token_thread & (S - 1)) * vec
 
     @device
     def load(registers, x, i):
@@ -116,7 +120,8 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
             load_n(sin, sin_PR, p * R + r)
         else:
             for j in range(vec):
-                cos[j], sin[j] = NAN, NAN
+                cos[j] = NAN
+                sin[j] = NAN
 
     @device
     def load_words(x_2W, x, i):
@@ -170,3 +175,39 @@ def make_head_ops(X: int, D: int, vec: int, plan: HeadPlan) -> HeadOps:
         rotate_back=rotate_back,
         total=total,
     )
+
+
+def make_add_heads(H: int, D: int, vec: int, plan: HeadPlan):
+    """Return add_heads, which sums over the heads of a block: query heads (the first H), key heads.
+
+    add_heads(partial, row, dw_2E, tile): partial[row : row + D] = the sum of dw_2E over the query
+    heads, partial[row + D : row + 2 D] = that over the key heads. tile: 2 vec THREADS floats of
+    shared memory.
+    """
+    TOKENS = plan.tokens
+    HEADS = plan.heads
+    S = plan.S
+    R = D // 2
+    THREADS = plan.THREADS
+
+    @device
+    def add_heads(partial, row, dw_2E, tile):
+        tid = cuda.threadIdx.x
+        first_head = cuda.blockIdx.y * HEADS
+        for i in range(2):
+            for j in range(vec):
+                tile[(i * vec + j) * THREADS + tid] = dw_2E[i, j]
+        cuda.syncthreads()  # every thread's sums are written
+        for d in range(tid, D, THREADS):
+            first = (d // R * vec + d % vec) * THREADS + d % R // vec
+            total_q = float32(0.0)
+            total_k = float32(0.0)
+            for k in range(TOKENS * HEADS):  # a fixed order: the same bits every run
+                if first_head + k % HEADS < H:
+                    total_q += tile[first + k * S]
+                else:  # includes threads without a head: their sums are zero
+                    total_k += tile[first + k * S]
+            partial[row + d] = total_q
+            partial[row + D + d] = total_k
+
+    return add_heads

@@ -1,24 +1,31 @@
-"""Instructions of compute capability 9.0 ("sm_90a"): asynchronous matrix products of a warpgroup (wgmma), asynchronous copies
-of tiles (TMA), and the barriers in shared memory that signal their completion.
+"""Instructions of compute capability 9.0 ("sm_90a").
 
-    make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n, asynchronously until make_wait
+They are asynchronous matrix products of a warpgroup (wgmma), asynchronous copies of tiles (TMA),
+and the barriers in shared memory that signal their completion.
+
+    make_product, make_wait, make_hold  wgmma: 128 threads multiply 64 x 16k by 16k x n,
+                                        asynchronously until make_wait
     make_descriptor                     the matrix descriptor of an operand in shared memory
-    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of the tensor that a tensor map describes
-    mbar_*                              mbarriers, which such copies complete and at which threads arrive
+    load_tile, load_row, store_tile     TMA: one thread starts a copy of a box of the tensor that a
+                                        tensor map describes
+    mbar_*                              mbarriers, which such copies complete and at which threads
+                                        arrive
     bar_sync, fence_async, make_setmaxnreg
 
-Names in "quotes" are sections of NVIDIA's PTX ISA manual. hopper_simulated.py implements each instruction in Python for the
-simulator.
+Names in "quotes" are sections of NVIDIA's PTX ISA manual. hopper_simulated.py implements each
+instruction in Python for the simulator.
 
-Shared memory is addressed in bytes: a uint32 from shared_base() on. A tile is stored in panels of 64 columns: rows of 128 bytes
-whose eight 16-byte chunks are swizzled, chunk c of row r at index c ^ (r % 8) ("Swizzling modes", 128 bytes). So neither the
-eight rows of a chunk nor the eight chunks of a row share a bank. Panels start at multiples of 1024 bytes.
+Shared memory is addressed in bytes: a uint32 from shared_base() on. A tile is stored in panels of
+64 columns: rows of 128 bytes whose eight 16-byte chunks are swizzled, chunk c of row r at index
+c ^ (r % 8) ("Swizzling modes", 128 bytes). So neither the eight rows of a chunk nor the eight
+chunks of a row share a bank. Panels start at multiples of 1024 bytes.
 
-The accumulator of a 64 x n product is a register array of n / 2 float32. Lane 4 g + t of the warpgroup's warp w holds
+The accumulator of a 64 x n product is a register array of n / 2 float32. Lane 4 g + t of the
+warpgroup's warp w holds
     acc[4 j], acc[4 j + 1]          row 16 w + g, columns 8 j + 2 t and 8 j + 2 t + 1
     acc[4 j + 2], acc[4 j + 3]      row 16 w + g + 8, the same columns
-("Register Fragments for wgmma.mma_async.m64nNk16", matrix D). Packed to bf16 in this order it is the left operand of the next
-product in registers (matrix A, the same section).
+("Register Fragments for wgmma.mma_async.m64nNk16", matrix D). Packed to bf16 in this order it is
+the left operand of the next product in registers (matrix A, the same section).
 """
 
 from ...simulator import simulates
@@ -27,7 +34,7 @@ from . import hopper_simulated as simulated
 from .intrinsics import GLOBAL, instruction, intrinsic
 from .ptx import device
 
-# Options of kernels with these instructions. numba-cuda chooses the target sm_90a on such a GPU by itself.
+# Options of kernels with these instructions. numba-cuda chooses sm_90a on such a GPU by itself.
 SM_90A = {"chip": "sm_90a"} if COMPILER == "mlir" else {}
 WARPGROUP = 128  # threads
 MAP_WORDS = 16  # a tensor map is 16 x 8 bytes
@@ -35,24 +42,26 @@ SHARED_ALIGNMENT = 1024
 PANEL = 64  # columns of bf16: 128 bytes
 
 
-# ----------------------------------------------------------------------------- shared memory by address
+# ------------------------------------------------------------------------- shared memory by address
 @intrinsic(returns=uint32)
 def shared_base(code):
-    """The address of the block's dynamic shared memory, a multiple of 1024."""
+    """Return the address of the block's dynamic shared memory, a multiple of 1024."""
     return code.dynamic_shared("xtrain_dynamic_shared", SHARED_ALIGNMENT)
 
 
 store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", None, uint32, uint32)
-# clear_shared(address): 16 bytes become zeros; address: a multiple of 16. For rows of a tile that a copy has brought.
+# clear_shared(address): 16 bytes of a tile that a copy has brought become zeros; address: a
+# multiple of 16.
 clear_shared = instruction(
     "clear_shared",
     "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }",
     None,
     uint32,
 )
-# post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0; the other lanes get 0. An
-# mbarrier must order the two. They are atomics, because compute-sanitizer's racecheck does not track mbarriers and does not
-# report two atomics as a hazard. "atom"
+# post(address, value) publishes a number for other warps. read_post(address) reads it in lane 0;
+# the other lanes get 0. An mbarrier must order the two. They are atomics, because
+# compute-sanitizer's racecheck does not track mbarriers and does not report two atomics as a
+# hazard. "atom"
 post = instruction(
     "post", "{ .reg .b32 t; atom.shared.exch.b32 t, [$0], $1; }", None, uint32, uint32
 )
@@ -67,23 +76,27 @@ read_post = instruction(
 
 @intrinsic(address=uint32)
 def load_floats(code, registers, address):
-    """registers[0:2] = the two float32 at a shared address, a multiple of 8. "ld" """
+    """Set registers[0:2] to the two float32 at a shared address, a multiple of 8. "ld" """
     values = code.asm("ld.shared.v2.f32 {$0,$1}, [$2];", [float32] * 2, [address], memory=True)
     code.set_registers(registers, values)
 
 
 # ----------------------------------------------------------------------------- barriers
-# mbar_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and all expected bytes. "mbarrier"
+# mbar_init(address, count): an mbarrier is 8 bytes. A phase completes after `count` arrivals and
+# all expected bytes. "mbarrier"
 mbar_init = instruction(
     "mbar_init", "mbarrier.init.shared::cta.b64 [$0], $1;", None, uint32, uint32
 )
-# Makes the mbarriers that this thread has initialized visible to the copy engine. "fence.mbarrier_init"
+# mbar_init_fence(): makes the mbarriers that this thread has initialized visible to the copy
+# engine. "fence.mbarrier_init"
 mbar_init_fence = instruction("mbar_init_fence", "fence.mbarrier_init.release.cluster;", None)
-# mbar_expect(address, nbytes): arrive, and expect nbytes more. "mbarrier.arrive", "expect-tx operation"
+# mbar_expect(address, nbytes): arrive, and expect nbytes more.
+# "mbarrier.arrive", "expect-tx operation"
 mbar_expect = instruction(
     "mbar_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, uint32, uint32
 )
-# mbar_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work of the other lanes.
+# mbar_arrive(address): lane 0 arrives for the whole warp. Call syncwarp first to include the work
+# of the other lanes.
 mbar_arrive = instruction(
     "mbar_arrive",
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
@@ -91,11 +104,13 @@ mbar_arrive = instruction(
     None,
     uint32,
 )
-# mbar_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0 ...) has completed. On a new
-# mbarrier, parity 1 does not wait: it is "the phase before the first". "mbarrier.try_wait"
+# mbar_wait(address, parity): wait until the phase of this parity (0: the first, 1: the second, 0
+# ...) has completed. On a new mbarrier, parity 1 does not wait: it is "the phase before the first".
+# "mbarrier.try_wait"
 mbar_wait = instruction(
     "mbar_wait",
-    "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra L; D: }",
+    "{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+    "@p bra D; bra L; D: }",
     None,
     uint32,
     uint32,
@@ -106,17 +121,18 @@ bar_sync = instruction("bar_sync", "bar.sync $0, $1;", None, uint32, uint32)
 fence_async = instruction("fence_async", "fence.proxy.async.shared::cta;", None)
 
 
-def make_setmaxnreg(count, more):
-    """-> f(): gives each thread of a warpgroup `count` registers. more: the number increases. "setmaxnreg" """
-    text = f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};"
-    op = instruction(f"setmaxnreg_{count}_{more}", text, None)
+def make_setmaxnreg(count, increases):
+    """Return f(): gives each thread of a warpgroup `count` registers. "setmaxnreg" """
+    direction = "inc" if increases else "dec"
+    text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
+    op = instruction(f"setmaxnreg_{count}_{increases}", text, None)
     simulates(op, collective=WARPGROUP)(simulated.setmaxnreg(count))
     return op
 
 
 # ----------------------------------------------------------------------------- copies (TMA)
 def _map_address(code, maps, i):
-    """The address of tensor map number i of the array `maps`"""
+    """Return the address of tensor map number i of the array `maps`."""
     start = code.address(maps, 0, GLOBAL)
     return code.add(start, code.mul(code.resize(i, uint64), 8 * MAP_WORDS))
 
@@ -131,58 +147,66 @@ def acquire_map(code, maps, i):
     code.asm(text, None, [_map_address(code, maps, i)], memory=True)
 
 
-@intrinsic(to=uint32, i=uint32, barrier=uint32, column=int32, row=int32, head=int32, sequence=int32)
-def load_tile(code, to, maps, i, barrier, column, row, head, sequence):
-    """Copy the box of map i with this start to shared address `to`; its bytes complete `barrier`. Zeros beyond the end of the
-    tensor. "cp.async.bulk.tensor". In the map, heads come before rows, see tensor_maps.py.
+@intrinsic(
+    target=uint32, i=uint32, barrier=uint32, column=int32, row=int32, head=int32, sequence=int32
+)
+def load_tile(code, target, maps, i, barrier, column, row, head, sequence):
+    """Copy the box of map i with this start to shared address `target`.
+
+    Its bytes complete `barrier`. Zeros beyond the end of the tensor. In the map, heads come before
+    rows, see tensor_maps.py. "cp.async.bulk.tensor"
     """
     text = (
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[$0], [$1, {$3, $4, $5, $6}], [$2];"
     )
     start = [column, head, row, sequence]
-    code.asm(text, None, [to, _map_address(code, maps, i), barrier, *start], memory=True)
+    code.asm(text, None, [target, _map_address(code, maps, i), barrier, *start], memory=True)
 
 
-@intrinsic(to=uint32, i=uint32, barrier=uint32, column=int32, row=int32)
-def load_row(code, to, maps, i, barrier, column, row):
-    """The same for a float32 matrix: some columns of one row, not swizzled."""
+@intrinsic(target=uint32, i=uint32, barrier=uint32, column=int32, row=int32)
+def load_row(code, target, maps, i, barrier, column, row):
+    """Copy some columns of one row of a float32 matrix, not swizzled, as load_tile does."""
     text = (
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[$0], [$1, {$3, $4}], [$2];"
     )
-    code.asm(text, None, [to, _map_address(code, maps, i), barrier, column, row], memory=True)
+    code.asm(text, None, [target, _map_address(code, maps, i), barrier, column, row], memory=True)
 
 
 @intrinsic(i=uint32, address=uint32, column=int32, row=int32, head=int32, sequence=int32)
 def store_tile(code, maps, i, address, column, row, head, sequence):
-    """The reverse of load_tile; nothing is written beyond the end of the tensor."""
+    """Copy a box from shared memory to the tensor; nothing is written beyond its end."""
     text = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [$0, {$2, $3, $4, $5}], [$1];"
     start = [column, head, row, sequence]
     code.asm(text, None, [_map_address(code, maps, i), address, *start], memory=True)
 
 
-# commit_stores(): the stores that this thread has started become a group. wait_stores(): wait until the copy engine has read
-# the data of all groups. "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
+# commit_stores(): the stores that this thread has started become a group.
+# wait_stores(): wait until the copy engine has read the data of all groups.
+# "cp.async.bulk.commit_group", "cp.async.bulk.wait_group"
 commit_stores = instruction("commit_stores", "cp.async.bulk.commit_group;", None)
 wait_stores = instruction("wait_stores", "cp.async.bulk.wait_group.read 0;", None)
 
 
-# ----------------------------------------------------------------------------- products of a warpgroup
+# -------------------------------------------------------------------------- products of a warpgroup
 SWIZZLE_128 = 1  # in a descriptor
 
 
 def descriptor_bits(panel_bytes: int) -> int:
-    """A matrix descriptor without the address. "Matrix-Descriptor Format"
+    """Return a matrix descriptor without the address. "Matrix-Descriptor Format"
 
-    The stride is 1024 bytes between groups of 8 rows, and panel_bytes between panels of 64 columns (used for transposed
-    operands only); the swizzle is that of 128 bytes.
+    The stride is 1024 bytes between groups of 8 rows, and panel_bytes between panels of 64 columns
+    (used for transposed operands only); the swizzle is that of 128 bytes.
     """
     return SWIZZLE_128 << 62 | (1024 >> 4) << 32 | (panel_bytes >> 4) << 16
 
 
 def make_descriptor(panel_bytes):
-    """-> descriptor(address): the uint64 descriptor of a tile whose panels are panel_bytes apart"""
+    """Return descriptor(address): the uint64 descriptor of a tile.
+
+    panel_bytes: from one panel of the tile to the next.
+    """
     BITS = descriptor_bits(panel_bytes)
 
     @device
@@ -193,25 +217,33 @@ def make_descriptor(panel_bytes):
 
 
 def along_rows(D, panel_bytes) -> tuple[int, ...]:
-    """The start of each slice of 16 columns of a tile of D columns, in bytes"""
+    """Return the start of each slice of 16 columns of a tile of D columns, in bytes."""
     return tuple(32 * (k % 4) + k // 4 * panel_bytes for k in range(D // 16))
 
 
 def down_rows(rows) -> tuple[int, ...]:
-    """The start of each slice of 16 rows of a tile, in bytes, for an operand that is read transposed"""
+    """Return the start of each slice of 16 rows of a tile, in bytes.
+
+    For an operand that is read transposed.
+    """
     return tuple(16 * 128 * k for k in range(rows // 16))
 
 
 def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
-    """-> product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T. acc may be read after make_wait. "wgmma.mma_async"
+    """Return product(acc, a, b): a warpgroup starts acc (64 x n) = A B^T.
 
-    b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`; a_steps: those of A. a_steps None: A is
-    in registers, uint32, 4 per slice. b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
+    acc may be read after make_wait. "wgmma.mma_async"
+    b_steps: the starts of the 16-deep slices of B, in bytes after its descriptor `b`.
+    a_steps: those of A; None: A is in registers, uint32, 4 per slice.
+    b_rows: a slice of B is 16 rows (B is read transposed: A B), not 16 columns.
     accumulate: acc += A B^T.
-    It is one asm statement, from the fence that makes this warpgroup's registers visible to the tensor core ("wgmma.fence") to
-    the commit, with all registers as operands, so that the compilers cannot move them.
+
+    It is one asm statement, from the fence that makes this warpgroup's registers visible to the
+    tensor core ("wgmma.fence") to the commit, with all registers as operands, so that the compilers
+    cannot move them.
     """
-    size, in_registers = n // 2, a_steps is None
+    size = n // 2
+    in_registers = a_steps is None
     text = _product_text(n, a_steps, b_steps, b_rows, accumulate)
     name = f"product_{n}_{a_steps}_{b_steps}_{b_rows}_{accumulate}"
     declared = {"b": uint64} if in_registers else {"a": uint64, "b": uint64}
@@ -228,26 +260,29 @@ def make_product(n, a_steps, b_steps, b_rows=False, accumulate=False):
 
 
 def _product_text(n, a_steps, b_steps, b_rows, accumulate):
-    size, in_registers = n // 2, a_steps is None
+    size = n // 2
+    in_registers = a_steps is None
     acc = "{" + ",".join(f"${i}" for i in range(size)) + "}"
     b = size + (4 * len(b_steps) if in_registers else 1)
     text = ["{ .reg .pred p; .reg .b64 a, b; wgmma.fence.sync.aligned; "]
     for k, step in enumerate(b_steps):
         text.append(f"setp.ne.u32 p, {int(accumulate or k > 0)}, 0; add.u64 b, ${b}, {step >> 4}; ")
         if in_registers:
-            a, more = "{" + ",".join(f"${size + 4 * k + i}" for i in range(4)) + "}", ""
+            a = "{" + ",".join(f"${size + 4 * k + i}" for i in range(4)) + "}"
+            transpose = f"{int(b_rows)}"
         else:
             text.append(f"add.u64 a, ${size}, {a_steps[k] >> 4}; ")
-            a, more = "a", "0, "
+            a = "a"
+            transpose = f"0, {int(b_rows)}"
         text.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {acc}, {a}, b, p, 1, 1, "
-            f"{more}{int(b_rows)}; "
+            f"{transpose}; "
         )
     return "".join([*text, "wgmma.commit_group.sync.aligned; }"])
 
 
 def _with_accumulator(code, acc, size, text, operands, before):
-    """One statement that has all registers of the accumulator as results"""
+    """Add one statement that has all registers of the accumulator as results."""
     after = code.asm(text, [float32] * size, operands, memory=True, tied=before)
     code.set_registers(acc, after)
 
@@ -261,8 +296,9 @@ def _accumulator_instruction(name, n, text):
 
 
 def make_wait(n, pending):
-    """-> wait(acc): wait until at most `pending` of this warpgroup's products are in flight; acc (64 x n) is then complete.
-    "wgmma.wait_group"
+    """Return wait(acc): wait until at most `pending` of this warpgroup's products are in flight.
+
+    acc (64 x n) is then complete. "wgmma.wait_group"
     """
     op = _accumulator_instruction(
         f"wait_{n}_{pending}", n, f"wgmma.wait_group.sync.aligned {pending};"
@@ -272,15 +308,17 @@ def make_wait(n, pending):
 
 
 def make_hold(n):
-    """-> hold(acc): no instruction; the arithmetic on acc stays before the code that follows. Otherwise ptxas would move a
-    wait above arithmetic that does not depend on it, and the two would no longer overlap.
+    """Return hold(acc): no instruction; the arithmetic on acc stays before the code that follows.
+
+    Otherwise ptxas would move a wait above arithmetic that does not depend on it, and the two would
+    no longer overlap.
     """
     op = _accumulator_instruction(f"hold_{n}", n, "")
     simulates(op)(lambda thread, site, acc: None)
     return op
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 simulates(shared_base)(simulated.shared_base)
 simulates(store_shared)(simulated.store_shared)
 simulates(clear_shared)(simulated.clear_shared)

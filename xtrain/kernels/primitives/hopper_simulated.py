@@ -1,9 +1,10 @@
 """The simulator's implementation of the instructions in hopper.py.
 
-This file defines the data layouts; simulator/engines.py keeps track of barriers, copies and products in flight. A product
-reads its operands as the hardware does: address by address, from the descriptor ("Shared Memory Matrix Layout" in NVIDIA's
-PTX ISA manual). Every 16-byte chunk that a copy has written carries a tag with its tensor, row and columns. So an operand
-that is not a correct tile, row by row and column by column, raises an error instead of giving a wrong number.
+This file defines the data layouts; simulator/engines.py keeps track of barriers, copies and
+products in flight. A product reads its operands as the hardware does: address by address, from the
+descriptor ("Shared Memory Matrix Layout" in NVIDIA's PTX ISA manual). Every 16-byte chunk that a
+copy has written carries a tag with its tensor, row and columns. So an operand that is not a correct
+tile, row by row and column by column, raises an error instead of giving a wrong number.
 """
 
 import functools
@@ -25,7 +26,7 @@ ROWS_MARK = MAP_MARK + 1  # the same for the map of a float32 matrix
 
 # ----------------------------------------------------------------------------- shared memory
 def shared_base(thread, site):
-    """The address of the simulated shared memory."""
+    """Return the address of the simulated shared memory."""
     return UInt32(BASE)
 
 
@@ -38,7 +39,10 @@ def store_shared(thread, site, address, value):
 
 
 def clear_shared(thread, site, address):
-    """Store 16 zero bytes at a shared address. They remain part of the tile that a copy has written there."""
+    """Store 16 zero bytes at a shared address.
+
+    They remain part of the tile that a copy has written there.
+    """
     engines = thread.block.engines
     first, end = engines.span(thread, address, 16, site, 16)
     tags = engines.tags[:, first // 4].copy()
@@ -48,7 +52,10 @@ def clear_shared(thread, site, address):
 
 
 def read_post(thread, site, address):
-    """Checked for races like any other access: a barrier must order it after the store."""
+    """Read a number that another warp has stored.
+
+    Checked for races like any other access: a barrier must order it after the store.
+    """
     if thread.lane:
         return Int32(0)
     engines = thread.block.engines
@@ -78,23 +85,23 @@ def mbar_expect(thread, site, address, nbytes):
 
 
 def mbar_arrive(thread, site, address):
-    """Lane 0 arrives for the warp."""
+    """Arrive for the warp, in lane 0."""
     if thread.lane == 0:
         thread.block.engines.arrive(thread, site, address)
 
 
 def mbar_wait(thread, site, address, parity):
-    """-> whether the phase of this parity has completed; the simulator polls it"""
+    """Return True if the phase of this parity has completed; the simulator polls it."""
     return thread.block.engines.try_wait(thread, site, address, parity)
 
 
 def bar_sync(thread, site, number, count):
-    """-> whether `count` threads have arrived at the named barrier; the simulator polls it"""
+    """Return True if `count` threads have arrived at the named barrier; the simulator polls it."""
     return thread.block.engines.arrive_named(thread, site, number, count)
 
 
 def setmaxnreg(count):
-    """-> the simulated instruction; it checks the block's total of registers."""
+    """Return the simulated instruction, which checks the block's total of registers."""
 
     def run(threads, sites, args):
         engines = threads[0].block.engines
@@ -113,30 +120,37 @@ def setmaxnreg(count):
 
 # ----------------------------------------------------------------------------- copies
 def simulated_map(address, dims, strides, box) -> list[int]:
-    """16 words that replace a real tensor map, whose format is not public. Strides in bytes. Four dims: bf16, two: float32"""
+    """Return 16 words that replace a real tensor map, whose format is not public.
+
+    Strides in bytes. Four dims: bf16, two: float32.
+    """
     mark = MAP_MARK if len(dims) == 4 else ROWS_MARK
     words = [mark, address, *dims, *strides, *box, MAP_SWIZZLE]
     return words + [0] * (16 - len(words))
 
 
 class SimulatedMap:
-    """A decoded tensor map of tiles. columns, rows: those of its box"""
+    """A decoded tensor map of tiles. columns, rows: those of its box."""
 
     def __init__(self, words):
         self.address, *rest = map(int, words[1:])
-        self.dims, self.strides = rest[:4], rest[4:7]
+        self.dims = rest[:4]
+        self.strides = rest[4:7]
         self.columns, _, self.rows, _ = rest[7:11]
         self.end = self.address + 2 * self.dims[0]
         self.end += sum((n - 1) * s for n, s in zip(self.dims[1:], self.strides))
 
     def tensor(self):
-        """-> a view of the tensor (sequences, rows, heads, columns), uint16"""
+        """Return a view of the tensor (sequences, rows, heads, columns), uint16."""
         raw = np.asarray(_Bytes(self.address, self.end - self.address, None)).view(np.uint16)
         return np.lib.stride_tricks.as_strided(raw, self.dims[::-1], [*self.strides[::-1], 2])
 
 
 def _read_map(thread, site, maps, i, mark=MAP_MARK):
-    """The words of map i. Raises AsyncError if it is no such map, or was not acquired by this thread."""
+    """Return the words of map i.
+
+    Raises AsyncError if it is another kind of map, or not acquired by this thread.
+    """
     start = 16 * int(i)
     words = [int(thread.load(maps, start + j, site)) for j in range(16)]
     engines = thread.block.engines
@@ -151,12 +165,15 @@ def _read_map(thread, site, maps, i, mark=MAP_MARK):
 
 
 def acquire_map(thread, site, maps, i):
-    """From now on this thread may use map i."""
+    """Allow this thread to use map i."""
     thread.state.setdefault("maps", set()).add(int(i))
 
 
 def _swizzled_offsets(box, address, nbytes):
-    """-> the byte offset of each 16-byte chunk of a box in shared memory, (rows, chunks of a row), with the swizzle"""
+    """Return the byte offset of each 16-byte chunk of a box in shared memory, with the swizzle.
+
+    (rows, chunks of a row)
+    """
     width = 2 * box.columns
     assert width == 128 and nbytes == width * box.rows, "only the 128-byte swizzle is simulated"
     row, chunk = np.ogrid[: box.rows, : width // 16]
@@ -166,194 +183,212 @@ def _swizzled_offsets(box, address, nbytes):
 
 def _require_1024_alignment(engines, thread, site, address):
     if int(address) % 1024:
-        text = f"a tile with 128-byte swizzle at byte {int(address) - BASE}: must be a multiple of 1024"
+        offset = int(address) - BASE
+        text = f"a tile with 128-byte swizzle at byte {offset}: must be a multiple of 1024"
         raise engines.error(thread, site, text)
 
 
-def load_tile(thread, site, to, maps, i, barrier, column, row, head, sequence):
+def load_tile(thread, site, target, maps, i, barrier, column, row, head, sequence):
     """Start a copy of a box from global to shared memory."""
-    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
-    _require_1024_alignment(engines, thread, site, to)
-    at = int(sequence), int(row), int(head), int(column)
+    engines = thread.block.engines
+    box = SimulatedMap(_read_map(thread, site, maps, i))
+    _require_1024_alignment(engines, thread, site, target)
+    b = int(sequence)
+    r = int(row)
+    h = int(head)
+    c = int(column)
     values = np.zeros((box.rows, box.columns), np.uint16)
     note_copy(thread, site, box.address, box.end, False)
-    if all(0 <= k < n for k, n in zip(at, box.dims[::-1])):
-        values_in_tensor = box.tensor()[
-            at[0], at[1] : at[1] + box.rows, at[2], at[3] : at[3] + box.columns
-        ]
-        values[: values_in_tensor.shape[0], : values_in_tensor.shape[1]] = values_in_tensor
+    if all(0 <= k < n for k, n in zip((b, r, h, c), box.dims[::-1])):
+        inside = box.tensor()[b, r : r + box.rows, h, c : c + box.columns]
+        values[: inside.shape[0], : inside.shape[1]] = inside
     nbytes = values.nbytes
-    offset = _swizzled_offsets(box, int(to), nbytes)
-    data, tags = np.empty(nbytes, np.uint8), np.empty((4, nbytes // 16), np.int64)
-    k = offset // 16
+    data = np.empty(nbytes, np.uint8)
+    tags = np.empty((4, nbytes // 16), np.int64)
+    k = _swizzled_offsets(box, int(target), nbytes) // 16
     data.reshape(-1, 16)[k] = values.view(np.uint8).reshape(*k.shape, 16)
     rows, chunks = np.indices(k.shape)
     key = box.address, int(barrier)
-    plane, row = engines.plane(*key, at[0], at[2]), at[1]
-    before = engines.tags[:, (int(to) - BASE) // 16 - 8 : (int(to) - BASE) // 16]
-    number, last, column, _ = (int(tag.min()) for tag in before)
+    plane = engines.plane(*key, b, h)
+    first_chunk = (int(target) - BASE) // 16
+    before = engines.tags[:, first_chunk - 8 : first_chunk]
+    plane_before, row_before, column_before, _ = (int(tag.min()) for tag in before)
     # behind a box of the same tensor, columns and barrier, this box continues its tile
-    if column == at[3] // 8 and engines.planes_of.get(number, ())[:2] == key:
-        plane, row = number, last + 1
-    for tag, value in zip(tags, (plane, row + rows, at[3] // 8 + chunks, 1)):
+    if column_before == c // 8 and engines.planes_of.get(plane_before, ())[:2] == key:
+        plane = plane_before
+        r = row_before + 1
+    for tag, value in zip(tags, (plane, r + rows, c // 8 + chunks, 1)):
         tag[k] = value
-    engines.begin_copy(thread, site, to, data, barrier, tags)
+    engines.begin_copy(thread, site, target, data, barrier, tags)
 
 
-def load_row(thread, site, to, maps, i, barrier, column, row):
+def load_row(thread, site, target, maps, i, barrier, column, row):
     """Start a copy of part of a matrix row from global to shared memory."""
-    engines, words = thread.block.engines, _read_map(thread, site, maps, i, ROWS_MARK)
+    engines = thread.block.engines
+    words = _read_map(thread, site, maps, i, ROWS_MARK)
     address, columns, rows, stride, count = map(int, words[1:6])
-    if int(to) % 128:
-        raise engines.error(thread, site, f"byte {int(to) - BASE} must be a multiple of 128")
+    if int(target) % 128:
+        raise engines.error(thread, site, f"byte {int(target) - BASE} must be a multiple of 128")
     values = np.zeros(count, np.float32)
     if 0 <= int(row) < rows and 0 <= int(column) < columns:
         start = address + int(row) * stride
         note_copy(thread, site, start, start + 4 * columns, False)
         raw = np.asarray(_Bytes(start, 4 * columns, None))
-        values_in_tensor = raw.view(np.float32)[int(column) : int(column) + count]
-        values[: len(values_in_tensor)] = values_in_tensor
-    engines.begin_copy(thread, site, to, values.view(np.uint8), barrier)
+        inside = raw.view(np.float32)[int(column) : int(column) + count]
+        values[: len(inside)] = inside
+    engines.begin_copy(thread, site, target, values.view(np.uint8), barrier)
 
 
 def store_tile(thread, site, maps, i, address, column, row, head, sequence):
-    """Start a copy of a box from shared to global memory. Raises RaceError if two copies store the same element."""
-    engines, box = thread.block.engines, SimulatedMap(_read_map(thread, site, maps, i))
+    """Start a copy of a box from shared to global memory.
+
+    Raises RaceError if two copies store the same element.
+    """
+    engines = thread.block.engines
+    box = SimulatedMap(_read_map(thread, site, maps, i))
     nbytes = 2 * box.rows * box.columns
     data = engines.begin_store(thread, site, address, nbytes).reshape(-1, 16)
     k = _swizzled_offsets(box, int(address), nbytes) // 16
     values = data[k].reshape(box.rows, -1).view(np.uint16)
-    b, h, r, c = int(sequence), int(head), int(row), int(column)
+    b = int(sequence)
+    h = int(head)
+    r = int(row)
+    c = int(column)
     tensor = box.tensor()
     note_copy(thread, site, box.address, box.end, True)
     out = tensor[b, r : r + box.rows, h, c : c + box.columns]
     launch = thread.block.launch
     written = launch.stored.setdefault(box.address, np.zeros(tensor.shape, bool))
-    here = written[b, r : r + box.rows, h, c : c + box.columns]
-    if here.any():
+    written_in_box = written[b, r : r + box.rows, h, c : c + box.columns]
+    if written_in_box.any():
         raise RaceError(
-            f"race {where(thread, site)}: {thread} stores rows {r} to {r + box.rows} of a tensor at {site}, but another "
-            "copy of this launch has stored some of them (global memory)",
+            f"race {where(thread, site)}: {thread} stores rows {r} to {r + box.rows} of a tensor "
+            f"at {site}, but another copy of this launch has stored some of them (global memory)",
             (site,),
         )
-    here[...] = True
+    written_in_box[...] = True
     out[...] = values[: out.shape[0], : out.shape[1]]
 
 
 # ----------------------------------------------------------------------------- operands of products
 @functools.cache
 def _fragment(n):
-    """-> rows, columns (128, n / 2): the elements of a 64 x n accumulator that each thread of a warpgroup holds"""
+    """Return the rows and columns of the elements of a 64 x n accumulator that each thread holds.
+
+    (128, n / 2), for the threads of a warpgroup.
+    """
     thread, j = np.ogrid[:128, : n // 2]
-    g, t = thread % 32 // 4, thread % 4
+    g = thread % 32 // 4
+    t = thread % 4
     return 16 * (thread // 32) + g + 8 * (j // 2 % 2), 8 * (j // 4) + 2 * t + j % 2
 
 
 def _addresses(descriptor, step, rows, transposed):
-    """-> the addresses of the 16-byte chunks of one slice, (rows, 2), or if transposed (16, rows / 8); the swizzle mode"""
+    """Return the addresses of the 16-byte chunks of one slice, and the swizzle mode.
+
+    (rows, 2), or if transposed (16, rows / 8)
+    """
     bits = int(descriptor)
     mode = bits >> 62
     start = ((bits & 0x3FFF) << 4) + step
-    leading, stride = (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
+    leading = (bits >> 16 & 0x3FFF) << 4
+    stride = (bits >> 32 & 0x3FFF) << 4
     width = WIDTHS[mode]
     if transposed:
         row, chunk = np.ogrid[:16, : rows // 8]
         per_row = width // 16
-        at = start + row // 8 * stride + row % 8 * width
-        at = at + chunk // per_row * leading + chunk % per_row * 16
+        column_offset = chunk // per_row * leading + chunk % per_row * 16
     else:
         row, chunk = np.ogrid[:rows, :2]
-        at = start + row // 8 * stride + row % 8 * width + chunk * 16
-    return at ^ (((at >> 7) & (width // 16 - 1)) << 4), mode
+        column_offset = chunk * 16
+    address = start + row // 8 * stride + row % 8 * width + column_offset
+    return address ^ (((address >> 7) & (width // 16 - 1)) << 4), mode
 
 
 class _Operand:
-    """A tile in shared memory that a product reads, slice by slice, with checks of each."""
+    """A tile in shared memory that a product reads slice by slice; each is checked."""
 
     def __init__(self, threads, site, clocks, marks, descriptor, rows, transposed):
-        self.threads, self.site, self.clocks, self.marks = threads, site, clocks, marks
+        self.threads = threads
+        self.site = site
+        self.clocks = clocks
+        self.marks = marks
         self.engines = threads[0].block.engines
-        self.descriptor, self.rows, self.transposed = descriptor, rows, transposed
+        self.descriptor = descriptor
+        self.rows = rows
+        self.transposed = transposed
         self.first: tuple[int, int] | None = None  # row and chunk at which the last slice starts
 
     def slice(self, step):
-        """-> the slice at byte `step` after the descriptor's address, (rows, 16) float32"""
-        at, mode = _addresses(self.descriptor, step, self.rows, self.transposed)
-        low, high = int(at.min()), int(at.max()) + 16
+        """Return the slice at byte `step` after the descriptor's address, (rows, 16) float32."""
+        addresses, mode = _addresses(self.descriptor, step, self.rows, self.transposed)
+        low = int(addresses.min())
+        high = int(addresses.max()) + 16
         self.engines.span(self.threads[0], low, high - low, self.site, 16)
-        for first, end in _ranges(at):
-            first, end = (first - BASE) // 4, (end - BASE) // 4
+        for first, end in _ranges(addresses):
+            words = (first - BASE) // 4, (end - BASE) // 4
             for thread, mark in zip(self.threads[::32], self.marks):
-                self.engines.read(thread, first, end, self.clocks, self.site, "wgmma", mark)
-        k = (at - BASE) // 16
+                self.engines.read(thread, *words, self.clocks, self.site, "wgmma", mark)
+        k = (addresses - BASE) // 16
         self._check_tags(self.engines.tags[:, k], mode, step)
-        halves = self.engines.bytes.reshape(-1, 16)[k].reshape(at.shape[0], -1).view(np.uint16)
+        halves = self.engines.bytes.reshape(-1, 16)[k].reshape(k.shape[0], -1).view(np.uint16)
         values = (halves.astype(np.uint32) << 16).view(np.float32)
         return values.T if self.transposed else values
 
     def end_column(self):
-        """-> the column of the tile where the last slice ends"""
+        """Return the column of the tile where the last slice ends."""
         assert self.first is not None  # a slice has been read
         return 8 * self.first[1] + 16
 
     def _check_tags(self, tags, mode, step):
         plane, row, column, swizzle = tags
-        what = None
         if (plane < 0).any():
-            what = "it reads memory that no copy has written"
-        elif (swizzle != mode).any():
-            what = (
+            raise self._wrong_descriptor("it reads memory that no copy has written")
+        if (swizzle != mode).any():
+            raise self._wrong_descriptor(
                 f"its swizzle mode is {mode}, the tile was copied with mode {int(swizzle.flat[0])}"
             )
-        else:
-            rows, columns = np.indices(row.shape)
-            wrong = (
-                (plane != plane[0, 0])
-                | (row != row[0, 0] + rows)
-                | (column != column[0, 0] + columns)
+        start = int(row[0, 0]), int(column[0, 0])
+        rows, columns = np.indices(row.shape)
+        other_tensor = plane != plane[0, 0]
+        wrong = other_tensor | (row != start[0] + rows) | (column != start[1] + columns)
+        if wrong.any():
+            i, j = (int(x) for x in np.argwhere(wrong)[0])
+            tensor = " of another tensor" if other_tensor[i, j] else ""
+            raise self._wrong_descriptor(
+                f"expected row {start[0] + i}, column {8 * (start[1] + j)} of the tile, "
+                f"found row {int(row[i, j])}, column {8 * int(column[i, j])}{tensor}"
             )
-            start = int(row[0, 0]), int(column[0, 0])
-            if wrong.any():
-                i, j = (int(x) for x in np.argwhere(wrong)[0])
-                what = (
-                    f"expected row {start[0] + i}, column {8 * (start[1] + j)} of the tile, found row "
-                    f"{int(row[i, j])}, column {8 * int(column[i, j])}"
-                    + (" of another tensor" if plane[i, j] != plane[0, 0] else "")
-                )
-            elif self.first is None:
-                self.first = start
-            else:
-                self.first = self._next(start, self.first)
-                what = (
-                    None
-                    if self.first
-                    else f"the slice at byte {step} does not follow the one before"
-                )
-        if what:
-            raise self.engines.error(self.threads[0], self.site, f"wrong descriptor: {what}")
+        if self.first is not None and start != self._end(self.first):
+            raise self._wrong_descriptor(f"the slice at byte {step} does not follow the one before")
+        self.first = start
 
-    def _next(self, start, before):
-        """-> start if this slice follows the previous one, else None"""
-        further = (16, 0) if self.transposed else (0, 2)
-        return start if start == (before[0] + further[0], before[1] + further[1]) else None
+    def _wrong_descriptor(self, text):
+        return self.engines.error(self.threads[0], self.site, f"wrong descriptor: {text}")
+
+    def _end(self, start):
+        """Return row and chunk at which the slice after this one must start."""
+        row, chunk = start
+        if self.transposed:
+            return row + 16, chunk
+        return row, chunk + 2
 
 
-def _ranges(at):
-    """-> the ranges of contiguous 16-byte chunks: [(first byte, end)]"""
-    flat = np.unique(at)
+def _ranges(addresses):
+    """Return the ranges of contiguous 16-byte chunks: [(first byte, end)]."""
+    flat = np.unique(addresses)
     cuts = np.flatnonzero(np.diff(flat) != 16) + 1
-    return [
-        (int(values_in_tensor[0]), int(values_in_tensor[-1]) + 16)
-        for values_in_tensor in np.split(flat, cuts)
-    ]
+    return [(int(run[0]), int(run[-1]) + 16) for run in np.split(flat, cuts)]
 
 
 # ----------------------------------------------------------------------------- products
 class _ProductGroup:
-    """A product in flight, for one warp. inputs: the registers that it reads"""
+    """A product in flight, for one warp. inputs: the registers that it reads."""
 
     def __init__(self, number, site):
-        self.number, self.site, self.inputs = number, site, []
+        self.number = number
+        self.site = site
+        self.inputs = []
 
 
 def _element_keys(array):
@@ -361,11 +396,15 @@ def _element_keys(array):
 
 
 def product(n, a_steps, b_steps, b_rows, accumulate):
-    """See hopper.make_product. The result is computed immediately and becomes readable in wait."""
+    """Return the simulated product, see hopper.make_product.
+
+    The result is computed immediately and becomes readable in wait.
+    """
     rows, columns = _fragment(n)
 
     def run(threads, sites, args):
-        engines, site = threads[0].block.engines, sites[0]
+        engines = threads[0].block.engines
+        site = sites[0]
         warps = [t.warp for t in threads[::32]]
         number = engines.committed[warps[0]] + 1
         groups = [_ProductGroup(number, site) for _ in warps]
@@ -385,8 +424,8 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
             total[rows, columns] = [
                 _accumulator_values(t, x[0], n, site) for t, x in zip(threads, args)
             ]
-        for values_in_tensor, step in zip(left, b_steps):
-            total += values_in_tensor @ right.slice(step).T
+        for left_slice, step in zip(left, b_steps):
+            total += left_slice @ right.slice(step).T
         if a_steps is not None and not b_rows and operand.end_column() != right.end_column():
             ends = f"{operand.end_column()} and {right.end_column()}"
             text = f"the operands end at different columns of their tiles: {ends}"
@@ -409,11 +448,15 @@ def _uniform(threads, site, values):
 
 
 def _from_registers(threads, site, arrays, slices, groups):
-    """-> the left operand, (64, 16) per slice. Its registers must not be written until the product has completed."""
+    """Return the left operand, (64, 16) per slice.
+
+    Its registers must not be written until the product has completed.
+    """
     packed = np.empty((128, 4 * slices), np.uint32)
     for i, (thread, array) in enumerate(zip(threads, arrays)):
         packed[i] = [thread.load(array, j, site) for j in range(4 * slices)]
-        array.writeable, array.memory.busy = False, (site, "which is an operand of")
+        array.writeable = False
+        array.memory.busy = (site, "which is an operand of")
         groups[i // 32].inputs.append(array)
     rows, columns = _fragment(16 * slices)
     whole = np.empty((64, 16 * slices), np.uint16)
@@ -427,7 +470,7 @@ def _pending_products(thread):
 
 
 def _accumulator_values(thread, acc, n, site):
-    """-> the values of an accumulator, or those that it will have when the pending product has completed"""
+    """Return the values of an accumulator, or those that a pending product will give it."""
     pending_product = _pending_products(thread).get(id(acc.memory))
     if pending_product is not None:
         return pending_product[1]
@@ -437,15 +480,17 @@ def _accumulator_values(thread, acc, n, site):
 def _start_product(thread, acc, group, values, site):
     for key in _element_keys(acc):
         acc.memory.writes.pop(key, None)
-    acc.writeable, acc.memory.busy = False, (site, "the result of")
+    acc.writeable = False
+    acc.memory.busy = (site, "the result of")
     _pending_products(thread)[id(acc.memory)] = group, values, acc
 
 
 def wait(pending):
-    """-> the simulated wait, see hopper.make_wait."""
+    """Return the simulated wait, see hopper.make_wait."""
 
     def run(threads, sites, args):
-        engines, site = threads[0].block.engines, sites[0]
+        engines = threads[0].block.engines
+        site = sites[0]
         w = threads[0].warp
         done = max(engines.completed[w], engines.committed[w] - pending)
         engines.completed[w] = done
@@ -458,7 +503,8 @@ def wait(pending):
             engines.groups[w].remove(group)
             engines.tell("completed", threads[0].block, "wgmma", threads[0])
             for array in group.inputs:
-                array.writeable, array.memory.busy = True, None
+                array.writeable = True
+                array.memory.busy = None
         for thread, (acc,) in zip(threads, args):
             _complete_product(thread, acc, done, pending, site, engines)
         return [None] * len(threads)
@@ -473,11 +519,12 @@ def _complete_product(thread, acc, done, pending, site, engines):
     group, values, _ = pending_product
     if group.number > done:
         text = (
-            f"this wait leaves {pending} products in flight, and the one started at {group.site}, whose result it names, "
-            "may be among them"
+            f"this wait leaves {pending} products in flight, and the one started at {group.site}, "
+            "whose result it names, may be among them"
         )
         raise engines.error(thread, site, text, group.site)
     del _pending_products(thread)[id(acc.memory)]
-    acc.writeable, acc.memory.busy = True, None
+    acc.writeable = True
+    acc.memory.busy = None
     acc.flat[acc.start : acc.start + acc.dims[0]] = values
     acc.memory.writes.update(dict.fromkeys(_element_keys(acc), (thread.mark, site)))

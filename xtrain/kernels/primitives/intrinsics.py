@@ -1,6 +1,7 @@
 """Intrinsics: functions of a kernel that become PTX which the compiler cannot express itself.
 
-An intrinsic is described once. `@intrinsic` turns a Python function that generates code into one that kernels call:
+An intrinsic is described once. `@intrinsic` turns a Python function that generates code into one
+that kernels call:
 
     @intrinsic(value=uint32)
     def store_pair_shared(code, smem, i, value):
@@ -8,11 +9,13 @@ An intrinsic is described once. `@intrinsic` turns a Python function that genera
 
     @intrinsic(returns=int32, value=int32)
     def atomic_add_in_order(code, x, i, value):
-        return code.asm("atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;", int32, [code.address(x, i, GLOBAL), value], memory=True)
+        text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
+        return code.asm(text, int32, [code.address(x, i, GLOBAL), value], memory=True)
 
-`code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler: loads, stores, integer arithmetic, PTX.
-A parameter with a declared type is a value of that type; the compiler converts what the kernel passes. Any other parameter is
-an Operand: an array, or an index of any integer type. `simulates` registers the Python implementation that the simulator runs.
+`code` offers the few operations of llvm_code.py and mlir_code.py, one for each compiler: loads,
+stores, integer arithmetic, PTX. A parameter with a declared type is a value of that type; the
+compiler converts what the kernel passes. Any other parameter is an Operand: an array, or an index
+of any integer type. `simulates` registers the Python implementation that the simulator runs.
 """
 
 import inspect
@@ -25,8 +28,11 @@ if COMPILER == "numba":
 else:
     from .mlir_code import Code, function_maker  # type: ignore[assignment]
 
-GLOBAL, SHARED = 1, 3  # address spaces
-LITERAL = "literal"  # the declared type of a parameter that must be a constant: the code generator gets its value
+# address spaces
+GLOBAL = 1
+SHARED = 3
+# the declared type of a parameter that must be a constant: the code generator gets its value
+LITERAL = "literal"
 
 
 class Operand(NamedTuple):
@@ -37,13 +43,14 @@ class Operand(NamedTuple):
 
     @property
     def is_bf16(self) -> bool:
-        """Are the elements of this array bf16? Kernels get them as uint16, see ptx.py."""
+        """True if the elements of this array are bf16. Kernels get them as uint16, see ptx.py."""
         return isinstance(self.type.dtype, types.Integer)
 
 
 def intrinsic(returns=None, name=None, parameters=None, **declared):
-    """Decorator: an intrinsic that returns `returns`; the keywords are the types of parameters, or LITERAL.
+    """Decorate a code generator so that kernels can call it; it returns `returns`.
 
+    declared: the types of parameters, or LITERAL.
     name, parameters: if they are not those of the function.
     """
 
@@ -52,33 +59,37 @@ def intrinsic(returns=None, name=None, parameters=None, **declared):
         if names is None:
             names = list(inspect.signature(generate).parameters)[1:]
 
-        def typing(typingctx, *given):
-            kinds, constants = [], {}
-            for parameter, kind in zip(names, given):
-                wanted = declared.get(parameter, kind)
-                if wanted is LITERAL:
-                    if not hasattr(kind, "literal_value"):
+        def typing(typingctx, *argument_types):
+            kinds = []
+            constants = {}
+            for parameter, argument_type in zip(names, argument_types):
+                kind = declared.get(parameter, argument_type)
+                if kind is LITERAL:
+                    if not hasattr(argument_type, "literal_value"):
                         return None
-                    constants[parameter], wanted = kind.literal_value, kind
-                kinds.append(wanted)
+                    constants[parameter] = argument_type.literal_value
+                    kind = argument_type
+                kinds.append(kind)
 
             def body(code, values):
-                operands = [
-                    constants.get(parameter, value)
-                    if parameter in declared
-                    else Operand(kind, value)
-                    for parameter, kind, value in zip(names, kinds, values)
-                ]
+                operands = []
+                for parameter, kind, value in zip(names, kinds, values):
+                    if parameter in declared:
+                        operands.append(constants.get(parameter, value))
+                    else:
+                        operands.append(Operand(kind, value))
                 return generate(code, *operands)
 
             return (returns or types.void)(*kinds), Code.generator(body, kinds)
 
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         listed = [inspect.Parameter(n, positional) for n in ("typingctx", *names)]
-        setattr(typing, "__signature__", inspect.Signature(listed))  # noqa: B010  mypy knows no such attribute
+        # setattr, because mypy knows no such attributes
+        setattr(typing, "__signature__", inspect.Signature(listed))  # noqa: B010
         # The name is part of the cache key, see runtime/compile.py.
         typing.__name__ = typing.__qualname__ = name or generate.__name__
-        typing.__module__, typing.__doc__ = generate.__module__, generate.__doc__
+        typing.__module__ = generate.__module__
+        typing.__doc__ = generate.__doc__
         setattr(typing, "__wrapped__", generate)  # noqa: B010  where inspect finds the source
         return function_maker(typing)
 
@@ -86,13 +97,16 @@ def intrinsic(returns=None, name=None, parameters=None, **declared):
 
 
 def instruction(name, text, returns, *arguments, pure=False, memory=None):
-    """An intrinsic for one PTX statement on scalars. In the text, $0 is the result if there is one, then the arguments.
+    """Return an intrinsic for one PTX statement on scalars.
 
-    returns None: no result. pure: without side effects. memory: the statement is not moved across loads and stores (by default
-    if it is not pure).
+    In the text, $0 is the result if there is one, then the arguments.
+    returns: None: no result.
+    pure: without side effects.
+    memory: the statement is not moved across loads and stores; by default if it is not pure.
     """
     names = [f"a{i}" for i in range(len(arguments))]
-    memory = not pure if memory is None else memory
+    if memory is None:
+        memory = not pure
 
     def generate(code, *values):
         return code.asm(text, returns, values, effect=not pure, memory=memory)

@@ -1,10 +1,11 @@
-"""The last of several blocks that share a task: it merges what the others have written (CUDA guide, Memory Fence Functions).
+"""The last of several blocks that share a task merges what the others have written.
 
     partial[block, ...] = ...
     if arrive_last(counters, task, blocks, last_s):
         ... = partial[:, ...]
 
-Integers and minima do not depend on which block is the last; sums of floats must be added in the order of the blocks.
+Integers and minima do not depend on which block is the last; sums of floats must be added in the
+order of the blocks. See the CUDA guide, Memory Fence Functions.
 """
 
 import numpy as np
@@ -16,29 +17,32 @@ from ..runtime.launch import zeros
 from .ptx import atomic_add_in_order, device
 from .tensor_maps import upload
 
-# (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the zeros. Never freed, because CUDA
-# graphs keep the address, and outside of any memory pool: in a graph's pool, an earlier graph of that pool could write to the
-# memory.
+# (device, stream of the launch or the capture, name, size) -> zeros; every launch restores the
+# zeros. Never freed, because CUDA graphs keep the address, and outside of any memory pool: in a
+# graph's pool, an earlier graph of that pool could write to the memory.
 _counters: dict = {}
 
 
 def zero_counters(like: Array, n: int, name: str) -> Array:
-    """At least n zeros, int32, on the device of `like`, for the kernels called `name` that are launched or captured on this
-    stream. Each of them must leave zeros."""
+    """Return at least n zeros, int32, on the device of `like`.
+
+    They are for the kernels called `name` that are launched or captured on this stream. Each of
+    them must leave zeros.
+    """
     if isinstance(like, SimArray):
         return zeros(like, n, np.int32)
     n = max(1 << (n - 1).bit_length(), 1 << 12)
     key = like.device.id, cupy().cuda.get_current_stream().ptr, name, n
-    if key not in _counters:  # another thread may be here, too: the first one's zeros stay
+    if key not in _counters:  # another thread may do the same: the first one's zeros stay
         _counters.setdefault(key, upload(bytes(4 * n)).view(np.int32))
     return _counters[key]
 
 
 @device
 def arrive_last(counters, i, used, last_s):
-    """A barrier for the block -> True in the last of `used` blocks that arrives; it sees what the others wrote.
+    """Wait for the block; return True in the last of `used` blocks that arrives.
 
-    last_s: an int32 of shared memory.
+    That block sees what the others wrote. last_s: an int32 of shared memory.
     """
     cuda.syncthreads()  # the block's writes come before thread 0's addition
     if cuda.threadIdx.x == 0:

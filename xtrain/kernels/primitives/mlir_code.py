@@ -1,4 +1,7 @@
-"""The operations of llvm_code.py as MLIR: for numba-cuda-mlir. Written for its release 0.6, whose MLIR is not a stable API."""
+"""The operations of llvm_code.py as MLIR: for numba-cuda-mlir.
+
+Written for its release 0.6, whose MLIR is not a stable API.
+"""
 
 import math
 
@@ -15,14 +18,14 @@ LETTERS = {"i32": "r", "i64": "l", "f32": "f"}
 
 
 def function_maker(typing):
-    """intrinsic, also for one that is defined after the first kernel was compiled"""
+    """Return an intrinsic, also for one that is defined after the first kernel was compiled."""
     made = intrinsic(typing)
     refresh_registries(target=False, include_uninitialized_cuda=False)
     return made
 
 
 def _type(kind):
-    """The MLIR type of a number of this kind"""
+    """Return the MLIR type of a number of this kind."""
     return ir.F32Type.get() if kind == types.float32 else ir.IntegerType.get_signless(kind.bitwidth)
 
 
@@ -35,23 +38,28 @@ def _constant(number, kind):
 
 
 def _integer(value, width, signed):
-    """An integer of another width"""
-    have, there = value.type.width, ir.IntegerType.get_signless(width)
-    if have == width:
+    """Return an integer in another width."""
+    target = ir.IntegerType.get_signless(width)
+    if value.type.width == width:
         return value
-    change = arith.TruncIOp if have > width else arith.ExtSIOp if signed else arith.ExtUIOp
-    return change(there, value).result
+    if value.type.width > width:
+        return arith.TruncIOp(target, value).result
+    if signed:
+        return arith.ExtSIOp(target, value).result
+    return arith.ExtUIOp(target, value).result
 
 
 def _arithmetic(operation):
     def generate(self, a, b):
-        return operation(a, b if isinstance(b, ir.Value) else _constant(b, a.type)).result
+        if not isinstance(b, ir.Value):  # a Python number
+            b = _constant(b, a.type)
+        return operation(a, b).result
 
     return generate
 
 
 class Code:
-    """Appends MLIR to the kernel. The methods are those of llvm_code.Code."""
+    """Append MLIR to the kernel. The methods are those of llvm_code.Code."""
 
     def __init__(self, builder):
         self.builder = builder
@@ -63,29 +71,35 @@ class Code:
             for argument, kind in zip(args, kinds):
                 value = builder.load_var(argument)
                 if isinstance(kind, (types.Integer, types.Float)):
-                    given = builder.get_numba_type(argument.name)
-                    if isinstance(given, types.Float) or isinstance(kind, types.Float):
+                    passed = builder.get_numba_type(argument.name)
+                    if isinstance(passed, types.Float) or isinstance(kind, types.Float):
                         value = builder.mlir_convert(value, _type(kind))
                     else:
-                        value = _integer(value, kind.bitwidth, getattr(given, "signed", False))
+                        value = _integer(value, kind.bitwidth, getattr(passed, "signed", False))
                 values.append(value)
             builder.store_var(target, body(cls(builder), values))
 
         return generate
 
     # ------------------------------------------------------------------------- values
-    add, mul, fsub, fmul = map(
-        _arithmetic, (arith.AddIOp, arith.MulIOp, arith.SubFOp, arith.MulFOp)
-    )
-    and_, or_, xor = map(_arithmetic, (arith.AndIOp, arith.OrIOp, arith.XOrIOp))
-    shl, lshr = map(_arithmetic, (arith.ShLIOp, arith.ShRUIOp))
+    add = _arithmetic(arith.AddIOp)
+    mul = _arithmetic(arith.MulIOp)
+    fsub = _arithmetic(arith.SubFOp)
+    fmul = _arithmetic(arith.MulFOp)
+    and_ = _arithmetic(arith.AndIOp)
+    or_ = _arithmetic(arith.OrIOp)
+    xor = _arithmetic(arith.XOrIOp)
+    shl = _arithmetic(arith.ShLIOp)
+    lshr = _arithmetic(arith.ShRUIOp)
 
     def constant(self, number, kind=types.uint32):
         return _constant(number, _type(kind))
 
     def bitcast(self, value, kind):
-        there = _type(kind)
-        return value if value.type == there else arith.BitcastOp(there, value).result
+        target = _type(kind)
+        if value.type == target:
+            return value
+        return arith.BitcastOp(target, value).result
 
     def resize(self, value, kind):
         return _integer(value, kind.bitwidth, False)
@@ -107,8 +121,9 @@ class Code:
 
     # ------------------------------------------------------------------------- memory
     def _index(self, x, j):
-        """The indices of element j of a register array, which may have several dimensions"""
-        shape, index = list(ir.MemRefType(x.value.type).shape), []
+        """Return the indices of element j of a register array of one or more dimensions."""
+        shape = list(ir.MemRefType(x.value.type).shape)
+        index = []
         for k in range(len(shape)):
             below = math.prod(shape[k + 1 :])
             index.append(j // below % (shape[k] if k else j + 1))
@@ -131,29 +146,39 @@ class Code:
 
     def address(self, x, i, space):
         if space == 1:
-            there = self._in_space(self.pointer(x, i), space)
-            return llvm.ptrtoint(ir.IntegerType.get_signless(64), there)
-        there = self._in_space(memref_data_pointer(x.value), space)
-        base = llvm.ptrtoint(ir.IntegerType.get_signless(32), there)
+            pointer = self._in_space(self.pointer(x, i), space)
+            return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+        pointer = self._in_space(memref_data_pointer(x.value), space)
+        base = llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
         return self.add(base, self.mul(self.int32(i), x.type.dtype.bitwidth // 8))
 
     def _in_space(self, pointer, space):
-        return llvm.addrspacecast(llvm.PointerType.get(space), pointer) if space else pointer
+        if not space:
+            return pointer
+        return llvm.addrspacecast(llvm.PointerType.get(space), pointer)
 
-    def _first(self, where, space):
-        if isinstance(where.type, ir.IntegerType):
-            return llvm.inttoptr(llvm.PointerType.get(space), where)
-        return self._in_space(where, space)
+    def _first(self, location, space):
+        if isinstance(location.type, ir.IntegerType):
+            return llvm.inttoptr(llvm.PointerType.get(space), location)
+        return self._in_space(location, space)
 
-    def load(self, where, kind, space=None, length=None, count=1):
-        element, first, values = _type(kind), self._first(where, space), []
-        loaded = ir.VectorType.get([length], element) if length else element
-        alignment = kind.bitwidth // 8 * (length or 1 if space else 1)
+    def _access(self, first, k, kind):
+        """Return a pointer to access number k from `first` on."""
+        if k == 0:
+            return first
+        return self._at(first, self.int64(k), kind)
+
+    def load(self, location, kind, space=None, length=None, count=1):
+        element = _type(kind)
+        nbytes = kind.bitwidth // 8
+        first = self._first(location, space)
+        if not length:
+            return [llvm.load(element, first, alignment=nbytes)]
+        values = []
+        loaded = ir.VectorType.get([length], element)
         for k in range(count):
-            at = self._at(first, self.int64(k), loaded) if k else first
-            value = llvm.load(loaded, at, alignment=alignment)
-            if not length:
-                return [value]
+            pointer = self._access(first, k, loaded)
+            value = llvm.load(loaded, pointer, alignment=nbytes * (length if space else 1))
             values += [llvm.extractelement(value, self.constant(j)) for j in range(length)]
         return values
 
@@ -163,13 +188,15 @@ class Code:
             vector = llvm.insertelement(vector, value, self.constant(j))
         return vector
 
-    def store(self, where, values, space=None, length=None):
-        first = self._first(where, space)
+    def store(self, location, values, space=None, length=None):
+        first = self._first(location, space)
         for k in range(0, len(values), length or 1):
-            value = self.vector(values[k : k + length]) if length else values[k]
-            at = self._at(first, self.int64(k // (length or 1)), value.type) if k else first
-            words = math.prod(value.type.shape) if isinstance(value.type, ir.VectorType) else 1
-            llvm.store(value, at, alignment=4 * words if space else None)
+            value = values[k]
+            if length:
+                value = self.vector(values[k : k + length])
+            pointer = self._access(first, k // (length or 1), value.type)
+            words = math.prod(getattr(value.type, "shape", ()))
+            llvm.store(value, pointer, alignment=4 * words if space else None)
 
     def dynamic_shared(self, name, alignment):
         declare_dynamic_shared(self.builder, name, alignment)

@@ -1,11 +1,12 @@
 """Intrinsics for what Numba cannot express: 16-byte accesses, and single PTX instructions.
 
-bfloat16 arrays are passed to kernels as uint16: Numba has no such type, and a bf16 is the upper half of a float32, so
-widening is a shift. All arithmetic is in float32.
+bfloat16 arrays are passed to kernels as uint16: Numba has no such type, and a bf16 is the upper
+half of a float32, so widening is a shift. All arithmetic is in float32.
 
-An intrinsic takes register arrays (`cuda.local.array(8, float32)`, or a row of a larger one) and accesses them at constant
-indices; when the loops around it are unrolled, they are registers. Each intrinsic has a Python implementation at the end of
-this file, which the simulator runs instead. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
+An intrinsic takes register arrays (`cuda.local.array(8, float32)`, or a row of a larger one) and
+accesses them at constant indices; when the loops around it are unrolled, they are registers. Each
+intrinsic has a Python implementation at the end of this file, which the simulator runs instead.
+Names in "quotes" are sections of NVIDIA's PTX ISA manual.
 """
 
 import inspect
@@ -25,32 +26,42 @@ if COMPILER == "numba":
 
 
 def device(fn):
-    """Decorator: a device function that is always inlined, so register arrays passed to it stay in registers."""
+    """Decorate a device function so that it is always inlined.
+
+    Register arrays that are passed to it then stay in registers.
+    """
     inline = {"forceinline": True} if "forceinline" in _JIT else {"inline": "always"}
     return cuda.jit(device=True, **inline)(fn)
 
 
 def kernel(threads: int, min_blocks: int = 0, **options):
-    """cuda.jit with launch bounds: the block size, and the minimum of resident blocks per multiprocessor (0: no minimum)."""
+    """Return cuda.jit with launch bounds.
+
+    threads: the block size.
+    min_blocks: the minimum of resident blocks per multiprocessor; 0: no minimum.
+    """
     if "launch_bounds" in _JIT:
         options["launch_bounds"] = (threads, min_blocks) if min_blocks else threads
     return cuda.jit(**options)
 
 
-# ----------------------------------------------------------------------------- 8 or 4 elements of a row at once
+# ----------------------------------------------------------------- 8 or 4 elements of a row at once
 def widen(code, bits, upper):
-    """The low (0) or high (1) half of a 32-bit pair of bf16, as float32"""
+    """Return the low (0) or high (1) half of a 32-bit pair of bf16, as float32."""
     bits = code.and_(bits, 0xFFFF0000) if upper else code.shl(bits, 16)
     return code.bitcast(bits, float32)
 
 
 def narrow_pair(code, low, high):
-    """Two float32 -> a 32-bit pair of bf16, rounded to nearest even. PTX ISA, cvt: the first source is the upper half."""
+    """Return two float32 as a 32-bit pair of bf16, rounded to nearest even.
+
+    PTX ISA, cvt: the first source is the upper half.
+    """
     return code.asm("cvt.rn.bf16x2.f32 $0, $2, $1;", uint32, [low, high], effect=False)
 
 
 def _elements(code, x, i, count, space):
-    """x[i : i + count] as float32, in accesses of 16 bytes; 4 bf16 are 8 bytes"""
+    """Yield x[i : i + count] as float32, in accesses of 16 bytes; 4 bf16 are 8 bytes."""
     if x.is_bf16:
         pairs = code.load(code.pointer(x, i), uint32, space, count // 2)
         yield from [widen(code, pair, upper) for pair in pairs for upper in (0, 1)]
@@ -67,7 +78,8 @@ def _load(name, count, space):
 
 def _store(name, count, space):
     def store(code, x, i, registers):
-        values, length = code.registers(registers, count), 4
+        values = code.registers(registers, count)
+        length = 4
         if x.is_bf16:
             values = [narrow_pair(code, *values[j : j + 2]) for j in range(0, count, 2)]
             length = count // 2
@@ -76,20 +88,25 @@ def _store(name, count, space):
     return intrinsic(name=name)(store)
 
 
-# load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32. x: flat, float32 or bf16; i: a multiple of 8.
+# load8(registers, x, i): registers[0:8] = x[i : i + 8] as float32.
+# x: flat, float32 or bf16; i: a multiple of 8.
 # store8(x, i, registers): the reverse, rounded to nearest even for bf16. Both use 16-byte accesses.
-# load4, store4: 4 elements, i a multiple of 4; 16 bytes in float32, 8 in bf16. A float32 store8 is two stores, each of
-# half a 32-byte sector: a kernel that writes float32 is faster with store4, where neighbouring threads write neighbouring
-# quads.
-load8, store8 = _load("load8", 8, GLOBAL), _store("store8", 8, GLOBAL)
-load4, store4 = _load("load4", 4, GLOBAL), _store("store4", 4, GLOBAL)
-load8_shared, store8_shared = _load("load8_shared", 8, SHARED), _store("store8_shared", 8, SHARED)
-load4_shared, store4_shared = _load("load4_shared", 4, SHARED), _store("store4_shared", 4, SHARED)
+# load4, store4: 4 elements, i a multiple of 4; 16 bytes in float32, 8 in bf16. A float32 store8 is
+# two stores, each of half a 32-byte sector: a kernel that writes float32 is faster with store4,
+# where neighbouring threads write neighbouring quads.
+load8 = _load("load8", 8, GLOBAL)
+store8 = _store("store8", 8, GLOBAL)
+load4 = _load("load4", 4, GLOBAL)
+store4 = _store("store4", 4, GLOBAL)
+load8_shared = _load("load8_shared", 8, SHARED)
+store8_shared = _store("store8_shared", 8, SHARED)
+load4_shared = _load("load4_shared", 4, SHARED)
+store4_shared = _store("store4_shared", 4, SHARED)
 
 
 @intrinsic(returns=float32)
 def load1(code, x, i):
-    """x[i] as float32. x: flat, float32 or bf16."""
+    """Return x[i] as float32. x: flat, float32 or bf16."""
     if not x.is_bf16:
         return code.load(code.pointer(x, i), float32)[0]
     (bits,) = code.load(code.pointer(x, i), uint16)
@@ -98,22 +115,24 @@ def load1(code, x, i):
 
 @intrinsic(value=float32)
 def store1(code, x, i, value):
-    """x[i] = value, rounded to nearest even for bf16."""
-    there = code.pointer(x, i)
+    """Set x[i] to value, rounded to nearest even for bf16."""
+    pointer = code.pointer(x, i)
     if x.is_bf16:
         value = code.resize(narrow_pair(code, value, value), uint16)
-    code.store(there, [value])
+    code.store(pointer, [value])
 
 
 # ----------------------------------------------------------------------------- kernels that overlap
-# For kernels launched with overlap (runtime/launch.py). Compute capability 9.0 and up, "griddepcontrol".
-# wait_for_previous(): when it returns, the previous kernel has finished and its writes are visible. Before this call a kernel
-# may only read memory that the previous kernel does not write (such as weights), and only write memory that the previous
-# kernel was not given. Every block must call it.
-# let_next_start(): when all blocks have called it or finished, blocks of the next kernel may start where there is room. If it
-# is called after wait_for_previous, the next kernel overlaps only with this one. If it is called before, the next kernel may
-# start while two or more earlier kernels still run, and the rules above hold for all of them. (Each of them waits for the one
-# before it, so after wait_for_previous all of them have finished.)
+# For kernels launched with overlap (runtime/launch.py). Compute capability 9.0 and up,
+# "griddepcontrol". wait_for_previous(): when it returns, the previous kernel has finished and its
+# writes are visible. Before this call a kernel may only read memory that the previous kernel does
+# not write (such as weights), and only write memory that the previous kernel was not given. Every
+# block must call it.
+# let_next_start(): when all blocks have called it or finished, blocks of the next kernel may start
+# where there is room. If it is called after wait_for_previous, the next kernel overlaps only with
+# this one. If it is called before, the next kernel may start while two or more earlier kernels
+# still run, and the rules above hold for all of them. (Each of them waits for the one before it, so
+# after wait_for_previous all of them have finished.)
 wait_for_previous = instruction("wait_for_previous", "griddepcontrol.wait;", None)
 let_next_start = instruction("let_next_start", "griddepcontrol.launch_dependents;", None)
 
@@ -126,16 +145,18 @@ def prefetch(code, x, i):
 
 @intrinsic()
 def prefetch_run(code, x, i, n):
-    """Prefetch x[i : i + n] into the L2 cache. Both ends are multiples of 16 bytes. Compute capability 9.0 and up.
-    "cp.async.bulk.prefetch" """
+    """Prefetch x[i : i + n] into the L2 cache. Both ends are multiples of 16 bytes.
+
+    Compute capability 9.0 and up. "cp.async.bulk.prefetch"
+    """
     start = code.address(x, i, GLOBAL)
     nbytes = code.resize(code.mul(code.int64(n), x.type.dtype.bitwidth // 8), uint32)
     code.asm("cp.async.bulk.prefetch.L2.global [$0], $1;", None, [start, nbytes])
 
 
 def _aligned_run(thread, site, x, i, n):
-    for at in (i, n):
-        if at * x.dtype.itemsize % 16:
+    for elements in (i, n):
+        if elements * x.dtype.itemsize % 16:
             raise ValueError(
                 f"{site.what}: {n} elements from element {i} on: not multiples of 16 bytes"
             )
@@ -145,10 +166,12 @@ def _aligned_run(thread, site, x, i, n):
 
 @intrinsic(returns=int32, value=int32)
 def atomic_add_in_order(code, x, i, value):
-    """x[i] += value, int32 in global memory; returns the old value. With acquire-release ordering ("atom", .acq_rel).
+    """Add value to x[i], int32 in global memory, and return the old value.
 
-    All writes that are visible to this thread (its own and, after a barrier, those of its block) become visible to every
-    thread whose later call observes this addition. It waits once, for those writes; cuda.threadfence before and after an
+    With acquire-release ordering ("atom", .acq_rel). All writes that are visible to this thread
+    (its own and, after a barrier, those of its block) become visible to every thread whose later
+    call observes this addition. It waits once, for those writes; cuda.threadfence before and after
+    an
     atomic would wait twice.
     """
     text = "atom.acq_rel.gpu.global.add.s32 $0, [$1], $2;"
@@ -157,10 +180,11 @@ def atomic_add_in_order(code, x, i, value):
 
 @intrinsic(value=int64)
 def atomic_add_release(code, x, i, value):
-    """x[i] += value, int64 in global memory, with release ordering ("red", .release).
+    """Add value to x[i], int64 in global memory, with release ordering ("red", .release).
 
-    What is visible to this thread becomes visible to those that observe the addition (load_acquire). No old value is returned, so
-    the thread does not wait for one.
+    What is visible to this thread becomes visible to those that observe the addition
+    (load_acquire).
+    No old value is returned, so the thread does not wait for one.
     """
     text = "red.release.gpu.global.add.u64 [$0], $1;"
     code.asm(text, None, [code.address(x, i, GLOBAL), value], memory=True)
@@ -168,16 +192,17 @@ def atomic_add_release(code, x, i, value):
 
 @intrinsic(returns=int64)
 def load_acquire(code, x, i):
-    """x[i], int64 in global memory. With acquire ordering ("ld", .acquire).
+    """Return x[i], int64 in global memory, with acquire ordering ("ld", .acquire).
 
-    What the threads that have made additions (atomic_add_release) had written or seen before is visible to this thread
-    afterwards if it observes their additions, and after a barrier to its block.
+    If this thread observes the additions of other threads (atomic_add_release), what these had
+    written or seen before is visible to it afterwards, and after a barrier to its block.
     """
     text = "ld.acquire.gpu.global.s64 $0, [$1];"
     return code.asm(text, int64, [code.address(x, i, GLOBAL)], memory=True)
 
 
-# The simulator runs launches one after the other, but it checks the rules of overlapping ones; prefetching has no effect.
+# The simulator runs launches one after the other, but it checks the rules of overlapping ones;
+# prefetching has no effect.
 simulates(prefetch)(lambda thread, site, x, i: None)
 simulates(prefetch_run)(_aligned_run)
 simulates(wait_for_previous)(wait)
@@ -198,7 +223,7 @@ def _simulated_load_acquire(thread, site, x, i):
 simulates(let_next_start)(let_next)
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def _from_memory(thread, x, i, site):
     value = thread.load(x, i, site)
     if x.dtype == np.uint16:
@@ -238,14 +263,14 @@ def _aligned(i, count):
         )
 
 
-for _intrinsic in (load8, load8_shared):
-    simulates(_intrinsic)(_simulated_load(8))
-for _intrinsic in (store8, store8_shared):
-    simulates(_intrinsic)(_simulated_store(8))
-for _intrinsic in (load4, load4_shared):
-    simulates(_intrinsic)(_simulated_load(4))
-for _intrinsic in (store4, store4_shared):
-    simulates(_intrinsic)(_simulated_store(4))
+simulates(load8)(_simulated_load(8))
+simulates(load8_shared)(_simulated_load(8))
+simulates(store8)(_simulated_store(8))
+simulates(store8_shared)(_simulated_store(8))
+simulates(load4)(_simulated_load(4))
+simulates(load4_shared)(_simulated_load(4))
+simulates(store4)(_simulated_store(4))
+simulates(store4_shared)(_simulated_store(4))
 
 
 @simulates(load1)

@@ -1,8 +1,9 @@
-"""Sums and maxima over a warp (32 threads, no shared memory) and over a block (one float of shared memory per warp).
+"""Sums and maxima over a warp (32 threads) and over a block.
 
-A butterfly of exclusive-or shuffles leaves the result in every lane. The order of the additions is fixed, so the same
-input gives the same bits. Every thread of the warp or block must call these functions: no thread may return before them,
-and a block must be a whole number of warps.
+A warp needs no shared memory, a block one float per warp. A butterfly of exclusive-or shuffles
+leaves the result in every lane. The order of the additions is fixed, so the same input gives the
+same bits. Every thread of the warp or block must call these functions: no thread may return before
+them, and a block must be a whole number of warps.
 """
 
 import functools
@@ -19,7 +20,7 @@ NEG_INF = float32(-math.inf)
 
 @cuda.jit(device=True)
 def warp_sum(v):
-    """The sum of v over the 32 lanes, in every lane."""
+    """Return the sum of v over the 32 lanes, in every lane."""
     for step in (16, 8, 4, 2, 1):
         v += cuda.shfl_xor_sync(FULL, v, step)
     return v
@@ -27,7 +28,7 @@ def warp_sum(v):
 
 @cuda.jit(device=True)
 def warp_max(v):
-    """The maximum of v over the 32 lanes, in every lane."""
+    """Return the maximum of v over the 32 lanes, in every lane."""
     for step in (16, 8, 4, 2, 1):
         other = cuda.shfl_xor_sync(FULL, v, step)
         v = v if v > other else other
@@ -36,9 +37,13 @@ def warp_max(v):
 
 @cuda.jit(device=True)
 def block_sum(v, partial):
-    """The sum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
+    """Return the sum of v over the block, in every thread.
+
+    partial: MAX_WARPS floats of shared memory.
+    """
     tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
+    lane = tid % 32
+    warp = tid // 32
     v = warp_sum(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
@@ -50,9 +55,13 @@ def block_sum(v, partial):
 
 @cuda.jit(device=True)
 def block_max(v, partial):
-    """The maximum of v over the block, in every thread. partial: MAX_WARPS floats of shared memory."""
+    """Return the maximum of v over the block, in every thread.
+
+    partial: MAX_WARPS floats of shared memory.
+    """
     tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
+    lane = tid % 32
+    warp = tid // 32
     v = warp_max(v)
     cuda.syncthreads()  # the previous use of `partial` is over
     if lane == 0:
@@ -70,22 +79,28 @@ IN_FLIGHT = 8  # rows that a thread loads before it adds the first
 
 @functools.cache
 def make_add_column_sums_kernel(COLUMNS, overlap):
-    """COLUMNS: of a block.  overlap: the kernel waits for the previous kernel of the stream itself (runtime/overlap.py)."""
+    """Return the kernel whose blocks own COLUMNS columns.
+
+    overlap: it waits for the previous kernel of the stream itself (runtime/overlap.py).
+    """
     ROWS_PER_WARP = 32 // COLUMNS  # rows that a warp reads at a time
 
     @kernel(32 * WARPS)
     def add_column_sums_kernel(out_C, second_C, terms, P, C):
-        """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS). C: columns of out, then those of second.
+        """Grid ceil(C / COLUMNS), block (COLUMNS, 32 / COLUMNS, up to WARPS).
 
-        out_C[c] += sum over p of terms[p, c].  terms: flat (P C).
+        out_C[c] += sum over p of terms[p, c]. terms: flat (P C). C: columns of out, then of second.
         """
         tile = cuda.shared.array((WARPS, COLUMNS), float32)
         rows = cuda.local.array(IN_FLIGHT, float32)
-        column, warp, warps = cuda.threadIdx.x, cuda.threadIdx.z, cuda.blockDim.z
+        column = cuda.threadIdx.x
+        warp = cuda.threadIdx.z
+        warps = cuda.blockDim.z
         c = cuda.blockIdx.x * COLUMNS + column
         if overlap:
             wait_for_previous()
-        acc, old = float32(0.0), float32(0.0)
+        acc = float32(0.0)
+        old = float32(0.0)
         first = cuda.threadIdx.y == 0 and warp == 0 and c < C
         if first:  # the load overlaps with the sums below
             old = out_C[c] if c < out_C.size else second_C[c - out_C.size]
@@ -117,14 +132,19 @@ def make_add_column_sums_kernel(COLUMNS, overlap):
 
 
 def add_column_sums(x_PC, out_C, second_C=None) -> None:
-    """out += x.sum(0), without atomics: the gradient of a bias, or the second stage of that of a norm weight.
+    """Add the sums of the columns of x (P, C) to out (C,), without atomics.
 
-    x (P, C) float32 or bf16, out (C,) float32. second: another gradient, for the columns of x after those of out.
+    The gradient of a bias, or the second stage of that of a norm weight. x: float32 or bf16, out:
+    float32.
+    second: another gradient, for the columns of x after those of out.
     """
-    (P, C), columns = x_PC.shape, SECTOR // x_PC.itemsize
+    P, C = x_PC.shape
+    columns = SECTOR // x_PC.itemsize
     rows = 32 // columns
     block = columns, rows, min(WARPS, -(-P // rows))
-    second_C = out_C if second_C is None else second_C  # a kernel argument cannot be None
+    if second_C is None:
+        second_C = out_C  # a kernel argument cannot be None
     overlap = can_overlap(x_PC)
-    sums_kernel, grid = make_add_column_sums_kernel(columns, overlap), -(-C // columns)
+    sums_kernel = make_add_column_sums_kernel(columns, overlap)
+    grid = -(-C // columns)
     launch(sums_kernel, grid, block, out_C, second_C, x_PC.reshape(-1), P, C, overlap=overlap)

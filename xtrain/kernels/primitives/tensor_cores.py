@@ -3,14 +3,15 @@
     mma_bf16                        a warp multiplies a 16 x 16 by a 16 x 8 tile and accumulates
     transpose_pairs                 a warp transposes an 8 x 8 tile that it holds in registers
     ldmatrix, ldmatrix_trans        shared memory -> the operands of mma, as 8 x 8 tiles
-    copy16_async, copy4_async       global -> shared memory, bypassing registers; the threads continue
+    copy16_async, copy4_async       global -> shared memory, bypassing registers; threads continue
     commit_copies, wait_copies      group these copies, wait until groups have arrived
     store16, load16_shared, ...     16 bytes of bf16 in one access
     exp2, log2, fmax, warp_id, pack_bf16, low_bf16, high_bf16
 
-A fragment, the part of a tile that a lane holds, is a register array (see ptx.py). Shared memory is one flat uint16 array;
-its indices count elements, so 16 bytes are 8 elements. The second half of the file has a Python implementation of each
-instruction, for the simulator. Names in "quotes" are sections of NVIDIA's PTX ISA manual.
+A fragment, the part of a tile that a lane holds, is a register array (see ptx.py). Shared memory is
+one flat uint16 array; its indices count elements, so 16 bytes are 8 elements. The second half of
+the file has a Python implementation of each instruction, for the simulator. Names in "quotes" are
+sections of NVIDIA's PTX ISA manual.
 """
 
 import ml_dtypes
@@ -25,10 +26,11 @@ from .ptx import narrow_pair, widen
 # ----------------------------------------------------------------------------- the tensor core
 @intrinsic()
 def mma_bf16(code, c, a, b):
-    """c[0:4] += A B for one warp: A (16, 16) in a[0:4], B (16, 8) in b[0:2], bf16; C (16, 8) float32.
+    """Add A B to c[0:4] for one warp; A (16, 16) and B (16, 8) bf16, C (16, 8) float32.
 
-    "Matrix Fragments for mma.m16n8k16 with floating point type". Lane 4 g + t holds two neighbouring elements per register:
-        A   a[0] row g, a[1] row g + 8: columns 2t, 2t + 1;   a[2], a[3] the same rows, columns 2t + 8, 2t + 9
+    "Matrix Fragments for mma.m16n8k16 with floating point type". A is in a[0:4], B in b[0:2]. Lane
+    4 g + t holds two neighbouring elements per register:
+        A   a[0] row g, a[1] row g + 8: columns 2t, 2t + 1; a[2], a[3] the same rows, columns + 8
         B   b[0] rows 2t, 2t + 1, b[1] rows 2t + 8, 2t + 9: column g
         C   c[0], c[1] row g, c[2], c[3] row g + 8: columns 2t, 2t + 1
     """
@@ -45,7 +47,8 @@ def _ldmatrix(name, option):
 
     def ldmatrix(code, registers, smem, i, flip, more):
         address = code.address(smem, i, SHARED)
-        # Hides the sum from the compiler, which would otherwise compute another one for each `more`.
+        # Hides the sum from the compiler, which would otherwise compute another one for each
+        # `more`.
         address = code.asm("mov.b32 $0, $1;", uint32, [address], effect=False)
         flip, more = (code.mul(code.int32(x), 2) for x in (flip, more))
         address = code.add(code.xor(address, flip), more)
@@ -54,10 +57,12 @@ def _ldmatrix(name, option):
     return intrinsic(name=name)(ldmatrix)
 
 
-# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one register each. Row r of matrix m
-# starts at element (i ^ flip) + more of smem, where i is the argument of lane 8 m + r, and flip and more are the same in all
-# lanes: they are constants, so one i serves a whole product.
-# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices. "ldmatrix"
+# ldmatrix(registers, smem, i, flip, more): registers[0:4] = four 8 x 8 matrices of bf16, one
+# register each. Row r of matrix m starts at element (i ^ flip) + more of smem, where i is the
+# argument of lane 8 m + r, and flip and more are the same in all lanes: they are constants, so one
+# i serves a whole product.
+# Lane 4 g + t receives row g, columns 2t and 2t + 1; with _trans, of the transposed matrices.
+# "ldmatrix"
 ldmatrix = _ldmatrix("ldmatrix", "")
 ldmatrix_trans = _ldmatrix("ldmatrix_trans", ".trans")
 
@@ -67,28 +72,30 @@ def _copy_async(name, cache, nbytes):
     text = f"cp.async.{cache}.shared.global [$0], [$1], {nbytes}, $2;"
 
     def copy(code, smem, i, x, j, valid):
-        to, source = code.address(smem, i, SHARED), code.address(x, j, GLOBAL)
-        code.asm(text, None, [to, source, code.choose(valid, nbytes, 0)], memory=True)
+        target = code.address(smem, i, SHARED)
+        source = code.address(x, j, GLOBAL)
+        code.asm(text, None, [target, source, code.choose(valid, nbytes, 0)], memory=True)
 
     return intrinsic(name=name)(copy)
 
 
-# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to smem[i]; copy4_async copies one
-# float32. If not valid, x is not read and zeros are written.
+# copy16_async(smem, i, x, j, valid): start a copy of 16 bytes from x[j] in global memory to
+# smem[i]; copy4_async copies one float32. If not valid, x is not read and zeros are written.
 # "cp.async": .cg bypasses the L1 cache and copies 16 bytes only; .ca can copy 4.
 copy16_async = _copy_async("copy16_async", "cg", 16)
 copy4_async = _copy_async("copy4_async", "ca", 4)
 
 
-# The copies that this thread has started since the last commit become one group. "cp.async.commit_group"
+# The copies that this thread has started since the last commit become one group.
+# "cp.async.commit_group"
 commit_copies = instruction("commit_copies", "cp.async.commit_group;", None)
 
 
 @intrinsic(n=LITERAL)
 def wait_copies(code, n):
-    """Wait until at most n (a constant) of this thread's groups are in flight. "cp.async.wait_group"
+    """Wait until at most n of this thread's groups are in flight; n is a constant.
 
-    Other threads see the data after the next barrier.
+    Other threads see the data after the next barrier. "cp.async.wait_group"
     """
     code.asm(f"cp.async.wait_group {n};", memory=True)
 
@@ -109,19 +116,19 @@ store16_shared = _store16("store16_shared", SHARED)
 
 @intrinsic()
 def load16_shared(code, registers, smem, i):
-    """registers[0:4] = smem[i : i + 8]; i is a multiple of 8."""
+    """Set registers[0:4] to smem[i : i + 8]; i is a multiple of 8."""
     code.set_registers(registers, code.load(code.address(smem, i, SHARED), uint32, SHARED, 4))
 
 
 @intrinsic(pair=uint32)
 def store_pair_shared(code, smem, i, pair):
-    """smem[i], smem[i + 1] = the two bf16 of `pair`; i is even."""
+    """Set smem[i], smem[i + 1] to the two bf16 of `pair`; i is even."""
     code.store(code.address(smem, i, SHARED), [pair], SHARED)
 
 
 @intrinsic()
 def load2_shared(code, registers, smem, i):
-    """registers[0:2] = smem[i : i + 2]; smem: float32; i is even."""
+    """Set registers[0:2] to smem[i : i + 2]; smem: float32; i is even."""
     code.set_registers(registers, code.load(code.address(smem, i, SHARED), float32, SHARED, 2))
 
 
@@ -130,11 +137,13 @@ def load2_shared(code, registers, smem, i):
 exp2 = instruction("exp2", "ex2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 log2 = instruction("log2", "lg2.approx.ftz.f32 $0, $1;", float32, float32, pure=True)
 fmax = instruction("fmax", "max.f32 $0, $1, $2;", float32, float32, float32, pure=True)
-# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as float32.
+# Two float32 -> a pair of bf16 in 32 bits, the first in the lower half; and the two halves as
+# float32.
 pack_bf16 = intrinsic(uint32, "pack_bf16", low=float32, high=float32)(narrow_pair)
 low_bf16 = intrinsic(float32, "low_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 0))
 high_bf16 = intrinsic(float32, "high_bf16", pair=uint32)(lambda code, pair: widen(code, pair, 1))
-# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives those of column g. "movmatrix"
+# Lane 4 g + t has elements 2t, 2t + 1 of row g of an 8 x 8 matrix of 16-bit numbers and receives
+# those of column g. "movmatrix"
 _TRANSPOSE = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
 transpose_pairs = instruction("transpose_pairs", _TRANSPOSE, uint32, uint32, memory=False)
 # threadIdx.x // 32. The shuffle tells the compiler that it is uniform in the warp. "shfl.sync"
@@ -142,11 +151,12 @@ _WARP_ID = (
     "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
 )
 warp_id = instruction("warp_id", _WARP_ID, int32, pure=True)
-# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n before a loop.
+# n, hidden from the compiler: it does not unroll a loop up to n, or compute an address from n
+# before a loop.
 opaque = instruction("opaque", "mov.b32 $0, $1;", int32, int32)
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+# ------------------------------------------------------------------------ the same in the simulator
 def _misuse(site, text):
     return KernelError(f"{site.what} in {site.function}: {text}", (site,))
 
@@ -157,7 +167,7 @@ def _aligned16(index, site):
 
 
 def _pairs(halves):
-    """16-bit numbers (low, high, low ...) -> 32-bit pairs"""
+    """Return 16-bit numbers (low, high, low ...) as 32-bit pairs."""
     return [np.uint32(int(a) | int(b) << 16) for a, b in zip(halves[::2], halves[1::2])]
 
 
@@ -166,7 +176,7 @@ def _halves(pairs):
 
 
 def _to_float32(halves):
-    """bf16 bits -> float32"""
+    """Return the values of bf16 bits in float32."""
     return (np.asarray(halves, np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -190,7 +200,8 @@ def _mma_bf16(threads, sites, args):
     for thread, site, (c, a, b), (g, t) in zip(threads, sites, args, lane_positions):
         a, b = (_to_float32(_halves(_fragment(thread, x, n, site))) for x, n in ((a, 4), (b, 2)))
         for j in range(4):
-            row, column = g + 8 * (j % 2), 2 * t + 8 * (j // 2)
+            row = g + 8 * (j % 2)
+            column = 2 * t + 8 * (j // 2)
             A[row, column : column + 2] = a[2 * j : 2 * j + 2]
         for j in range(2):
             B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
@@ -202,23 +213,28 @@ def _mma_bf16(threads, sites, args):
 
 
 def _simulated_ldmatrix(transpose):
+    # the two elements of a matrix that lane 4 g + t receives
+    if transpose:
+        received = lambda matrix, g, t: matrix[2 * t : 2 * t + 2, g]
+    else:
+        received = lambda matrix, g, t: matrix[g, 2 * t : 2 * t + 2]
+
     def run(threads, sites, args):
         matrices = np.empty((4, 8, 8), np.uint16)
         banks: list[set[int]] = [set() for _ in range(4)]
         for thread, site, (_, smem, i, flip, more) in zip(threads, sites, args):
-            at, m = (int(i) ^ int(flip)) + int(more), thread.lane // 8
-            _aligned16(at, site)
-            matrices[m, thread.lane % 8] = [thread.load(smem, at + j, site) for j in range(8)]
-            banks[m].add(at // 8 % 8)
+            start = (int(i) ^ int(flip)) + int(more)
+            m = thread.lane // 8
+            _aligned16(start, site)
+            matrices[m, thread.lane % 8] = [thread.load(smem, start + j, site) for j in range(8)]
+            banks[m].add(start // 8 % 8)
         n = min(map(len, banks))
         if n < 8:  # not wrong but slow; a correctly swizzled tile has no conflicts
             raise _misuse(sites[0], f"bank conflict: 8 rows of 16 bytes use {n} of 8 bank groups")
         for thread, site, (registers, *_) in zip(threads, sites, args):
             g, t = divmod(thread.lane, 4)
-            mine = (
-                x[2 * t : 2 * t + 2, g] if transpose else x[g, 2 * t : 2 * t + 2] for x in matrices
-            )
-            _set_fragment(thread, registers, [_pairs(pair)[0] for pair in mine], site)
+            pairs = [_pairs(received(matrix, g, t))[0] for matrix in matrices]
+            _set_fragment(thread, registers, pairs, site)
         return [None] * len(threads)
 
     return run
@@ -239,7 +255,10 @@ def _transpose_pairs(threads, sites, args):
 
 def _simulated_copy(n):
     def run(thread, site, smem, i, x, j, valid):
-        """The data arrives when wait_copies covers it. Until then the elements count as uninitialized."""
+        """Start a copy, whose data arrives when wait_copies covers it.
+
+        Until then the elements count as uninitialized.
+        """
         if n == 8:
             _aligned16(i, site)
             _aligned16(j if valid else 0, site)
@@ -285,9 +304,8 @@ simulates(store16_shared)(_simulated_store16)
 @simulates(load16_shared)
 def _load16_shared(thread, site, registers, smem, i):
     _aligned16(i, site)
-    _set_fragment(
-        thread, registers, _pairs([thread.load(smem, i + j, site) for j in range(8)]), site
-    )
+    halves = [thread.load(smem, i + j, site) for j in range(8)]
+    _set_fragment(thread, registers, _pairs(halves), site)
 
 
 @simulates(load2_shared)

@@ -1,8 +1,8 @@
-"""Tensor maps: 128 bytes that describe a tensor, and the box of it that one copy transfers, to the copy engine (TMA).
+"""Tensor maps: 128 bytes that describe a tensor to the copy engine (TMA), and the box of one copy.
 
-The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A map depends only on
-address, shape and strides, so each set of maps is created once and kept in global memory. A captured graph refers to that
-address, so replaying it needs no work on the host.
+The driver encodes them ("CUDA Driver API, Tensor Map Object Management": cuTensorMapEncodeTiled). A
+map depends only on address, shape and strides, so each set of maps is created once and kept in
+global memory. A captured graph refers to that address, so replaying it needs no work on the host.
 """
 
 import ctypes
@@ -19,16 +19,21 @@ from ..runtime.launch import empty, zeros
 from .hopper import MAP_WORDS, PANEL
 from .hopper_simulated import simulated_map
 
-# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave, CUtensorMapFloatOOBfill
-FLOAT32, BFLOAT16 = 7, 9
-SWIZZLE_NONE, SWIZZLE_128 = 0, 3
-PROMOTE_256, NO_INTERLEAVE, FILL_ZEROS = 3, 0, 0
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapInterleave,
+# CUtensorMapFloatOOBfill
+FLOAT32 = 7
+BFLOAT16 = 9
+SWIZZLE_NONE = 0
+SWIZZLE_128 = 3
+PROMOTE_256 = 3
+NO_INTERLEAVE = 0
+FILL_ZEROS = 0
 MAX_CACHED = 1 << 14  # sets of maps that no graph uses
 
 # (device, the maps' TensorMapSpecs) -> maps
 _captured: dict = {}  # used by a graph: never removed
 _evictable: dict = {}
-# of both: a graph must refer to the maps that are kept, not to those of another thread
+# For both: a graph must refer to the maps that are kept, not to those of another thread.
 _lock = threading.Lock()
 # (device, stream, kernel name) -> two zeros; never removed, because graphs use their address
 _counters: dict = {}
@@ -45,20 +50,23 @@ class TensorMapSpec:
 
 
 def mappable(x_BTHD: Array) -> Array:
-    """x (B, T, H, D), or a contiguous copy if a tensor map cannot describe x.
+    """Return x (B, T, H, D), or a contiguous copy if a tensor map cannot describe x.
 
     A map needs an address and strides that are multiples of 16 bytes, and contiguous heads.
     """
     address = 0 if isinstance(x_BTHD, SimArray) else x_BTHD.data.ptr
     steps = [s for s, n in zip(x_BTHD.strides, x_BTHD.shape) if n > 1]
     aligned = address % 16 == 0 and all(s > 0 and s % 16 == 0 and s < 2**40 for s in steps[:-1])
-    return x_BTHD if aligned and x_BTHD.strides[3] == x_BTHD.itemsize else x_BTHD.copy()
+    if aligned and x_BTHD.strides[3] == x_BTHD.itemsize:
+        return x_BTHD
+    return x_BTHD.copy()
 
 
 def tensor_maps(*boxes: tuple[Array, int]) -> Array:
-    """The tensor maps of several arrays, (16 words each,) uint64, one after the other, on the device of the arrays.
+    """Return the tensor maps of several arrays, (16 words each,) uint64, on their device.
 
-    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns per box.
+    boxes: pairs of x (B, T, H, D) bf16 and the rows per box, or of a float32 matrix and the columns
+        per box.
     Raises RuntimeError if the driver rejects a map.
     """
     first = boxes[0][0]
@@ -86,26 +94,30 @@ def tensor_maps(*boxes: tuple[Array, int]) -> Array:
 
 
 def tensors_of(maps: Array) -> list[tuple]:
-    """-> [(dims from the innermost axis outwards, bytes)] of the tensors that these maps describe.
+    """Return [(dims from the innermost axis outwards, bytes)] of the tensors of these maps.
 
     Raises ValueError if `maps` does not come from tensor_maps.
     """
     with _lock:
-        known = (*_captured.items(), *_evictable.items())
-    for (_, specs), found in known:
-        if found.data.ptr == maps.data.ptr:
+        kept_maps = (*_captured.items(), *_evictable.items())
+    for (_, specs), kept in kept_maps:
+        if kept.data.ptr == maps.data.ptr:
             itemsize = {4: 2, 2: 4}  # 4 axes: bf16, 2 axes: float32
             return [(s.dims, itemsize[len(s.dims)] * math.prod(s.dims)) for s in specs]
     raise ValueError("this array does not come from tensor_maps")
 
 
 def _spec(x, size) -> TensorMapSpec:
-    """The map of x. size: rows per box of x (B, T, H, D), or columns per box of a matrix.
+    """Return the description of the map of x.
 
-    Strides increase from one axis to the next, as the driver's manual requires: columns, heads, rows, sequences.
+    size: rows per box of x (B, T, H, D), or columns per box of a matrix.
+    Strides increase from one axis to the next, as the driver's manual requires: columns, heads,
+    rows, sequences.
     """
-    simulated = isinstance(x, SimArray)
-    address = x.__array_interface__["data"][0] if simulated else x.data.ptr
+    if isinstance(x, SimArray):
+        address = x.__array_interface__["data"][0]
+    else:
+        address = x.data.ptr
     if x.ndim == 2:
         return TensorMapSpec(address, x.shape[::-1], x.strides[:1], (size, 1))
     B, T, H, D = x.shape
@@ -124,26 +136,29 @@ def _encoder():
 
 
 def _encode(spec: TensorMapSpec) -> bytes:
-    """The 128 bytes of the map. Raises RuntimeError if the driver rejects it."""
+    """Return the 128 bytes of the map. Raises RuntimeError if the driver rejects it."""
     buffer = ctypes.create_string_buffer(128 + 64)
     aligned = -(-ctypes.addressof(buffer) // 64) * 64  # the alignment that the driver requires
     longs = lambda values: (ctypes.c_uint64 * len(values))(*values)
     ints = lambda values: (ctypes.c_uint32 * len(values))(*values)
-    dims, strides, box, rank = spec.dims, spec.strides, spec.box, len(spec.dims)
+    rank = len(spec.dims)
     kind, swizzle = (BFLOAT16, SWIZZLE_128) if rank == 4 else (FLOAT32, SWIZZLE_NONE)
-    layout = (longs(dims), longs(strides), ints(box), ints((1,) * rank))
+    layout = (longs(spec.dims), longs(spec.strides), ints(spec.box), ints((1,) * rank))
     modes = (NO_INTERLEAVE, swizzle, PROMOTE_256, FILL_ZEROS)
     status = _encoder()(aligned, kind, rank, spec.address, *layout, *modes)
     if status:
         raise RuntimeError(
-            f"the driver rejected a tensor map of dims {dims}, strides {strides} bytes, box {box} at {spec.address:#x}: "
-            f"CUDA error {status}"
+            f"the driver rejected a tensor map of dims {spec.dims}, strides {spec.strides} bytes, "
+            f"box {spec.box} at {spec.address:#x}: CUDA error {status}"
         )
     return ctypes.string_at(aligned, 128)
 
 
 def upload(content: bytes) -> Array:
-    """Copy bytes to the GPU, -> uint64. Uses no memory pool and no captured stream; the copy has finished on return."""
+    """Copy bytes to the GPU and return them as uint64.
+
+    Uses no memory pool and no captured stream; the copy has finished on return.
+    """
     gpu = cupy().cuda
     memory = gpu.MemoryPointer(gpu.Memory(len(content)), 0)
     maps = cupy().ndarray((len(content) // 8,), np.uint64, memory)
@@ -156,15 +171,16 @@ def upload(content: bytes) -> Array:
 
 
 def tile_counter(maps: Array, name: str) -> Array:
-    """Two zeros, int32, on the device of `maps`, for the kernels called `name` that are launched or captured on this stream.
+    """Return two zeros, int32, on the device of `maps`.
 
-    A kernel must reset them to zero. Kernels with different names may run at the same time, so each name has its own pair.
+    They are for the kernels called `name` that are launched or captured on this stream. A kernel
+    must reset them to zero. Kernels with different names may run at the same time, so each name has
+    its own pair.
     """
     if isinstance(maps, SimArray) or maps.device.id < 0:
         return zeros(maps, (2,), np.int32)
     stream = cupy().cuda.get_current_stream()
     key = maps.device.id, stream.ptr, name
     if key not in _counters:
-        content = bytes(8)
-        _counters.setdefault(key, upload(content).view(np.int32))
+        _counters.setdefault(key, upload(bytes(8)).view(np.int32))
     return _counters[key]

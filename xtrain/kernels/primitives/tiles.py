@@ -1,22 +1,24 @@
 """Tiles of bf16 in shared memory, and their products in the registers of one warp.
 
-A tile has rows of D elements and starts in shared memory at a multiple of 256 bytes. ldmatrix reads the same 16-byte chunk
-of 8 rows at a time. If the rows were stored one after the other, all 8 chunks would be in the same banks of shared memory
-(rows of 128 bytes), and the reads would be serialized. So chunk c of row r is stored at index c ^ r (swizzling); D = 64:
+A tile has rows of D elements and starts in shared memory at a multiple of 256 bytes. ldmatrix reads
+the same 16-byte chunk of 8 rows at a time. If the rows were stored one after the other, all 8
+chunks would be in the same banks of shared memory (rows of 128 bytes), and the reads would be
+serialized. So chunk c of row r is stored at index c ^ r (swizzling); D = 64:
 
     row 0    c0 c1 c2 c3 c4 c5 c6 c7      c0 of rows 0..7 is now at 8 different indices,
     row 1    c1 c0 c3 c2 c5 c4 c7 c6      which cover all banks once:
     row 2    c2 c3 c0 c1 c6 c7 c4 c5      one read instead of eight
     ...
 
-An accumulator is a register array (MT, NT, 4): MT x NT tiles of 16 x 8 floats, as mma_bf16 has them. Of tile (m, n), lane
-4 g + t holds
+An accumulator is a register array (MT, NT, 4): MT x NT tiles of 16 x 8 floats, as mma_bf16 has
+them. Of tile (m, n), lane 4 g + t holds
 
     acc[m, n, 2 r + c]    row 16 m + 8 r + g, column 8 n + 2 t + c           r, c in {0, 1}
 
-Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`): the softmax of the
-scores multiplies the values without moving between lanes. With MT = 2 a warp reads each right operand once for 32 rows;
-with MT = 1, 16 rows, reading shared memory takes longer than multiplying.
+Rounded to pairs of bf16 it is, register by register, the left operand of another product (`pack`):
+the softmax of the scores multiplies the values without moving between lanes. With MT = 2 a warp
+reads each right operand once for 32 rows; with MT = 1, 16 rows, reading shared memory takes longer
+than multiplying.
 """
 
 import functools
@@ -41,7 +43,7 @@ WIDTHS = (16, 32, 64, 128)
 
 @functools.cache
 def make_chunk_offset(D):
-    """-> chunk_offset(row, chunk): the start of a chunk, in elements from the start of the tile"""
+    """Return chunk_offset(row, chunk): the start of a chunk, in elements from that of the tile."""
     CHUNKS = D // CHUNK
     SHIFT = {16: 2, 32: 1}.get(D, 0)  # all banks once, 128 bytes, are 4 rows of 16 or 2 of 32
     MASK = min(CHUNKS, 8) - 1
@@ -53,13 +55,13 @@ def make_chunk_offset(D):
     return chunk_offset
 
 
-# ----------------------------------------------------------------------------- between global and shared memory
+# ----------------------------------------------------------------- between global and shared memory
 @functools.cache
 def make_copy(D, ROWS, THREADS):
-    """-> copy_tile(smem, a, x, first, stride, valid): a block starts to copy ROWS rows into the tile at smem[a].
+    """Return copy_tile(smem, a, x, first, stride, valid): a block starts to copy ROWS rows.
 
-    Row r comes from x[first + r stride]; rows from `valid` on become zeros. Neighbouring threads copy neighbouring
-    chunks, so whole rows are read at once.
+    Row r comes from x[first + r stride] and goes into the tile at smem[a]; rows from `valid` on
+    become zeros. Neighbouring threads copy neighbouring chunks, so whole rows are read at once.
     """
     chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
@@ -71,20 +73,23 @@ def make_copy(D, ROWS, THREADS):
     @device
     def copy_tile(smem, a, x, first, stride, valid):
         tid = cuda.threadIdx.x & (THREADS - 1)  # the same value, but the compiler learns its range
-        row, chunk = tid // CHUNKS, tid % CHUNKS
-        to, source = a + chunk_offset(row, chunk), first + row * stride + chunk * CHUNK
+        row = tid // CHUNKS
+        chunk = tid % CHUNKS
+        target = a + chunk_offset(row, chunk)
+        source = first + row * stride + chunk * CHUNK
         for i in range(STEPS):
             if ROWS % STEP == 0 or row + i * STEP < ROWS:
                 inside = row + i * STEP < valid
-                copy16_async(smem, to + i * STEP * D, x, source + i * STEP * stride, inside)
+                copy16_async(smem, target + i * STEP * D, x, source + i * STEP * stride, inside)
 
     return copy_tile
 
 
 @functools.cache
 def make_copy_two(D, ROWS, THREADS):
-    """-> copy_two(smem, a, x, x_first, x_stride, y, y_first, y_stride, valid): copy_tile for a tile of K and one of V, as one
-    group. They are adjacent in shared memory.
+    """Return copy_two, which copies a tile of K and one of V as one group, see make_copy.
+
+    They are adjacent in shared memory.
     """
     copy_tile = make_copy(D, ROWS, THREADS)
 
@@ -99,10 +104,10 @@ def make_copy_two(D, ROWS, THREADS):
 
 @functools.cache
 def make_store(D, MT):
-    """-> store_tile(acc, smem, a, x, first, stride, valid): a warp writes its 16 MT rows as bf16.
+    """Return store_tile(acc, smem, a, x, first, stride, valid): a warp writes 16 MT rows as bf16.
 
-    They pass through the warp's own rows of a tile in shared memory that is no longer needed, so that global memory is
-    written 16 bytes at a time.
+    They pass through the warp's own rows of a tile in shared memory that is no longer needed, so
+    that global memory is written 16 bytes at a time.
     """
     chunk_offset = make_chunk_offset(D)
     CHUNKS = D // CHUNK
@@ -120,7 +125,8 @@ def make_store(D, MT):
                     store_pair_shared(smem, a + chunk_offset(row, n) + 2 * (lane & 3), pair)
         cuda.syncwarp()  # the rows are complete
         for i in range(MT * CHUNKS // 2):
-            row, chunk = (32 * i + lane) // CHUNKS, (32 * i + lane) % CHUNKS
+            row = (32 * i + lane) // CHUNKS
+            chunk = (32 * i + lane) % CHUNKS
             load16_shared(registers, smem, a + chunk_offset(row, chunk))
             if row < valid:
                 store16(x, first + row * stride + chunk * CHUNK, registers)
@@ -131,7 +137,7 @@ def make_store(D, MT):
 # ----------------------------------------------------------------------------- in registers
 @functools.cache
 def make_fill(MT, NT):
-    """-> clear(acc (MT, NT, 4)), fill(rows (MT, 2), value), scale_rows(acc, factors (MT, 2))"""
+    """Return clear(acc (MT, NT, 4)), fill(rows (MT, 2), value), scale_rows(acc, factors (MT, 2))"""
 
     @device
     def clear(acc):
@@ -158,13 +164,17 @@ def make_fill(MT, NT):
 
 @functools.cache
 def make_pack(MT):
-    """-> pack(fa, acc, k): columns 16 k to 16 k + 15 of acc, two adjacent tiles, as a left operand fa (MT, 4)"""
+    """Return pack(fa, acc, k): columns 16 k to 16 k + 15 of acc become a left operand.
+
+    They are two adjacent tiles, fa is (MT, 4).
+    """
 
     @device
     def pack(fa, acc, k):
         for m in range(MT):
             for i in range(4):
-                n, r = 2 * k + i // 2, i % 2
+                n = 2 * k + i // 2
+                r = i % 2
                 fa[m, i] = pack_bf16(acc[m, n, 2 * r], acc[m, n, 2 * r + 1])
 
     return pack
@@ -172,10 +182,11 @@ def make_pack(MT):
 
 @functools.cache
 def make_left_lane(D):
-    """-> left_lane(): the offset of this lane's row in a 16 x 16 left operand, and in a transposed right operand.
+    """Return left_lane(): the offset of this lane's row in a 16 x 16 left operand.
 
-    Columns 16 k to 16 k + 15 are at this offset ^ 16 k: the swizzle changes no other bits. So a product needs one address,
-    one exclusive-or per 16 columns, and constants.
+    Also in a transposed right operand. Columns 16 k to 16 k + 15 are at this offset ^ 16 k: the
+    swizzle changes no other bits. So a product needs one address, one exclusive-or per 16 columns,
+    and constants.
     """
     chunk_offset = make_chunk_offset(D)
 
@@ -189,18 +200,18 @@ def make_left_lane(D):
 
 @functools.cache
 def make_scores(D, MT, NT):
-    """-> load_rows, scores_of, scores: products of tiles, s (MT, NT, 4) = A B^T with 16 MT rows in A and 8 NT in B.
+    """Return load_rows, scores_of, scores: products of tiles, s (MT, NT, 4) = A B^T.
 
-    load_rows(fa, smem, a)          loads the 16 MT rows of the tile at a into registers fa (D / 16, MT, 4)
-    scores_of(s, fa, smem, b)       with A in fa
-    scores(s, smem, a, b)           with A in shared memory
+    A has 16 MT rows, B has 8 NT.
+
+    load_rows(fa, smem, a)     loads the rows of the tile at a into registers fa (D / 16, MT, 4)
+    scores_of(s, fa, smem, b)  with A in fa
+    scores(s, smem, a, b)      with A in shared memory
     """
-    chunk_offset, left_lane, clear, KS = (
-        make_chunk_offset(D),
-        make_left_lane(D),
-        make_fill(MT, NT)[0],
-        D // 16,
-    )
+    chunk_offset = make_chunk_offset(D)
+    left_lane = make_left_lane(D)
+    clear = make_fill(MT, NT)[0]
+    KS = D // 16
 
     @device
     def load_slice(fa, smem, a, k):
@@ -209,7 +220,7 @@ def make_scores(D, MT, NT):
 
     @device
     def add_slice(s, fa, smem, b, k):
-        """Columns 16 k to 16 k + 15 of both factors"""
+        """Add the product of columns 16 k to 16 k + 15 of both factors."""
         lane = cuda.threadIdx.x & 31
         fb = cuda.local.array((2, 2), uint32)
         right_lane = chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
@@ -243,10 +254,12 @@ def make_scores(D, MT, NT):
 
 @functools.cache
 def make_add_slab(D, MT):
-    """-> add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B, A (16 MT, 16) packed in fa, B: rows 16 k, 16 k + 1,
-    ... 16 k + 15 of the tile at b
+    """Return add_slab(rows, fa, smem, b, k): rows (MT, D / 8, 4) += A B.
+
+    A (16 MT, 16) is packed in fa, B is rows 16 k to 16 k + 15 of the tile at b.
     """
-    left_lane, KS = make_left_lane(D), D // 16
+    left_lane = make_left_lane(D)
+    KS = D // 16
 
     @device
     def add_slab(rows, fa, smem, b, k):
@@ -262,8 +275,12 @@ def make_add_slab(D, MT):
 
 @functools.cache
 def make_add_product(D, MT, NT):
-    """-> add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B, P (MT, NT, 4) rounded to bf16, B: 8 NT rows at b"""
-    pack, add_slab = make_pack(MT), make_add_slab(D, MT)
+    """Return add_product(rows, p, smem, b): rows (MT, D / 8, 4) += P B.
+
+    P (MT, NT, 4) is rounded to bf16, B is the 8 NT rows at b.
+    """
+    pack = make_pack(MT)
+    add_slab = make_add_slab(D, MT)
 
     @device
     def add_product(rows, p, smem, b):

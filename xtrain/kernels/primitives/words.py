@@ -1,14 +1,21 @@
 """Elements packed in 32-bit words: until it is used in arithmetic, a bf16 takes half a register.
 
-A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n, uint32)`, or a row of a larger
-array) and unpacks them later. n is 4 or 8: n float32 are n words, n bf16 are n / 2. Arrays are flat; an index counts
-elements and is a multiple of n, so these are accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
+A thread that loads data long before it uses them keeps them in words (`cuda.local.array(n,
+uint32)`, or a row of a larger array) and unpacks them later. n is 4 or 8: n float32 are n words, n
+bf16 are n / 2. Arrays are flat; an index counts elements and is a multiple of n, so these are
+accesses of 16 bytes (4 bf16: of 8, 2 bf16: of 4).
 
-    load_words4(words, x, i)      words = x[i : i + 4]; also load_words2, load_words8; load_words4_shared: shared memory
+    load_words4(words, x, i)      words = x[i : i + 4]
     store_words4(x, i, words)     the reverse
     unpack4(values, words, x)     values[0:4] = words as float32, by the dtype of x
     pack4(words, values, x)       the reverse, rounded to nearest even for bf16
+
+load_words8 and so on: 8 elements. load_words2: 2. load_words4_shared, store_words4_shared: x is in
+shared memory. WORD_OPS[n] holds all of them for n elements.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -21,17 +28,19 @@ from .ptx import narrow_pair, widen
 
 
 def elements_per_vector(*arrays: Array) -> int:
-    """The number of neighbouring elements that a thread should own: as many as 16 bytes of the widest of these dtypes hold.
+    """Return the number of neighbouring elements that a thread should own.
 
-    Then neighbouring threads own neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in
-    two accesses, each access of a warp covers every second 16 bytes of the lines, and a copy is 7 % slower (H200).
+    It is as many as 16 bytes of the widest of these dtypes hold. Then neighbouring threads own
+    neighbouring 16 bytes, and a warp moves whole 128-byte lines. With 8 float32 per thread in two
+    accesses, each access of a warp covers every second 16 bytes of the lines, and a copy is 7 %
+    slower (H200).
     """
     return 16 // max(a.itemsize for a in arrays)
 
 
 # ----------------------------------------------------------------------------- code generation
 def _accesses(n, x):
-    """-> the number of accesses, the words in each"""
+    """Return the number of accesses and the words in each."""
     words = n // 2 if x.is_bf16 else n
     return max(words // 4, 1), min(words, 4)
 
@@ -77,23 +86,50 @@ def _make_pack(name, n):
     return intrinsic(name=name)(pack)
 
 
-load_words2, load_words4, load_words8 = (_make_load(f"load_words{n}", n, GLOBAL) for n in (2, 4, 8))
-store_words4, store_words8 = (_make_store(f"store_words{n}", n, GLOBAL) for n in (4, 8))
-load_words4_shared, load_words8_shared = (
-    _make_load(f"load_words{n}_shared", n, SHARED) for n in (4, 8)
-)
-store_words4_shared, store_words8_shared = (
-    _make_store(f"store_words{n}_shared", n, SHARED) for n in (4, 8)
-)
-unpack4, unpack8 = (_make_unpack(f"unpack{n}", n) for n in (4, 8))
-pack4, pack8 = (_make_pack(f"pack{n}", n) for n in (4, 8))
+@dataclass(frozen=True)
+class WordOps:
+    """The intrinsics for n elements, see the file's docstring."""
+
+    load: Callable
+    store: Callable
+    load_shared: Callable
+    store_shared: Callable
+    unpack: Callable
+    pack: Callable
 
 
-# ----------------------------------------------------------------------------- the same in the simulator
+WORD_OPS = {
+    n: WordOps(
+        load=_make_load(f"load_words{n}", n, GLOBAL),
+        store=_make_store(f"store_words{n}", n, GLOBAL),
+        load_shared=_make_load(f"load_words{n}_shared", n, SHARED),
+        store_shared=_make_store(f"store_words{n}_shared", n, SHARED),
+        unpack=_make_unpack(f"unpack{n}", n),
+        pack=_make_pack(f"pack{n}", n),
+    )
+    for n in (2, 4, 8)
+}
+load_words2 = WORD_OPS[2].load
+load_words4 = WORD_OPS[4].load
+load_words8 = WORD_OPS[8].load
+store_words4 = WORD_OPS[4].store
+store_words8 = WORD_OPS[8].store
+load_words4_shared = WORD_OPS[4].load_shared
+load_words8_shared = WORD_OPS[8].load_shared
+store_words4_shared = WORD_OPS[4].store_shared
+store_words8_shared = WORD_OPS[8].store_shared
+unpack4 = WORD_OPS[4].unpack
+pack4 = WORD_OPS[4].pack
+unpack8 = WORD_OPS[8].unpack
+pack8 = WORD_OPS[8].pack
+
+
+# ------------------------------------------------------------------------ the same in the simulator
 def _aligned(n, i, site):
     if i % n:
         raise ValueError(
-            f"{site.what}: access to {n} elements at element {i}: the index must be a multiple of {n}"
+            f"{site.what}: access to {n} elements at element {i}: "
+            f"the index must be a multiple of {n}"
         )
 
 
@@ -122,9 +158,8 @@ def _simulated_load(n):
 def _simulated_store(n):
     def simulated(thread, site, x, i, words):
         _aligned(n, i, site)
-        for j, element in enumerate(
-            _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
-        ):
+        elements = _read(thread, words, _words_in(n, x), np.uint32, site).view(x.dtype)
+        for j, element in enumerate(elements):
             thread.store(x, i + j, element, site)
 
     return simulated
@@ -150,20 +185,10 @@ def _simulated_pack(n):
     return simulated
 
 
-simulates(load_words2)(_simulated_load(2))
-for _n, _intrinsics in (
-    (4, (load_words4, load_words4_shared, store_words4, store_words4_shared, unpack4, pack4)),
-    (8, (load_words8, load_words8_shared, store_words8, store_words8_shared, unpack8, pack8)),
-):
-    for _intrinsic, _simulated in zip(
-        _intrinsics,
-        (
-            _simulated_load,
-            _simulated_load,
-            _simulated_store,
-            _simulated_store,
-            _simulated_unpack,
-            _simulated_pack,
-        ),
-    ):
-        simulates(_intrinsic)(_simulated(_n))
+for _n, _ops in WORD_OPS.items():
+    simulates(_ops.load)(_simulated_load(_n))
+    simulates(_ops.load_shared)(_simulated_load(_n))
+    simulates(_ops.store)(_simulated_store(_n))
+    simulates(_ops.store_shared)(_simulated_store(_n))
+    simulates(_ops.unpack)(_simulated_unpack(_n))
+    simulates(_ops.pack)(_simulated_pack(_n))

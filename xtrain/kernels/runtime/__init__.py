@@ -1,1 +1,3 @@
-"""From arrays to machine code: kernel launches, compilation, the machine-code cache, overlapping kernels."""
+"""From arrays to machine code: kernel launches, compilation, the machine-code cache, overlapping
+kernels.
+"""

@@ -1,14 +1,17 @@
 """Compile a @cuda.jit kernel for given argument types, and cache the machine code on disk.
 
-Numba compiles Python to PTX and machine code (a cubin), which takes from a tenth of a second to several seconds per kernel.
-The machine code of xtrain's own kernels is cached in $XTRAIN_CACHE/kernels. The cache key covers everything that the
-machine code depends on: the source of all files below xtrain/kernels, the kernel's name and closure constants, the argument
-types, the compute capability and the library versions. A second process, or a second rank, compiles nothing. A cache file
-is written under a temporary name and then renamed, so many ranks may write it at the same time.
+Numba compiles Python to PTX and machine code (a cubin), which takes from a tenth of a second to
+several seconds per kernel. The machine code of xtrain's own kernels is cached in
+$XTRAIN_CACHE/kernels. The cache key covers everything that the machine code depends on: the source
+of all files below xtrain/kernels, the kernel's name and closure constants, the argument types, the
+compute capability and the library versions. A second process, or a second rank, compiles nothing. A
+cache file is written under a temporary name and then renamed, so many ranks may write it at the
+same time.
 
 Numba compiles one kernel at a time, so `compile_together` compiles several in as many processes.
 
-Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their sources are not in the key.
+Kernels defined outside xtrain/kernels (in a lesson or a test) are compiled in each process: their
+sources are not in the key.
 """
 
 import concurrent.futures
@@ -53,13 +56,15 @@ def load_function(
 ) -> tuple[int, object]:
     """Compile `kernel` for the Numba types in `signature`, or load it from the cache.
 
-    shared: bytes of dynamic shared memory that it will be launched with.  code: if it has been compiled already.
-    Returns the driver's function handle, and the module that must stay alive as long as the handle is used.
+    Returns the driver's function handle, and the module that must stay alive as long as the handle
+    is used.
+    shared: bytes of dynamic shared memory that it will be launched with.
+    code: if it has been compiled already.
     Raises RuntimeError if the GPU does not have that much shared memory.
     """
     if code is None:
-        found, _ = compile_together([(kernel, signature)])
-        code = found[kernel, signature]
+        compiled, _ = compile_together([(kernel, signature)])
+        code = compiled[kernel, signature]
     name, cubin = code
     module = cupy().cuda.function.Module()
     module.load(cubin)
@@ -70,7 +75,7 @@ def load_function(
 
 
 def allow_shared(handle: int, shared: int, kernel) -> None:
-    """Raise a kernel's limit of dynamic shared memory to `shared` bytes; its static arrays are additional.
+    """Raise a kernel's limit of dynamic shared memory to `shared` bytes, besides its static arrays.
 
     handle: the driver's function handle. Raises RuntimeError if the GPU has less.
     """
@@ -80,20 +85,22 @@ def allow_shared(handle: int, shared: int, kernel) -> None:
     except driver.CUDADriverError as error:
         name = kernel.py_func.__name__
         raise RuntimeError(
-            f"{name} needs {shared} bytes of shared memory, but the driver rejected the request: {error}"
+            f"{name} needs {shared} bytes of shared memory, "
+            f"but the driver rejected the request: {error}"
         ) from error
 
 
 def _compile(kernel, signature):
-    """-> the kernel's name in the machine code, the machine code"""
+    """Return the kernel's name in the machine code, and the machine code."""
     cuda.current_context()  # Numba compiles for CuPy's current device
     return _translate(kernel, signature)
 
 
 def _translate(kernel, signature):
     if COMPILER == "mlir":
-        # With link-time optimization, which numba-cuda uses by default, the machine code is that of a whole program. A linker
-        # that gets PTX makes relocatable code: wgmma products wait for each other, and a division calls a function.
+        # With link-time optimization, which numba-cuda uses by default, the machine code is that of
+        # a whole program. A linker that gets PTX makes relocatable code: wgmma products wait for
+        # each other, and a division calls a function.
         options = {**kernel.targetoptions, "lto": True}
         compiled = type(kernel)(kernel.py_func, targetoptions=options).compile(signature).metadata
         return compiled["func_name"], bytes(compiled["cubin"])
@@ -104,30 +111,34 @@ def _translate(kernel, signature):
     return compiled.entry_name, bytes(getattr(code, "code", code))
 
 
-# ----------------------------------------------------------------------------- several kernels at a time
+# ------------------------------------------------------------------------ several kernels at a time
 def compile_together(jobs: Sequence[tuple]) -> tuple[dict[tuple, MachineCode], int]:
-    """-> the machine code of each (kernel, signature), and how many of them were not in the cache.
+    """Return the machine code of each (kernel, signature), and how many were not in the cache.
 
-    Those are compiled in several processes, one per core at most: in one process Numba compiles one kernel at a time.
+    Those are compiled in several processes, one per core at most: in one process Numba compiles one
+    kernel at a time.
     """
-    found, paths = {}, {job: _cache_path(*job) for job in jobs}
+    machine_code: dict[tuple, MachineCode] = {}
+    paths = {job: _cache_path(*job) for job in jobs}
     for job, path in paths.items():
-        cached = None if path is None else _read(path)
+        cached = path and _read(path)
         if cached:
-            found[job] = cached
-    missing = [job for job in paths if job not in found]
+            machine_code[job] = cached
+    missing = [job for job in paths if job not in machine_code]
     for job, (name, cubin) in zip(missing, _compile_in_processes(missing)):
-        found[job] = name, cubin
+        machine_code[job] = name, cubin
         path = paths[job]
         if path is not None:
             _write(path, name, cubin)
-    return found, len(missing)
+    return machine_code, len(missing)
 
 
 def _compile_in_processes(jobs):
-    """Forked processes, because a kernel that is a closure cannot be sent to another one.
+    """Return the machine code of each job, compiled in forked processes.
 
-    A fork has a copy of every lock. No other thread may hold Numba's at that moment: the fork would wait for it forever.
+    Forked, because a kernel that is a closure cannot be sent to another process. A fork has a copy
+    of every lock. No other thread may hold Numba's at that moment: the fork would wait for it
+    forever.
     """
     processes = min(cores(), len(jobs))
     if processes <= 1 or "fork" not in multiprocessing.get_all_start_methods():
@@ -141,17 +152,20 @@ def _compile_in_processes(jobs):
             fork = multiprocessing.get_context("fork")
             with concurrent.futures.ProcessPoolExecutor(processes, fork, **start) as workers:
                 return list(workers.map(_compile_number, range(len(jobs))))
-    except Exception as error:  # of a kernel, or of this way to compile: this process will tell
+    except Exception as error:  # a kernel's, or that of a process: compiling here will show it
         text = f"kernels are compiled one at a time, which takes longer: {error}"
         warnings.warn(text, stacklevel=2)
         return [_compile(*job) for job in jobs]
 
 
-_jobs: list = []  # of a worker
+_jobs: list = []  # in a worker process
 
 
 def _start_worker(jobs, capability):
-    """In a forked process CUDA does not work. Compiling needs it only to ask for the compute capability."""
+    """Prepare a forked process, in which CUDA does not work.
+
+    Compiling needs it only to ask for the compute capability.
+    """
     gc.disable()  # nothing of CuPy may be freed here
     _jobs[:] = jobs
     if COMPILER == "mlir":
@@ -169,24 +183,24 @@ def _compile_number(i):
 
 # ----------------------------------------------------------------------------- the cache on disk
 def _cache_path(kernel, signature) -> Path | None:
-    """The cache file of this kernel and signature; None for a kernel that is not cached."""
+    """Return the cache file of this kernel and signature; None for a kernel that is not cached."""
     identity = _identity(kernel.py_func)
     if identity is None:
         return None
     device = cupy().cuda.Device()
-    # mlir has a function among the options, and changes `chip`, which the compute capability decides, when it compiles
+    # mlir has a function among the options, and changes `chip`, which the compute capability
+    # decides, when it compiles
     options = kernel.targetoptions.items()
     options = sorted(str(o) for o in options if o[0] != "chip" and not callable(o[1]))
-    parts = (_sources(), identity, signature, options)
-    key = hashlib.sha256(
-        repr((*parts, device.compute_capability, _versions())).encode()
-    ).hexdigest()
+    kernel_parts = (_sources(), identity, signature, options)
+    parts = (*kernel_parts, device.compute_capability, _versions())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return cache_folder() / "kernels" / f"{kernel.py_func.__name__}-{key[:32]}.cubin"
 
 
 @functools.cache
 def _sources() -> str:
-    """A digest of all kernel files, subfolders included: a kernel may use a device function of any of them."""
+    """Return a digest of all kernel files, in which a kernel may use any device function."""
     digest = hashlib.sha256()
     for path in sorted(KERNELS_FOLDER.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -200,9 +214,10 @@ def _versions() -> tuple:
 
 
 def _identity(function) -> tuple | None:
-    """Module, name and closure of a kernel or device function of xtrain.kernels.
+    """Return module, name and closure of a kernel or device function of xtrain.kernels.
 
-    None for a function of another package, and for a closure that holds a value without a stable text form.
+    None for a function of another package, and for a closure that holds a value without a stable
+    text form.
     """
     if not function.__module__.startswith(f"{PACKAGE}."):
         return None
@@ -211,10 +226,10 @@ def _identity(function) -> tuple | None:
         value = cell.cell_contents
         if hasattr(value, "py_func"):
             value = _identity(value.py_func)
+        elif _is_plain_function(value):
+            value = (value.__module__, value.__qualname__)
         elif not isinstance(value, (int, float, str, tuple, np.generic, types.Type, type(None))):
-            value = (
-                None if not _is_plain_function(value) else (value.__module__, value.__qualname__)
-            )
+            value = None
         if value is None and cell.cell_contents is not None:
             return None
         constants.append((name, repr(value)))
@@ -222,13 +237,12 @@ def _identity(function) -> tuple | None:
 
 
 def _is_plain_function(value):
-    return hasattr(value, "__qualname__") and str(getattr(value, "__module__", "")).startswith(
-        PACKAGE
-    )
+    module = str(getattr(value, "__module__", ""))
+    return hasattr(value, "__qualname__") and module.startswith(PACKAGE)
 
 
 def _read(path):
-    """-> the kernel's name and machine code; None if the file is missing or damaged."""
+    """Return the kernel's name and machine code; None if the file is missing or damaged."""
     try:
         checksum, name, cubin = path.read_bytes().split(b"\n", 2)
     except (OSError, ValueError):
@@ -239,13 +253,8 @@ def _read(path):
 
 
 def _write(path, name, cubin):
-    content = (
-        hashlib.sha256(name.encode() + cubin).hexdigest().encode()
-        + b"\n"
-        + name.encode()
-        + b"\n"
-        + cubin
-    )
+    checksum = hashlib.sha256(name.encode() + cubin).hexdigest()
+    content = b"\n".join((checksum.encode(), name.encode(), cubin))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,12 @@ The array type alone decides which implementation a launcher uses:
     CuPy      the kernel, on CuPy's current device and stream
     SimArray  the same kernel, thread by thread, in xtrain.simulator
 
-Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may synchronize with its
-stream. Here Numba compiles a kernel once per signature, and the driver's cuLaunchKernel launches it with parameters packed
-by hand, in about 10 us. Numba's calling convention passes an array as seven or more separate parameters: meminfo, parent,
-size, itemsize, data pointer, shape..., strides... . That of numba-cuda-mlir: allocation, data pointer, offset, shape...,
-strides in elements... .
+Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may
+synchronize with its stream. Here Numba compiles a kernel once per signature, and the driver's
+cuLaunchKernel launches it with parameters packed by hand, in about 10 us. Numba's calling
+convention passes an array as seven or more separate parameters: meminfo, parent, size, itemsize,
+data pointer, shape..., strides... . That of numba-cuda-mlir: allocation, data pointer, offset,
+shape..., strides in elements... .
 """
 
 import contextlib
@@ -35,36 +36,34 @@ from .overlap import launch_overlapping, launch_resident
 
 # dtypes that the memory-bound kernels read and write; they compute in float32
 FLOATS = ("float32", "bfloat16")
-# Blocks that run at a time there, if they wait for each other.
-RESIDENT_IN_SIMULATOR = 3
+RESIDENT_IN_SIMULATOR = 3  # blocks that wait for each other run so many at a time
 _debug = False
 _overlap = True
 
 
 def set_debug(on: bool) -> None:
-    """Synchronize with the GPU after every launch, so that an error names the kernel that caused it. Slow."""
+    """Synchronize with the GPU after every launch, so that an error names its kernel. Slow."""
     global _debug
     _debug = on
 
 
 # ----------------------------------------------------------------------------- which implementation
 def on_host(*arrays: Array) -> bool:
-    """True if all arrays are NumPy arrays: use the reference. False if all are CuPy or all are SimArray: use the kernel.
+    """Return True if all arrays are NumPy arrays: use the reference.
 
-    Raises TypeError for a mixture.
+    False if all are CuPy or all are SimArray: use the kernel. Raises TypeError for a mixture.
     """
     kind = type(arrays[0])
     for array in arrays:
         if type(array) is not kind:
-            names = ", ".join(
-                sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
-            )
+            types_of = {f"{type(a).__module__.split('.')[0]}.{type(a).__name__}" for a in arrays}
+            names = ", ".join(sorted(types_of))
             raise TypeError(f"all arrays of an op must be on one device, got {names}")
     return kind is np.ndarray
 
 
 def empty(like: Array, shape, dtype=None) -> Array:
-    """An uninitialized array on the device of `like`, with its dtype unless one is given.
+    """Return an uninitialized array on the device of `like`, with its dtype by default.
 
     The simulator fills it with NaN (integers: 0x7F bytes), so that reading it before writing shows.
     """
@@ -72,51 +71,60 @@ def empty(like: Array, shape, dtype=None) -> Array:
 
 
 def _allocate(like, shape, dtype):
-    if isinstance(like, SimArray):
-        new = np.empty(shape, dtype).view(SimArray)
-        new.fill(np.nan) if dtype.kind in "fV" else new.view(np.uint8).fill(0x7F)
-        return new
-    return array_module(like).empty(shape, dtype)
+    if not isinstance(like, SimArray):
+        return array_module(like).empty(shape, dtype)
+    new = np.empty(shape, dtype).view(SimArray)
+    if dtype.kind in "fV":
+        new.fill(np.nan)
+    else:
+        new.view(np.uint8).fill(0x7F)
+    return new
 
 
 def empty_like(x: Array) -> Array:
-    """An uninitialized contiguous array with the shape, dtype and device of x."""
+    """Return an uninitialized contiguous array with the shape, dtype and device of x."""
     return empty(x, x.shape)
 
 
 def zeros(like: Array, shape, dtype=None) -> Array:
-    """An array of zeros on the device of `like`, with its dtype unless one is given."""
-    dtype = like.dtype if dtype is None else np.dtype(dtype)
-    new = array_module(like).zeros(shape, dtype)
+    """Return an array of zeros on the device of `like`, with its dtype by default."""
+    new = array_module(like).zeros(shape, like.dtype if dtype is None else dtype)
     return new.view(SimArray) if isinstance(like, SimArray) else new
 
 
 def wide(x: Array) -> Array:
-    """x for use in a reference: bf16 is converted to float32, as in the kernels (NumPy's einsum has no bf16)."""
-    return x.astype(np.float32) if dtype_name(x.dtype) == "bfloat16" else x
+    """Return x for a reference: bf16 becomes float32, as in the kernels.
+
+    NumPy's einsum has no bf16.
+    """
+    if dtype_name(x.dtype) == "bfloat16":
+        return x.astype(np.float32)
+    return x
 
 
 # ----------------------------------------------------------------------------- the GPU
 @functools.cache
 def gpu_attribute(device: int, name: str) -> int:
-    """One of CuPy's Device.attributes of the GPU with this number."""
+    """Return one of CuPy's Device.attributes of the GPU with this number."""
     return cupy().cuda.Device(device).attributes[name]
 
 
 def multiprocessors(x: Array) -> int:
-    """Multiprocessors of the GPU that holds x; 1 in the simulator."""
-    return 1 if isinstance(x, SimArray) else gpu_attribute(x.device.id, "MultiProcessorCount")
+    """Return the multiprocessors of the GPU that holds x; 1 in the simulator."""
+    if isinstance(x, SimArray):
+        return 1
+    return gpu_attribute(x.device.id, "MultiProcessorCount")
 
 
 # ----------------------------------------------------------------------------- checks of the inputs
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """dtype.name, which takes NumPy several microseconds: as long as a launch."""
+    """Return dtype.name, which takes NumPy several microseconds: as long as a launch."""
     return dtype.name
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ValueError(message) unless `condition`."""
+    """Raise ValueError(message) unless `condition`."""
     if not condition:
         raise ValueError(message)
 
@@ -124,19 +132,19 @@ def check(condition: bool, message: str) -> None:
 def check_array(
     op: str, name: str, x: Array, shape: tuple, dtypes=("float32",), strided=False
 ) -> None:
-    """Check one argument of a launcher. In `shape`, None allows any length; `strided` allows a non-contiguous array.
+    """Check one argument of a launcher.
 
-    On the CPU float64 is accepted where float32 is: the references are dtype-agnostic, and finite differences need it.
-    Raises ValueError for another shape or a non-contiguous array, TypeError for another dtype.
+    shape: None allows any length.
+    strided: allows a non-contiguous array.
+    On the CPU float64 is accepted where float32 is: the references are dtype-agnostic, and finite
+    differences need it. Raises ValueError for another shape or a non-contiguous array, TypeError
+    for another dtype.
     """
     if not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name} must be an array, got {x!r}")
-    found = x.shape
-    if found != shape and (
-        len(found) != len(shape) or any(s is not None and s != n for s, n in zip(shape, found))
-    ):
-        want = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
-        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {want}")
+    if x.shape != shape and not _fits(x.shape, shape):
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected ({expected})")
     kind = dtype_name(x.dtype)
     if kind not in dtypes:
         wider = type(x) is np.ndarray and kind == "float64" and "float32" in dtypes
@@ -148,23 +156,27 @@ def check_array(
         )
 
 
+def _fits(shape, expected):
+    if len(shape) != len(expected):
+        return False
+    return all(n is None or m == n for m, n in zip(shape, expected))
+
+
 def check_ids(op: str, name: str, ids: Array) -> None:
-    """Raises ValueError unless the dtype of `ids` is an integer type."""
+    """Raise ValueError unless the dtype of `ids` is an integer type."""
     check(ids.dtype.kind in "iu", f"{op}: {name} must be integers, got {ids.dtype}")
 
 
 # ----------------------------------------------------------------------------- observers
 @dataclass(frozen=True)
 class LaunchEvent:
-    """A launch on the GPU, as passed to observers.
+    """A launch on the GPU, as passed to observers."""
 
-    name: of the kernel's function, or "product M x N x K" for a matrix product by cuBLAS (is_product).
-    cost: a function, so that nothing is computed for an observer that does not call it.
-    """
-
-    name: str
-    is_product: bool
-    cost: Callable[[], Cost]
+    name: str  # of the kernel's function, or "product M x N x K"
+    is_product: bool  # a matrix product by cuBLAS
+    cost: Callable[
+        [], Cost
+    ]  # a function: nothing is computed for an observer that does not call it
 
 
 LaunchObserver = Callable[[LaunchEvent, Callable[[], None]], None]
@@ -173,10 +185,11 @@ launch_observers: list[LaunchObserver] = []
 
 @contextlib.contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
-    """Inside, observer(event, start) is called for each kernel and each cuBLAS product, in place of the launch.
+    """Call observer(event, start) for each kernel and each cuBLAS product, in place of the launch.
 
-    The observer calls start() to launch; without that the launch does not happen. If there are several observers, the
-    one registered last is called first, and its start() calls the previous one.
+    The observer calls start() to launch; without that the launch does not happen. If there are
+    several observers, the one registered last is called first, and its start() calls the previous
+    one.
     """
     launch_observers.append(observer)
     try:
@@ -192,22 +205,19 @@ def show_launch(event: LaunchEvent, start: Callable[[], None]) -> None:
     start()
 
 
-# ----------------------------------------------------------------------------- what is launched, without launching it
+# ----------------------------------------------------------- what is launched, without launching it
 @dataclass(frozen=True)
 class Specialization:
-    """A kernel for arguments of certain types, which is compiled once.
-
-    types: Numba's.  layout: of the parameters, for the struct module.  shared: bytes of dynamic shared memory.
-    """
+    """A kernel for arguments of certain types, which is compiled once."""
 
     kernel: Any
-    types: tuple
-    layout: str
-    shared: int
+    types: tuple  # Numba's
+    layout: str  # of the parameters, for the struct module
+    shared: int  # bytes of dynamic shared memory
 
 
 class _Notes(threading.local):
-    found: "dict[tuple, Specialization] | None" = None  # None: launches run
+    specializations: "dict[tuple, Specialization] | None" = None  # None: launches run
 
 
 _notes = _Notes()
@@ -215,76 +225,88 @@ _notes = _Notes()
 
 @contextlib.contextmanager
 def note_launches() -> Iterator[dict[tuple, Specialization]]:
-    """Inside, no kernel that this thread launches runs: -> a dict whose values say what would have to be compiled for them.
+    """Run no kernel that this thread launches; yield a dict of what they need compiled.
 
-    Kernels that have been compiled are left out. What CuPy computes does run, on arrays that no kernel has written.
+    Kernels that have been compiled are left out. What CuPy computes does run, on arrays that no
+    kernel has written.
     """
-    before, _notes.found = _notes.found, {}
+    before = _notes.specializations
+    _notes.specializations = {}
     try:
-        yield _notes.found
+        yield _notes.specializations
     finally:
-        _notes.found = before
+        _notes.specializations = before
 
 
-def compile_noted(found: dict[tuple, Specialization]) -> int:
-    """Compile what note_launches has found on a GPU, several kernels at a time. -> how many were not in the cache on disk"""
-    code, compiled = compile_together([(s.kernel, s.types) for s in found.values()])
-    for key, s in found.items():
+def compile_noted(noted: dict[tuple, Specialization]) -> int:
+    """Compile what note_launches has noted on a GPU, several kernels at a time.
+
+    Returns how many were not in the cache on disk.
+    """
+    code, compiled = compile_together([(s.kernel, s.types) for s in noted.values()])
+    for key, s in noted.items():
         _plans.setdefault(key, _LaunchPlan(s, code[s.kernel, s.types]))
     return compiled
 
 
 # ----------------------------------------------------------------------------- launches
 def resident_blocks(kernel, block: int, *args, shared: int = 0) -> int:
-    """How many blocks of such a launch run at the same time: multiprocessors times the occupancy of the compiled kernel.
+    """Return how many blocks of such a launch run at the same time.
 
-    args: of the types of the launch; their sizes do not matter. In the simulator: RESIDENT_IN_SIMULATOR. 1 while launches are
-    noted and the kernel is not compiled.
+    That is multiprocessors times the occupancy of the compiled kernel. In the simulator:
+    RESIDENT_IN_SIMULATOR.
+    1 while launches are noted and the kernel is not compiled.
+    args: of the types of the launch; their sizes do not matter.
     """
     converted = kernel_arguments(args)
     if SimArray in map(type, converted):
         return RESIDENT_IN_SIMULATOR
-    driver, plan = cupy().cuda.driver, _prepare(kernel, converted, shared)[0]
+    driver = cupy().cuda.driver
+    plan = _prepare(kernel, converted, shared)[0]
     if plan is None:
         return 1
-    each = driver.occupancyMaxActiveBlocksPerMultiprocessor(plan.function, block, shared)
-    return each * gpu_attribute(cupy().cuda.runtime.getDevice(), "MultiProcessorCount")
+    occupancy = driver.occupancyMaxActiveBlocksPerMultiprocessor(plan.function, block, shared)
+    return occupancy * gpu_attribute(cupy().cuda.runtime.getDevice(), "MultiProcessorCount")
 
 
 def launch(
     kernel, grid, block, *args, shared: int = 0, overlap: bool = False, resident: bool = False
 ) -> None:
-    """Run a @cuda.jit kernel on `grid` blocks of `block` threads (each an int or a tuple of up to three).
+    """Run a @cuda.jit kernel on `grid` blocks of `block` threads.
 
-    args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as float32.
-    shared: bytes of dynamic shared memory. An empty grid launches nothing.
-    overlap: the kernel may start before the previous kernel of the stream has finished. It must call wait_for_previous
-    (primitives/ptx.py).
-    resident: the blocks wait for each other, so all of them must run at the same time; without overlap.
-    Raises TypeError for a float64 scalar, ValueError for more blocks than can be resident, RuntimeError if the driver rejects
-    the launch.
+    grid, block: each an int or a tuple of up to three. An empty grid launches nothing.
+    args: arrays of one kind, then scalars. A Python int is passed as int64, a Python float as
+        float32.
+    shared: bytes of dynamic shared memory.
+    overlap: the kernel may start before the previous kernel of the stream has finished. It must
+        call wait_for_previous (primitives/ptx.py).
+    resident: the blocks wait for each other, so all of them must run at the same time; without
+        overlap.
+    Raises TypeError for a float64 scalar, ValueError for more blocks than can be resident,
+    RuntimeError if the driver rejects the launch.
     """
     converted = kernel_arguments(args)
-    grid, block = _dim3(grid), _dim3(block)
+    grid = _dim3(grid)
+    block = _dim3(block)
     if 0 in grid:
         return
-    if resident and _notes.found is None:
-        most = resident_blocks(kernel, math.prod(block), *args, shared=shared)
+    if resident and _notes.specializations is None:
+        limit = resident_blocks(kernel, math.prod(block), *args, shared=shared)
         blocks = math.prod(grid)
         check(
-            blocks <= most,
-            f"{kernel.py_func.__name__}: its {blocks} blocks wait for each other, but only {most} run at the same time: launch at "
-            "most so many",
+            blocks <= limit,
+            f"{kernel.py_func.__name__}: its {blocks} blocks wait for each other, but only {limit} "
+            "run at the same time: launch at most so many",
         )
     if SimArray in map(type, converted):
-        if _notes.found is None:
-            room = RESIDENT_IN_SIMULATOR if resident else None
+        if _notes.specializations is None:
+            limit = RESIDENT_IN_SIMULATOR if resident else None
             simulator.run(
-                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=room
+                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=limit
             )
         else:
             special = _specialization(kernel, converted, shared)
-            _notes.found[kernel, special.types] = special
+            _notes.specializations[kernel, special.types] = special
     elif launch_observers:
         cost = functools.partial(kernel_cost, kernel, converted)
         options = shared, overlap, resident
@@ -295,18 +317,24 @@ def launch(
 
 
 def kernel_arguments(args: Sequence) -> list:
-    """args with Python's numbers as NumPy's. Raises TypeError for a float64 scalar."""
+    """Return args with Python's numbers as NumPy's. Raises TypeError for a float64 scalar."""
     return [_SCALARS[type(a)](a) if type(a) in _SCALARS else a for a in args]
 
 
 def set_overlap(on: bool) -> None:
-    """Allow kernels to overlap (the default), or run each after the previous one has finished. The results are the same."""
+    """Allow kernels to overlap (the default), or run each after the previous one has finished.
+
+    The results are the same.
+    """
     global _overlap
     _overlap = on
 
 
 def can_overlap(x: Array) -> bool:
-    """May kernels overlap on the GPU of x? Needs compute capability 9.0. The simulator accepts it and runs them in order."""
+    """Return True if kernels may overlap on the GPU of x. Needs compute capability 9.0.
+
+    The simulator accepts it and runs them in order.
+    """
     return _overlap and (isinstance(x, SimArray) or int(x.device.compute_capability) >= 90)
 
 
@@ -315,12 +343,17 @@ def _refuse_float64(_):
 
 
 _SCALARS: dict[type, Callable] = {
-    int: np.int64, float: np.float32, bool: np.bool_, np.float64: _refuse_float64
-}  # fmt: skip
+    int: np.int64,
+    float: np.float32,
+    bool: np.bool_,
+    np.float64: _refuse_float64,
+}
 
 
 def _dim3(n) -> tuple[int, int, int]:
-    return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
+    if isinstance(n, int):
+        return (n, 1, 1)
+    return (*n, 1, 1)[:3]
 
 
 _parameter_buffer_lock = threading.Lock()
@@ -338,7 +371,8 @@ class _LaunchPlan:
         self.shared = s.shared
         self.struct = struct.Struct("<" + s.layout)
         self.buffer = ctypes.create_string_buffer(max(self.struct.size, 8))
-        base, n = ctypes.addressof(self.buffer), self.struct.size // 8
+        base = ctypes.addressof(self.buffer)
+        n = self.struct.size // 8
         self.table = (ctypes.c_void_p * max(n, 1))(*(base + 8 * i for i in range(n)))
         self.pointers = ctypes.addressof(self.table)
 
@@ -349,7 +383,10 @@ def _specialization(kernel, args, shared) -> Specialization:
 
 
 def _prepare(kernel, args, shared):
-    """-> the plan of a launch on the GPU, None while launches are noted; the values of its parameters"""
+    """Return the plan of a launch on the GPU and the values of its parameters.
+
+    The plan is None while launches are noted.
+    """
     kinds: list = [kernel, cupy().cuda.runtime.getDevice()]
     values: list = []
     for a in args:
@@ -369,11 +406,11 @@ def _prepare(kernel, args, shared):
     plan = _plans.get(key)
     if plan is None:
         special = _specialization(kernel, args, shared)
-        if _notes.found is not None:
-            _notes.found[key] = special
+        if _notes.specializations is not None:
+            _notes.specializations[key] = special
             return None, values
         plan = _plans.setdefault(key, _LaunchPlan(special))  # another thread may have been faster
-    if _notes.found is None and shared > plan.shared:
+    if _notes.specializations is None and shared > plan.shared:
         allow_shared(plan.function, shared, kernel)
         plan.shared = shared
     return plan, values
@@ -381,16 +418,17 @@ def _prepare(kernel, args, shared):
 
 def _launch_gpu(kernel, grid, block, args, shared, overlap, resident=False):
     plan, values = _prepare(kernel, args, shared)
-    if _notes.found is not None:
+    if _notes.specializations is not None:
         return
     gpu = cupy().cuda
     stream = gpu.get_current_stream().ptr
     try:
         with _parameter_buffer_lock:  # all threads share the buffer
             plan.struct.pack_into(plan.buffer, 0, *values)
-            if overlap or resident:
-                start = launch_resident if resident else launch_overlapping
-                start(plan.function, grid, block, shared, stream, plan.pointers)
+            if resident:
+                launch_resident(plan.function, grid, block, shared, stream, plan.pointers)
+            elif overlap:
+                launch_overlapping(plan.function, grid, block, shared, stream, plan.pointers)
             else:
                 gpu.driver.launchKernel(
                     plan.function, *grid, *block, shared, stream, plan.pointers, 0
@@ -407,18 +445,23 @@ def _launch_gpu(kernel, grid, block, args, shared, overlap, resident=False):
 
 
 _STRUCT_FORMATS = dict(zip("fd?iIlqLQ", ("f4x", "d", "?7x", "i4x", "I4x", "q", "q", "Q", "Q")))
+_ARRAY_VALUES = 5 if COMPILER == "numba" else 3  # of an array, besides its shape and strides
 
 
 def struct_format(a) -> str:
-    """Format of one kernel argument for the struct module, each value in 8 bytes."""
-    if not isinstance(a, np.generic):
-        return "q" * ((5 if COMPILER == "numba" else 3) + 2 * a.ndim)
-    return _STRUCT_FORMATS[a.dtype.char]
+    """Return the format of one kernel argument for the struct module, each value in 8 bytes."""
+    if isinstance(a, np.generic):
+        return _STRUCT_FORMATS[a.dtype.char]
+    return "q" * (_ARRAY_VALUES + 2 * a.ndim)
 
 
 def numba_type(a):
-    """The Numba type of a kernel argument. A bfloat16 array is passed as uint16, see primitives/ptx.py."""
+    """Return the Numba type of a kernel argument.
+
+    A bfloat16 array is passed as uint16, see primitives/ptx.py.
+    """
     if isinstance(a, np.generic):
         return from_dtype(a.dtype)
-    element = types.uint16 if dtype_name(a.dtype) == "bfloat16" else from_dtype(a.dtype)
+    is_bf16 = dtype_name(a.dtype) == "bfloat16"
+    element = types.uint16 if is_bf16 else from_dtype(a.dtype)
     return types.Array(element, a.ndim, "C" if a.flags.c_contiguous else "A")

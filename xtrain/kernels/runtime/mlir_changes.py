@@ -1,6 +1,7 @@
-"""What xtrain changes in numba-cuda-mlir: release 0.6 generates wrong code for a few functions, and slow code for loops.
+"""What xtrain changes in numba-cuda-mlir.
 
-Written for that release, whose MLIR is not a stable API. known_issues.md has the measurements.
+Release 0.6 generates wrong code for a few functions, and slow code for loops. This file is written
+for that release, whose MLIR is not a stable API. known_issues.md has the measurements.
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from numba_cuda_mlir.lowering_utilities import (
 )
 from numba_cuda_mlir.lowering_utilities.context import get_context
 from numba_cuda_mlir.mlir_lowering import MLIRLower
-from numba_cuda_mlir.numba_cuda.types import NamedTupleClass
 
 DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
 DYNAMIC_SIZE = -(2**63)  # marks a size, stride or offset of a memref that is a value
@@ -34,8 +34,9 @@ get_context().enable_multithreading(False)
 
 
 # ----------------------------------------------------------------------------- passes
-# NVVM keeps in local memory what it cannot prove to be registers. So variables become registers before any pass merges blocks
-# that load different ones, and device functions are left to NVVM, which optimizes each before it inlines it.
+# NVVM keeps in local memory what it cannot prove to be registers. So variables become registers
+# before any pass merges blocks that load different ones, and device functions are left to NVVM,
+# which optimizes each before it inlines it.
 _release_pipeline = mlir_optimization.get_base_pipeline
 REGISTERS = "gpu.module(gpu.func(sroa,mem2reg),func.func(sroa,mem2reg)),"
 
@@ -48,8 +49,9 @@ mlir_optimization.get_base_pipeline = _pipeline
 mlir_optimization.get_inline_pipeline = lambda: "canonicalize"
 
 
-# When NVVM inlines a function that calls another one, memory that is allocated after that call is no longer allocated at the
-# function's start: the kernel then saves and restores its stack pointer, which takes registers.
+# When NVVM inlines a function that calls another one, memory that is allocated after that call is
+# no longer allocated at the function's start: the kernel then saves and restores its stack pointer,
+# which takes registers.
 _release_patterns = mlir_optimization.run_pre_codegen_patterns
 
 
@@ -69,7 +71,8 @@ def _allocate_first(blocks):
             old = operation.operation
             size = old.operands[0].owner if old.name == "llvm.alloca" else None
             if getattr(size, "name", "") == "llvm.mlir.constant":
-                size, new = size.clone(ip=start), old.clone(ip=start)
+                size = size.clone(ip=start)
+                new = old.clone(ip=start)
                 new.operands[0] = size.result
                 old.result.replace_all_uses_with(new.result)
                 old.erase()
@@ -79,42 +82,41 @@ mlir_optimization.run_pre_codegen_patterns = _patterns
 
 
 # ----------------------------------------------------------------------------- indices of threads
-# The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for each use, computes what depends
-# on them in each iteration of a loop, and does not know that they are not negative. Calls of the intrinsics tell it. That makes
-# decoding 2 % faster. Other kernels stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are
-# taken.
+# The release reads threadIdx and blockIdx by PTX with side effects. So NVVM reads them again for
+# each use, computes what depends on them in each iteration of a loop, and does not know that they
+# are not negative. Calls of the intrinsics tell it. That makes decoding 2 % faster. Other kernels
+# stay as released: dim384 trains 0.4 to 1.9 % slower with calls, because more registers are taken.
 CALLED = re.compile("gemv_tensor_kernel|decode_attention_kernel")
 SPECIAL_REGISTER = re.compile(r"nvvm\.read\.ptx\.sreg\.n?(cta|t)id\.[xyz]")
 _release_translation = mlir_optimization._call_llvm70_capi
 
 
-def _translation(module, *options, **more):
+def _translation(module, *args, **options):
     if CALLED.search(" ".join(_names(_functions(module)))):
         with module.context, ir.Location.unknown():
             _call_intrinsics(module)
-    return _release_translation(module, *options, **more)
+    return _release_translation(module, *args, **options)
 
 
 def _call_intrinsics(module):
-    found: list = []
+    reads: list = []
 
     def collect(operation):
         if SPECIAL_REGISTER.fullmatch(operation.name):
-            found.append(operation)
+            reads.append(operation)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(collect)
-    for operation in found:
-        name, kind, functions = (
-            f"llvm.{operation.name}",
-            operation.results[0].type,
-            _functions(module),
-        )
+    for operation in reads:
+        name = f"llvm.{operation.name}"
+        kind = operation.results[0].type
+        functions = _functions(module)
         if name not in _names(functions):
             with ir.InsertionPoint.at_block_begin(functions):
                 llvm.LLVMFuncOp(name, ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 ()>")))
         with ir.InsertionPoint(operation):
-            callee, none = ir.FlatSymbolRefAttr.get(name), ir.DenseI32ArrayAttr.get([])
+            callee = ir.FlatSymbolRefAttr.get(name)
+            none = ir.DenseI32ArrayAttr.get([])
             call = llvm.CallOp(kind, [], [], none, callee=callee)
         operation.results[0].replace_all_uses_with(call.result)
         operation.erase()
@@ -132,8 +134,8 @@ mlir_optimization._call_llvm70_capi = _translation
 
 
 # ----------------------------------------------------------------------------- loops
-# NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a condition, and put the next
-# element and "is there one" into memory that they allocate in the loop.
+# NVVM unrolls a loop if it finds the number of iterations: the release's iterators count with a
+# condition, and put the next element and "is there one" into memory that they allocate in the loop.
 def _constant(number, kind):
     return arith.ConstantOp(kind, ir.IntegerAttr.get(kind, number)).result
 
@@ -144,13 +146,14 @@ def _no_overflow(operation, a, b):
 
 class _Range(RangeObject):
     def next(self):
-        value, count = self.iter, self.count
-        more = arith.CmpIOp(arith.CmpIPredicate.sgt, count, _constant(0, count.type)).result
-        left = _no_overflow(arith.SubIOp, count, _constant(1, count.type))
-        following = _no_overflow(arith.AddIOp, value, self.step)
-        memref.StoreOp(left, self._memref, [index_of(3)])
-        memref.StoreOp(following, self._memref, [index_of(4)])
-        return IterResult(value, more)
+        value = self.iter
+        count = self.count
+        is_valid = arith.CmpIOp(arith.CmpIPredicate.sgt, count, _constant(0, count.type)).result
+        next_count = _no_overflow(arith.SubIOp, count, _constant(1, count.type))
+        next_value = _no_overflow(arith.AddIOp, value, self.step)
+        memref.StoreOp(next_count, self._memref, [index_of(3)])
+        memref.StoreOp(next_value, self._memref, [index_of(4)])
+        return IterResult(value, is_valid)
 
 
 @lower_builtin(range, types.Number)
@@ -163,50 +166,53 @@ def _range(builder, target, args, kwargs):
 def _next_of_tuple(self):
     index = self.index
     constant = lambda number: _constant(number, index.type)
-    more = arith.CmpIOp(arith.CmpIPredicate.slt, index, constant(self._count)).result
+    is_valid = arith.CmpIOp(arith.CmpIPredicate.slt, index, constant(self._count)).result
     # After the last element, the last one again: a load without a condition.
     i = arith.MinUIOp(index, constant(self._count - 1)).result
     if self._uses_llvm:
-        at = llvm.getelementptr(
+        pointer = llvm.getelementptr(
             llvm.PointerType.get(), self._tuple_storage, [i], [DYNAMIC], self._element_type, None
         )
-        value = llvm.load(res=self._element_type, addr=at)
+        value = llvm.load(res=self._element_type, addr=pointer)
     else:
         i = arith.IndexCastOp(ir.IndexType.get(), i).result
         value = memref.LoadOp(self._tuple_storage, [i]).result
-    following = _no_overflow(arith.AddIOp, index, constant(1))
-    memref.StoreOp(following, self._index_memref, [index_of(0)])
-    return IterResult(value, more)
+    next_index = _no_overflow(arith.AddIOp, index, constant(1))
+    memref.StoreOp(next_index, self._index_memref, [index_of(0)])
+    return IterResult(value, is_valid)
 
 
 lowering_utilities.UniTupleIterObject.next = _next_of_tuple
 
 
 # ----------------------------------------------------------------------------- arrays
-# The release takes the offset and every stride of an array from the arguments: an index costs a multiplication and an addition of
-# 64 bits. The last stride of a contiguous array is 1, and that of a kernel begins at its pointer. That of a device function may
-# be a row of another one, with an offset.
+# The release takes the offset and every stride of an array from the arguments: an index costs a
+# multiplication and an addition of 64 bits. The last stride of a contiguous array is 1, and that of
+# a kernel begins at its pointer. That of a device function may be a row of another one, with an
+# offset.
 _release_argument = MLIRLower.from_argument
 
 
 def _argument(self, kind, value):
     value = _release_argument(self, kind, value)
-    contiguous = isinstance(kind, types.Array) and kind.layout == "C" and kind.ndim > 0
-    return _contiguous(value, self._is_kernel) if contiguous else value
+    if isinstance(kind, types.Array) and kind.layout == "C" and kind.ndim > 0:
+        return _contiguous(value, self._is_kernel)
+    return value
 
 
-def _contiguous(x, of_a_kernel):
-    """The same array, with constants for what is known"""
-    index, rank = ir.IndexType.get(), x.type.rank
+def _contiguous(x, is_kernel):
+    """Return the same array, with constants for the last stride and a kernel's offset."""
+    index = ir.IndexType.get()
+    rank = x.type.rank
     _, offset, *metadata = memref.ExtractStridedMetadataOp(x).results
-    if of_a_kernel:
+    if is_kernel:
         offset = _constant(0, index)
-    sizes, strides = metadata[:rank], [*metadata[rank:-1], _constant(1, index)]
-    values = lambda count: ir.DenseI64ArrayAttr.get([DYNAMIC_SIZE] * count)
-    each = values(rank)
-    return memref.ReinterpretCastOp(
-        x.type, x, [offset], sizes, strides, values(1), each, each
-    ).result
+    sizes = metadata[:rank]
+    strides = [*metadata[rank:-1], _constant(1, index)]
+    one_value = ir.DenseI64ArrayAttr.get([DYNAMIC_SIZE])
+    rank_values = ir.DenseI64ArrayAttr.get([DYNAMIC_SIZE] * rank)
+    layout = [offset], sizes, strides, one_value, rank_values, rank_values
+    return memref.ReinterpretCastOp(x.type, x, *layout).result
 
 
 MLIRLower.from_argument = _argument
@@ -217,23 +223,6 @@ MLIRLower.from_argument = _argument
 _not_equal = functools.partial(arith.cmpf, arith.CmpFPredicate.UNE)
 _operators = _operator_mapping()
 _operators[operator.ne] = dataclasses.replace(_operators[operator.ne], float=_not_equal)
-
-
-# ----------------------------------------------------------------------------- named tuples
-_release_call = MLIRLower.lower_call_expr_assign
-
-
-def _call(self, target, function, args, kws, expr=None):
-    """Make a named tuple, which the release can pass and read but not make."""
-    kind = self.get_numba_type(function.name)
-    if not isinstance(kind, NamedTupleClass):
-        return _release_call(self, target, function, args, kws, expr)
-    by_name = dict(kws)
-    fields = kind.instance_class._fields[len(args) :]
-    self.lower_build_tuple_expr_assign(target, [*args, *(by_name[f] for f in fields)])
-
-
-MLIRLower.lower_call_expr_assign = _call
 
 
 # ----------------------------------------------------------------------------- functions
@@ -249,9 +238,12 @@ def declare_dynamic_shared(builder, name: str, alignment: int) -> None:
 
 @lower_builtin(cuda.shared.array, types.Number, types.DTypeSpec)
 def _shared_array(builder, target, args, kwargs):
-    """The release declares dynamic shared memory as a variable of one byte: the kernel's other shared arrays overlap with it.
+    """Declare dynamic shared memory as an array without elements.
 
-    MLIR takes an array of no elements that is declared already, if it is in shared memory and its alignment is 16.
+    The release declares it as a variable of one byte: the kernel's other shared arrays overlap with
+    it.
+    MLIR takes an array of no elements that is declared already, if it is in shared memory and its
+    alignment is 16.
     """
     if getattr(builder.get_numba_type(args[0].name), "literal_value", None) == 0:
         declare_dynamic_shared(builder, "xtrain_dynamic_shared_16", 16)
@@ -260,7 +252,7 @@ def _shared_array(builder, target, args, kwargs):
 
 @lower_builtin(cuda.threadfence)
 def _threadfence(builder, target, args, kwargs):
-    """The release has the function but no code for it."""
+    """Generate the code of threadfence, which the release lacks."""
     llvm.inline_asm(None, [], "membar.gl;", "~{memory}", has_side_effects=True)
     builder.store_var(target, None)
 
@@ -269,20 +261,26 @@ def _threadfence(builder, target, args, kwargs):
 @lower_builtin(cuda.atomic.add, types.Array, types.UniTuple, types.Number)
 @lower_builtin(cuda.atomic.add, types.Array, types.Tuple, types.Number)
 def _atomic_add(builder, target, args, kwargs):
-    """In a device function, the release takes the array for one in global memory; it may be in shared memory."""
+    """Add to an array in global or in shared memory.
+
+    In a device function, the release takes the array for one in global memory.
+    """
     x, index, value = builder.load_vars(args)
     element = ir.MemRefType(x.type).element_type
     i = _memref_index_offset(x, list(index) if isinstance(index, tuple) else [index])
-    there = llvm.getelementptr(
+    pointer = llvm.getelementptr(
         llvm.PointerType.get(), memref_data_pointer(x), [i], [DYNAMIC], element, None
     )
     kind = llvm.AtomicBinOp.fadd if isinstance(element, ir.FloatType) else llvm.AtomicBinOp.add
     value = builder.mlir_convert(value, element)
-    builder.store_var(target, llvm.atomicrmw(kind, there, value, llvm.AtomicOrdering.monotonic))
+    builder.store_var(target, llvm.atomicrmw(kind, pointer, value, llvm.AtomicOrdering.monotonic))
 
 
 def _shuffle(function, kind):
-    """The release passes on the lower 32 bits of a 64-bit integer, and a float64 rounded to float32."""
+    """Make a shuffle pass on all of a 64-bit integer or a float64.
+
+    The release passes on the lower 32 bits of the integer, and the float rounded to float32.
+    """
 
     @lower_builtin(function, types.Integer, types.Number, types.Integer)
     def generate(builder, target, args, kwargs):
@@ -292,18 +290,21 @@ def _shuffle(function, kind):
         i32, i64 = (ir.IntegerType.get_signless(width) for width in (32, 64))
         mask, lane = (builder.mlir_convert(builder.load_var(args[i]), i32) for i in (0, 2))
         last = _constant(0 if kind == nvvm.ShflKind.up else 31, i32)
-        whole = value if value.type == i64 else arith.BitcastOp(i64, value).result
+        is_integer = value.type == i64
+        bits = value if is_integer else arith.BitcastOp(i64, value).result
         half = _constant(32, i64)
-        parts = [whole, arith.ShRUIOp(whole, half).result]
-        low, high = (
-            arith.ExtUIOp(
-                i64, nvvm.shfl_sync(mask, arith.TruncIOp(i32, p).result, lane, last, kind)
-            ).result
-            for p in parts
-        )
-        joined = arith.OrIOp(low, arith.ShLIOp(high, half).result).result
-        same = value.type == i64
-        builder.store_var(target, joined if same else arith.BitcastOp(value.type, joined).result)
+        upper_bits = arith.ShRUIOp(bits, half).result
+
+        def shuffle_low_half(x):
+            low = arith.TruncIOp(i32, x).result
+            return arith.ExtUIOp(i64, nvvm.shfl_sync(mask, low, lane, last, kind)).result
+
+        low = shuffle_low_half(bits)
+        high = shuffle_low_half(upper_bits)
+        result = arith.OrIOp(low, arith.ShLIOp(high, half).result).result
+        if not is_integer:
+            result = arith.BitcastOp(value.type, result).result
+        builder.store_var(target, result)
 
 
 for _function, _kind in (
