@@ -17,7 +17,7 @@ import itertools
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,57 +29,80 @@ from .observers import observed, op_observers
 from .tensor import Tensor, ops
 
 
-class _Recording(threading.local):
-    """Are ops recorded? May they use the kernels of inference? Does backward run them again? Each thread has its own answers."""
+class Mode(NamedTuple):
+    """How a thread's ops run.
 
-    on, inference, again = True, False, False
+    on: they are recorded for backward.
+    inference: they may choose kernels that training does not use.
+    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will
+        then.
+    """
+
+    on: bool = True
+    inference: bool = False
+    again: bool = False
 
 
-_recording = _Recording()
+class _Thread(threading.local):
+    mode = Mode()
+
+
+_thread = _Thread()
 _clock = itertools.count()
+
+
+def current_mode() -> Mode:
+    """Return how this thread's ops run."""
+    return _thread.mode
+
+
+@contextlib.contextmanager
+def in_mode(mode: Mode) -> Iterator[None]:
+    """Inside, this thread's ops run in this mode, whatever is set outside."""
+    before = _thread.mode
+    _thread.mode = mode
+    try:
+        yield
+    finally:
+        _thread.mode = before
 
 
 @contextlib.contextmanager
 def recording(on: bool, again: bool = False) -> Iterator[None]:
-    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside.
-
-    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will then.
-    """
-    before = _recording.on, _recording.again
-    _recording.on, _recording.again = on, again
-    try:
+    """Inside, this thread's ops are recorded for backward, or not. again: see Mode."""
+    with in_mode(_thread.mode._replace(on=on, again=again)):
         yield
-    finally:
-        _recording.on, _recording.again = before
 
 
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
-    """Inside, no op of this thread is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
+    """Inside, no op of this thread is recorded: no graph, no saved arrays.
+
+    Also a decorator: `@no_grad()`.
+    """
     with recording(False):
         yield
 
 
 @contextlib.contextmanager
 def inference() -> Iterator[None]:
-    """no_grad, and ops may choose kernels that training does not use (for few rows: products at the speed of memory), whose
-    results may differ in the last bits. Inside, no parameter is written."""
-    before, _recording.inference = _recording.inference, True
-    try:
-        with recording(False):
-            yield
-    finally:
-        _recording.inference = before
+    """no_grad, and ops may choose kernels that training does not use.
+
+    For few rows these are products at the speed of memory; their results may differ in the last bits.
+    Inside, no parameter is written.
+    """
+    with in_mode(Mode(on=False, inference=True)):
+        yield
 
 
 def is_inference() -> bool:
-    """True inside `inference` and where nothing is recorded."""
-    return _recording.inference and not _recording.on
+    """Return True inside `inference` and where nothing is recorded."""
+    return _thread.mode.inference and not _thread.mode.on
 
 
 def is_training() -> bool:
-    """True where a backward follows: ops are recorded, or will be when it runs them again."""
-    return _recording.on or _recording.again
+    """Return True where a backward follows: ops are recorded, or will be when it runs them again."""
+    return _thread.mode.on or _thread.mode.again
 
 
 class Function:
@@ -137,7 +160,7 @@ class Context:
     __slots__ = ("edges", "first_written", "layer", "needs_grad", "parameters", "saved")
 
     def __init__(self, args: Sequence[Any]):
-        on = _recording.on
+        on = _thread.mode.on
         if is_inference():
             self.parameters = [getattr(a, "is_parameter", False) for a in args]
         self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]

@@ -29,194 +29,97 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from ..options import described, find_function, name_of
 from . import functional as F
-from .autograd import is_inference, is_training, no_grad
+from .autograd import is_training, no_grad
+from .deferred import Stream, parts_of
 from .fp8 import HEAD, Fp8Scales, check_tokens
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
+from .variation import changed_modules, changed_tensors, listed, overrides
 
 STD = 0.02  # of the initialisation
-
-
-def add_norm_linear(
-    h_NC: Tensor,
-    delta_NC: Tensor | None,
-    norm: Module,
-    linear: Module,
-    dtype: Any,
-    swiglu: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added.
-
-    dtype: of norm's result, None: as h.  swiglu: of the product, as part of the same op (functional.AddNormLinear).
-    """
-    if type(norm) is RMSNorm and type(linear) is Linear:
-        weights = norm.weight, linear.weight, norm.eps, swiglu, linear.bias
-        return F.add_norm_linear(h_NC, delta_NC, *weights)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, dtype)
-    y_NO = linear(x_NC)
-    return h_NC, F.swiglu(y_NO) if swiglu else y_NO
-
-
-def add_norm(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Callable[..., Any], dtype: Any
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added.
-
-    dtype: of norm's result and of the gradient of h, None: as h. In bf16 training the residual stream is float32, its gradient
-    and everything else bf16.
-    """
-    dtype = dtype or h_NC.dtype
-    if type(norm) is RMSNorm:
-        return (h_NC, norm(h_NC, dtype=dtype)) if delta_NC is None else norm(h_NC, delta_NC)
-    if delta_NC is not None:
-        h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
-    return h_NC, F.cast(norm(F.cast_gradient(h_NC, dtype)), dtype)
 
 
 class Attention(Module):
     """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output projection.
 
-    rotary False: without RoPE, so the layer sees the order of tokens only through the mask.
+    `qkv` is the packed projection to q, k and v.
+    rotary: False: without RoPE, so the layer sees the order of tokens only through the mask.
     window: keys that a query sees, itself among them; 0: all.
-    `qkv` is the packed projection to q, k and v. The block computes it together with the norm before it, see add_norm_linear.
     """
 
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
         D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv: Linear | Any = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
-        self.o_proj: Linear | Any = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
+        self.qkv: Module = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
+        self.o_proj: Module = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
         if c.qk_norm:
-            self.q_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
-            self.k_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
-        self.config, self.rotary, self.window = c, rotary, window
+            self.q_norm: Module = RMSNorm(D, c.norm_eps)
+            self.k_norm: Module = RMSNorm(D, c.norm_eps)
+        self.config = c
+        self.rotary = rotary
+        self.window = window
 
     def __call__(self, x_NC: Tensor, sequences: Sequences) -> Tensor:
         """x (N, C), the rows of `sequences` -> (N, C)"""
-        return self.after_qkv(self.qkv(x_NC), sequences)
-
-    def after_qkv(self, qkv: Tensor, sequences: Sequences) -> Tensor:
-        """(N, (H + 2G) D) -> (N, C)"""
         attend = functools.partial(self.attend, sequences)
-        o = recompute(attend, qkv) if sequences.recompute == "attention" else attend(qkv)
-        return self.o_proj(o)
+        if sequences.recompute == "attention":
+            attend = functools.partial(recompute, attend)
+        return self.o_proj(attend(self.qkv(x_NC)))
 
     def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
         """(N, (H + 2G) D) -> (N, H D): everything between the two products."""
         c = self.config
-        D, H, G, scale = c.head_dim, c.n_heads, c.n_kv_heads, c.head_dim**-0.5
-        sequences = sequences if self.rotary else sequences.unrotated()
-        sequences = sequences.windowed(self.window) if self.window else sequences
-        norms = (self.q_norm, self.k_norm) if c.qk_norm else ()
-        if all(type(norm) is RMSNorm for norm in norms):
-            q_w_D, k_w_D = [norm.weight for norm in norms] or (None, None)
-            return sequences.attend(qkv, q_w_D, k_w_D, H, G, c.norm_eps, scale)
+        D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
+        scale = D**-0.5
+        if not self.rotary:
+            sequences = sequences.unrotated()
+        if self.window:
+            sequences = sequences.windowed(self.window)
+        if not c.qk_norm:
+            return sequences.attend(qkv, None, None, H, G, c.norm_eps, scale)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if type(q_norm) is RMSNorm and type(k_norm) is RMSNorm:  # norms and RoPE in one op
+            weights = q_norm.weight, k_norm.weight
+            return sequences.attend(qkv, *weights, H, G, c.norm_eps, scale)
         q, k, v = sequences.split_heads(qkv, H, G)
-        q, k = (norm(x.reshape(-1, D)).reshape(x.shape) for norm, x in zip(norms, (q, k)))
+        q = q_norm(q.reshape(-1, D)).reshape(q.shape)
+        k = k_norm(k.reshape(-1, D)).reshape(k.shape)
         return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
 
 
 class MLP(Module):
-    """down(silu(gate) * up).
-
-    `gate_up` is the packed projection to gate and up. The block computes it together with the norm before it (norm_mlp).
-    """
+    """down(silu(gate) * up). `gate_up` is the packed projection to gate and up."""
 
     def __init__(self, c: ModelConfig):
-        F_ = c.hidden_dim
-        parts = {"gate_proj.weight": F_, "up_proj.weight": F_}
-        self.gate_up: Linear | Any = Linear(c.dim, 2 * F_, STD, parts)
-        self.down_proj: Linear | Any = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
+        rows = {"gate_proj.weight": c.hidden_dim, "up_proj.weight": c.hidden_dim}
+        self.gate_up: Module = Linear(c.dim, 2 * c.hidden_dim, STD, rows)
+        self.down_proj: Module = Linear(c.hidden_dim, c.dim, STD / (2 * c.n_layers) ** 0.5)
 
     def __call__(self, x_NC: Tensor) -> Tensor:
         """(N, C) -> (N, C)"""
-        return self.after_gate_up(self.gate_up(x_NC))
-
-    def after_gate_up(self, gu_N2F: Tensor) -> Tensor:
-        """gate and up (N, 2F) -> (N, C)"""
-        if type(self.down_proj) is Linear and self.down_proj.bias is None:
-            return F.swiglu_linear(gu_N2F, self.down_proj.weight)
-        return self.down_proj(F.swiglu(gu_N2F))
+        return self.down_proj(F.swiglu(self.gate_up(x_NC)))
 
 
 class Block(Module):
     """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
 
-    Each addition is computed together with the norm that follows it, and that norm, where it can be, with the product that
-    follows. So a block gets the residual stream and the branch output `delta` that still has to be added to it, and returns
-    such a pair. Any module may be replaced: one that is not the library's own is called.
+    Any module may be replaced. Additions, norms and SwiGLU are computed by the op that reads them, in
+    its own pass where it can: deferred.py.
     """
 
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        # `| Any`: another module may take the place of each
-        self.self_attn: Attention | Any = Attention(c, rotary, window)
-        self.mlp: MLP | Any = MLP(c)
-        self.input_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
-        self.post_attention_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
+        self.self_attn: Module = Attention(c, rotary, window)
+        self.mlp: Module = MLP(c)
+        self.input_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
+        self.post_attention_layernorm: Module = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(
-        self, sequences: Sequences, h_NC: Tensor, delta_NC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """h, delta (N, C), the rows of `sequences` -> h, delta. delta None: nothing is pending (before the first block)."""
-        h_NC, delta_NC = norm_attention(
-            h_NC, delta_NC, self.input_layernorm, self.self_attn, sequences
-        )
-        return norm_mlp(h_NC, delta_NC, self.post_attention_layernorm, self.mlp, sequences)
-
-
-def norm_attention(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, attention: Any, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, attention(norm(h + delta), sequences)"""
-    if _has_call_of(attention, Attention):
-        h_NC, qkv = add_norm_linear(h_NC, delta_NC, norm, attention.qkv, sequences.dtype)
-        return h_NC, attention.after_qkv(qkv, sequences)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
-    return h_NC, attention(x_NC, sequences)
-
-
-def norm_mlp(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, mlp: Any, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, mlp(norm(h + delta))
-
-    Training computes SwiGLU together with the product after it, whose backward recomputes it, so its result is not saved.
-    Inference computes it at the end of the product before it.
-    """
-    if _has_call_of(mlp, MLP) and is_inference():
-        h_NC, y_NF = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype, True)
-        return h_NC, mlp.down_proj(y_NF)
-    if _has_call_of(mlp, MLP):
-        products = mlp.gate_up, mlp.down_proj
-        if type(norm) is RMSNorm and all(type(p) is Linear and p.bias is None for p in products):
-            weights = mlp.gate_up.weight, mlp.down_proj.weight
-            return F.add_norm_mlp(h_NC, delta_NC, norm.weight, *weights, norm.eps)
-        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype)
-        return h_NC, mlp.after_gate_up(gu_N2F)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
-    return h_NC, mlp(x_NC)
-
-
-def has_code_of(module: Module, kind: type, name: str) -> bool:
-    """True if the method `name` of the module is that of `kind`: neither a derived class nor an attribute replaces it."""
-    return getattr(getattr(module, name, None), "__func__", None) is getattr(kind, name)
-
-
-def _has_call_of(module: Module, kind: type) -> bool:
-    """True if calling the module runs the code of `kind`, of which a part may be fused with what precedes it."""
-    parts = [name for name in vars(kind) if name.startswith(("__call__", "after_"))]
-    return all(has_code_of(module, kind, name) for name in parts)
-
-
-def _different(module: Module, plain: Module) -> list[str]:
-    """The attributes, apart from modules and parameters, by which a module computes something else than `plain`, of its class."""
-    own = vars(module)
-    names = [n for n, x in vars(plain).items() if not isinstance(x, Module | Parameter | list)]
-    names += [n for n in own.keys() - vars(plain) if callable(getattr(type(module), n, None))]
-    return [n for n in names if own.get(n) != vars(plain).get(n)]
+    def __call__(self, h_NC: Tensor, sequences: Sequences) -> Tensor:
+        """h (N, C), the rows of `sequences` -> h"""
+        h_NC = h_NC + self.self_attn(self.input_layernorm(h_NC), sequences)
+        return h_NC + self.mlp(self.post_attention_layernorm(h_NC))
 
 
 class Decoder(Module):
@@ -224,23 +127,25 @@ class Decoder(Module):
 
     def __init__(self, c: ModelConfig):
         self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
-        self.layers: list[Block | Any] = [
-            Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)
-        ]
-        self.norm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
+        self.layers = [Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)]
+        self.norm: Module = RMSNorm(c.dim, c.norm_eps)
 
     def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
         """ids (N,), the rows of `sequences` -> (N, C), or fewer rows (Sequences.wanted_rows)."""
-        h_NC, delta_NC = self.embed_tokens(ids_N), None
+        h_NC = Stream(self.embed_tokens(ids_N), dtype=sequences.dtype)
         for i, layer in enumerate(self.layers):
-            block = functools.partial(layer, sequences)
+            compute = functools.partial(_through, layer, sequences)
             if sequences.recompute == "block":
-                block = functools.partial(recompute, block)
-            stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
-            h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
-        h_NC = sequences.wanted_rows(h_NC)
-        delta_NC = None if delta_NC is None else sequences.wanted_rows(delta_NC)
-        return add_norm(h_NC, delta_NC, self.norm, sequences.dtype)[1]
+                compute = functools.partial(recompute, compute)
+            parts = in_layer(i, compute, *h_NC.parts())  # names the layer for observers
+            h_NC = Stream(*parts, dtype=sequences.dtype)
+        x_NC = self.norm(h_NC.rows(sequences.wanted_rows))
+        return F.cast(x_NC, h_NC.branch_dtype)
+
+
+def _through(layer: Block, sequences: Sequences, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Compute a layer, from the parts of one stream to those of the next."""
+    return parts_of(layer(Stream(*parts, dtype=sequences.dtype), sequences))
 
 
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
@@ -390,9 +295,7 @@ class Transformer(Module):
         vocab_size = self.config.vocab_size
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        if not has_code_of(self, Transformer, "logits"):
-            return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
-        return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
+        return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
 
     def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
         """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32; NaN at -100.
@@ -401,9 +304,10 @@ class Transformer(Module):
         (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
         Raises UserError like calling the model, and if a derived class overrides `logits`.
         """
-        if not has_code_of(self, Transformer, "logits"):
+        if overrides(self, Transformer, "logits"):
             raise UserError(
-                f"{type(self).__name__} overrides `logits`, which logprobs does not call: override logprobs too"
+                f"{type(self).__name__} overrides `logits`, which logprobs does not call: override "
+                "logprobs too"
             )
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         logprobs_N = F.linear_logprobs(x_NC, self._head(), targets_N, self.config.vocab_size)
@@ -474,8 +378,7 @@ class Transformer(Module):
 
         If a derived class overrides it, calling the model, `loss` and `generate` use the new one.
         """
-        dtype = np.float32 if x_NC.dtype == BFLOAT16 else None
-        return F.linear(x_NC, self._head(), dtype)
+        return F.logits(x_NC, self._head())
 
     def _to_device(self, array: Array) -> Array:
         return array if is_gpu(array) else to_device(np.ascontiguousarray(array), self.device)
@@ -556,29 +459,19 @@ class Transformer(Module):
     def variation(self) -> str:
         """How the model differs from the families that other programs can load (config.FAMILIES); "" if it does not."""
         c = self.config
-        found = [] if c.family else [c.features]
+        differences = [] if c.family else [c.features]
         if len(self.model.layers) != c.n_layers:
-            found.append(f"{len(self.model.layers)} layers")
+            differences.append(f"{len(self.model.layers)} layers")
         if len(list(self._storage(""))) > len(list(self.storage())):
-            found.append("parameters in two places")
+            differences.append("parameters in two places")
         for name in ("__call__", "hidden", "logits", "sequences", "packed_sequences"):
-            if not has_code_of(self, Transformer, name):
-                found.append(f"{name} of {type(self).__name__}")
-        plain = dict(Decoder(c).modules("model."))
-        for path, module in list(self.modules())[1:]:
-            if type(module) not in STANDARD:
-                found.append(f"{path}{type(module).__name__}")
-            elif path in plain:
-                found += [path + name for name in _different(module, plain[path])]
+            if overrides(self, Transformer, name):
+                differences.append(f"{name} of {type(self).__name__}")
+        differences += changed_modules(self, Decoder(c), STANDARD)
         if getattr(self.rotary, "config", None) != c:
-            found.append("rotary")
-        shapes = {
-            prefix + suffix: (rows, *p.declared_shape[1:])
-            for prefix, p in self.storage()
-            for suffix, rows in p.parts.items()
-        }
-        found = found or sorted({name for name, _ in shapes.items() ^ tensor_shapes(c).items()})
-        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+            differences.append("rotary")
+        differences = differences or changed_tensors(self, tensor_shapes(c))
+        return listed(differences)
 
     @property
     def adapter(self) -> dict[str, Any] | None:

@@ -503,13 +503,11 @@ def _bias_of(name):
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
+    """Over the last axis of (N, C)."""
 
     def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = Parameter((dim,), None), eps
+        self.weight = Parameter((dim,), None)
+        self.eps = eps
 
-    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None, dtype: Any = None) -> Any:
-        """dtype: of the result without a residual; None: as x. With one: that of the residual."""
-        if residual_NC is None:
-            return F.rmsnorm(x_NC, self.weight, self.eps, dtype)
-        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        return F.rmsnorm(x_NC, self.weight, self.eps)
