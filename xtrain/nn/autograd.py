@@ -11,13 +11,11 @@ Two rules:
 Saved arrays and gradients are freed as soon as they have been used.
 """
 
-import contextlib
 import heapq
 import itertools
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,84 +23,14 @@ import numpy as np
 from ..device import Array, array_module, as_array
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import empty, zeros
+from .mode import current_mode, is_inference
+from .mode import inference as inference  # these three are also imported from here
+from .mode import no_grad as no_grad
+from .mode import recording as recording
 from .observers import observed, op_observers
 from .tensor import Tensor, ops
 
-
-class Mode(NamedTuple):
-    """How a thread's ops run.
-
-    on: they are recorded for backward.
-    inference: they may choose kernels that training does not use.
-    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will
-        then.
-    """
-
-    on: bool = True
-    inference: bool = False
-    again: bool = False
-
-
-class _Thread(threading.local):
-    mode = Mode()
-
-
-_thread = _Thread()
 _clock = itertools.count()
-
-
-def current_mode() -> Mode:
-    """Return how this thread's ops run."""
-    return _thread.mode
-
-
-@contextlib.contextmanager
-def in_mode(mode: Mode) -> Iterator[None]:
-    """Inside, this thread's ops run in this mode, whatever is set outside."""
-    before = _thread.mode
-    _thread.mode = mode
-    try:
-        yield
-    finally:
-        _thread.mode = before
-
-
-@contextlib.contextmanager
-def recording(on: bool, again: bool = False) -> Iterator[None]:
-    """Inside, this thread's ops are recorded for backward, or not. again: see Mode."""
-    with in_mode(_thread.mode._replace(on=on, again=again)):
-        yield
-
-
-@contextlib.contextmanager
-def no_grad() -> Iterator[None]:
-    """Inside, no op of this thread is recorded: no graph, no saved arrays.
-
-    Also a decorator: `@no_grad()`.
-    """
-    with recording(False):
-        yield
-
-
-@contextlib.contextmanager
-def inference() -> Iterator[None]:
-    """no_grad, and ops may choose kernels that training does not use.
-
-    For few rows these are products at the speed of memory; their results may differ in the last bits.
-    Inside, no parameter is written.
-    """
-    with in_mode(Mode(on=False, inference=True)):
-        yield
-
-
-def is_inference() -> bool:
-    """Return True inside `inference` and where nothing is recorded."""
-    return _thread.mode.inference and not _thread.mode.on
-
-
-def is_training() -> bool:
-    """Return True where a backward follows: ops are recorded, or will be when it runs them again."""
-    return _thread.mode.on or _thread.mode.again
 
 
 class Function:
@@ -160,7 +88,7 @@ class Context:
     __slots__ = ("edges", "first_written", "layer", "needs_grad", "parameters", "saved")
 
     def __init__(self, args: Sequence[Any]):
-        on = _thread.mode.on
+        on = current_mode().on
         if is_inference():
             self.parameters = [getattr(a, "is_parameter", False) for a in args]
         self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]

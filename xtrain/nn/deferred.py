@@ -45,7 +45,7 @@ from ..kernels import swiglu as _swiglu
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
-from .autograd import Function, current_mode, in_mode, is_inference
+from .autograd import Function
 from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
 from .functions import (
     Add,
@@ -58,6 +58,7 @@ from .functions import (
     product,
     with_bias_gradient,
 )
+from .mode import current_mode, in_mode, is_inference
 from .tensor import Tensor
 
 

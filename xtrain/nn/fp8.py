@@ -49,7 +49,8 @@ from ..kernels.fp8 import (
 from ..kernels.fp8_gemm import fp8_matmul
 from ..kernels.fp8_norm import fp8_norm
 from ..kernels.runtime.launch import empty
-from .autograd import Context, Function, is_training, is_unit
+from .autograd import Context, Function, is_unit
+from .mode import is_training
 from .tensor import Tensor
 
 KINDS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # the matrices of a layer

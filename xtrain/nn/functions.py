@@ -29,7 +29,8 @@ from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
-from .autograd import Context, Function, is_inference, is_unit
+from .autograd import Context, Function, is_unit
+from .mode import is_inference
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:

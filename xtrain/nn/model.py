@@ -29,9 +29,9 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from ..options import described, find_function, name_of
 from . import functional as F
-from .autograd import is_training, no_grad
 from .deferred import Stream, parts_of
 from .fp8 import HEAD, Fp8Scales, check_tokens
+from .mode import is_training, no_grad
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .observers import in_layer
 from .recompute import recompute

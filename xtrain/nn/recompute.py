@@ -24,7 +24,8 @@ from typing import Any
 
 from ..device import Array
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
-from .autograd import Function, recording
+from .autograd import Function
+from .mode import recording
 from .tensor import Tensor
 
 
