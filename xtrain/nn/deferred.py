@@ -5,30 +5,30 @@
 
 One kernel per operator would write h, its norm and the result of SwiGLU to memory and read each of
 them again. Here these operators return a `Deferred`: a Tensor that knows its operands. It computes
-itself when it is first read, and only once. But an op that could compute it in its own pass takes the
+itself when it is first read, and only once. But an op that can compute it in its own pass takes the
 operands instead, and the value itself never exists:
 
-    written as                      Deferred    what a plain model runs
-    h + delta                       Stream      nothing; the next norm adds delta
-    rmsnorm(stream)                 Normed      nothing; the next product normalises
-    linear(normed, v)               Product     AddNormLinear: addition, norm, product
-    swiglu(product)                 Gated       in inference: AddNormLinear, SwiGLU at its end
-    linear(gated, u)                            in training: SwiGLULinear, which does not save SwiGLU's result
-    linear(swiglu(product), u)                  in fp8 training: Fp8MLP, all of the branch
-    logits(x, head)                 Logits      cross_entropy(logits): LinearCrossEntropy, a few rows at a time
+    written as              Deferred   what a plain model runs
+    h + delta               Stream     nothing: the next norm adds delta
+    rmsnorm(stream)         Normed     nothing: the next product normalises
+    linear(normed, v)       Product    AddNormLinear: addition, norm and product
+    swiglu(product)         Gated      inference: AddNormLinear, with SwiGLU at its end
+    linear(gated, u)                   training: SwiGLULinear, which does not save SwiGLU's result
+    linear(gated, u)                   fp8 training: Fp8MLP, the whole branch
+    logits(x, head)         Logits     cross_entropy: LinearCrossEntropy, a few rows at a time
 
-A module does not ask which module stands next to it. A norm, an MLP or an attention of your own reads
-its input like any Tensor, and gets the value: a pending addition is then computed by an op of its own,
-or together with the norm (ResidualRMSNorm).
+A module does not ask which module stands next to it. A norm, an MLP or an attention of your own
+reads its input like any Tensor and gets the value; a pending addition is then computed by an op of
+its own, or together with the norm (ResidualRMSNorm).
 
-Three rules keep the meaning of the expression:
+Three rules keep the meaning of an expression:
 
-- A value belongs to the place where it was written. It is computed in the mode of that place (recorded
-  or not, inference, batch-invariant), and only ops of the same mode may compute it in their own pass.
-- Whoever computes h + delta leaves the sum in the Stream, for the next reader.
+- A value is computed in the mode of the place where it was written (recorded or not, inference,
+  batch-invariant). Only an op of the same mode may compute it in its own pass.
+- The op that computes h + delta leaves the sum in the Stream for the next reader.
 - A second product of one norm reads the norm's value.
 
-An error in an operand, such as a wrong shape, is raised where the value is read.
+A mistake in an operand, such as a wrong shape, is reported where the value is read.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ from .tensor import Tensor
 
 
 def _of_value(name: str) -> Any:
-    """Return a property: the attribute `name` of the value, which is computed if it has not been."""
+    """Return a property: the attribute `name` of the value, which is computed if necessary."""
 
     def get(self: "Deferred") -> Any:
         return getattr(self.read(), name)
@@ -96,7 +96,8 @@ class Deferred(Tensor):
         ]
 
     def compute(self) -> Tensor:
-        """Return the value. Called at most once, in the mode in which the expression was written."""
+        """Return the value. Called at most once, in the mode in which the expression was
+        written."""
         raise NotImplementedError
 
     def read(self) -> Tensor:
@@ -197,8 +198,10 @@ class Stream(Deferred):
     __radd__ = __add__
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return h, or h and delta: what a stream can be made of again, on the other side of `recompute`."""
-        return (self.h,) if self.delta is None else (self.h, self.delta)
+        """Return h, or h and delta: a stream can be made of them again, behind `recompute`."""
+        if self.delta is None:
+            return (self.h,)
+        return self.h, self.delta
 
     def rows(self, choose: Callable[[Tensor], Tensor]) -> "Stream":
         """Return the stream of some rows, which `choose` takes from each part."""
@@ -217,7 +220,8 @@ def parts_of(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class Normed(Deferred):
-    """The RMSNorm of a stream. The product that reads it normalises, and its backward does so again."""
+    """The RMSNorm of a stream. The product that reads it normalises, and its backward does so
+    again."""
 
     __slots__ = ("eps", "has_product", "stream", "w")
 
@@ -289,8 +293,9 @@ class Gated(Deferred):
 
     def branch(self) -> Product | None:
         """Return the product of gate and up if it can be computed in the same pass, else None."""
-        gate_up = self.gate_up
-        return gate_up if isinstance(gate_up, Product) and gate_up.is_pending() else None
+        if isinstance(self.gate_up, Product) and self.gate_up.is_pending():
+            return self.gate_up
+        return None
 
     def linear(self, w_OI: Tensor, b_O: Tensor | None) -> Tensor:
         if b_O is not None or is_inference() or not self.is_pending():
@@ -299,15 +304,15 @@ class Gated(Deferred):
         if second is None:
             return SwiGLULinear.apply(self.gate_up, w_OI)
         branch = self.branch()
-        first = None if branch is None else fp8_layer(branch.w)
-        if branch is None or first is None or branch.b is not None:
-            return linear_of(self, w_OI, None, None)
-        normed = branch.normed
-        return normed.begin(Fp8MLP, branch.w, w_OI, first, second, normed.eps)
+        if branch is not None and branch.b is None and (first := fp8_layer(branch.w)):
+            normed = branch.normed
+            return normed.begin(Fp8MLP, branch.w, w_OI, first, second, normed.eps)
+        return linear_of(self, w_OI, None, None)
 
 
 class Logits(Deferred):
-    """x w^T in float32. cross_entropy computes them for a few rows at a time, with their gradient."""
+    """x w^T in float32. cross_entropy computes them for a few rows at a time, with their
+    gradient."""
 
     __slots__ = ("w", "x")
 
@@ -364,7 +369,9 @@ class AddNormLinear(Function):
             return with_bias_gradient(ctx, (dh_NC, dh_NC, None, None), 6, b_O, None)
         if gu_N2F is not None:
             dy_NO = _swiglu.swiglu_bwd(dy_NO, gu_N2F)
-        dn_NC, dw_C, dv_OC = _gemm.linear_bwd_x(dy_NO, v_OC), ctx.grad_buffer(2, w_C), None
+        dn_NC = _gemm.linear_bwd_x(dy_NO, v_OC)
+        dw_C = ctx.grad_buffer(2, w_C)
+        dv_OC = None
         dx_NC = _residual.residual_rmsnorm_bwd(
             dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, recompute_y=True
         )
@@ -389,7 +396,8 @@ class SwiGLULinear(Function):
         gu_N2F, w_OF = ctx.saved
         dy_NF = _gemm.linear_bwd_x(dz_NO, w_OF)
         dgu_N2F = _swiglu.swiglu_bwd(dy_NF, gu_N2F, recompute_y=True)
-        y_NF, dw_OF = dy_NF, None
+        y_NF = dy_NF
+        dw_OF = None
         if ctx.needs_grad[1]:
             dw_OF, add = ctx.grad_target(1, w_OF)
             _gemm.linear_bwd_w(dz_NO, y_NF, dw_OF, add)

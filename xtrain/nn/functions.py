@@ -1,7 +1,8 @@
 """One Function per op: the forward launcher, what is saved, the backward launcher; nothing else.
 
-functional.py has the ops that the rest of xtrain calls, with their signatures and docstrings, and says
-what the letters at the end of array names mean. Functions of several ops at once are in deferred.py.
+functional.py has the ops that the rest of xtrain calls, with their signatures and docstrings, and
+says what the letters at the end of array names mean. Functions of several ops at once are in
+deferred.py.
 """
 
 import numpy as np
@@ -34,11 +35,12 @@ from .mode import is_inference
 
 
 def gradient_view_for(ctx: Context, i: int) -> Array | None:
-    """A view of any layout into a larger gradient: backward may write the gradient of argument i there (not add it) and return
-    the view. None: allocate it.
+    """Return a view of any layout into a larger gradient, or None: allocate it.
 
-    Only the op that made the argument can offer one, by a static method gradient_view(ctx, which output). Its own backward must
-    also accept a gradient in other memory.
+    Backward may write the gradient of argument i there (not add it) and return the view.
+
+    Only the op that made the argument can offer one, by a static method gradient_view(ctx, which
+    output). Its own backward must also accept a gradient in other memory.
     """
     edge = ctx.edges[i]
     if edge is None or edge.node is None or edge.node.ctx is None:
@@ -48,9 +50,12 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
 
 
 def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
-    """True in inference for so few rows that a product takes as long as reading w: kernels/decoding/gemv.py computes it.
+    """Return True if kernels/decoding/gemv.py computes the product.
 
-    fused: together with the norm before it."""
+    It does in inference, for so few rows that the product takes as long as reading w.
+
+    fused: together with the norm before it.
+    """
     if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
         return False
     quantized = isinstance(w_OK, Quantized)
@@ -60,7 +65,10 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
 def product(
     ctx: Context, i: int, x_NI: Array, w_OI: Array | Quantized, dtype, b_O: Array | None
 ) -> Array:
-    """x w^T + b, where w is argument i: by the kernel for few rows, or a GEMM. dtype: of the result, None: as x."""
+    """Return x w^T + b, where w is argument i: by the kernel for few rows, or a GEMM.
+
+    dtype: of the result; None: as x.
+    """
     if few_rows(x_NI, w_OI):
         return _gemv.gemv(x_NI, w_OI, dtype or x_NI.dtype, ctx.parameters[i], b_O)
     return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
@@ -69,7 +77,10 @@ def product(
 def with_bias_gradient(
     ctx: Context, gradients: tuple, i: int, b_O: Array | None, dy_NO: Array | None
 ) -> tuple:
-    """-> gradients, and if there is a bias, its gradient as that of argument i: the sum of dy, the product's, over the rows."""
+    """Return the gradients, and if there is a bias, its gradient as that of argument i.
+
+    It is the sum of dy, the gradient of the product, over the rows.
+    """
     if b_O is None:
         return gradients
     db_O = None
@@ -80,8 +91,10 @@ def with_bias_gradient(
 
 
 def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, slice, slice]]:
-    """-> of each slice of w's rows: the columns of y, the columns of x a^T, the rows of b"""
-    parts, r, row = [], b_Br.shape[1], 0
+    """Return for each slice of w's rows: the columns of y, the columns of x a^T, the rows of b."""
+    parts = []
+    r = b_Br.shape[1]
+    row = 0
     for i, (first, n) in enumerate(slices):
         parts.append((slice(first, first + n), slice(i * r, (i + 1) * r), slice(row, row + n)))
         row += n
@@ -143,7 +156,8 @@ class LoraLinear(Function):
     def backward(ctx, dy_NO):
         x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor = ctx.saved
         dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
-        dw_OI, du_NA = None, empty(u_NA, u_NA.shape)
+        dw_OI = None
+        du_NA = empty(u_NA, u_NA.shape)
         db_Br, add = ctx.grad_target(3, b_Br)
         for columns, ranks, rows in parts:
             dy_NP = dy_NO[:, columns]
@@ -197,7 +211,10 @@ class QKNormRope(Function):
 
     @staticmethod
     def gradient_view(ctx, i):
-        """The columns of dv in the packed gradient, for the first op that used v. Gradients of further uses are added to it."""
+        """Return the columns of dv in the packed gradient, for the first op that used v.
+
+        Gradients of further uses are added to it.
+        """
         qkv_NP, *_, cos, _, H, G, _, _, packed = ctx.saved
         if i != 2 or packed:
             return None
@@ -207,7 +224,8 @@ class QKNormRope(Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, positions_N, packed = ctx.saved
-        N, D = qkv_NP.shape[0], cos.shape[1] * 2
+        N = qkv_NP.shape[0]
+        D = cos.shape[1] * 2
         dqkv_NP = packed.pop() if packed else empty(qkv_NP, qkv_NP.shape)
         dv_view = _qk_norm_rope.values_of(dqkv_NP, H, G, D)
         if dv is None:
@@ -224,8 +242,9 @@ class QKNormRope(Function):
 
 
 class Attention(Function):
-    """bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode, and with a sliding window or
-    documents (key_bounds.py), FlashAttention too. Both read v a packed array and write dv into one.
+    """bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode,
+    and with a sliding window or documents (key_bounds.py), FlashAttention too. Both read v a packed
+    array and write dv into one.
     """
 
     @staticmethod
@@ -329,7 +348,10 @@ class LinearCrossEntropy(Function):
 
 
 def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | None:
-    """Write or add dw, float32 or None, where the gradient of argument 1 goes. -> that memory"""
+    """Write or add dw, float32 or None, where the gradient of argument 1 goes.
+
+    Return that memory.
+    """
     if dw_PC is None:
         return None
     target_PC, add = ctx.grad_target(1, w_PC)
@@ -342,17 +364,20 @@ def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | Non
 
 
 class LinearLogprobs(Function):
-    """The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are (kernels/runtime/invariance.py).
+    """The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are
+    (kernels/runtime/invariance.py).
 
-    The logits exist for a few rows at a time. Backward computes them again: -logprob is the cross-entropy, with a
-    factor per row.
+    The logits exist for a few rows at a time. Backward computes them again: -logprob is the
+    cross-entropy, with a factor per row.
     """
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
         ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
-        N, wide = x_NC.shape[0], np.float64 if x_NC.dtype == np.float64 else np.float32
-        step, logprobs_N = _linear_cross_entropy.chunk_rows(N, rows), empty(x_NC, N, wide)
+        N = x_NC.shape[0]
+        wide = np.float64 if x_NC.dtype == np.float64 else np.float32
+        step = _linear_cross_entropy.chunk_rows(N, rows)
+        logprobs_N = empty(x_NC, N, wide)
         for first in range(0, N, max(step, 1)):
             part = slice(first, min(first + step, N))
             logits = _gemm.linear_fwd(x_NC[part], w_PC, wide)

@@ -1,4 +1,4 @@
-"""How a thread's ops run: recorded for backward or not, with the kernels of training or of inference."""
+"""How a thread's ops run: recorded or not, with the kernels of training or of inference."""
 
 import contextlib
 import threading
@@ -11,8 +11,7 @@ class Mode(NamedTuple):
 
     on: they are recorded for backward.
     inference: they may choose kernels that training does not use.
-    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will
-        then.
+    again: backward runs them once more, recorded (recompute.py), so they must compute now as then.
     """
 
     on: bool = True
@@ -64,8 +63,8 @@ def no_grad() -> Iterator[None]:
 def inference() -> Iterator[None]:
     """no_grad, and ops may choose kernels that training does not use.
 
-    For few rows these are products at the speed of memory; their results may differ in the last bits.
-    Inside, no parameter is written.
+    For few rows these are products at the speed of memory; their results may differ in the last
+    bits. Inside, no parameter is written.
     """
     with in_mode(Mode(on=False, inference=True)):
         yield
@@ -77,5 +76,5 @@ def is_inference() -> bool:
 
 
 def is_training() -> bool:
-    """Return True where a backward follows: ops are recorded, or will be when it runs them again."""
+    """Return True where a backward follows: ops are recorded, now or when it runs them again."""
     return _thread.mode.on or _thread.mode.again

@@ -1,13 +1,15 @@
-"""The decoder of a Llama, and with further features (ModelConfig) of other families, from token ids to logits.
+"""The decoder of a Llama, and with further features (ModelConfig) of other families, from token ids
+to logits.
 
-    ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N, V)
+    ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N,
+    V)
 
-Everything per token is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones. Only attention
-uses the division into sequences. Positions start at 0 in every sequence.
+Everything per token is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones.
+Only attention uses the division into sequences. Positions start at 0 in every sequence.
 
-Initialisation: norm weights 1; matrices and embeddings normal with standard deviation 0.02; the two matrices that
-write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its variance does not grow with depth
-(Radford et al. 2019).
+Initialisation: norm weights 1; matrices and embeddings normal with standard deviation 0.02; the two
+matrices that write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its
+variance does not grow with depth (Radford et al. 2019).
 """
 
 import functools
@@ -43,7 +45,8 @@ STD = 0.02  # of the initialisation
 
 
 class Attention(Module):
-    """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output projection.
+    """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output
+    projection.
 
     `qkv` is the packed projection to q, k and v.
     rotary: False: without RoPE, so the layer sees the order of tokens only through the mask.
@@ -51,7 +54,9 @@ class Attention(Module):
     """
 
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
+        D = c.head_dim
+        H = c.n_heads
+        G = c.n_kv_heads
         rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
         self.qkv: Module = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
         self.o_proj: Module = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
@@ -72,7 +77,9 @@ class Attention(Module):
     def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
         """(N, (H + 2G) D) -> (N, H D): everything between the two products."""
         c = self.config
-        D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
+        D = c.head_dim
+        H = c.n_heads
+        G = c.n_kv_heads
         scale = D**-0.5
         if not self.rotary:
             sequences = sequences.unrotated()
@@ -106,8 +113,8 @@ class MLP(Module):
 class Block(Module):
     """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
 
-    Any module may be replaced. Additions, norms and SwiGLU are computed by the op that reads them, in
-    its own pass where it can: deferred.py.
+    Any module may be replaced. Additions, norms and SwiGLU are computed by the op that reads them,
+    in its own pass where it can: deferred.py.
     """
 
     def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
@@ -152,7 +159,8 @@ STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
 def bf16_obstacle(device: str, head_dim: int) -> str:
-    """Why a model cannot compute in bf16 there; "" if it can. device: "cpu", "gpu", or "sim" for any GPU that supports bf16."""
+    """Why a model cannot compute in bf16 there; "" if it can. device: "cpu", "gpu", or "sim" for
+    any GPU that supports bf16."""
     if device == "cpu":
         return "bf16 is not supported on the CPU"
     if head_dim not in WIDTHS:
@@ -164,7 +172,8 @@ def bf16_obstacle(device: str, head_dim: int) -> str:
 
 
 def choose_precision(precision: str, device: str, head_dim: int) -> tuple[Any, str]:
-    """ "auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
+    """ "auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned
+    as it is, with ""."""
     obstacle = bf16_obstacle(device, head_dim) if precision == "auto" else ""
     chosen = precision if precision != "auto" else "fp32" if obstacle else "bf16"
     return chosen, obstacle
@@ -175,21 +184,27 @@ class Transformer(Module):
 
     device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
 
-    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
-    moments, the residual stream and all sums in float32. Here fp32 is the default; the commands choose (choose_precision).
-    "fp8", for training: as bf16, and the products of the blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9.
-    seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
-    recompute: which activations backward recomputes instead of keeping them (activation checkpointing): "none", "attention"
-    (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
+    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights,
+    their gradients, moments, the residual stream and all sums in float32. Here fp32 is the default;
+    the commands choose (choose_precision). "fp8", for training: as bf16, and the products of the
+    blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9. seed None: all weights are zero,
+    to be loaded.
+    arena: all parameters (nn.Arena).
+    recompute: which activations backward recomputes instead of keeping them (activation
+    checkpointing): "none", "attention" (between its matrix products) or "block". May be set at any
+    time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
     trainable False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
     change: "MODULE:FUNCTION" if `changed` made this model, else "".
-    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from.  generation: what else
-    its generation_config.json says, or None. Both are written by `save_pretrained`.
-    Raises UserError when precision or recompute is unknown or the device does not support it.
+    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read
+    from.
+    generation: what else its generation_config.json says, or None. Both are written by
+    `save_pretrained`. Raises UserError when precision or recompute is unknown or the device does
+    not support it.
 
-    To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call `renew_arena`, or derive a class
-    and override `logits` or `loss`: lessons/howto/change_the_model.md.
+    To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call
+    `renew_arena`, or derive a class and override `logits` or `loss`:
+    lessons/howto/change_the_model.md.
     """
 
     fp8_head = False  # see use_fp8_head
@@ -204,7 +219,9 @@ class Transformer(Module):
         world: int = 1,
         trainable: bool = True,
     ):
-        self.config, self.precision, self.recompute = config, precision, recompute
+        self.config = config
+        self.precision = precision
+        self.recompute = recompute
         self.device = device if device == "sim" else resolve_device(device)
         self.model = Decoder(config)
         if not config.tie_embeddings:
@@ -219,7 +236,8 @@ class Transformer(Module):
         self.arena = self.make_arena(self.device, seed, precision != "fp32", world, trainable)
         self._renew_fp8()
         self.rotary = RotaryTables(config, self.device)
-        self.change, self.seed = "", seed or 0
+        self.change = ""
+        self.seed = seed or 0
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
@@ -227,7 +245,8 @@ class Transformer(Module):
         half = self.precision in ("bf16", "fp8")
         if self.precision not in ("fp32", "bf16", "fp8") or (half and self.device == "cpu"):
             raise UserError(
-                f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, or bf16 on a GPU"
+                f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, "
+                "or bf16 on a GPU"
             )
         obstacle = bf16_obstacle(self.device, self.config.head_dim) if half else ""
         if obstacle:
@@ -236,7 +255,8 @@ class Transformer(Module):
             return
         if self.device == "gpu" and not has_fp8():
             raise UserError(
-                "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose precision bf16"
+                "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose "
+                "precision bf16"
             )
         if not trainable:
             raise UserError(
@@ -252,10 +272,12 @@ class Transformer(Module):
             self.fp8 = Fp8Scales(found + head, self.device)
 
     def use_fp8_head(self) -> None:
-        """From now on the products of the head are on fp8 codes, too. Before training; raises UserError in another precision."""
+        """From now on the products of the head are on fp8 codes, too. Before training; raises
+        UserError in another precision."""
         if self.precision != "fp8":
             raise UserError(
-                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or leave the head as it is"
+                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or "
+                "leave the head as it is"
             )
         self.fp8_head = True
         self._renew_fp8()
@@ -268,8 +290,9 @@ class Transformer(Module):
     def __call__(self, ids: Array) -> Tensor:
         """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
 
-        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are already on the GPU
-        are not checked, because reading them would wait for the GPU: an invalid id gives NaN logits.)
+        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are
+        already on the GPU are not checked, because reading them would wait for the GPU: an invalid
+        id gives NaN logits.)
         """
         ids = self._check_ids(ids, "ids")
         B, T = ids.shape
@@ -283,13 +306,16 @@ class Transformer(Module):
         inv_count: Array | None = None,
         starts: Array | None = None,
     ) -> Tensor:
-        """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats; shape ().
+        """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats;
+        shape ().
 
-        inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch, if this call gets only
-        a part of it.  starts: (B, T) int32, if the rows hold several documents each: the column at which the document of each
-        token begins; it never decreases. Attention then stays in the document, and positions count from its start.
-        Raises UserError like calling the model. Without any target the loss is 0.
-        The logits never exist as a whole, and this call already computes their gradient: use no_grad if no backward follows.
+        inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch,
+        if this call gets only a part of it.
+        starts: (B, T) int32, if the rows hold several documents each: the column at which the
+        document of each token begins; it never decreases. Attention then stays in the document, and
+        positions count from its start. Raises UserError like calling the model. Without any target
+        the loss is 0. The logits never exist as a whole, and this call already computes their
+        gradient: use no_grad if no backward follows.
         """
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         vocab_size = self.config.vocab_size
@@ -298,11 +324,13 @@ class Transformer(Module):
         return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
 
     def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
-        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32; NaN at -100.
+        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T)
+        float32; NaN at -100.
 
-        For a loss of any form: `functional.with_gradient` takes its value and its derivative by each, zeros where they are NaN
-        (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
-        Raises UserError like calling the model, and if a derived class overrides `logits`.
+        For a loss of any form: `functional.with_gradient` takes its value and its derivative by
+        each, zeros where they are NaN (examples/dpo.py). In batch-invariant mode the bits are those
+        of `Engine(batch_invariant=True)`. Raises UserError like calling the model, and if a derived
+        class overrides `logits`.
         """
         if overrides(self, Transformer, "logits"):
             raise UserError(
@@ -315,7 +343,8 @@ class Transformer(Module):
 
     def _hidden_and_targets(self, ids, targets, starts):
         """Check all three. -> hidden (N, C), targets (N,) on the device"""
-        ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
+        ids = self._check_ids(ids, "ids")
+        targets = self._check_ids(targets, "targets")
         if targets.shape != ids.shape:
             raise UserError(
                 f"targets have shape {targets.shape}, ids {ids.shape}: they must be the same"
@@ -324,10 +353,12 @@ class Transformer(Module):
         return self.hidden(ids, *sequences), self._to_device(targets.reshape(-1))
 
     def hidden(self, ids: Array, sequences: Sequences | None = None) -> Tensor:
-        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model.
+        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling
+        the model.
 
-        sequences: how the rows divide into sequences, if not into B of T tokens: the engine passes its KV cache in it, and ids
-        (N,) that are checked and on the device; then the result has the rows that are wanted.
+        sequences: how the rows divide into sequences, if not into B of T tokens: the engine passes
+        its KV cache in it, and ids (N,) that are checked and on the device; then the result has the
+        rows that are wanted.
         """
         if sequences is None:
             ids = self._check_ids(ids, "ids")
@@ -342,11 +373,13 @@ class Transformer(Module):
         return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
 
     def packed_sequences(self, starts: Array, shape: tuple[int, int]) -> PackedSequences:
-        """Rows of `shape` (B, T) that hold several documents each; starts: see `loss`. Raises UserError."""
+        """Rows of `shape` (B, T) that hold several documents each; starts: see `loss`. Raises
+        UserError."""
         starts = starts if hasattr(starts, "strides") else np.asarray(starts)
         if starts.shape != shape or starts.dtype.kind not in "iu":
             raise UserError(
-                f"starts are {starts.dtype} of shape {starts.shape}, ids of shape {shape}: give whole numbers of that shape"
+                f"starts are {starts.dtype} of shape {starts.shape}, ids of shape {shape}: give "
+                "whole numbers of that shape"
             )
         if not is_gpu(starts) and (
             (starts < 0).any()
@@ -354,12 +387,14 @@ class Transformer(Module):
             or (starts[:, 1:] < starts[:, :-1]).any()
         ):
             raise UserError(
-                "starts of documents must not decrease along a row, and that of token t must lie in 0 .. t: give the column at "
+                "starts of documents must not decrease along a row, and that of token t must lie "
+                "in 0 .. t: give the column at "
                 "which its document begins"
             )
         if self.config.rope_type == "dynamic" and shape[1] > self.config.max_seq_len:
             raise UserError(
-                f"rows of {shape[1]} tokens with several documents are longer than max_seq_len {self.config.max_seq_len}, where "
+                f"rows of {shape[1]} tokens with several documents are longer than max_seq_len "
+                f"{self.config.max_seq_len}, where "
                 "dynamic RoPE depends on a sequence's length: give shorter rows"
             )
         starts_BT = self._to_device(starts.astype(np.int32, copy=False))
@@ -374,7 +409,8 @@ class Transformer(Module):
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
 
     def logits(self, x_NC: Tensor) -> Tensor:
-        """hidden (N, C) -> (N, padded V) float32, also in bf16: small differences between them decide the next token.
+        """hidden (N, C) -> (N, padded V) float32, also in bf16: small differences between them
+        decide the next token.
 
         If a derived class overrides it, calling the model, `loss` and `generate` use the new one.
         """
@@ -388,13 +424,15 @@ class Transformer(Module):
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise UserError(
-                f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
+                f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape "
+                f"{ids.shape}"
             )
         if not ids.size:
             raise UserError(f"{what} of shape {ids.shape} are empty: give at least one token")
         if ids.shape[1] > c.context:
             raise UserError(
-                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} (max_seq_len): give shorter sequences"
+                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} "
+                "(max_seq_len): give shorter sequences"
             )
         if is_gpu(ids) and self.device != "gpu":
             raise UserError(
@@ -420,10 +458,11 @@ class Transformer(Module):
     ) -> Array:
         """ids (B, T) or (T,) -> the same with max_new_tokens appended to every sequence.
 
-        temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
-        the top_k most likely tokens if given. Every sequence has a separate random stream. The whole prefix is recomputed
-        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len,
-        and when a logit is NaN: no token is the right one then (the engine ends such a sequence with the reason "nan").
+        temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits /
+        temperature), among the top_k most likely tokens if given. Every sequence has a separate
+        random stream. The whole prefix is recomputed for every token (serving/engine.py has a KV
+        cache). Raises UserError when prompt and new tokens exceed max_seq_len, and when a logit is
+        NaN: no token is the right one then (the engine ends such a sequence with the reason "nan").
         """
         ids = ids if hasattr(ids, "strides") else np.asarray(ids)
         tokens = np.atleast_2d(to_numpy(ids))
@@ -457,7 +496,8 @@ class Transformer(Module):
 
     @property
     def variation(self) -> str:
-        """How the model differs from the families that other programs can load (config.FAMILIES); "" if it does not."""
+        """How the model differs from the families that other programs can load (config.FAMILIES);
+        "" if it does not."""
         c = self.config
         differences = [] if c.family else [c.features]
         if len(self.model.layers) != c.n_layers:
@@ -475,17 +515,20 @@ class Transformer(Module):
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """None: all weights are the model's own. nn/lora.py has models that are written as adapters."""
+        """None: all weights are the model's own. nn/lora.py has models that are written as
+        adapters."""
         return None
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read the weights of a folder that `save_pretrained` or a run has written. The model may have a `variation`.
-        Raises UserError when names, shapes or checksums do not match; the model is then unchanged."""
+        """Read the weights of a folder that `save_pretrained` or a run has written. The model may
+        have a `variation`. Raises UserError when names, shapes or checksums do not match; the model
+        is then unchanged."""
         verify_weights(Path(folder))
         huggingface.load_into(self, Path(folder))
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write the Hugging Face layout, as the class of the model's family (config.FAMILIES); see huggingface.save.
+        """Write the Hugging Face layout, as the class of the model's family (config.FAMILIES); see
+        huggingface.save.
 
         A model with a `variation` gets a config.json that only load_weights accepts.
         """
@@ -501,9 +544,11 @@ class Transformer(Module):
         world: int = 1,
         change: str | Callable[["Transformer"], "Transformer"] | None = None,
     ) -> "Transformer":
-        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it is not a supported model.
+        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it
+        is not a supported model.
 
-        change: the function that changes the model, see `changed`; also for a folder of a model that was changed and trained.
+        change: the function that changes the model, see `changed`; also for a folder of a model
+        that was changed and trained.
         """
         return huggingface.load(
             Path(folder),
@@ -513,16 +558,21 @@ class Transformer(Module):
         )
 
     def changed(self, change: str | Callable[["Transformer"], "Transformer"]) -> "Transformer":
-        """This model, changed in place by a function, which returns it: the option --change of the commands.
+        """This model, changed in place by a function, which returns it: the option --change of the
+        commands.
 
-        change: the function, or its name MODULE:FUNCTION, which is saved with the model. The name of a function that no other
-        program can import is not saved. Raises UserError if there is no such function, or if it fails or returns something else.
+        change: the function, or its name MODULE:FUNCTION, which is saved with the model. The name
+        of a function that no other program can import is not saved. Raises UserError if there is no
+        such function, or if it fails or returns something else.
         """
         if isinstance(change, str):
-            name, function = change, find_function("--change", change, "my_model:change")
+            name = change
+            function = find_function("--change", change, "my_model:change")
         else:
-            name, function = name_of(change), change
-        kind, config = type(self), self.config
+            name = name_of(change)
+            function = change
+        kind = type(self)
+        config = self.config
         say = f"--change {name or repr(function)}"
         try:
             model = function(self)
@@ -535,7 +585,8 @@ class Transformer(Module):
             raise UserError(f"{say} returned {what}: change the model that it gets, and return it")
         if self.config != config:
             raise UserError(
-                f"{say} replaced model.config, by which the plain model is built again: give the modules another config instead"
+                f"{say} replaced model.config, by which the plain model is built again: give the "
+                "modules another config instead"
             )
         # the function has set __class__: a model with adapters stays one
         if not isinstance(self, kind):

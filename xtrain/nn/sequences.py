@@ -4,7 +4,8 @@
     packed     the same, but a sequence holds several documents: attention stays in the document, positions count from its start
     serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/paged_cache.py)
 
-The model passes one such object to every block, and only attention uses it. So one forward serves both.
+The model passes one such object to every block, and only attention uses it. So one forward serves
+both.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ from .tensor import Tensor
 
 
 class RotaryTables:
-    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the device.
+    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the
+    device.
 
     Calling it with a sequence length gives tables of at least that many positions.
     """
@@ -63,7 +65,8 @@ class Sequences:
     """B sequences of T tokens, as in training.
 
     cos, sin (P, D/2): of every position. `dataclasses.replace` gives an attention other tables.
-    dtype: of everything but the residual stream; None: the same.  recompute: what backward recomputes, see Transformer.
+    dtype: of everything but the residual stream; None: the same.
+    recompute: what backward recomputes, see Transformer.
     window: keys that a query sees, itself among them; 0: all.
     """
 
@@ -83,13 +86,15 @@ class Sequences:
     def attend(
         self, qkv_NP: Tensor, q_w_D: Tensor | None, k_w_D: Tensor | None, H: int, G: int, eps: float, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Packed (N, (H + 2G) D) -> (N, H D): QK-norm if there are weights, RoPE, causal attention."""
+        """Packed (N, (H + 2G) D) -> (N, H D): QK-norm if there are weights, RoPE, causal
+        attention."""
         tables = self.cos_PR, self.sin_PR, H, G, self.T, eps, self.positions_N
         q_NHD, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
         return self.attention(q_NHD, k_NGD, v_NGD, scale)
 
     def split_heads(self, qkv_NP: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: RoPE by angles of 0."""
+        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: RoPE by angles of
+        0."""
         cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
         cos_1R.fill(1)
         return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)
@@ -108,8 +113,8 @@ class Sequences:
         return F.rope(x_NHD, self.cos_PR, self.sin_PR, self.positions_N, self.T)
 
     def attention(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor:
-        """q (N, H, D), k and v (N, G, D) of each row -> (N, H D): softmax(scale q k^T) v over the keys of the row's sequence up
-        to its position. Query heads share key heads."""
+        """q (N, H, D), k and v (N, G, D) of each row -> (N, H D): softmax(scale q k^T) v over the
+        keys of the row's sequence up to its position. Query heads share key heads."""
         q_BTHD, k_BTGD, v_BTGD = (
             x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
         )

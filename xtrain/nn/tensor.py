@@ -1,6 +1,7 @@
 """Tensor: an array, its gradient, and the node of the graph that made it.
 
-The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is written, later ones are added.
+The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is
+written, later ones are added.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 from ..device import Array, as_array, to_numpy
 from ..kernels.runtime.launch import empty
 
-# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by functional.py. Both import
-# this file, so it cannot import them.
+# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by
+# functional.py. Both import this file, so it cannot import them.
 ops: dict[str, Callable[..., Any]] = {}
 
 
 class Version:
-    """Counts in-place changes. All parameters of one arena share one: an optimizer step changes them all."""
+    """Counts in-place changes. All parameters of one arena share one: an optimizer step changes
+    them all."""
 
     __slots__ = ("count",)
 
@@ -30,10 +32,13 @@ class Version:
 class Tensor:
     """An array (NumPy: CPU, CuPy: GPU), its gradient, and the node that made it.
 
-    data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep their gradient.
-    grad_written: whether the memory of the gradient holds a gradient. If not, its contents are arbitrary and count as zero: the
-    next gradient is written over them, and reading `.grad` fills them with zeros. Only Parameters have such memory (modules.py).
-    on_gradient: of a Parameter, a function that is called with it after each contribution to its gradient; else None.
+    data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep
+    their gradient.
+    grad_written: whether the memory of the gradient holds a gradient. If not, its contents are
+    arbitrary and count as zero: the next gradient is written over them, and reading `.grad` fills
+    them with zeros. Only Parameters have such memory (modules.py).
+    on_gradient: of a Parameter, a function that is called with it after each contribution to its
+    gradient; else None.
     """
 
     __slots__ = (
@@ -78,13 +83,15 @@ class Tensor:
     # ------------------------------------------------------------------------- the gradient
     @property
     def grad(self) -> Array | None:
-        """The gradient; None before backward. Reading it zero-fills memory that has not been written yet."""
+        """The gradient; None before backward. Reading it zero-fills memory that has not been
+        written yet."""
         self.zero_unwritten_grad()
         return self._grad
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        self._grad, self.grad_written = array, array is not None
+        self._grad = array
+        self.grad_written = array is not None
 
     def zero_unwritten_grad(self) -> None:
         """Fill the memory of the gradient with zeros if no gradient has been written to it."""
@@ -93,14 +100,17 @@ class Tensor:
             self.grad_written = True
 
     def grad_target(self) -> tuple[Array, bool]:
-        """Of a leaf -> (memory, add): the caller writes a gradient into the memory, or if `add`, adds it to the contents."""
-        add, self.grad_written = self.grad_written, True
+        """Of a leaf -> (memory, add): the caller writes a gradient into the memory, or if `add`,
+        adds it to the contents."""
+        add = self.grad_written
+        self.grad_written = True
         if self._grad is None:
             self._grad = empty(self._data, self.shape)
         return self._grad, add
 
     def backward(self, gradient: Array | None = None) -> None:
-        """Add d self / d leaf to `.grad` of every leaf that this was computed from: see autograd.backward."""
+        """Add d self / d leaf to `.grad` of every leaf that this was computed from: see
+        autograd.backward."""
         ops["backward"](self, gradient)
 
     # ------------------------------------------------------------------------- as an array
@@ -116,7 +126,8 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of data: float32, bfloat16 (ml_dtypes) or float64; of a tensor without gradient also integers."""
+        """Of data: float32, bfloat16 (ml_dtypes) or float64; of a tensor without gradient also
+        integers."""
         return self._data.dtype
 
     @property
@@ -154,7 +165,8 @@ class Tensor:
 
     # ------------------------------------------------------------------------- operators, each one op of functional.py
     def reshape(self, *shape: Any) -> Tensor:
-        """The same numbers in another shape: a view. reshape(2, -1) and reshape((2, -1)) are the same."""
+        """The same numbers in another shape: a view. reshape(2, -1) and reshape((2, -1)) are the
+        same."""
         return ops["reshape"](self, shape[0] if isinstance(shape[0], tuple) else shape)
 
     def __add__(self, other: Any) -> Tensor:

@@ -30,7 +30,8 @@ def changed_settings(module: Module, plain: Module) -> list[str]:
 
     Modules and parameters are not compared, but an attribute that replaces a method counts.
     """
-    own, other = vars(module), vars(plain)
+    own = vars(module)
+    other = vars(plain)
     settings = [n for n, x in other.items() if not isinstance(x, Module | Parameter | list)]
     methods = [n for n in own.keys() - other if callable(getattr(type(module), n, None))]
     return [n for n in settings + methods if own.get(n) != other.get(n)]
