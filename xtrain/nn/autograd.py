@@ -31,7 +31,7 @@ from .mode import inference as inference  # these three are also imported from h
 from .mode import no_grad as no_grad
 from .mode import recording as recording
 from .observers import observed, op_observers
-from .tensor import Tensor, ops
+from .tensor import Tensor, as_tuple, ops
 
 _clock = itertools.count()
 
@@ -54,9 +54,14 @@ class Function:
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
         values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
-        out = observed(cls, "forward", ctx, values) if op_observers else cls.forward(ctx, *values)
-        outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
-        node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
+        if op_observers:
+            out = observed(cls, "forward", ctx, values)
+        else:
+            out = cls.forward(ctx, *values)
+        outputs = [Tensor(o) for o in as_tuple(out)]
+        node = None
+        if any(ctx.needs_grad):
+            node = Node(cls, ctx, args, len(outputs))
         for i, tensor in enumerate(outputs):
             tensor.requires_grad = node is not None
             tensor.node = node
@@ -206,7 +211,10 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
                 heapq.heappush(queue, (-edge.node.order, edge.node))
             slots = gradients[edge.node]
             i = edge.index
-            slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
+            if slots[i] is None:
+                slots[i] = dx
+            else:
+                slots[i] = as_array(add_fwd(slots[i], dx))
 
 
 ops["backward"] = backward
@@ -239,15 +247,16 @@ def _call_backward(node, gradients):
     node.check_untouched()
     ctx, f = node.ctx, node.function
     try:
-        result = (
-            observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
-        )
+        if op_observers:
+            result = observed(f, "backward", ctx, gradients)
+        else:
+            result = f.backward(ctx, *gradients)
     except BaseException:
         for leaf in ctx.first_written:  # their memory may still hold old gradients
             leaf.grad_written = False
         raise
     node.ctx = None
-    result = result if isinstance(result, tuple) else (result,)
+    result = as_tuple(result)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
         raise ValueError(f"{name} returned {len(result)} gradients for {len(ctx.edges)} arguments")
     found = [(e, as_array(dx)) for e, dx in zip(ctx.edges, result) if e and dx is not None]

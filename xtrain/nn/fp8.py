@@ -152,7 +152,10 @@ class Fp8Scales:
 
     def load(self, scale_S: np.ndarray) -> None:
         """Continue with the scales of a checkpoint."""
-        self.scale_S[...] = to_device(scale_S, "gpu") if is_gpu(self.scale_S) else scale_S
+        if is_gpu(self.scale_S):
+            self.scale_S[...] = to_device(scale_S, "gpu")
+        else:
+            self.scale_S[...] = scale_S
         self.ready = True
 
 

@@ -46,7 +46,9 @@ def gradient_view_for(ctx: Context, i: int) -> Array | None:
     if edge is None or edge.node is None or edge.node.ctx is None:
         return None
     offer = getattr(edge.node.function, "gradient_view", None)
-    return None if offer is None else offer(edge.node.ctx, edge.index)
+    if offer is None:
+        return None
+    return offer(edge.node.ctx, edge.index)
 
 
 def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
@@ -90,6 +92,11 @@ def with_bias_gradient(
     return (*gradients, *[None] * (i - len(gradients)), db_O)
 
 
+def wide_dtype(x: Array) -> type:
+    """Return the dtype of sums and losses: float64 if x is, else float32."""
+    return np.float64 if x.dtype == np.float64 else np.float32
+
+
 def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, slice, slice]]:
     """Return for each slice of w's rows: the columns of y, the columns of x a^T, the rows of b."""
     parts = []
@@ -106,16 +113,24 @@ class Embedding(Function):
 
     @staticmethod
     def forward(ctx, ids_N, w_VC):
-        plan = _embedding.embedding_plan(ids_N, w_VC.shape[0]) if ctx.needs_grad[1] else None
+        if ctx.needs_grad[1]:
+            plan = _embedding.embedding_plan(ids_N, w_VC.shape[0])
+        else:
+            plan = None
         ctx.save(ids_N, w_VC, plan and plan.order_N4)
-        half = w_VC.dtype.name == "bfloat16"  # of a model without float32 weights
-        return _embedding.embedding_fwd(ids_N, w_VC, np.float32 if half else None)
+        dtype = None
+        if w_VC.dtype.name == "bfloat16":  # of a model without float32 weights
+            dtype = np.float32
+        return _embedding.embedding_fwd(ids_N, w_VC, dtype)
 
     @staticmethod
     def backward(ctx, dx_NC):
         ids_N, w_VC, plan_N4 = ctx.saved
         dw_VC = ctx.grad_buffer(1, w_VC)
-        plan = None if plan_N4 is None else _embedding.EmbeddingPlan(plan_N4, w_VC.shape[0])
+        if plan_N4 is None:
+            plan = None
+        else:
+            plan = _embedding.EmbeddingPlan(plan_N4, w_VC.shape[0])
         _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan)
         return None, dw_VC
 
@@ -132,7 +147,9 @@ class Linear(Function):
     def backward(ctx, dy_NO):
         x_NI, w_OI, b_O = ctx.saved
         dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
-        dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI) if ctx.needs_grad[0] else None
+        dx_NI = None
+        if ctx.needs_grad[0]:
+            dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI)
         dw_OI = None
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
@@ -232,7 +249,10 @@ class QKNormRope(Function):
             dv_view[...] = 0
         elif not same_place(dv, dv_view):
             dv_view[...] = dv
-        dq, dk = (zeros(qkv_NP, (N, n, D)) if d is None else d for d, n in ((dq, H), (dk, G)))
+        if dq is None:
+            dq = zeros(qkv_NP, (N, H, D))
+        if dk is None:
+            dk = zeros(qkv_NP, (N, G, D))
         dq_w = None if q_w is None else ctx.grad_buffer(1, q_w)
         dk_w = None if k_w is None else ctx.grad_buffer(2, k_w)
         _qk_norm_rope.qk_norm_rope_bwd(
@@ -375,7 +395,7 @@ class LinearLogprobs(Function):
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
         ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
         N = x_NC.shape[0]
-        wide = np.float64 if x_NC.dtype == np.float64 else np.float32
+        wide = wide_dtype(x_NC)
         step = _linear_cross_entropy.chunk_rows(N, rows)
         logprobs_N = empty(x_NC, N, wide)
         for first in range(0, N, max(step, 1)):
@@ -399,7 +419,7 @@ class WithGradient(Function):
     @staticmethod
     def forward(ctx, x, value, dx):
         ctx.save(dx)
-        loss = empty(x, 1, np.float64 if x.dtype == np.float64 else np.float32)
+        loss = empty(x, 1, wide_dtype(x))
         loss.fill(value)
         return loss.reshape(())
 

@@ -149,4 +149,6 @@ class AdaptedTransformer(Transformer):
 
 def frozen_parameters(model: Transformer) -> tuple[tuple[str, Tensor], ...]:
     """(name, tensor) of those that no optimizer sees."""
-    return model.frozen if isinstance(model, AdaptedTransformer) else ()
+    if isinstance(model, AdaptedTransformer):
+        return model.frozen
+    return ()

@@ -179,7 +179,9 @@ class _Part(_ArenaTensor):
         self.offset = parameter.offset
         self.declared_shape = parameter.data[rows].shape
         super().__init__(parameter.data[rows], parameter.requires_grad)
-        self._grad = None if parameter._grad is None else parameter._grad[rows]
+        self._grad = None
+        if parameter._grad is not None:
+            self._grad = parameter._grad[rows]
         self.version = parameter.version
 
     def zero_unwritten_grad(self) -> None:
@@ -192,7 +194,9 @@ class _Part(_ArenaTensor):
     @property
     def on_gradient(self) -> Callable[[Any], None] | None:
         hook = self.parameter.on_gradient
-        return None if hook is None else lambda part: hook(part.parameter)
+        if hook is None:
+            return None
+        return lambda part: hook(part.parameter)
 
     @on_gradient.setter
     def on_gradient(self, function: Callable[[Any], None] | None) -> None:
@@ -259,7 +263,10 @@ class Arena:
         self.matrices = decayed
         self.all_written = True
         only_half = bf16 and not trainable
-        first = self.n_decay if only_half else 0  # offset at which weights begins
+        # offset at which weights begins
+        first = 0
+        if only_half:
+            first = self.n_decay
         self.weights = zeros_on(device, size - first, np.float32)
         self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
@@ -271,10 +278,18 @@ class Arena:
             shape = parameter.declared_shape
             parameter.offset = offset
             view = lambda array, at: array[at : at + math.prod(shape)].reshape(shape)  # noqa: B023
-            half = view(self.half, offset) if bf16 and parameter.decay else None
+            if bf16 and parameter.decay:
+                half = view(self.half, offset)
+            else:
+                half = None
             alone = only_half and parameter.decay
-            parameter._data = half if alone else view(self.weights, offset - first)
-            parameter._grad = view(self._grads, offset) if trainable else None
+            if alone:
+                parameter._data = half
+            else:
+                parameter._data = view(self.weights, offset - first)
+            parameter._grad = None
+            if trainable:
+                parameter._grad = view(self._grads, offset)
             parameter.grad_written = True  # zeros
             parameter.half = half
             parameter.version = self.version
@@ -492,7 +507,10 @@ def _tree(module):
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
         numbered = len(paths) > 2 or paths[-1][-1].isdigit()
-        names = f"{paths[0]} to {paths[-1]}" if numbered and paths[1:] else ", ".join(paths)
+        if numbered and paths[1:]:
+            names = f"{paths[0]} to {paths[-1]}"
+        else:
+            names = ", ".join(paths)
         times = f"{len(paths)} x " if paths[1:] else ""
         lines.append(f"    {names}: {times}{found[0]}")
         lines += [f"    {line}" for line in found[1:]]

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from .tensor import as_tuple
+
 
 @dataclass
 class Op:
@@ -81,7 +83,7 @@ def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
     op = Op(function.__name__, way, getattr(ctx, "layer", ""), inputs)
     with _announced(op):
         out = getattr(function, way)(ctx, *args)
-        op.outputs = out if isinstance(out, tuple) else (out,)
+        op.outputs = as_tuple(out)
     return out
 
 
@@ -93,7 +95,7 @@ def in_layer(i: int, f: Callable[..., Any], *inputs: Any) -> Any:
     op = Op("", "forward", f"layer {i}", tuple(x.data for x in inputs))
     with _announced(op):
         out = f(*inputs)
-        op.outputs = tuple(y.data for y in (out if isinstance(out, tuple) else (out,)))
+        op.outputs = tuple(y.data for y in as_tuple(out))
     return out
 
 

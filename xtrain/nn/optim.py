@@ -346,6 +346,9 @@ def learning_rate(
     if step < warmup:
         return peak * (step + 1) / warmup
     last = steps - 1
-    start = max(warmup, last - math.floor(decay.fraction * steps)) if decay.fraction < 1 else warmup
+    if decay.fraction < 1:
+        start = max(warmup, last - math.floor(decay.fraction * steps))
+    else:
+        start = warmup
     progress = min(1.0, max(0.0, (step - start) / max(1, last - start)))
     return peak * (min_ratio + (1 - min_ratio) * DECAY_SHAPES[decay.shape](progress))

@@ -40,7 +40,9 @@ def quantize_weights(model: Transformer, kind: str) -> None:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
-    adapted = model if isinstance(model, AdaptedTransformer) and model.lora else None
+    adapted = None
+    if isinstance(model, AdaptedTransformer) and model.lora:
+        adapted = model
     arena = adapted.base_arena if adapted else model.arena
     if arena.trainable:
         raise UserError(

@@ -29,7 +29,7 @@ from ..device import Array
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
 from .autograd import Function
 from .mode import recording
-from .tensor import Tensor
+from .tensor import Tensor, as_tuple
 
 
 def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -52,7 +52,9 @@ class Recompute(Function):
         ctx.save(f, is_batch_invariant(), *arrays)
         with recording(False, again=True):
             out = f(*map(Tensor, arrays))
-        return tuple(y.data for y in out) if isinstance(out, tuple) else out.data
+        if isinstance(out, tuple):
+            return tuple(y.data for y in out)
+        return out.data
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -61,7 +63,7 @@ class Recompute(Function):
         with recording(True), batch_invariant(invariant):
             inputs = [Tensor(x, needed) for x, needed in zip(arrays, ctx.needs_grad[1:])]
             out = f(*Catch.apply(caught, *inputs))
-            start = Start.apply(gradients, *(out if isinstance(out, tuple) else (out,)))
+            start = Start.apply(gradients, *as_tuple(out))
         del inputs, out  # what no op has saved is freed before backward starts
         start.backward(start.data)
         return None, *caught

@@ -123,7 +123,9 @@ class Sequences:
 
     def key_bounds(self) -> KeyBounds:
         """The keys that each query sees."""
-        return KeyBounds(self.window) if 0 < self.window < self.T else UNBOUNDED
+        if 0 < self.window < self.T:
+            return KeyBounds(self.window)
+        return UNBOUNDED
 
     def wanted_rows(self, x_NC: Tensor) -> Tensor:
         """The rows whose logits are wanted: here all."""

@@ -19,6 +19,11 @@ from ..kernels.runtime.launch import empty
 ops: dict[str, Callable[..., Any]] = {}
 
 
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    """Return x, or (x,) if it is no tuple."""
+    return x if isinstance(x, tuple) else (x,)
+
+
 class Version:
     """Counts in-place changes. All parameters of one arena share one: an optimizer step changes
     them all."""
@@ -197,5 +202,8 @@ class Tensor:
         return self * (1.0 / number)
 
     def __repr__(self) -> str:
-        made = f", made by {self.node.function.__name__}" if self.node else ""
+        if self.node:
+            made = f", made by {self.node.function.__name__}"
+        else:
+            made = ""
         return f"Tensor({self._data!r}{made})"

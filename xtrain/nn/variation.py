@@ -49,5 +49,8 @@ def changed_tensors(model: Module, shapes: dict[str, Any]) -> list[str]:
 
 def listed(differences: list[str]) -> str:
     """Return the first three, and how many more there are."""
-    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+    if len(differences) > 3:
+        more = f" and {len(differences) - 3} more"
+    else:
+        more = ""
     return ", ".join(differences[:3]) + more
