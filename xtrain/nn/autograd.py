@@ -232,7 +232,7 @@ def _unit(like):
 
 
 def is_unit(gradient: Array) -> bool:
-    """Return True if this is the array that backward() starts from. Compares identities, not values."""
+    """Return True if backward() starts from this array. Compares identities, not values."""
     return any(gradient is unit for units in _units.values() for unit in units.values())
 
 

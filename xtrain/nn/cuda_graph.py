@@ -6,17 +6,20 @@ recorded (the driver notes kernels and arguments instead of running them) and la
 unit.
 
 What this requires of the step:
-- Every number that changes (ids, targets, learning rate) is in device memory that is written before each replay.
-- No copy to the host and no synchronization: the capture would fail. So a captured step is proof that it has neither.
-- Memory comes from a separate pool, which is emptied before the capture. The capture then allocates exactly the arrays of the
-  step, in the order of the step. In a pool that an earlier call has filled, best fit would choose
-  other blocks, split them for smaller arrays, and run out of large ones. (CuPy's capture mode
-  allows cudaMalloc.) The graph holds addresses, so from then on the pool keeps all blocks, even
-  when the GPU is full.
-- Whether an op writes a gradient or adds to it is decided while Python runs, from the flags `grad_written` (tensor.py). A replay
-  repeats the decisions of the capture, so they must not depend on when it is replayed: a capture
-  and each replay begin with all gradients written, zero-filled if necessary, and the capture ends
-  with zero-filling what the step has not written.
+
+- Every number that changes (ids, targets, learning rate) is in device memory that is written before
+  each replay.
+- No copy to the host and no synchronization: the capture would fail. So a captured step is proof
+  that it has neither.
+- Memory comes from a separate pool, which is emptied before the capture. The capture then allocates
+  exactly the arrays of the step, in the order of the step. In a pool that an earlier call has
+  filled, best fit would choose other blocks, split them for smaller arrays, and run out of large
+  ones. (CuPy's capture mode allows cudaMalloc.) The graph holds addresses, so from then on the pool
+  keeps all blocks, even when the GPU is full.
+- Whether an op writes a gradient or adds to it is decided while Python runs, from the flags
+  `grad_written` (tensor.py). A replay repeats the decisions of the capture, so they must not depend
+  on when it is replayed: a capture and each replay begin with all gradients written, zero-filled if
+  necessary, and the capture ends with zero-filling what the step has not written.
 
 The eager calls are real steps. The same kernels run with the same arguments either way, so the bits
 are the same.

@@ -1,25 +1,27 @@
-"""Training in fp8: the products of the blocks on fp8 codes, and the scales of their matrices from
-step to step.
+"""Training in fp8: the products of the blocks on fp8 codes, with scales from step to step.
 
-    y = x w^T        dx = dy w        dw += dy^T x        x, w: e4m3   dy: e5m2   y, dx: bf16   dw, the sums: float32
+    y = x w^T     dx = dy w     dw += dy^T x     x, w: e4m3   dy: e5m2   y, dx: bf16   dw: float32
 
 In a model of precision "fp8" everything is as in bf16 but these three products of each matrix of
 the blocks (with `use_fp8_head` also of the head): float32 master weights and their bf16 copy,
 residual stream, norms, attention, embedding and loss. The maths of codes and scales is in
 kernels/fp8.py, the products are in kernels/fp8_gemm.py.
 
-    x saved for backward     as the codes of x^T, half the bytes of bf16. The output of a norm is saved so, not recomputed
-    MLP                      one Function (Fp8MLP): the result of SwiGLU and the gradient of gate and up exist as codes only
-    norms                    their results, too (kernels/fp8_norm.py), in the Functions where a product follows
-    scales                   those of the step before. The first step measures each matrix before it encodes it (`ready` False)
-    several ranks            one scale per matrix on all of them, by the largest number that any rank met: as if one rank had the
-                             whole batch. So the codes of w are the same everywhere, and any number
-                             of ranks can resume. Only in the first step x and dy have scales of
-                             each rank
-    head                     logits in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is encoded once for all
-                             chunks. The gradient d of the logits is e4m3 and exists as codes only:
-                             one pass over the logits for the loss, one for the codes
-    no backward              validation, sampling and serving compute in bf16 (autograd.is_training)
+    x saved for      as the codes of x^T, half the bytes of bf16. The output of a norm is saved so,
+    backward         not recomputed
+    MLP              one Function (Fp8MLP): the result of SwiGLU and the gradient of gate and up
+                     exist as codes only
+    norms            their results, too (kernels/fp8_norm.py), where a product follows
+    scales           those of the step before. The first step measures each matrix before it encodes
+                     it (`ready` False)
+    several ranks    one scale per matrix on all of them, by the largest number that any rank met:
+                     as if one rank had the whole batch. So the codes of w are the same everywhere,
+                     and any number of ranks can resume. Only in the first step x and dy have scales
+                     of each rank
+    head             logits in bf16, in chunks of rows (kernels/linear_cross_entropy.py); w is
+                     encoded once for all chunks. The gradient d of the logits is e4m3 and exists as
+                     codes only: one pass over the logits for the loss, one for the codes
+    no backward      validation, sampling and serving compute in bf16 (mode.is_training)
 
 Each use of w is encoded again: 4 bytes per weight and micro-batch, against some hundred operations
 per weight and token.
@@ -69,20 +71,21 @@ SPACING = (
 
 
 class Fp8Scales:
-    """The scales of all matrices of a model's fp8 products, on the device, for the whole life of
-    the model.
+    """The scales of all matrices of a model's fp8 products, on the device, for the model's life.
 
     scale_S: float32, three per layer (KINDS), SPACING apart.
     ready: are there scales of a step before?
     kinds: of tensors that are counted together, over all layers, such as "qkv x".
     last_counts_K2: of the last step and each kind, how many numbers were clamped and how many were
-    not finite, int64.
+        not finite, int64.
     largest_RS: int32, see kernels.fp8.Slot; of each rank.
     """
 
     def __init__(self, weights: list[tuple[str, Any]], device: str):
-        """weights: (name, Parameter) of the matrices, which get their Fp8Layer. Raises UserError
-        for another shape, or none."""
+        """Give each matrix its Fp8Layer. Raises UserError for another shape, or none.
+
+        weights: (name, Parameter) of the matrices.
+        """
         if not weights:
             raise UserError(
                 "precision fp8 found no Linear module in the model's blocks: choose precision bf16"
@@ -112,11 +115,10 @@ class Fp8Scales:
         return self.last_counts_K.reshape(-1, 2)
 
     def divide(self, rank: int, world: int) -> Array:
-        """Before the first step: this is rank number `rank` of `world` that have the same scales.
-        -> largest_RS, flat.
+        """Make this rank number `rank` of `world` with the same scales. Return largest_RS, flat.
 
-        Each rank fills its part. After the last backward of a step and before `update` every rank
-        needs all parts.
+        Call it before the first step. Each rank fills its part. After the last backward of a step
+        and before `update` every rank needs all parts.
         """
         S = self.scale_S.size
         self.largest_RS = self.put(np.zeros(world * S, np.int32))
@@ -132,7 +134,7 @@ class Fp8Scales:
         return self.largest_RS
 
     def coverage(self, model: Any) -> str:
-        """Which products of its model compute in fp8: a sentence for the start of a run."""
+        """Return which products of its model compute in fp8: a sentence for the start of a run."""
         encoded = {w for _, w in self.weights}
         blocks = [
             p for name, p in model.storage() if "layers." in name and len(p.declared_shape) == 2
@@ -140,12 +142,21 @@ class Fp8Scales:
         rest = sum(p not in encoded for p in blocks)
         others = f"{rest} other matrices of the blocks, " if rest else ""
         if model.fp8_head:
-            return f"products of {len(encoded) - 1} matrices of the blocks and of the head; {others}embedding and attention in bf16"
-        return f"products of {len(encoded)} matrices of the blocks; {others}embedding, attention and head in bf16"
+            return (
+                f"products of {len(encoded) - 1} matrices of the blocks and of the head; "
+                f"{others}embedding and attention in bf16"
+            )
+        return (
+            f"products of {len(encoded)} matrices of the blocks; "
+            f"{others}embedding, attention and head in bf16"
+        )
 
     def update(self) -> None:
-        """After a step: the scales of the next one. It can be captured in a CUDA graph, because a
-        graph is captured when there are scales already."""
+        """Compute the scales of the next step, after a step.
+
+        It can be captured in a CUDA graph, because a graph is captured when there are scales
+        already.
+        """
         state = self.scale_S, self.largest_RS, self.factor_S, self.counts_K, self.last_counts_K
         update_scales(*state)
         self.ready = True
@@ -160,13 +171,15 @@ class Fp8Scales:
 
 
 def _formats(name: str) -> list[str]:
-    """The formats of the three matrices of a layer."""
+    """Return the formats of the three matrices of a layer."""
     return [*(HEAD_KINDS if name == HEAD else KINDS).values()]
 
 
 def _kinds(name: str) -> list[str]:
-    """The kinds of the three matrices of a layer. name: of its weight,
-    "model.layers.0.self_attn.qkv.weight" -> "qkv x", ..."""
+    """Return the kinds of the three matrices of a layer: "qkv x", ...
+
+    name: of its weight, "model.layers.0.self_attn.qkv.weight".
+    """
     module = name.removesuffix(".weight").rpartition(".")[2]
     return [f"{module} {matrix}" for matrix in KINDS]
 
@@ -180,12 +193,12 @@ class Fp8Layer:
 
     @property
     def current(self) -> bool:
-        """Must a matrix be measured before it is encoded?"""
+        """Return whether a matrix must be measured before it is encoded."""
         return not self.scales.ready
 
 
 def check_tokens(tokens: int) -> None:
-    """tokens: of a forward pass. Raises UserError."""
+    """Raise UserError if a forward pass cannot have this number of tokens."""
     if tokens % TILE:
         raise UserError(
             f"precision fp8 needs a multiple of {TILE} tokens in a forward pass, not {tokens}: "
@@ -195,13 +208,13 @@ def check_tokens(tokens: int) -> None:
 
 
 def fp8_layer(w: Tensor) -> Fp8Layer | None:
-    """What encodes for this matrix, where its products compute in fp8; else None."""
+    """Return what encodes for this matrix, where its products compute in fp8; else None."""
     return getattr(w, "fp8", None) if is_training() else None
 
 
 # ----------------------------------------------------------------------------- products
 def _product(x: Fp8, w: Fp8, dtype: Any, b_O: Array | None) -> Array:
-    """y = x w^T + b"""
+    """Return y = x w^T + b."""
     y_NO = empty(x.codes_NK, (x.codes_NK.shape[0], w.codes_NK.shape[0]), dtype)
     if b_O is not None:
         _bias.fill_rows(y_NO, b_O)
@@ -209,13 +222,13 @@ def _product(x: Fp8, w: Fp8, dtype: Any, b_O: Array | None) -> Array:
 
 
 def _input_gradient(dy: Fp8, w_IO: Operand) -> Array:
-    """dx = dy w, bf16.  w: transposed codes"""
+    """Return dx = dy w, bf16. w: transposed codes."""
     dx_NI = empty(dy.codes_NK, (dy.codes_NK.shape[0], w_IO.codes.shape[0]), BFLOAT16)
     return fp8_matmul(dx_NI, dy.rows, w_IO)
 
 
 def _weight_gradient(ctx: Context, i: int, w_OI: Array, dy: Fp8, x_IN: Operand) -> Array | None:
-    """dw = dy^T x, added where the gradient of argument i goes. x: transposed codes"""
+    """Return dw = dy^T x, added where the gradient of argument i goes. x: transposed codes."""
     if not ctx.needs_grad[i]:
         return None
     dw_OI, add = ctx.grad_target(i, w_OI)
@@ -320,8 +333,10 @@ def linear_cross_entropy(
     rows: int | None,
     layer: Fp8Layer,
 ) -> tuple[Array, Array | None, Array | None]:
-    """As kernels.linear_cross_entropy, with the products of the head on fp8 codes. N, C, P and
-    rows: multiples of TILE."""
+    """Do kernels.linear_cross_entropy with the products of the head on fp8 codes.
+
+    N, C, P and rows are multiples of TILE.
+    """
     (N, C), P = x_NC.shape, w_PC.shape[0]
     loss_N = empty(x_NC, N, np.float32)
     dx_NC = empty(x_NC, (N, C), BFLOAT16) if want_dx else None
@@ -351,8 +366,7 @@ def linear_cross_entropy(
 
 
 class Fp8LinearCrossEntropy(Function):
-    """The head and the loss: forward also computes the gradients, as functional.LinearCrossEntropy
-    does."""
+    """The head and the loss: forward also computes the gradients, as LinearCrossEntropy does."""
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows, layer):

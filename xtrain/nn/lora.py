@@ -1,14 +1,14 @@
 """LoRA (Hu et al. 2021): small trained matrices next to frozen ones.
 
-    y = x w^T + f (x a^T) b^T        w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r        b is 0 at first
+    y = x w^T + f (x a^T) b^T     w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r
 
-The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its arena is one for
-inference. The adapters have an arena of their own, which is that of the AdaptedTransformer. So
-optimizer, clipping, data parallelism and checkpoints see the adapters alone.
+b is 0 at first. The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its
+arena is one for inference. The adapters have an arena of their own, which is that of the
+AdaptedTransformer. So optimizer, clipping, data parallelism and checkpoints see the adapters alone.
 
 q, k and v are one packed product, and so are gate and up. Each has its own a and b: the a's lie one
 below the other, x a^T is one product for all, and each adds to its own columns of y
-(functional.LoraLinear).
+(functions.LoraLinear).
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True)
 class Lora:
-    """r: rank.
+    """The options of adapters.
+
+    r: rank.
     alpha: the adapters' product is multiplied by alpha / r.
     targets: some of TARGETS.
-    base: the model's folder."""
+    base: the model's folder.
+    """
 
     r: int
     alpha: float
@@ -49,8 +52,10 @@ class Lora:
 
 
 class LoraLinear(Linear):
-    """A Linear, frozen, with adapters on some of its parts. name: of the module, if it is not
-    packed."""
+    """A Linear, frozen, with adapters on some of its parts.
+
+    name: of the module, if it is not packed.
+    """
 
     def __init__(self, linear: Linear, name: str, lora: Lora):
         self.linear = linear
@@ -85,8 +90,9 @@ class LoraLinear(Linear):
 
 
 class AdaptedTransformer(Transformer):
-    """A frozen Transformer with adapters, which are its parameters after `adapt`. Make it with
-    trainable=False.
+    """A frozen Transformer with adapters, its only parameters after `adapt`.
+
+    Make it with trainable=False.
 
     lora: what `adapt` was given, None before.
     frozen: (name, tensor) of the model's own parameters.
@@ -96,9 +102,11 @@ class AdaptedTransformer(Transformer):
     frozen: tuple[tuple[str, Tensor], ...] = ()
 
     def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
-        """Add adapters, which change nothing yet. seed: of their initialisation; None: they are
-        zero.
-        world: see nn.Arena."""
+        """Add adapters, which change nothing yet.
+
+        seed: of their initialisation; None: they are zero.
+        world: see nn.Arena.
+        """
         self.frozen = tuple(self.named_parameters())
         self.base_arena = self.arena
         matrices = [
@@ -131,12 +139,12 @@ class AdaptedTransformer(Transformer):
 
     @property
     def variation(self) -> str:
-        """Adapters are written apart from the model, which stays what it is."""
+        """Return "": adapters are written apart from the model, which stays what it is."""
         return "" if self.lora else super().variation
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """What adapter_config.json says of them."""
+        """Return what adapter_config.json says of them."""
         if self.lora is None:
             return None
         return {
@@ -148,7 +156,7 @@ class AdaptedTransformer(Transformer):
 
 
 def frozen_parameters(model: Transformer) -> tuple[tuple[str, Tensor], ...]:
-    """(name, tensor) of those that no optimizer sees."""
+    """Return (name, tensor) of the parameters that no optimizer sees."""
     if isinstance(model, AdaptedTransformer):
         return model.frozen
     return ()

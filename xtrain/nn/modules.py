@@ -1,7 +1,7 @@
 """Modules, and the arena in which all parameters of a model live.
 
-    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]      one contiguous float32 array
-    grads    [ the same layout                                      ]      one more
+    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]    one float32 array
+    grads    [ the same layout                                      ]    one more
                <---------- decayed -------------> <-- not ------->
 
 Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and
@@ -45,8 +45,10 @@ ALIGN = 64
 
 
 class _ArenaTensor(Tensor):
-    """A tensor whose values and gradient lie in an arena. Assigning to either copies values; the
-    memory stays."""
+    """A tensor whose values and gradient lie in an arena.
+
+    Assigning to either copies values; the memory stays.
+    """
 
     __slots__ = ("declared_shape", "offset")
 
@@ -60,7 +62,7 @@ class _ArenaTensor(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        """The values are copied into the arena, which the optimizer reads; None: zeros."""
+        """Copy the values into the arena, which the optimizer reads; None: zeros."""
         if array is not None and array.shape != self.data.shape:
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
@@ -92,7 +94,7 @@ class _ArenaTensor(Tensor):
 
     @data.setter
     def data(self, array: Array) -> None:
-        """The values are copied into the arena; the parameter stays a view of it."""
+        """Copy the values into the arena; the parameter stays a view of it."""
         if array.shape != self.data.shape:  # self.data: is there memory?
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
@@ -106,17 +108,17 @@ class _ArenaTensor(Tensor):
 
 
 class Parameter(_ArenaTensor):
-    """A trainable tensor. Its shape is fixed at construction; it gets memory when its model makes
-    the arena.
+    """A trainable tensor. Its shape is fixed; it gets memory when its model makes the arena.
 
     shape: in memory.
     parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None:
-    all rows, under the name "weight".
-    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
-    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not
-    update the parameter.
+        all rows, under the name "weight".
+    std: of the normal initialisation; None: ones.
+    decay: whether weight decay applies.
+    requires_grad: may be set to False at any time: no gradient is computed then, and AdamW does not
+        update the parameter.
     on_gradient: None, or a function that is called with the parameter after each contribution to
-    its gradient (parallel/ddp.py).
+        its gradient (parallel/ddp.py).
     quantized: None, or what stands in place of the weights, which are then no longer there.
     fp8: None, or what makes the codes of its products in fp8 training (nn/fp8.py).
     """
@@ -147,8 +149,10 @@ class Parameter(_ArenaTensor):
 
     @property
     def quantized(self) -> Quantized | None:
-        """The codes of a matrix that is quantized for serving, else None (nn/quantized.py).
-        Assigning them frees the weights."""
+        """Return the codes of a matrix that is quantized for serving, else None (nn/quantized.py).
+
+        Assigning them frees the weights.
+        """
         return self._quantized
 
     @quantized.setter
@@ -162,8 +166,7 @@ class Parameter(_ArenaTensor):
 
     @property
     def value(self) -> Any:
-        """What ops compute with: codes, or the bf16 copy if there is one, else the weights
-        themselves."""
+        """Return what ops compute with: codes, the bf16 copy if there is one, or the weights."""
         if self._quantized is not None:
             return self._quantized
         return self.data if self.half is None else self.half
@@ -216,22 +219,27 @@ class _Part(_ArenaTensor):
 
 
 def arena_unit(world: int) -> int:
-    """The number of floats of which the arena's regions and every bucket are multiples: ALIGN for
-    1, 2, 4, 8 and 16 ranks."""
+    """Return the number of floats of which the arena's regions and every bucket are multiples.
+
+    It is ALIGN for 1, 2, 4, 8 and 16 ranks.
+    """
     return math.lcm(ALIGN, 4 * world)
 
 
 class Arena:
-    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are
-    decayed.
+    """Memory of all parameters: weights and grads, 1-D float32 arrays.
 
+    Elements [0, n_decay) are decayed.
+
+    weights: None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only
+        the bf16 copy is complete.
     half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after
-    any other change `refresh` updates it. Ops read matrices from it, and norm weights (which are
-    few) always in float32.
+        any other change `refresh` updates it. Ops read matrices from it, and norm weights (which
+        are few) always in float32.
     world: number of ranks among which both regions can be divided, in multiples of 16 bytes
-    (ZeRO-1). weights is None while ZeRO-1 keeps each float32 weight on one rank only
-    (parallel/zero.py): only the bf16 copy is complete. trainable False: no gradients, and in bf16
-    float32 memory for the norms only; the data of matrices are then bf16.
+        (ZeRO-1).
+    trainable: False: no gradients, and in bf16 float32 memory for the norms only; the data of
+        matrices are then bf16.
     kind: device, bf16, world and trainable, as given.
     """
 
@@ -310,32 +318,34 @@ class Arena:
 
     @property
     def grads(self) -> Any:
-        """(size,) float32, None without gradients."""
+        """Return all gradients, (size,) float32; None without gradients."""
         self.zero_unwritten_grads()
         return self._grads
 
     @grads.setter
     def grads(self, array: Array) -> None:
-        """The values are copied, the array stays the same. (`arena.grads *= 2` also calls this.)"""
+        """Copy the values; the array stays the same. (`arena.grads *= 2` also calls this.)"""
         self.need_grads()
         if array is not self._grads:
             self.grads[...] = array
 
     def need_grads(self) -> None:
-        """Raises UserError if there are no gradients."""
+        """Raise UserError if there are no gradients."""
         if not self.trainable:
             raise UserError("this model has no gradients: make it with trainable=True")
 
     def zero_unwritten_grads(self) -> None:
-        """Fill with zeros every gradient that has not been written since zero_grad, for code that
-        keeps the array `grads`."""
+        """Fill with zeros every gradient that has not been written since zero_grad.
+
+        For code that keeps the array `grads`.
+        """
         if not self.all_written:
             for parameter in self.matrices:
                 parameter.zero_unwritten_grad()
             self.all_written = True
 
     def zero_grad(self) -> None:
-        """All gradients = 0; those of matrices only by their flags (see the top of this file)."""
+        """Set all gradients to 0; those of matrices only by their flags (top of this file)."""
         self.need_grads()
         for a, b in self._not_matrices:
             self._grads[a:b].fill(0)
@@ -344,7 +354,7 @@ class Arena:
         self.all_written = False
 
     def without_quantized(self) -> "Arena":
-        """A new arena for the parameters that are not quantized, with their values."""
+        """Return a new arena for the parameters that are not quantized, with their values."""
         kept = [(p, p.data) for p in self.parameters if p.quantized is None]
         arena = Arena([p for p, _ in kept], *self.kind)
         for parameter, values in kept:
@@ -361,19 +371,24 @@ class Arena:
 
 
 class Module:
-    """A tree of modules and parameters, found by walking the attributes in the order they were set,
-    also those in lists, tuples and dicts."""
+    """A tree of modules and parameters.
+
+    They are found by walking the attributes in the order they were set, also those in lists, tuples
+    and dicts.
+    """
 
     arena: Arena  # of the whole model, in its outermost module
     fp8: Fp8Scales | None = None  # of a model in fp8 training
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The forward pass. Derived classes define it."""
+        """Compute the forward pass. Derived classes define it."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
-        """(name, module), this one first, depth first. The names end in a dot, but for the first:
-        ""."""
+        """Yield (name, module), this one first, depth first.
+
+        The names end in a dot, but for the first: "".
+        """
         yield prefix, self
         for name, value in vars(self).items():
             for path, item in _items(name, value):
@@ -381,8 +396,10 @@ class Module:
                     yield from item.modules(f"{prefix}{path}.")
 
     def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name of the module, Parameter as it is in memory), depth first; a shared one only
-        once."""
+        """Yield (name of the module, Parameter as it is in memory), depth first.
+
+        A shared one only once.
+        """
         seen = set()
         for path, parameter in self._storage(prefix):
             if id(parameter) not in seen:
@@ -398,8 +415,7 @@ class Module:
                     yield (prefix if item is value else f"{prefix}{path}."), item
 
     def views(self, array: Array) -> Iterator[tuple[str, Array]]:
-        """(Hugging Face name, view) into any array laid out like the arena: weights, gradients,
-        moments."""
+        """Yield (Hugging Face name, view) into an array like the arena: weights, moments, ..."""
         for prefix, p in self.storage():
             width = math.prod(p.declared_shape[1:])
             row = 0
@@ -409,8 +425,10 @@ class Module:
                 row += rows
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views
-        into the arena)"""
+        """Yield (Hugging Face name, tensor).
+
+        Its data and grad have the Hugging Face shape and are views into the arena.
+        """
         for prefix, parameter in self.storage():
             row = 0
             for suffix, rows in parameter.parts.items():
@@ -425,11 +443,12 @@ class Module:
         world: int = 1,
         trainable: bool = True,
     ) -> Arena:
-        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that
-        will be loaded.)
+        """Allocate all parameters and initialise them.
 
         Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so
         the values depend neither on packing nor on padding nor on the order of the layers.
+
+        seed: None: they stay zero, for weights that will be loaded.
         """
         if any(p.quantized is not None for _, p in self.storage()):
             raise UserError(
@@ -457,11 +476,10 @@ class Module:
         return arena
 
     def renew_arena(self, seed: int | None = None) -> None:
-        """Make a new arena for all parameters, in self.arena. Call it after replacing or adding
-        modules, and before making the optimizer.
+        """Make a new arena for all parameters, in self.arena.
 
-        Parameters that had values keep them, new ones are initialised as in a new model with this
-        seed (None: 0).
+        Call it after replacing or adding modules, and before making the optimizer. Parameters that
+        had values keep them, new ones are initialised as in a new model with this seed (None: 0).
         """
         kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
         self.arena = self.make_arena(self.arena.kind[0], seed or 0, *self.arena.kind[1:])
@@ -469,18 +487,22 @@ class Module:
             parameter.data = values
 
     def __repr__(self) -> str:
-        """The tree of modules, each with the number of its parameters and the shapes of its own;
-        equal neighbours once."""
+        """Return the tree of modules, each with the number of its parameters and its own shapes.
+
+        Equal neighbours appear once.
+        """
         return "\n".join(_tree(self))
 
     def zero_grad(self) -> None:
-        """All gradients = 0. Call it before the first backward of each step: backward adds to them.
-        Raises UserError if the model was made with trainable=False."""
+        """Set all gradients to 0. Call it before the first backward of each step, which adds.
+
+        Raises UserError if the model was made with trainable=False.
+        """
         self.arena.zero_grad()
 
 
 def _items(name, value):
-    """(path, item) of an attribute: the value itself, or the items of a list, tuple or dict."""
+    """Yield (path, item) of an attribute: the value, or the items of a list, tuple or dict."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _items(f"{name}.{key}", item)
@@ -489,7 +511,7 @@ def _items(name, value):
 
 
 def _tree(module):
-    """-> lines: the module with its own tensors, then, indented, those of its modules"""
+    """Return lines: the module with its own tensors, then, indented, those of its modules."""
     tensors, children = [], []
     for attribute, value in vars(module).items():
         for path, item in _items(attribute, value):
@@ -562,12 +584,12 @@ class Linear(Module):
 
 
 def _bias_of(name):
-    """The name of the bias that belongs to a weight."""
+    """Return the name of the bias that belongs to a weight."""
     return f"{name.removesuffix('weight')}bias"
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C)."""
+    """The norm over the last axis of (N, C)."""
 
     def __init__(self, dim: int, eps: float):
         self.weight = Parameter((dim,), None)

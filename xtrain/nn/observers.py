@@ -1,7 +1,7 @@
 """Observe a step while it runs: which op computes, and for which layer.
 
-    def observer(op):                  a context manager: entered before the op, left after it, when op.outputs is set
-        ...
+    def observer(op):           a context manager: entered before the op, left after it, when
+        ...                     op.outputs is set
 
     with observe_ops(observer):
         model.loss(ids, targets).backward()
@@ -32,7 +32,8 @@ class Op:
     way: "forward" or "backward".
     layer: "layer 3"; "" outside the layers.
     inputs: the arguments of forward; the gradients that backward receives, then what forward saved.
-    (Of a layer: arrays.)
+        Of
+        a layer: arrays.
     outputs: what the call returned, () before.
     """
 
@@ -58,8 +59,7 @@ _computing = _Computing()
 
 @contextlib.contextmanager
 def observe_ops(observer: OpObserver) -> Iterator[None]:
-    """Inside, the context manager observer(op) surrounds every op and every layer, of all
-    threads."""
+    """Surround every op and every layer, of all threads, by the context manager observer(op)."""
     op_observers.append(observer)
     try:
         yield
@@ -69,7 +69,7 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
 
 # ----------------------------------------------------------------- what autograd and the model call
 def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
-    """function.forward(ctx, *args) or function.backward(ctx, *args), with the observers.
+    """Return function.forward(ctx, *args) or function.backward(ctx, *args), with the observers.
 
     The layer of a backward is that of its forward. So an op that backward recomputes (recompute.py)
     belongs to the same layer both times.
@@ -88,8 +88,10 @@ def observed(function: Any, way: str, ctx: Any, args: Sequence[Any]) -> Any:
 
 
 def in_layer(i: int, f: Callable[..., Any], *inputs: Any) -> Any:
-    """f(*inputs), announced to the observers as the forward of layer i. f takes and returns
-    Tensors."""
+    """Return f(*inputs), announced to the observers as the forward of layer i.
+
+    f takes and returns Tensors.
+    """
     if not op_observers:
         return f(*inputs)
     op = Op("", "forward", f"layer {i}", tuple(x.data for x in inputs))

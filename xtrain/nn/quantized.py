@@ -1,5 +1,4 @@
-"""Quantize a model for serving: the matrices of its Linear modules become codes of one byte, with a
-scale per row.
+"""Quantize a model for serving: matrices of Linear become codes of one byte, with a scale per row.
 
     quantize_weights(model, "int8")      or "fp8"; the same as Engine(model, weights="int8")
 
@@ -8,10 +7,10 @@ the forward does not change, and where it multiplies by the parameter, the produ
 What is not a Linear's matrix stays as it is:
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read
-    head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B model's bytes, and its error
-                 goes to the logits directly. Errors of standard deviation e raise the cross-entropy
-                 by about e^2 / 2: with logits of size 3, fp8's 2.6 % would cost 0.3 % of perplexity
-                 by the head alone
+    head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B
+                 model's bytes, and its error goes to the logits directly. Errors of standard
+                 deviation e raise the cross-entropy by about e^2 / 2: with logits of size 3, fp8's
+                 2.6 % would cost 0.3 % of perplexity by the head alone
     norms, bias  few numbers
     LoRA         adapters add to the product of the quantized matrix, in the model's precision
 
@@ -29,12 +28,13 @@ WEIGHTS = ("full", *CODES)
 
 
 def quantize_weights(model: Transformer, kind: str) -> None:
-    """Quantize the matrices of all Linear modules, in place: to "int8" or "fp8"; "full" changes
-    nothing.
+    """Quantize the matrices of all Linear modules, in place.
 
     A matrix that is quantized in this way already is left as it is. Raises UserError, and changes
     nothing, for a model that can be trained, one that is quantized in another way, or one with
     weights that are not numbers.
+
+    kind: "int8" or "fp8"; "full" changes nothing.
     """
     if kind not in WEIGHTS:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
@@ -69,8 +69,10 @@ def quantize_weights(model: Transformer, kind: str) -> None:
 
 
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:
-    """(name of the module, its matrix) of every module that multiplies as Linear does; a shared
-    matrix once."""
+    """Return (name of the module, its matrix) of every module that multiplies as Linear does.
+
+    A shared matrix appears once.
+    """
     found: dict[int, tuple[str, Parameter]] = {}
     for name, module in model.modules():
         weight = vars(module).get("weight")
