@@ -54,9 +54,9 @@ from .functions import (
     Linear,
     RMSNorm,
     SwiGLU,
+    bias_gradient,
     few_rows,
     product,
-    with_bias_gradient,
 )
 from .mode import current_mode, in_mode, is_inference
 from .tensor import Tensor
@@ -91,13 +91,11 @@ class Deferred(Tensor):
     def __init__(self, *operands: Tensor):
         self._mode = current_mode(), is_batch_invariant()
         self._value: Tensor | None = None
-        self._versions = [
-            (x.version, x.version.count) for x in operands if not isinstance(x, Deferred)
-        ]
+        plain = [x for x in operands if isinstance(x, Tensor) and not isinstance(x, Deferred)]
+        self._versions = [(x.version, x.version.count) for x in plain]
 
     def compute(self) -> Tensor:
-        """Return the value. Called at most once, in the mode in which the expression was
-        written."""
+        """Return the value. Called at most once, in the mode of the place of the expression."""
         raise NotImplementedError
 
     def read(self) -> Tensor:
@@ -328,7 +326,10 @@ class Logits(Deferred):
 
 # ------------------------------------------------- ops that compute several values in one pass
 class ResidualRMSNorm(Function):
-    """The end of one block and the start of the next in one pass."""
+    """h = x + r, y = rmsnorm(h): the end of one branch and the start of the next in one pass.
+
+    h has the dtype of x, y that of r.
+    """
 
     @staticmethod
     def forward(ctx, x_NC, r_NC, w_C, eps):
@@ -347,7 +348,12 @@ class ResidualRMSNorm(Function):
 
 
 class AddNormLinear(Function):
-    """The start of a branch. Backward recomputes the norm's result."""
+    """h = x + delta, y = rmsnorm(h) v^T + b: the start of a branch.
+
+    Backward recomputes the norm's result.
+
+    swiglu: in inference, apply SwiGLU to y.
+    """
 
     @staticmethod
     def forward(ctx, x_NC, delta_NC, w_C, v_OC, eps, swiglu=False, b_O=None):
@@ -355,36 +361,37 @@ class AddNormLinear(Function):
             ready = ctx.parameters[2] and ctx.parameters[3]
             return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O)
         if delta_NC is None:
-            h_NC, (n_NC, rstd_N) = x_NC, _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, v_OC.dtype)
+            h_NC = x_NC
+            n_NC, rstd_N = _rmsnorm.rmsnorm_fwd(h_NC, w_C, eps, v_OC.dtype)
         else:
             h_NC, n_NC, rstd_N = _residual.residual_rmsnorm_fwd(x_NC, delta_NC, w_C, eps)
         y_NO = product(ctx, 3, n_NC, v_OC, None, b_O)
-        ctx.save(h_NC, w_C, rstd_N, v_OC, b_O, y_NO if swiglu else None)
-        return h_NC, _swiglu.swiglu_fwd(y_NO) if swiglu else y_NO
+        ctx.save(h_NC, w_C, rstd_N, v_OC, b_O)
+        if swiglu:
+            y_NO = _swiglu.swiglu_fwd(y_NO)
+        return h_NC, y_NO
 
     @staticmethod
     def backward(ctx, dh_NC, dy_NO):
-        h_NC, w_C, rstd_N, v_OC, b_O, gu_N2F = ctx.saved
+        h_NC, w_C, rstd_N, v_OC, b_O = ctx.saved
         if dy_NO is None:  # only h was used
-            return with_bias_gradient(ctx, (dh_NC, dh_NC, None, None), 6, b_O, None)
-        if gu_N2F is not None:
-            dy_NO = _swiglu.swiglu_bwd(dy_NO, gu_N2F)
+            return dh_NC, dh_NC, None, None, None, None, None
         dn_NC = _gemm.linear_bwd_x(dy_NO, v_OC)
         dw_C = ctx.grad_buffer(2, w_C)
-        dv_OC = None
         dx_NC = _residual.residual_rmsnorm_bwd(
             dh_NC, dn_NC, h_NC, w_C, rstd_N, dw_C, recompute_y=True
         )
         n_NC = dn_NC  # recompute_y overwrote it with the norm's result
+        dv_OC = None
         if ctx.needs_grad[3]:
             dv_OC, add = ctx.grad_target(3, v_OC)
             _gemm.linear_bwd_w(dy_NO, n_NC, dv_OC, add)
-        # x and delta are added: both have the same gradient
-        return with_bias_gradient(ctx, (dx_NC, dx_NC, dw_C, dv_OC), 6, b_O, dy_NO)
+        db_O = bias_gradient(ctx, 6, b_O, dy_NO)
+        return dx_NC, dx_NC, dw_C, dv_OC, None, None, db_O  # x and delta have the same gradient
 
 
 class SwiGLULinear(Function):
-    """The result of swiglu is not saved: backward recomputes it."""
+    """z = swiglu(gu) w^T. The result of swiglu is not saved: backward recomputes it."""
 
     @staticmethod
     def forward(ctx, gu_N2F, w_OF):

@@ -39,7 +39,6 @@ from ..kernels import linear_cross_entropy as _linear_cross_entropy
 from ..kernels import residual as _residual
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import cross_entropy, mean_loss
-from ..kernels.elementwise import add_into, scale_into
 from ..kernels.fp8 import (
     TILE,
     Fp8,
@@ -55,7 +54,8 @@ from ..kernels.fp8 import (
 from ..kernels.fp8_gemm import fp8_matmul
 from ..kernels.fp8_norm import fp8_norm
 from ..kernels.runtime.launch import empty
-from .autograd import Context, Function, is_unit
+from .autograd import Context, Function
+from .functions import LinearCrossEntropy, bias_gradient
 from .mode import is_training
 from .tensor import Tensor
 
@@ -235,14 +235,6 @@ def _weight_gradient(ctx: Context, i: int, w_OI: Array, dy: Fp8, x_IN: Operand) 
     return fp8_matmul(dw_OI, dy.columns, x_IN, accumulate=add)
 
 
-def _bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array) -> Array | None:
-    if b_O is None or not ctx.needs_grad[i]:
-        return None
-    db_O = ctx.grad_buffer(i, b_O)
-    _bias.bias_bwd(dy_NO, db_O)
-    return db_O
-
-
 # ------------------------------------------------------------------- Functions, as in functional.py
 class Fp8Linear(Function):
     """y = x w^T + b"""
@@ -261,7 +253,7 @@ class Fp8Linear(Function):
         dy = fp8(dy_NO, layer.dy, layer.current)
         dx_NI = _input_gradient(dy, w_IO) if ctx.needs_grad[0] else None
         dw_OI = _weight_gradient(ctx, 1, w_OI, dy, x_IN)
-        return dx_NI, dw_OI, _bias_gradient(ctx, 2, b_O, dy_NO)
+        return dx_NI, dw_OI, bias_gradient(ctx, 2, b_O, dy_NO)
 
 
 class Fp8AddNormLinear(Function):
@@ -280,7 +272,7 @@ class Fp8AddNormLinear(Function):
         if dy_NO is None:  # only h was used
             return dh_NC, dh_NC, None, None, None
         dy = fp8(dy_NO, layer.dy, layer.current)
-        db_O = _bias_gradient(ctx, 4, b_O, dy_NO)
+        db_O = bias_gradient(ctx, 4, b_O, dy_NO)
         dv_OC = _weight_gradient(ctx, 3, v_OC, dy, n_CN)
         dn_NC = _input_gradient(dy, v_CO)
         dw_C = ctx.grad_buffer(2, w_C)
@@ -365,8 +357,8 @@ def linear_cross_entropy(
     return loss_N, dx_NC, dw_PC
 
 
-class Fp8LinearCrossEntropy(Function):
-    """The head and the loss: forward also computes the gradients, as LinearCrossEntropy does."""
+class Fp8LinearCrossEntropy(LinearCrossEntropy):
+    """The head and the loss: forward also computes the gradients."""
 
     @staticmethod
     def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows, layer):
@@ -376,19 +368,3 @@ class Fp8LinearCrossEntropy(Function):
         )
         ctx.save(dx_NC, dw_PC, w_PC)
         return mean_loss(loss_N, inv_count_1).reshape(())
-
-    @staticmethod
-    def backward(ctx, dloss):
-        dx_NC, dw_PC, w_PC = ctx.saved
-        if not is_unit(dloss):
-            for gradient in (dx_NC, dw_PC):
-                if gradient is not None:
-                    scale_into(gradient, dloss.reshape(1))
-        if dw_PC is None:
-            return dx_NC, None
-        target_PC, add = ctx.grad_target(1, w_PC)
-        if add:
-            add_into(target_PC, dw_PC)
-        else:
-            target_PC[...] = dw_PC
-        return dx_NC, target_PC

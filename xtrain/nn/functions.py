@@ -76,20 +76,13 @@ def product(
     return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
 
 
-def with_bias_gradient(
-    ctx: Context, gradients: tuple, i: int, b_O: Array | None, dy_NO: Array | None
-) -> tuple:
-    """Return the gradients, and if there is a bias, its gradient as that of argument i.
-
-    It is the sum of dy, the gradient of the product, over the rows.
-    """
-    if b_O is None:
-        return gradients
-    db_O = None
-    if dy_NO is not None and ctx.needs_grad[i]:
-        db_O = ctx.grad_buffer(i, b_O)
-        _bias.bias_bwd(dy_NO, db_O)
-    return (*gradients, *[None] * (i - len(gradients)), db_O)
+def bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array | None) -> Array | None:
+    """Return the gradient of argument i, a bias: dy, that of the product, summed over the rows."""
+    if b_O is None or dy_NO is None or not ctx.needs_grad[i]:
+        return None
+    db_O = ctx.grad_buffer(i, b_O)
+    _bias.bias_bwd(dy_NO, db_O)
+    return db_O
 
 
 def wide_dtype(x: Array) -> type:
@@ -154,7 +147,7 @@ class Linear(Function):
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        return with_bias_gradient(ctx, (dx_NI, dw_OI), 3, b_O, dy_NO)
+        return dx_NI, dw_OI, None, bias_gradient(ctx, 3, b_O, dy_NO)
 
 
 class LoraLinear(Function):
@@ -189,7 +182,8 @@ class LoraLinear(Function):
         if ctx.needs_grad[1]:
             dw_OI, add = ctx.grad_target(1, w_OI)
             _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
-        return with_bias_gradient(ctx, (dx_NI, dw_OI, da_AI, db_Br), 6, bias_O, dy_NO)
+        dbias_O = bias_gradient(ctx, 6, bias_O, dy_NO)
+        return dx_NI, dw_OI, da_AI, db_Br, None, None, dbias_O
 
 
 class RMSNorm(Function):
