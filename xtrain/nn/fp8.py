@@ -235,7 +235,7 @@ def _weight_gradient(ctx: Context, i: int, w_OI: Array, dy: Fp8, x_IN: Operand) 
     return fp8_matmul(dw_OI, dy.columns, x_IN, accumulate=add)
 
 
-# ------------------------------------------------------------------- Functions, as in functional.py
+# ------------------------------------------------------------------- Functions, as in functions.py
 class Fp8Linear(Function):
     """y = x w^T + b"""
 
