@@ -298,7 +298,8 @@ print("relative error below 1e-6:", bool(abs(numeric - (w1.grad * v).sum()) < 1e
 # pass. These saved activations fill the memory of a GPU in training, and xtrain's engine counts
 # them. Here is one layer of a transformer, on 256 tokens of width 64: a linear layer to 384 numbers
 # per token; SwiGLU (lesson 7), which makes 192 numbers out of its two halves, *gate* and *up*; and
-# a linear layer back to 64. It is written in two ways:
+# a linear layer back to 64. xtrain computes SwiGLU when its result is first read (nn/deferred.py),
+# so it can be an op of its own, or a part of the linear layer that reads it:
 
 # %%
 from xtrain.nn import functional as F
@@ -309,10 +310,12 @@ N, C, hidden = 256, 64, 192
 tokens = XTensor(rng.standard_normal((N, C)).astype(np.float32), requires_grad=True)
 up = XTensor(rng.standard_normal((2 * hidden, C)).astype(np.float32), requires_grad=True)
 down = XTensor(rng.standard_normal((C, hidden)).astype(np.float32), requires_grad=True)
-plain = F.linear(F.swiglu(F.linear(tokens, up)), down)
-together = F.swiglu_linear(F.linear(tokens, up), down)
+gated = F.swiglu(F.linear(tokens, up))
+gated.read()  # SwiGLU is computed here, by an op of its own
+plain = F.linear(gated, down)
+together = F.linear(F.swiglu(F.linear(tokens, up)), down)  # here by the product that reads it
 row = 4 * N
-for name, out in (("swiglu, then linear", plain), ("swiglu_linear", together)):
+for name, out in (("swiglu, then linear", plain), ("both in one op", together)):
     print(f"{name:20} keeps {saved_bytes(out) // row:4} numbers per token")
 
 # %% [markdown]

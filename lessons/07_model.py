@@ -550,8 +550,8 @@ lesson.source(softmax.online_softmax)
 lesson.source(softmax.causal_softmax_fwd_kernel)
 
 # %% [markdown]
-# And the model. It is your `forward`, with packed weights and with the residual additions fused
-# into the norms:
+# And the model. It is your `forward`, with packed weights. Additions, norms and SwiGLU are computed
+# where they are read, so one op adds, normalises and multiplies (nn/deferred.py):
 
 # %%
 from xtrain.nn import model as xmodel

@@ -14,7 +14,7 @@ from pathlib import Path
 from xtrain import Engine, ModelConfig, Transformer, UserError
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.nn import RMSNorm
-from xtrain.nn.model import Attention, Block, add_norm
+from xtrain.nn.model import Attention, Block
 
 
 # --8<-- [start:attention]
@@ -52,16 +52,9 @@ class PostNormBlock(Block):
         del self.input_layernorm
         self.post_feedforward_layernorm = RMSNorm(c.dim, c.norm_eps)
 
-    def __call__(self, sequences, h_NC, delta_NC=None):
-        dtype = sequences.dtype  # of the branches, if it is not that of the residual stream
-        h_NC, x_NC = add_norm(h_NC, delta_NC, as_it_is, dtype)
-        delta_NC = self.post_attention_layernorm(self.self_attn(x_NC, sequences))
-        h_NC, x_NC = add_norm(h_NC, delta_NC, as_it_is, dtype)
-        return h_NC, self.post_feedforward_layernorm(self.mlp(x_NC))
-
-
-def as_it_is(x_NC):
-    return x_NC
+    def __call__(self, h_NC, sequences):
+        h_NC = h_NC + self.post_attention_layernorm(self.self_attn(h_NC, sequences))
+        return h_NC + self.post_feedforward_layernorm(self.mlp(h_NC))
 
 
 def olmo2(config, device="cpu", **options):

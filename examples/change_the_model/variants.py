@@ -13,7 +13,7 @@ from xtrain import AdamW, Transformer, no_grad
 from xtrain.device import array_module, to_numpy
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.nn.model import STD, Attention, Block, add_norm
+from xtrain.nn.model import STD, Attention, Block
 from xtrain.nn.modules import Linear, Module, Parameter
 from xtrain.nn.observers import observe_ops
 from xtrain.training.run import Run
@@ -120,12 +120,12 @@ class NoPE(Attention):
 
 
 class ParallelBlock(Block):
-    """h + attention(norm(h)) + mlp(norm(h)). A block gets h and the delta to be added to it, and returns such a pair."""
+    """h + attention(norm(h)) + mlp(norm(h))"""
 
-    def __call__(self, sequences, h_NC, delta_NC=None):
-        h_NC, x_NC = add_norm(h_NC, delta_NC, self.input_layernorm, sequences.dtype)
-        _, y_NC = add_norm(h_NC, None, self.post_attention_layernorm, sequences.dtype)
-        return h_NC, self.self_attn(x_NC, sequences) + self.mlp(y_NC)
+    def __call__(self, h_NC, sequences):
+        x_NC = self.input_layernorm(h_NC)
+        y_NC = self.post_attention_layernorm(h_NC)
+        return h_NC + (self.self_attn(x_NC, sequences) + self.mlp(y_NC))
 
 
 def mixed(model):

@@ -313,9 +313,8 @@ LONG = replace(CONFIG, max_seq_len=32)
 class Twice(Block):
     """A block whose attention runs twice, so it stores two sets of keys and values."""
 
-    def __call__(self, sequences, h, delta=None):
-        h, delta = super().__call__(sequences, h, delta)
-        return super().__call__(sequences, h, delta)
+    def __call__(self, h, sequences):
+        return super().__call__(super().__call__(h, sequences), sequences)
 
 
 def with_twice():

@@ -5,13 +5,20 @@ import inspect
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
 
+# the Functions of values that exist, of ops whose result may be computed later
+DEFERRED = {"linear": F.Linear, "swiglu": F.SwiGLU, "logits": F.Linear}
+
 
 def public_ops():
-    """-> {name: (function, the Function that it applies)} of nn/functional.py"""
-    functions = [f for f in vars(F).values() if inspect.isfunction(f)]
-    names = {f: [vars(F).get(name) for name in f.__code__.co_names] for f in functions}
-    classes = {f: [c for c in found if is_op(c)] for f, found in names.items()}
-    return {f.__name__: (f, found[0]) for f, found in classes.items() if found}
+    """Return {name: (function, the Function that it applies)} of nn/functional.py."""
+    ops = {}
+    for name, function in vars(F).items():
+        if not inspect.isfunction(function) or function.__module__ != F.__name__:
+            continue
+        used = [vars(F).get(other) for other in function.__code__.co_names]
+        functions = [x for x in used if is_op(x)]
+        ops[name] = function, DEFERRED.get(name) or functions[0]
+    return ops
 
 
 def is_op(x):

@@ -15,7 +15,7 @@ from xtrain.data.dataset import prepare
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.nn import Linear, Module, Parameter, RMSNorm
 from xtrain.nn.autograd import Context, Function
-from xtrain.nn.model import Attention, Block, add_norm
+from xtrain.nn.model import Attention, Block
 from xtrain.nn.optim import clip, learning_rate
 from xtrain.nn.sequences import Sequences
 from xtrain.serving.requests import Completion
@@ -51,18 +51,15 @@ class Unscaled(Attention):
 
 
 class Parallel(Block):
-    def __call__(
-        self, sequences: Sequences, h_NC: Tensor, delta_NC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        h_NC, x_NC = add_norm(h_NC, delta_NC, self.input_layernorm, sequences.dtype)
-        return h_NC, self.self_attn(x_NC, sequences) + self.mlp(x_NC)
+    def __call__(self, h_NC: Tensor, sequences: Sequences) -> Tensor:
+        x_NC = self.input_layernorm(h_NC)
+        return h_NC + (self.self_attn(x_NC, sequences) + self.mlp(x_NC))
 
 
 def ops() -> None:
     x = Tensor(np.ones((3, 4), np.float32), requires_grad=True)
     w = Tensor(np.ones(4, np.float32))
     assert_type(F.rmsnorm(x, w, 1e-6), Tensor)
-    assert_type(F.residual_rmsnorm(x, x, w, 1e-6), tuple[Tensor, Tensor])
     assert_type(2 * x - x / 3 + F.cast(x, "float32").reshape(3, -1), Tensor)
     assert_type(F.cast(x, np.float32).shape, tuple[int, ...])
     assert_type(x.ndim, int)

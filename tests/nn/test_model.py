@@ -280,7 +280,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_sampling_follows_the_distribution():
-    from xtrain.nn.model import pick
+    from xtrain.nn.generation import pick
 
     logits = np.log(np.array([0.5, 0.3, 0.0001, 0.2], np.float32))
     rng = np.random.default_rng(0)
@@ -471,7 +471,7 @@ def test_nan_logits_end_generation_with_a_sentence():
 def test_infinite_logits():
     """The same choice as sample_ref of the engine, at every temperature."""
     from xtrain.kernels.decoding.sampling import sample_ref
-    from xtrain.nn.model import pick
+    from xtrain.nn.generation import pick
 
     for row in ([1, np.inf, 2, np.inf], [-np.inf] * 4, [-np.inf, 3, -np.inf, 2]):
         logits = np.array(row, np.float32)

@@ -11,6 +11,7 @@ from xtrain.kernels.cast import BFLOAT16
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function, Tensor, no_grad
+from xtrain.nn.deferred import ResidualRMSNorm, Stream
 from xtrain.nn.model import Transformer
 from xtrain.nn.recompute import recompute
 from xtrain.training.memory_plan import saved_bytes
@@ -110,11 +111,13 @@ def test_what_the_ops_make_again_is_what_they_had(precision):
             )
         )  # fmt: skip
         if joined:
-            h, gu = F.add_norm_linear(x, r, w, v, 1e-6)
-            z = F.swiglu_linear(gu, u)
+            stream = Stream(x, r, dtype)
+            z = F.linear(F.swiglu(F.linear(F.rmsnorm(stream, w, 1e-6), v)), u)
+            h = stream.h
         else:
-            h, y = F.residual_rmsnorm(x, r, w, 1e-6)
-            z = F.linear(F.swiglu(F.linear(y, v)), u)
+            h, y = ResidualRMSNorm.apply(x, r, w, 1e-6)
+            gated = F.swiglu(F.linear(y, v)).read()
+            z = F.linear(gated, u)
         z.backward(place(normal(9, 6, 16), dtype))
         results.append(
             [to_host(a).tobytes() for a in (h.data, z.data, *(t.grad for t in (r, w, v, u)))]

@@ -82,9 +82,11 @@ def without_rope(model):
 
 
 def identity_mlp(model):
-    model.model.layers[0].mlp.after_gate_up = lambda gu_N2F: 0.0 * F.linear(
-        F.swiglu(gu_N2F), model.model.layers[0].mlp.down_proj.weight
-    )
+    class Zero(MLP):
+        def __call__(self, x_NC):
+            return 0.0 * super().__call__(x_NC)
+
+    model.model.layers[0].mlp.__class__ = Zero
     return model
 
 
@@ -258,7 +260,7 @@ DIFFERENT = {
     "wide": "model.layers.0.mlp.down_proj.weight",
     "other_eps": "model.layers.1.input_layernorm.eps",
     "without_rope": "model.layers.0.self_attn.attend",
-    "identity_mlp": "model.layers.0.mlp.after_gate_up",
+    "identity_mlp": "model.layers.0.mlp.Zero",
     "other_angles": "rotary",
     "doubled": "logits of Doubled",
     "instance_logits": "logits of Transformer",

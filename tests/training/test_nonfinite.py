@@ -18,6 +18,7 @@ from xtrain.errors import UserError
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
+from xtrain.nn.deferred import SwiGLULinear
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
@@ -202,7 +203,7 @@ def test_weights_come_first():
 def test_the_parameter_is_named():
     model, step = transformer()
     with wrapped_ops(
-        lambda cls, way, r: (cls, way) == (F.SwiGLULinear, "forward") and put(r, np.nan)
+        lambda cls, way, r: (cls, way) == (SwiGLULinear, "forward") and put(r, np.nan)
     ):
         found = first_nonfinite(model, step)
     assert found.startswith(

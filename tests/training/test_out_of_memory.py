@@ -92,7 +92,7 @@ def test_at_the_command_line(tmp_path, monkeypatch, capsys, owner, name, where, 
 
 
 def test_the_layer_is_named(tmp_path, monkeypatch, capsys):
-    from xtrain.nn import model
+    from xtrain.nn.deferred import SwiGLULinear
 
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
     calls = []
@@ -101,8 +101,8 @@ def test_the_layer_is_named(tmp_path, monkeypatch, capsys):
         calls.append(given)
         return too_much() if len(calls) == 2 else before(*given)
 
-    before = model.F.swiglu_linear
-    monkeypatch.setattr(model.F, "swiglu_linear", second)
+    before = SwiGLULinear.forward
+    monkeypatch.setattr(SwiGLULinear, "forward", staticmethod(second))
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
     assert "layer 1" in capsys.readouterr().err.splitlines()[0]
 

@@ -95,8 +95,9 @@ def stages(model: Transformer, ids: np.ndarray) -> dict[str, np.ndarray]:
         elif op.layer and op.name == "Attention":
             attended.add(op.layer)
         elif op.layer in attended and op.name in ("AddNormLinear", "ResidualRMSNorm", "Add"):
-            attended.remove(op.layer)  # (h, delta, ...): what the attention adds to the stream
-            keep(f"{op.layer} attention", op.inputs[1])
+            if op.inputs[1] is not None:  # (h, delta, ...): what the attention adds to the stream
+                attended.remove(op.layer)
+                keep(f"{op.layer} attention", op.inputs[1])
         elif op.layer and not op.name:
             # a layer returns the residual stream and the branch output that still has to be added
             # to it

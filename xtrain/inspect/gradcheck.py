@@ -26,6 +26,7 @@ from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.rope import rope_tables
 from ..nn import functional as F
 from ..nn.autograd import Function, Tensor, no_grad
+from ..nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
 from ..nn.model import Transformer
 
 STEP = 1e-5  # e, relative to the size of an input
@@ -167,16 +168,17 @@ CASES: dict[str, tuple[str | None, Callable]] = {
     "linear": ("x: N I, w: O I, b: O", lambda d, x, w, b: F.linear(x, w, None, b)),
     "lora_linear": ("x: N I, w: W I, a: AA I, b: OV G, bias: W", lambda d, x, w, a, b, bias: F.lora_linear(x, w, a, b, d.slices, -1.7, bias)),
     "rmsnorm": ("x: N C, w: C", lambda d, x, w: F.rmsnorm(x, w, EPS)),
-    "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: F.residual_rmsnorm(x, r, w, EPS)),
-    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: F.add_norm_linear(x, r if d.given else None, w, v, EPS, False, b)),
+    "residual_rmsnorm": ("x: N C, r: N C, w: C", lambda d, x, r, w: ResidualRMSNorm.apply(x, r, w, EPS)),
+    "add_norm_linear": ("x: N C, r: N C, w: C, v: O C, b: O", lambda d, x, r, w, v, b: AddNormLinear.apply(x, r if d.given else None, w, v, EPS, False, b)),
     "rope": ("x: M H D", lambda d, x: F.rope(x, d.cos, d.sin, d.positions, d.T)),
     "qk_norm_rope": ("qkv: M Q, q_w: D, k_w: D", lambda d, x, q_w, k_w: F.qk_norm_rope(x, q_w if d.norm else None, k_w if d.norm else None, d.cos, d.sin, d.H, d.G, d.T, EPS, d.positions)),
     "attention": ("q: B T H D, k: B S G D, v: B S G D", lambda d, q, k, v: F.attention(q, k, v, 0.3, d.causal)),
     "causal_softmax": ("s: B A S", lambda d, s: F.causal_softmax(s, d.T, 0.7, d.causal)),
     "swiglu": ("gu: N FF", lambda d, gu: F.swiglu(gu)),
-    "swiglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: F.swiglu_linear(gu, w)),
+    "swiglu_linear": ("gu: N FF, w: O F", lambda d, gu, w: SwiGLULinear.apply(gu, w)),
     "silu": ("x: N F", lambda d, x: F.silu(x)),
     "cross_entropy": ("logits: N P", lambda d, x: F.cross_entropy(x, (t := d.targets(d.N, d.V)), d.V, count_targets(t))),
+    "logits": ("x: N C, w: P C", lambda d, x, w: F.logits(x, w)),
     "linear_cross_entropy": ("x: N C, w: P C", lambda d, x, w: F.linear_cross_entropy(x, w, (t := d.targets(d.N, d.V)), d.V, count_targets(t), 2)),
     "linear_logprobs": ("x: N C, w: P C", lambda d, x, w: F.linear_logprobs(x, w, d.ids(d.N, d.V), d.V, 2)),
     "with_gradient": ("x: N C", lambda d, x: F.with_gradient(x, (x.data**3).sum(), 3 * x.data**2)),

@@ -1,4 +1,4 @@
-"""Autograd, the ops on Tensors, modules and the arena, the model, the optimizer, CUDA graphs, observers."""
+"""Autograd, ops, modules and the arena, the model, the optimizer, CUDA graphs, observers."""
 
 from .modules import Arena, Embedding, Linear, Module, Parameter, RMSNorm
 

@@ -1,22 +1,23 @@
-"""Define-by-run autograd: running an op records it, backward() walks the records once, last to first.
+"""Define-by-run autograd: running an op records it, backward() walks the records, last to first.
 
-    y = SomeFunction.apply(x, w)      forward runs; a Node keeps the function, its saved arrays and its inputs
-    loss.backward()                   for every node, newest first: call backward, pass each gradient to its input
+    y = SomeFunction.apply(x, w)    forward runs; a Node keeps the function, saved arrays, inputs
+    loss.backward()                 for every node, newest first: call its backward, pass each
+                                    gradient to its input
 
 Two rules:
-- The gradient of an *activation* is new memory. The engine adds the gradients of an activation that was used twice.
-- The gradient of a *leaf* (a parameter, or a tensor that the user made) accumulates: the first one is written, later ones are
-  added. The op does both inside its kernel or GEMM, so a parameter needs no second buffer: see `ctx.grad_target`.
+- The gradient of an *activation* is new memory. The engine adds the gradients of an activation that
+  was used twice.
+- The gradient of a *leaf* (a parameter, or a tensor that the user made) accumulates: the first one
+  is written, later ones are added. The op does both inside its kernel or GEMM, so a parameter needs
+  no second buffer: see `ctx.grad_target`.
 
 Saved arrays and gradients are freed as soon as they have been used.
 """
 
-import contextlib
 import heapq
 import itertools
-import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,68 +26,22 @@ import numpy as np
 from ..device import Array, array_module, as_array
 from ..kernels.elementwise import add_fwd, add_into
 from ..kernels.runtime.launch import empty, zeros
+from .mode import current_mode, is_inference
+from .mode import inference as inference  # these three are also imported from here
+from .mode import no_grad as no_grad
+from .mode import recording as recording
 from .observers import observed, op_observers
-from .tensor import Tensor, ops
+from .tensor import Tensor, as_tuple, ops
 
-
-class _Recording(threading.local):
-    """Are ops recorded? May they use the kernels of inference? Does backward run them again? Each thread has its own answers."""
-
-    on, inference, again = True, False, False
-
-
-_recording = _Recording()
 _clock = itertools.count()
-
-
-@contextlib.contextmanager
-def recording(on: bool, again: bool = False) -> Iterator[None]:
-    """Inside, this thread's ops are recorded for backward (on=True) or not (on=False), whatever is set outside.
-
-    again: backward runs them once more, recorded (recompute.py), so they must compute now as they will then.
-    """
-    before = _recording.on, _recording.again
-    _recording.on, _recording.again = on, again
-    try:
-        yield
-    finally:
-        _recording.on, _recording.again = before
-
-
-@contextlib.contextmanager
-def no_grad() -> Iterator[None]:
-    """Inside, no op of this thread is recorded: no graph, no saved arrays. Also a decorator: `@no_grad()`."""
-    with recording(False):
-        yield
-
-
-@contextlib.contextmanager
-def inference() -> Iterator[None]:
-    """no_grad, and ops may choose kernels that training does not use (for few rows: products at the speed of memory), whose
-    results may differ in the last bits. Inside, no parameter is written."""
-    before, _recording.inference = _recording.inference, True
-    try:
-        with recording(False):
-            yield
-    finally:
-        _recording.inference = before
-
-
-def is_inference() -> bool:
-    """True inside `inference` and where nothing is recorded."""
-    return _recording.inference and not _recording.on
-
-
-def is_training() -> bool:
-    """True where a backward follows: ops are recorded, or will be when it runs them again."""
-    return _recording.on or _recording.again
 
 
 class Function:
     """One differentiable op. Subclasses define two static methods on arrays, never Tensors:
 
         forward(ctx, *arrays_and_options) -> array or tuple of arrays
-        backward(ctx, *gradients)         -> gradient or tuple, one per argument of forward; None where an argument has none
+        backward(ctx, *gradients) -> gradient or tuple, one per argument of forward; None where an
+                                     argument has none
 
     A gradient passed to backward is None when nothing used that output.
     """
@@ -95,15 +50,22 @@ class Function:
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Run forward on the arguments' arrays and, if any of them needs a gradient, record a Node."""
+        """Run forward on the arguments' arrays. Record a Node if any of them needs a gradient."""
         ctx = Context(args)
         kind = "data" if cls.full_precision else "value"
         values = [getattr(a, kind) if isinstance(a, Tensor) else a for a in args]
-        out = observed(cls, "forward", ctx, values) if op_observers else cls.forward(ctx, *values)
-        outputs = [Tensor(o) for o in (out if isinstance(out, tuple) else (out,))]
-        node = Node(cls, ctx, args, len(outputs)) if any(ctx.needs_grad) else None
+        if op_observers:
+            out = observed(cls, "forward", ctx, values)
+        else:
+            out = cls.forward(ctx, *values)
+        outputs = [Tensor(o) for o in as_tuple(out)]
+        node = None
+        if any(ctx.needs_grad):
+            node = Node(cls, ctx, args, len(outputs))
         for i, tensor in enumerate(outputs):
-            tensor.requires_grad, tensor.node, tensor.index = node is not None, node, i
+            tensor.requires_grad = node is not None
+            tensor.node = node
+            tensor.index = i
         return tuple(outputs) if isinstance(out, tuple) else outputs[0]
 
     # with `**_`, type checkers accept any other arguments in a derived class
@@ -117,27 +79,31 @@ class Function:
 
 
 class Edge:
-    """Where the gradient of one argument goes: to a leaf, or to output `index` of the node that made it.
+    """Where the gradient of one argument goes: to a leaf, or to output `index` of its node.
 
-    An edge does not hold the array of an activation: activations that no op saved are freed during the forward pass.
+    An edge does not hold the array of an activation: activations that no op saved are freed during
+    the forward pass.
     """
 
     __slots__ = ("index", "leaf", "node", "shape")
 
     def __init__(self, tensor: Tensor):
         self.leaf = tensor if tensor.node is None else None
-        self.node, self.index, self.shape = tensor.node, tensor.index, tensor.shape
+        self.node = tensor.node
+        self.index = tensor.index
+        self.shape = tensor.shape
 
 
 class Context:
     """What forward saves for backward."""
 
-    # layer: see observers.py.  first_written: leaves whose memory backward was given to write to, not to add to
+    # layer: see observers.py
+    # first_written: leaves whose memory backward was given to write to, not to add to
     # parameters: in inference, which arguments are parameters
     __slots__ = ("edges", "first_written", "layer", "needs_grad", "parameters", "saved")
 
     def __init__(self, args: Sequence[Any]):
-        on = _recording.on
+        on = current_mode().on
         if is_inference():
             self.parameters = [getattr(a, "is_parameter", False) for a in args]
         self.needs_grad = [on and isinstance(a, Tensor) and a.requires_grad for a in args]
@@ -150,8 +116,13 @@ class Context:
         self.saved = arrays
 
     def grad_target(self, i: int, like: Array) -> tuple[Array, bool]:
-        """-> (memory for the gradient of argument i, add). Write the gradient there, or with `add` add it to the contents, and
-        return the memory from backward. `like`: the argument's value."""
+        """Return (memory for the gradient of argument i, add).
+
+        Write the gradient there, or with `add` add it to the contents, and return the memory from
+        backward.
+
+        like: the argument's value.
+        """
         edge = self.edges[i]
         if edge is None or edge.leaf is None:
             return empty(like, like.shape), False
@@ -161,7 +132,7 @@ class Context:
         return target, add
 
     def grad_buffer(self, i: int, like: Array) -> Array:
-        """grad_target for an op that can only add: the memory holds zeros if nothing has been written yet."""
+        """Return grad_target for an op that can only add: zeros where nothing was written yet."""
         target, add = self.grad_target(i, like)
         if not add:
             target.fill(0)
@@ -174,7 +145,9 @@ class Node:
     __slots__ = ("ctx", "fingerprints", "function", "n_outputs", "order", "versions")
 
     def __init__(self, function: type[Function], ctx: Context, args: Sequence[Any], n_outputs: int):
-        self.function, self.ctx, self.n_outputs = function, ctx, n_outputs
+        self.function = function
+        self.ctx = ctx
+        self.n_outputs = n_outputs
         # a node depends only on earlier ones, so this is a topological order
         self.order = next(_clock)
         saved = {id(a) for a in ctx.saved}
@@ -190,7 +163,8 @@ class Node:
                 changed.append(array.shape)
         if changed:
             raise RuntimeError(
-                f"an array of shape {changed[0]} that {self.function.__name__} saved was changed in place "
+                f"an array of shape {changed[0]} that {self.function.__name__} saved was changed "
+                "in place "
                 "before backward: change a copy, or call backward first"
             )
 
@@ -198,7 +172,8 @@ class Node:
 def _fingerprint(array):
     """A checksum over a NumPy array: over all of it up to 1024 elements, else over 64 of them.
 
-    It detects `x.data[...] = y`, which no counter sees. On a GPU it would synchronize, so only the counters are used there.
+    It detects `x.data[...] = y`, which no counter sees. On a GPU it would synchronize, so only the
+    counters are used there.
     """
     if type(array) is not np.ndarray or array.size == 0 or not array.flags.c_contiguous:
         return None
@@ -210,7 +185,8 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
     """Add d root / d leaf to `.grad` of every leaf that root was computed from.
 
     gradient: of the final loss with respect to root, same shape; optional if root has one element.
-    Raises RuntimeError when the graph was used already, ValueError on a gradient of the wrong shape.
+    Raises RuntimeError when the graph was used already, ValueError on a gradient of the wrong
+    shape.
     """
     if root.node is None:
         raise RuntimeError("backward needs a tensor computed from one with requires_grad=True")
@@ -233,8 +209,12 @@ def backward(root: Tensor, gradient: Array | None = None) -> None:
             if edge.node not in gradients:
                 gradients[edge.node] = [None] * edge.node.n_outputs
                 heapq.heappush(queue, (-edge.node.order, edge.node))
-            slots, i = gradients[edge.node], edge.index
-            slots[i] = dx if slots[i] is None else as_array(add_fwd(slots[i], dx))
+            slots = gradients[edge.node]
+            i = edge.index
+            if slots[i] is None:
+                slots[i] = dx
+            else:
+                slots[i] = as_array(add_fwd(slots[i], dx))
 
 
 ops["backward"] = backward
@@ -242,7 +222,7 @@ _units: WeakKeyDictionary = WeakKeyDictionary()  # by array module: the memory p
 
 
 def _unit(like):
-    """The gradient 1, always the same array: an op may skip a multiplication by it (see is_unit)."""
+    """Return the gradient 1, always the same array: ops skip multiplying by it (is_unit)."""
     units = _units.setdefault(array_module(like), {})
     key = type(like), like.shape, like.dtype, str(like.device)
     if key not in units:
@@ -252,29 +232,31 @@ def _unit(like):
 
 
 def is_unit(gradient: Array) -> bool:
-    """True if this is the array that backward() starts from. Compares identities, not values."""
+    """Return True if backward() starts from this array. Compares identities, not values."""
     return any(gradient is unit for units in _units.values() for unit in units.values())
 
 
 def _call_backward(node, gradients):
-    """-> (edge, gradient) of every argument that has one. Frees what the node had saved."""
+    """Return (edge, gradient) of every argument that has one. Frees what the node had saved."""
     name = node.function.__name__
     if node.ctx is None:
         raise RuntimeError(
-            f"backward was called twice through {name}: its saved arrays are freed, run forward again"
+            f"backward was called twice through {name}: its saved arrays are freed, run forward "
+            "again"
         )
     node.check_untouched()
     ctx, f = node.ctx, node.function
     try:
-        result = (
-            observed(f, "backward", ctx, gradients) if op_observers else f.backward(ctx, *gradients)
-        )
+        if op_observers:
+            result = observed(f, "backward", ctx, gradients)
+        else:
+            result = f.backward(ctx, *gradients)
     except BaseException:
         for leaf in ctx.first_written:  # their memory may still hold old gradients
             leaf.grad_written = False
         raise
     node.ctx = None
-    result = result if isinstance(result, tuple) else (result,)
+    result = as_tuple(result)
     if len(result) > len(ctx.edges) or any(ctx.needs_grad[len(result) :]):
         raise ValueError(f"{name} returned {len(result)} gradients for {len(ctx.edges)} arguments")
     found = [(e, as_array(dx)) for e, dx in zip(ctx.edges, result) if e and dx is not None]

@@ -1,21 +1,28 @@
 """Capture a step in a CUDA graph once, then replay it without running Python between its kernels.
 
-A training step of a small model is about three hundred kernels of a few microseconds each, and Python takes longer to launch
-one than the GPU to run it. For fixed shapes the whole step can be recorded (the driver notes kernels and arguments instead of
-running them) and launched again as one unit.
+A training step of a small model is about three hundred kernels of a few microseconds each, and
+Python takes longer to launch one than the GPU to run it. For fixed shapes the whole step can be
+recorded (the driver notes kernels and arguments instead of running them) and launched again as one
+unit.
 
 What this requires of the step:
-- Every number that changes (ids, targets, learning rate) is in device memory that is written before each replay.
-- No copy to the host and no synchronization: the capture would fail. So a captured step is proof that it has neither.
-- Memory comes from a separate pool, which is emptied before the capture. The capture then allocates exactly the arrays of the
-  step, in the order of the step. In a pool that an earlier call has filled, best fit would choose other blocks,
-  split them for smaller arrays, and run out of large ones. (CuPy's capture mode allows cudaMalloc.) The graph
-  holds addresses, so from then on the pool keeps all blocks, even when the GPU is full.
-- Whether an op writes a gradient or adds to it is decided while Python runs, from the flags `grad_written` (tensor.py). A replay
-  repeats the decisions of the capture, so they must not depend on when it is replayed: a capture and each replay begin with all
-  gradients written, zero-filled if necessary, and the capture ends with zero-filling what the step has not written.
 
-The eager calls are real steps. The same kernels run with the same arguments either way, so the bits are the same.
+- Every number that changes (ids, targets, learning rate) is in device memory that is written before
+  each replay.
+- No copy to the host and no synchronization: the capture would fail. So a captured step is proof
+  that it has neither.
+- Memory comes from a separate pool, which is emptied before the capture. The capture then allocates
+  exactly the arrays of the step, in the order of the step. In a pool that an earlier call has
+  filled, best fit would choose other blocks, split them for smaller arrays, and run out of large
+  ones. (CuPy's capture mode allows cudaMalloc.) The graph holds addresses, so from then on the pool
+  keeps all blocks, even when the GPU is full.
+- Whether an op writes a gradient or adds to it is decided while Python runs, from the flags
+  `grad_written` (tensor.py). A replay repeats the decisions of the capture, so they must not depend
+  on when it is replayed: a capture and each replay begin with all gradients written, zero-filled if
+  necessary, and the capture ends with zero-filling what the step has not written.
+
+The eager calls are real steps. The same kernels run with the same arguments either way, so the bits
+are the same.
 """
 
 import contextlib
@@ -46,7 +53,8 @@ class Graphed:
         self.step, self.arena = step, arena
         self.recordings: dict[tuple, _Recording] = {}
         free_cached("gpu")  # cached memory, which the new pool could not use
-        self.pool, self.stream = PrivatePool(), cupy().cuda.Stream(non_blocking=True)
+        self.pool = PrivatePool()
+        self.stream = cupy().cuda.Stream(non_blocking=True)
         self.caller = cupy().cuda.get_current_stream()
         weakref.finalize(self, release_workspace, self.stream.ptr).atexit = False
 
@@ -54,7 +62,8 @@ class Graphed:
         key = (variant, *((x.shape, x.dtype.str) for x in inputs))
         if key not in self.recordings:
             self.recordings[key] = _Recording(inputs, self.arena)
-        recording, caller = self.recordings[key], cupy().cuda.get_current_stream()
+        recording = self.recordings[key]
+        caller = cupy().cuda.get_current_stream()
         if caller.ptr != self.caller.ptr:  # the steps started there use the same memory
             caller.wait_event(self.caller.record())
             self.caller = caller
@@ -77,7 +86,9 @@ class _Recording:
 
     def __init__(self, inputs: tuple, arena: Arena | None):
         self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
-        self.arena, self.calls = arena, 0  # calls: eager ones
+        # calls: eager ones
+        self.arena = arena
+        self.calls = 0
         self.graph: Any = None
         self.outputs: tuple = ()
 
@@ -119,6 +130,7 @@ class _Recording:
             self._zero_unwritten_grads()  # recorded: every replay ends with all gradients written
         except BaseException:
             with contextlib.suppress(cupy().cuda.runtime.CUDARuntimeError):
-                stream.end_capture()  # the recording is useless, but the stream must leave this mode
+                # the recording is useless, but the stream must leave this mode
+                stream.end_capture()
             raise
         return stream.end_capture(), outputs

@@ -1,13 +1,14 @@
 """LoRA (Hu et al. 2021): small trained matrices next to frozen ones.
 
-    y = x w^T + f (x a^T) b^T        w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r        b is 0 at first
+    y = x w^T + f (x a^T) b^T     w (O, I) frozen   a (r, I), b (O, r) trained   f = alpha / r
 
-The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its arena is one for inference. The adapters
-have an arena of their own, which is that of the AdaptedTransformer. So optimizer, clipping, data parallelism and checkpoints
-see the adapters alone.
+b is 0 at first. The frozen model has no gradients, no moments, and in bf16 no float32 matrices: its
+arena is one for inference. The adapters have an arena of their own, which is that of the
+AdaptedTransformer. So optimizer, clipping, data parallelism and checkpoints see the adapters alone.
 
-q, k and v are one packed product, and so are gate and up. Each has its own a and b: the a's lie one below the other, x a^T is one
-product for all, and each adds to its own columns of y (functional.LoraLinear).
+q, k and v are one packed product, and so are gate and up. Each has its own a and b: the a's lie one
+below the other, x a^T is one product for all, and each adds to its own columns of y
+(functions.LoraLinear).
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True)
 class Lora:
-    """r: rank.  alpha: the adapters' product is multiplied by alpha / r.  targets: some of TARGETS.  base: the model's folder."""
+    """The options of adapters.
+
+    r: rank.
+    alpha: the adapters' product is multiplied by alpha / r.
+    targets: some of TARGETS.
+    base: the model's folder.
+    """
 
     r: int
     alpha: float
@@ -45,11 +52,16 @@ class Lora:
 
 
 class LoraLinear(Linear):
-    """A Linear, frozen, with adapters on some of its parts. name: of the module, if it is not packed."""
+    """A Linear, frozen, with adapters on some of its parts.
+
+    name: of the module, if it is not packed.
+    """
 
     def __init__(self, linear: Linear, name: str, lora: Lora):
-        self.linear, self.factor = linear, lora.alpha / lora.r
-        columns, first = linear.weight.shape[1], 0
+        self.linear = linear
+        self.factor = lora.alpha / lora.r
+        columns = linear.weight.shape[1]
+        first = 0
         self.slices: list[
             tuple[int, int]
         ] = []  # (first, number) of the rows of w that have adapters
@@ -59,7 +71,8 @@ class LoraLinear(Linear):
             prefix = part.removesuffix("weight")  # "q_proj." of a packed one, else ""
             if (prefix.removesuffix(".") or name) in lora.targets:
                 self.slices.append((first, rows))
-                a[f"{prefix}lora_A.weight"], b[f"{prefix}lora_B.weight"] = lora.r, rows
+                a[f"{prefix}lora_A.weight"] = lora.r
+                b[f"{prefix}lora_B.weight"] = rows
             first += rows
         # the variance of PEFT's initialisation, uniform in +- I^-1/2
         self.lora_a = Parameter((sum(a.values()), columns), (3 * columns) ** -0.5, a)
@@ -77,17 +90,25 @@ class LoraLinear(Linear):
 
 
 class AdaptedTransformer(Transformer):
-    """A frozen Transformer with adapters, which are its parameters after `adapt`. Make it with trainable=False.
+    """A frozen Transformer with adapters, its only parameters after `adapt`.
 
-    lora: what `adapt` was given, None before.  frozen: (name, tensor) of the model's own parameters.
+    Make it with trainable=False.
+
+    lora: what `adapt` was given, None before.
+    frozen: (name, tensor) of the model's own parameters.
     """
 
     lora: Lora | None = None
     frozen: tuple[tuple[str, Tensor], ...] = ()
 
     def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
-        """Add adapters, which change nothing yet. seed: of their initialisation; None: they are zero.  world: see nn.Arena."""
-        self.frozen, self.base_arena = tuple(self.named_parameters()), self.arena
+        """Add adapters, which change nothing yet.
+
+        seed: of their initialisation; None: they are zero.
+        world: see nn.Arena.
+        """
+        self.frozen = tuple(self.named_parameters())
+        self.base_arena = self.arena
         matrices = [
             (module, name, item)
             for layer in self.model.layers
@@ -101,7 +122,8 @@ class AdaptedTransformer(Transformer):
                 setattr(module, name, adapted)
         if not any(adapted.slices for *_, adapted in adapters):
             raise UserError(
-                f"no matrix of the changed model is named {' or '.join(lora.targets)}: choose other --lora-targets"
+                f"no matrix of the changed model is named {' or '.join(lora.targets)}: choose "
+                "other --lora-targets"
             )
         self.lora = lora
         device, bf16, *_ = self.arena.kind
@@ -117,12 +139,12 @@ class AdaptedTransformer(Transformer):
 
     @property
     def variation(self) -> str:
-        """Adapters are written apart from the model, which stays what it is."""
+        """Return "": adapters are written apart from the model, which stays what it is."""
         return "" if self.lora else super().variation
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """What adapter_config.json says of them."""
+        """Return what adapter_config.json says of them."""
         if self.lora is None:
             return None
         return {
@@ -134,5 +156,7 @@ class AdaptedTransformer(Transformer):
 
 
 def frozen_parameters(model: Transformer) -> tuple[tuple[str, Tensor], ...]:
-    """(name, tensor) of those that no optimizer sees."""
-    return model.frozen if isinstance(model, AdaptedTransformer) else ()
+    """Return (name, tensor) of the parameters that no optimizer sees."""
+    if isinstance(model, AdaptedTransformer):
+        return model.frozen
+    return ()

@@ -1,17 +1,8 @@
-"""The decoder of a Llama, and with further features (ModelConfig) of other families, from token ids to logits.
+"""The model, from token ids to logits, loss and log-probabilities; reading, writing, changing it.
 
-    ids (B, T) -> embedding (N, C) -> L x [ norm, attention, + ; norm, MLP, + ] -> norm -> head (N, V)
-
-Everything per token is 2-D, (N, C) with N = B T: one large matrix product instead of B small ones. Only attention
-uses the division into sequences. Positions start at 0 in every sequence.
-
-Initialisation: norm weights 1; matrices and embeddings normal with standard deviation 0.02; the two matrices that
-write to the residual stream (o_proj, down_proj) 0.02 / sqrt(2 L), so that its variance does not grow with depth
-(Radford et al. 2019).
+ids (B, T) -> Decoder (decoder.py): (N, C), N = B T -> head: logits (N, V)
 """
 
-import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import Array, has_bf16, has_fp8, is_gpu, resolve_device, to_device, to_numpy
+from ..device import Array, as_array, has_bf16, has_fp8, is_gpu, resolve_device, to_device
 from ..errors import UserError
 from ..formats import huggingface
 from ..formats.architectures import tensor_shapes
@@ -29,225 +20,23 @@ from ..kernels.cross_entropy import count_targets
 from ..kernels.primitives.tiles import WIDTHS
 from ..options import described, find_function, name_of
 from . import functional as F
-from .autograd import is_inference, is_training, no_grad
+from .decoder import MLP, STD, Attention, Block, Decoder
 from .fp8 import HEAD, Fp8Scales, check_tokens
+from .generation import generate
+from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
-from .observers import in_layer
-from .recompute import recompute
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
-
-STD = 0.02  # of the initialisation
-
-
-def add_norm_linear(
-    h_NC: Tensor,
-    delta_NC: Tensor | None,
-    norm: Module,
-    linear: Module,
-    dtype: Any,
-    swiglu: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, linear(norm(h + delta)): one op where both modules are the library's own. delta None: nothing is added.
-
-    dtype: of norm's result, None: as h.  swiglu: of the product, as part of the same op (functional.AddNormLinear).
-    """
-    if type(norm) is RMSNorm and type(linear) is Linear:
-        weights = norm.weight, linear.weight, norm.eps, swiglu, linear.bias
-        return F.add_norm_linear(h_NC, delta_NC, *weights)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, dtype)
-    y_NO = linear(x_NC)
-    return h_NC, F.swiglu(y_NO) if swiglu else y_NO
-
-
-def add_norm(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Callable[..., Any], dtype: Any
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, norm(h + delta), in one op where the norm is the library's own. delta None: nothing is added.
-
-    dtype: of norm's result and of the gradient of h, None: as h. In bf16 training the residual stream is float32, its gradient
-    and everything else bf16.
-    """
-    dtype = dtype or h_NC.dtype
-    if type(norm) is RMSNorm:
-        return (h_NC, norm(h_NC, dtype=dtype)) if delta_NC is None else norm(h_NC, delta_NC)
-    if delta_NC is not None:
-        h_NC = h_NC + F.cast(delta_NC, h_NC.dtype)
-    return h_NC, F.cast(norm(F.cast_gradient(h_NC, dtype)), dtype)
-
-
-class Attention(Module):
-    """Bias and QK-norm if the model has them, RoPE, causal softmax over grouped heads, output projection.
-
-    rotary False: without RoPE, so the layer sees the order of tokens only through the mask.
-    window: keys that a query sees, itself among them; 0: all.
-    `qkv` is the packed projection to q, k and v. The block computes it together with the norm before it, see add_norm_linear.
-    """
-
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        D, H, G = c.head_dim, c.n_heads, c.n_kv_heads
-        rows = {"q_proj.weight": H * D, "k_proj.weight": G * D, "v_proj.weight": G * D}
-        self.qkv: Linear | Any = Linear(c.dim, (H + 2 * G) * D, STD, rows, c.qkv_bias)
-        self.o_proj: Linear | Any = Linear(H * D, c.dim, STD / (2 * c.n_layers) ** 0.5)
-        if c.qk_norm:
-            self.q_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
-            self.k_norm: RMSNorm | Any = RMSNorm(D, c.norm_eps)
-        self.config, self.rotary, self.window = c, rotary, window
-
-    def __call__(self, x_NC: Tensor, sequences: Sequences) -> Tensor:
-        """x (N, C), the rows of `sequences` -> (N, C)"""
-        return self.after_qkv(self.qkv(x_NC), sequences)
-
-    def after_qkv(self, qkv: Tensor, sequences: Sequences) -> Tensor:
-        """(N, (H + 2G) D) -> (N, C)"""
-        attend = functools.partial(self.attend, sequences)
-        o = recompute(attend, qkv) if sequences.recompute == "attention" else attend(qkv)
-        return self.o_proj(o)
-
-    def attend(self, sequences: Sequences, qkv: Tensor) -> Tensor:
-        """(N, (H + 2G) D) -> (N, H D): everything between the two products."""
-        c = self.config
-        D, H, G, scale = c.head_dim, c.n_heads, c.n_kv_heads, c.head_dim**-0.5
-        sequences = sequences if self.rotary else sequences.unrotated()
-        sequences = sequences.windowed(self.window) if self.window else sequences
-        norms = (self.q_norm, self.k_norm) if c.qk_norm else ()
-        if all(type(norm) is RMSNorm for norm in norms):
-            q_w_D, k_w_D = [norm.weight for norm in norms] or (None, None)
-            return sequences.attend(qkv, q_w_D, k_w_D, H, G, c.norm_eps, scale)
-        q, k, v = sequences.split_heads(qkv, H, G)
-        q, k = (norm(x.reshape(-1, D)).reshape(x.shape) for norm, x in zip(norms, (q, k)))
-        return sequences.attention(sequences.rope(q), sequences.rope(k), v, scale)
-
-
-class MLP(Module):
-    """down(silu(gate) * up).
-
-    `gate_up` is the packed projection to gate and up. The block computes it together with the norm before it (norm_mlp).
-    """
-
-    def __init__(self, c: ModelConfig):
-        F_ = c.hidden_dim
-        parts = {"gate_proj.weight": F_, "up_proj.weight": F_}
-        self.gate_up: Linear | Any = Linear(c.dim, 2 * F_, STD, parts)
-        self.down_proj: Linear | Any = Linear(F_, c.dim, STD / (2 * c.n_layers) ** 0.5)
-
-    def __call__(self, x_NC: Tensor) -> Tensor:
-        """(N, C) -> (N, C)"""
-        return self.after_gate_up(self.gate_up(x_NC))
-
-    def after_gate_up(self, gu_N2F: Tensor) -> Tensor:
-        """gate and up (N, 2F) -> (N, C)"""
-        if type(self.down_proj) is Linear and self.down_proj.bias is None:
-            return F.swiglu_linear(gu_N2F, self.down_proj.weight)
-        return self.down_proj(F.swiglu(gu_N2F))
-
-
-class Block(Module):
-    """h = h + attention(norm(h)),  h = h + mlp(norm(h)), where h is the residual stream.
-
-    Each addition is computed together with the norm that follows it, and that norm, where it can be, with the product that
-    follows. So a block gets the residual stream and the branch output `delta` that still has to be added to it, and returns
-    such a pair. Any module may be replaced: one that is not the library's own is called.
-    """
-
-    def __init__(self, c: ModelConfig, rotary: bool = True, window: int = 0):
-        # `| Any`: another module may take the place of each
-        self.self_attn: Attention | Any = Attention(c, rotary, window)
-        self.mlp: MLP | Any = MLP(c)
-        self.input_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
-        self.post_attention_layernorm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
-
-    def __call__(
-        self, sequences: Sequences, h_NC: Tensor, delta_NC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """h, delta (N, C), the rows of `sequences` -> h, delta. delta None: nothing is pending (before the first block)."""
-        h_NC, delta_NC = norm_attention(
-            h_NC, delta_NC, self.input_layernorm, self.self_attn, sequences
-        )
-        return norm_mlp(h_NC, delta_NC, self.post_attention_layernorm, self.mlp, sequences)
-
-
-def norm_attention(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, attention: Any, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, attention(norm(h + delta), sequences)"""
-    if _has_call_of(attention, Attention):
-        h_NC, qkv = add_norm_linear(h_NC, delta_NC, norm, attention.qkv, sequences.dtype)
-        return h_NC, attention.after_qkv(qkv, sequences)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
-    return h_NC, attention(x_NC, sequences)
-
-
-def norm_mlp(
-    h_NC: Tensor, delta_NC: Tensor | None, norm: Module, mlp: Any, sequences: Sequences
-) -> tuple[Tensor, Tensor]:
-    """-> h + delta, mlp(norm(h + delta))
-
-    Training computes SwiGLU together with the product after it, whose backward recomputes it, so its result is not saved.
-    Inference computes it at the end of the product before it.
-    """
-    if _has_call_of(mlp, MLP) and is_inference():
-        h_NC, y_NF = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype, True)
-        return h_NC, mlp.down_proj(y_NF)
-    if _has_call_of(mlp, MLP):
-        products = mlp.gate_up, mlp.down_proj
-        if type(norm) is RMSNorm and all(type(p) is Linear and p.bias is None for p in products):
-            weights = mlp.gate_up.weight, mlp.down_proj.weight
-            return F.add_norm_mlp(h_NC, delta_NC, norm.weight, *weights, norm.eps)
-        h_NC, gu_N2F = add_norm_linear(h_NC, delta_NC, norm, mlp.gate_up, sequences.dtype)
-        return h_NC, mlp.after_gate_up(gu_N2F)
-    h_NC, x_NC = add_norm(h_NC, delta_NC, norm, sequences.dtype)
-    return h_NC, mlp(x_NC)
-
-
-def has_code_of(module: Module, kind: type, name: str) -> bool:
-    """True if the method `name` of the module is that of `kind`: neither a derived class nor an attribute replaces it."""
-    return getattr(getattr(module, name, None), "__func__", None) is getattr(kind, name)
-
-
-def _has_call_of(module: Module, kind: type) -> bool:
-    """True if calling the module runs the code of `kind`, of which a part may be fused with what precedes it."""
-    parts = [name for name in vars(kind) if name.startswith(("__call__", "after_"))]
-    return all(has_code_of(module, kind, name) for name in parts)
-
-
-def _different(module: Module, plain: Module) -> list[str]:
-    """The attributes, apart from modules and parameters, by which a module computes something else than `plain`, of its class."""
-    own = vars(module)
-    names = [n for n, x in vars(plain).items() if not isinstance(x, Module | Parameter | list)]
-    names += [n for n in own.keys() - vars(plain) if callable(getattr(type(module), n, None))]
-    return [n for n in names if own.get(n) != vars(plain).get(n)]
-
-
-class Decoder(Module):
-    """Everything below the head. Its attributes have the names of the Hugging Face layout."""
-
-    def __init__(self, c: ModelConfig):
-        self.embed_tokens = Embedding(c.vocab_size, c.padded_vocab_size, c.dim, STD)
-        self.layers: list[Block | Any] = [
-            Block(c, i not in c.no_rope_layers, c.window(i)) for i in range(c.n_layers)
-        ]
-        self.norm: RMSNorm | Any = RMSNorm(c.dim, c.norm_eps)
-
-    def __call__(self, ids_N: Array, sequences: Sequences) -> Tensor:
-        """ids (N,), the rows of `sequences` -> (N, C), or fewer rows (Sequences.wanted_rows)."""
-        h_NC, delta_NC = self.embed_tokens(ids_N), None
-        for i, layer in enumerate(self.layers):
-            block = functools.partial(layer, sequences)
-            if sequences.recompute == "block":
-                block = functools.partial(recompute, block)
-            stream = (h_NC,) if delta_NC is None else (h_NC, delta_NC)
-            h_NC, delta_NC = in_layer(i, block, *stream)  # names the layer for observers
-        h_NC = sequences.wanted_rows(h_NC)
-        delta_NC = None if delta_NC is None else sequences.wanted_rows(delta_NC)
-        return add_norm(h_NC, delta_NC, self.norm, sequences.dtype)[1]
-
+from .variation import changed_modules, changed_tensors, listed, overrides
 
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
 def bf16_obstacle(device: str, head_dim: int) -> str:
-    """Why a model cannot compute in bf16 there; "" if it can. device: "cpu", "gpu", or "sim" for any GPU that supports bf16."""
+    """Return why a model cannot compute in bf16 there; "" if it can.
+
+    device: "cpu", "gpu", or "sim" for any GPU that supports bf16.
+    """
     if device == "cpu":
         return "bf16 is not supported on the CPU"
     if head_dim not in WIDTHS:
@@ -259,32 +48,42 @@ def bf16_obstacle(device: str, head_dim: int) -> str:
 
 
 def choose_precision(precision: str, device: str, head_dim: int) -> tuple[Any, str]:
-    """ "auto" -> ("bf16", ""), or ("fp32", why bf16 is not supported). Another precision is returned as it is, with ""."""
-    obstacle = bf16_obstacle(device, head_dim) if precision == "auto" else ""
-    chosen = precision if precision != "auto" else "fp32" if obstacle else "bf16"
-    return chosen, obstacle
+    """Return the precision, for "auto" ("bf16", "") or ("fp32", why bf16 is not supported)."""
+    if precision != "auto":
+        return precision, ""
+    obstacle = bf16_obstacle(device, head_dim)
+    return ("fp32" if obstacle else "bf16"), obstacle
 
 
 class Transformer(Module):
     """The model. Calling it gives logits, `loss` the mean cross-entropy.
 
-    device: "cpu" (NumPy) or "gpu" (CuPy). The same seed gives the same weights on both.
-
-    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights, their gradients,
-    moments, the residual stream and all sums in float32. Here fp32 is the default; the commands choose (choose_precision).
-    "fp8", for training: as bf16, and the products of the blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9.
-    seed None: all weights are zero, to be loaded.  arena: all parameters (nn.Arena).
-    recompute: which activations backward recomputes instead of keeping them (activation checkpointing): "none", "attention"
-    (between its matrix products) or "block". May be set at any time; changes no bit of any gradient.
+    config: its shape.
+    seed: of the initialisation; None: all weights are zero, to be loaded. The same seed gives the
+        same weights on every device.
+    device: "cpu" (NumPy) or "gpu" (CuPy).
+    precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights,
+        their gradients, moments, the residual stream and all sums in float32. Here fp32 is the
+        default; the commands choose (choose_precision). "fp8", for training: as bf16, and the
+        products of the blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9.
+    recompute: which activations backward recomputes instead of keeping them (activation
+        checkpointing): "none", "attention" (between its matrix products) or "block". May be set at
+        any time; changes no bit of any gradient.
     world: the number of ranks among which the arena can be divided (nn.Arena).
-    trainable False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
+    trainable: False: for inference: no memory for gradients, and in bf16 none for float32 matrices.
+
+    Attributes:
+    arena: all parameters (nn.Arena).
     change: "MODULE:FUNCTION" if `changed` made this model, else "".
-    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read from.  generation: what else
-    its generation_config.json says, or None. Both are written by `save_pretrained`.
+    special_tokens: bos_token_id, eos_token_id, pad_token_id of the folder that the model was read
+        from.
+    generation: what else its generation_config.json says, or None. `save_pretrained` writes both.
+
     Raises UserError when precision or recompute is unknown or the device does not support it.
 
-    To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call `renew_arena`, or derive a class
-    and override `logits` or `loss`: lessons/howto/change_the_model.md.
+    To change the model, replace modules (`model.model.layers[3].mlp = MyMLP(config)`) and call
+    `renew_arena`, or derive a class and override `logits` or `loss`:
+    lessons/howto/change_the_model.md.
     """
 
     fp8_head = False  # see use_fp8_head
@@ -299,7 +98,9 @@ class Transformer(Module):
         world: int = 1,
         trainable: bool = True,
     ):
-        self.config, self.precision, self.recompute = config, precision, recompute
+        self.config = config
+        self.precision = precision
+        self.recompute = recompute
         self.device = device if device == "sim" else resolve_device(device)
         self.model = Decoder(config)
         if not config.tie_embeddings:
@@ -314,7 +115,8 @@ class Transformer(Module):
         self.arena = self.make_arena(self.device, seed, precision != "fp32", world, trainable)
         self._renew_fp8()
         self.rotary = RotaryTables(config, self.device)
-        self.change, self.seed = "", seed or 0
+        self.change = ""
+        self.seed = seed or 0
         self.special_tokens: dict[str, Any] = {}
         self.generation: dict[str, Any] | None = None
 
@@ -322,16 +124,17 @@ class Transformer(Module):
         half = self.precision in ("bf16", "fp8")
         if self.precision not in ("fp32", "bf16", "fp8") or (half and self.device == "cpu"):
             raise UserError(
-                f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, or bf16 on a GPU"
+                f"precision {self.precision!r} is not supported on the {self.device}: choose fp32, "
+                "or bf16 on a GPU"
             )
-        obstacle = bf16_obstacle(self.device, self.config.head_dim) if half else ""
-        if obstacle:
+        if half and (obstacle := bf16_obstacle(self.device, self.config.head_dim)):
             raise UserError(f"{obstacle}: choose precision fp32")
         if self.precision != "fp8":
             return
         if self.device == "gpu" and not has_fp8():
             raise UserError(
-                "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose precision bf16"
+                "this GPU has no fp8 products, which need compute capability 8.9 (Ada): choose "
+                "precision bf16"
             )
         if not trainable:
             raise UserError(
@@ -339,34 +142,40 @@ class Transformer(Module):
             )
 
     def _renew_fp8(self) -> None:
-        """In fp8: new scales, for all matrices of the blocks that are there now."""
+        """Make new fp8 scales, for all matrices of the blocks that are there now."""
         if self.precision == "fp8":
             blocks = [item for item in self.modules() if item[0].startswith("model.layers.")]
-            found = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
-            head = [(HEAD, self._head())] if self.fp8_head else []
-            self.fp8 = Fp8Scales(found + head, self.device)
+            weights = [(name + "weight", m.weight) for name, m in blocks if type(m) is Linear]
+            if self.fp8_head:
+                weights.append((HEAD, self._head()))
+            self.fp8 = Fp8Scales(weights, self.device)
 
     def use_fp8_head(self) -> None:
-        """From now on the products of the head are on fp8 codes, too. Before training; raises UserError in another precision."""
+        """Compute the products of the head on fp8 codes, too. Call it before training.
+
+        Raises UserError in another precision.
+        """
         if self.precision != "fp8":
             raise UserError(
-                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or leave the head as it is"
+                f"an fp8 head needs precision fp8, this model has {self.precision}: choose fp8, or "
+                "leave the head as it is"
             )
         self.fp8_head = True
         self._renew_fp8()
 
     def renew_arena(self, seed: int | None = None) -> None:
-        """As Module.renew_arena, by default with the seed of the model; in fp8 with new scales."""
+        """Do Module.renew_arena, by default with the seed of the model; in fp8 with new scales."""
         super().renew_arena(self.seed if seed is None else seed)
         self._renew_fp8()
 
     def __call__(self, ids: Array) -> Tensor:
-        """ids (B, T), whole numbers, NumPy or CuPy -> logits Tensor (B, T, V), float32.
+        """Return the logits of ids (B, T), whole numbers, NumPy or CuPy: (B, T, V), float32.
 
-        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are already on the GPU
-        are not checked, because reading them would wait for the GPU: an invalid id gives NaN logits.)
+        Raises UserError when T > max_seq_len or an id is not in [0, vocab_size). (Ids that are
+        already on the GPU are not checked, because reading them would wait for the GPU: an invalid
+        id gives NaN logits.)
         """
-        ids = self._check_ids(ids, "ids")
+        ids = self.check_ids(ids, "ids")
         B, T = ids.shape
         logits_BTP = self.logits(self.hidden(ids)).reshape(B, T, -1)
         return F.narrow(logits_BTP, self.config.vocab_size)
@@ -378,55 +187,66 @@ class Transformer(Module):
         inv_count: Array | None = None,
         starts: Array | None = None,
     ) -> Tensor:
-        """ids, targets (B, T) -> mean cross-entropy over the targets that are not -100, in nats; shape ().
+        """Return the mean cross-entropy over the targets that are not -100, in nats; shape ().
 
-        inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch, if this call gets only
-        a part of it.  starts: (B, T) int32, if the rows hold several documents each: the column at which the document of each
-        token begins; it never decreases. Attention then stays in the document, and positions count from its start.
-        Raises UserError like calling the model. Without any target the loss is 0.
-        The logits never exist as a whole, and this call already computes their gradient: use no_grad if no backward follows.
+        The logits never exist as a whole, and this call already computes their gradient: use
+        no_grad if no backward follows. Without any target the loss is 0. Raises UserError like
+        calling the model.
+
+        ids, targets: (B, T).
+        inv_count: (1,) float32 on the model's device: 1 / the number of targets of the whole batch,
+            if this call gets only a part of it.
+        starts: (B, T) int32, if the rows hold several documents each: the column at which the
+            document of each token begins; it never decreases. Attention then stays in the document,
+            and positions count from its start.
         """
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         vocab_size = self.config.vocab_size
         if inv_count is None:
             inv_count = count_targets(targets_N)
-        if not has_code_of(self, Transformer, "logits"):
-            return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
-        return F.linear_cross_entropy(x_NC, self._head(), targets_N, vocab_size, inv_count)
+        return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
 
     def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
-        """ids, targets (B, T) and starts as in `loss` -> the log-probability of each target, (B, T) float32; NaN at -100.
+        """Return the log-probability of each target, (B, T) float32; NaN at -100.
 
-        For a loss of any form: `functional.with_gradient` takes its value and its derivative by each, zeros where they are NaN
-        (examples/dpo.py). In batch-invariant mode the bits are those of `Engine(batch_invariant=True)`.
-        Raises UserError like calling the model, and if a derived class overrides `logits`.
+        For a loss of any form: `functional.with_gradient` takes its value and its derivative by
+        each, zeros where they are NaN (examples/dpo.py). In batch-invariant mode the bits are those
+        of `Engine(batch_invariant=True)`. Arguments as in `loss`. Raises UserError like calling the
+        model, and if a derived class overrides `logits`.
         """
-        if not has_code_of(self, Transformer, "logits"):
+        if overrides(self, Transformer, "logits"):
             raise UserError(
-                f"{type(self).__name__} overrides `logits`, which logprobs does not call: override logprobs too"
+                f"{type(self).__name__} overrides `logits`, which logprobs does not call: override "
+                "logprobs too"
             )
         x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
         logprobs_N = F.linear_logprobs(x_NC, self._head(), targets_N, self.config.vocab_size)
         return logprobs_N.reshape(*ids.shape)
 
     def _hidden_and_targets(self, ids, targets, starts):
-        """Check all three. -> hidden (N, C), targets (N,) on the device"""
-        ids, targets = self._check_ids(ids, "ids"), self._check_ids(targets, "targets")
+        """Check all three. Return hidden (N, C), targets (N,) on the device."""
+        ids = self.check_ids(ids, "ids")
+        targets = self.check_ids(targets, "targets")
         if targets.shape != ids.shape:
             raise UserError(
                 f"targets have shape {targets.shape}, ids {ids.shape}: they must be the same"
             )
-        sequences = () if starts is None else (self.packed_sequences(starts, ids.shape),)
-        return self.hidden(ids, *sequences), self._to_device(targets.reshape(-1))
+        targets_N = self._to_device(targets.reshape(-1))
+        if starts is None:
+            return self.hidden(ids), targets_N
+        return self.hidden(ids, self.packed_sequences(starts, ids.shape)), targets_N
 
     def hidden(self, ids: Array, sequences: Sequences | None = None) -> Tensor:
-        """ids (B, T) -> (N, C), N = B T: the output of the last norm. Raises UserError like calling the model.
+        """Return the output of the last norm for ids (B, T): (N, C), N = B T.
 
-        sequences: how the rows divide into sequences, if not into B of T tokens: the engine passes its KV cache in it, and ids
-        (N,) that are checked and on the device; then the result has the rows that are wanted.
+        Raises UserError like calling the model.
+
+        sequences: how the rows divide into sequences, if not into B of T tokens: the engine passes
+            its KV cache in it, and ids (N,) that are checked and on the device; then the result has
+            the rows that are wanted.
         """
         if sequences is None:
-            ids = self._check_ids(ids, "ids")
+            ids = self.check_ids(ids, "ids")
             sequences = self.sequences(*ids.shape)
         self.arena.refresh()
         if self.fp8 is not None and is_training():
@@ -434,15 +254,19 @@ class Transformer(Module):
         return self.model(self._to_device(ids.reshape(-1)), sequences)
 
     def sequences(self, B: int, T: int) -> Sequences:
-        """Rows that are B sequences of T tokens."""
+        """Return the description of rows that are B sequences of T tokens."""
         return Sequences(B, T, *self.rotary(T), self.branch_dtype, self.recompute)
 
     def packed_sequences(self, starts: Array, shape: tuple[int, int]) -> PackedSequences:
-        """Rows of `shape` (B, T) that hold several documents each; starts: see `loss`. Raises UserError."""
-        starts = starts if hasattr(starts, "strides") else np.asarray(starts)
+        """Return the description of rows of `shape` (B, T) that hold several documents each.
+
+        starts: see `loss`. Raises UserError.
+        """
+        starts = as_array(starts)
         if starts.shape != shape or starts.dtype.kind not in "iu":
             raise UserError(
-                f"starts are {starts.dtype} of shape {starts.shape}, ids of shape {shape}: give whole numbers of that shape"
+                f"starts are {starts.dtype} of shape {starts.shape}, ids of shape {shape}: give "
+                "whole numbers of that shape"
             )
         if not is_gpu(starts) and (
             (starts < 0).any()
@@ -450,48 +274,56 @@ class Transformer(Module):
             or (starts[:, 1:] < starts[:, :-1]).any()
         ):
             raise UserError(
-                "starts of documents must not decrease along a row, and that of token t must lie in 0 .. t: give the column at "
-                "which its document begins"
+                "starts of documents must not decrease along a row, and that of token t must lie "
+                "in 0 .. t: give the column at which its document begins"
             )
         if self.config.rope_type == "dynamic" and shape[1] > self.config.max_seq_len:
             raise UserError(
-                f"rows of {shape[1]} tokens with several documents are longer than max_seq_len {self.config.max_seq_len}, where "
-                "dynamic RoPE depends on a sequence's length: give shorter rows"
+                f"rows of {shape[1]} tokens with several documents are longer than max_seq_len "
+                f"{self.config.max_seq_len}, where dynamic RoPE depends on a sequence's length: "
+                "give shorter rows"
             )
         starts_BT = self._to_device(starts.astype(np.int32, copy=False))
         return PackedSequences(**vars(self.sequences(*shape)), starts_BT=starts_BT)
 
     @property
     def branch_dtype(self) -> Any:
-        """The dtype of everything but the residual stream, if it is another."""
+        """Return the dtype of everything but the residual stream, if it is another."""
         return None if self.precision == "fp32" else BFLOAT16
 
     def _head(self) -> Parameter:
-        return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head
+        if self.config.tie_embeddings:
+            return self.model.embed_tokens.weight
+        return self.lm_head
 
     def logits(self, x_NC: Tensor) -> Tensor:
-        """hidden (N, C) -> (N, padded V) float32, also in bf16: small differences between them decide the next token.
+        """Return (N, padded V) of hidden (N, C).
 
-        If a derived class overrides it, calling the model, `loss` and `generate` use the new one.
+        float32, also in bf16: small differences between them decide the next token. If a derived
+        class overrides it, calling the model, `loss` and `generate` use the new one.
         """
-        dtype = np.float32 if x_NC.dtype == BFLOAT16 else None
-        return F.linear(x_NC, self._head(), dtype)
+        return F.logits(x_NC, self._head())
 
     def _to_device(self, array: Array) -> Array:
-        return array if is_gpu(array) else to_device(np.ascontiguousarray(array), self.device)
+        if is_gpu(array):
+            return array
+        return to_device(np.ascontiguousarray(array), self.device)
 
-    def _check_ids(self, ids: Array, what: str) -> Array:
+    def check_ids(self, ids: Array, what: str) -> Array:
+        """Return ids (B, T), or targets, as an array. Raises UserError. what: their name in it."""
         c = self.config
-        ids = ids if hasattr(ids, "strides") else np.asarray(ids)
+        ids = as_array(ids)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise UserError(
-                f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape {ids.shape}"
+                f"{what} must be whole numbers of shape (B, T), got {ids.dtype} of shape "
+                f"{ids.shape}"
             )
         if not ids.size:
             raise UserError(f"{what} of shape {ids.shape} are empty: give at least one token")
         if ids.shape[1] > c.context:
             raise UserError(
-                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} (max_seq_len): give shorter sequences"
+                f"{what} have {ids.shape[1]} tokens per sequence, the model supports {c.context} "
+                "(max_seq_len): give shorter sequences"
             )
         if is_gpu(ids) and self.device != "gpu":
             raise UserError(
@@ -506,7 +338,6 @@ class Transformer(Module):
                 )
         return ids
 
-    @no_grad()
     def generate(
         self,
         ids: Array,
@@ -515,84 +346,55 @@ class Transformer(Module):
         top_k: int | None = None,
         seed: int = 0,
     ) -> Array:
-        """ids (B, T) or (T,) -> the same with max_new_tokens appended to every sequence.
+        """Return ids (B, T) or (T,) with max_new_tokens appended to every sequence.
 
-        temperature 0 takes the most likely token; otherwise one is drawn from softmax(logits / temperature), among
-        the top_k most likely tokens if given. Every sequence has a separate random stream. The whole prefix is recomputed
-        for every token (serving/engine.py has a KV cache). Raises UserError when prompt and new tokens exceed max_seq_len,
-        and when a logit is NaN: no token is the right one then (the engine ends such a sequence with the reason "nan").
+        The whole prefix is recomputed for every token (serving/engine.py has a KV cache). Raises
+        UserError when prompt and new tokens exceed max_seq_len, and when a logit is NaN: no token
+        is the right one then (the engine ends such a sequence with the reason "nan").
+
+        temperature: 0: take the most likely token; else draw from softmax(logits / temperature).
+        top_k: draw among the top_k most likely tokens.
+        seed: of the random numbers, a separate stream for every sequence.
         """
-        ids = ids if hasattr(ids, "strides") else np.asarray(ids)
-        tokens = np.atleast_2d(to_numpy(ids))
-        if not tokens.size:
-            raise UserError("the prompt is empty: give at least one token")
-        tokens = self._check_ids(tokens, "ids").astype(np.int64)
-        total = tokens.shape[1] + max_new_tokens
-        if total > self.config.context or max_new_tokens < 0:
-            raise UserError(
-                f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit into "
-                f"max_seq_len {self.config.context}"
-            )
-        if not 0 <= temperature < math.inf:
-            raise UserError(f"temperature must be 0 or a positive number, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise UserError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
-        streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
-        for _ in range(max_new_tokens):
-            B, T = tokens.shape
-            last_BC = self.hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
-            logits = to_numpy(self.logits(Tensor(last_BC)).data)[:, : self.config.vocab_size]
-            if np.isnan(logits).any():
-                raise UserError(
-                    "the model's logits are NaN: its weights are damaged, use another copy"
-                )
-            picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
-            tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
-        fits = self.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
-        out = tokens.reshape(*ids.shape[:-1], -1).astype(ids.dtype if fits else np.int64)
-        return to_device(out, "gpu") if is_gpu(ids) else out
+        return generate(self, ids, max_new_tokens, temperature, top_k, seed)
 
     @property
     def variation(self) -> str:
-        """How the model differs from the families that other programs can load (config.FAMILIES); "" if it does not."""
+        """Return how the model differs from the families that other programs can load, or "".
+
+        The families are config.FAMILIES.
+        """
         c = self.config
-        found = [] if c.family else [c.features]
+        differences = [] if c.family else [c.features]
         if len(self.model.layers) != c.n_layers:
-            found.append(f"{len(self.model.layers)} layers")
+            differences.append(f"{len(self.model.layers)} layers")
         if len(list(self._storage(""))) > len(list(self.storage())):
-            found.append("parameters in two places")
+            differences.append("parameters in two places")
         for name in ("__call__", "hidden", "logits", "sequences", "packed_sequences"):
-            if not has_code_of(self, Transformer, name):
-                found.append(f"{name} of {type(self).__name__}")
-        plain = dict(Decoder(c).modules("model."))
-        for path, module in list(self.modules())[1:]:
-            if type(module) not in STANDARD:
-                found.append(f"{path}{type(module).__name__}")
-            elif path in plain:
-                found += [path + name for name in _different(module, plain[path])]
+            if overrides(self, Transformer, name):
+                differences.append(f"{name} of {type(self).__name__}")
+        differences += changed_modules(self, Decoder(c), STANDARD)
         if getattr(self.rotary, "config", None) != c:
-            found.append("rotary")
-        shapes = {
-            prefix + suffix: (rows, *p.declared_shape[1:])
-            for prefix, p in self.storage()
-            for suffix, rows in p.parts.items()
-        }
-        found = found or sorted({name for name, _ in shapes.items() ^ tensor_shapes(c).items()})
-        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+            differences.append("rotary")
+        differences = differences or changed_tensors(self, tensor_shapes(c))
+        return listed(differences)
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """None: all weights are the model's own. nn/lora.py has models that are written as adapters."""
+        """Return None: all weights are the model's own. nn/lora.py: models written as adapters."""
         return None
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read the weights of a folder that `save_pretrained` or a run has written. The model may have a `variation`.
-        Raises UserError when names, shapes or checksums do not match; the model is then unchanged."""
+        """Read the weights of a folder that `save_pretrained` or a run has written.
+
+        The model may have a `variation`. Raises UserError when names, shapes or checksums do not
+        match; the model is then unchanged.
+        """
         verify_weights(Path(folder))
         huggingface.load_into(self, Path(folder))
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write the Hugging Face layout, as the class of the model's family (config.FAMILIES); see huggingface.save.
+        """Write the Hugging Face layout, as the class of the model's family: huggingface.save.
 
         A model with a `variation` gets a config.json that only load_weights accepts.
         """
@@ -608,9 +410,12 @@ class Transformer(Module):
         world: int = 1,
         change: str | Callable[["Transformer"], "Transformer"] | None = None,
     ) -> "Transformer":
-        """Read a folder in the Hugging Face layout; see huggingface.load. Raises UserError when it is not a supported model.
+        """Read a folder in the Hugging Face layout: huggingface.load.
 
-        change: the function that changes the model, see `changed`; also for a folder of a model that was changed and trained.
+        Raises UserError when it is not a supported model.
+
+        change: the function that changes the model, see `changed`; also for a folder of a model
+            that was changed and trained.
         """
         return huggingface.load(
             Path(folder),
@@ -620,16 +425,21 @@ class Transformer(Module):
         )
 
     def changed(self, change: str | Callable[["Transformer"], "Transformer"]) -> "Transformer":
-        """This model, changed in place by a function, which returns it: the option --change of the commands.
+        """Change this model in place by a function, which returns it: the commands' --change.
 
-        change: the function, or its name MODULE:FUNCTION, which is saved with the model. The name of a function that no other
-        program can import is not saved. Raises UserError if there is no such function, or if it fails or returns something else.
+        Raises UserError if there is no such function, or if it fails or returns something else.
+
+        change: the function, or its name MODULE:FUNCTION, which is saved with the model. The name
+            of a function that no other program can import is not saved.
         """
         if isinstance(change, str):
-            name, function = change, find_function("--change", change, "my_model:change")
+            name = change
+            function = find_function("--change", change, "my_model:change")
         else:
-            name, function = name_of(change), change
-        kind, config = type(self), self.config
+            name = name_of(change)
+            function = change
+        kind = type(self)
+        config = self.config
         say = f"--change {name or repr(function)}"
         try:
             model = function(self)
@@ -638,35 +448,17 @@ class Transformer(Module):
         except Exception as error:
             raise UserError(f"{say} raised {described(error)}: fix the function") from error
         if model is not self:
-            what = "another model" if isinstance(model, Transformer) else type(model).__name__
+            what = "another model"
+            if not isinstance(model, Transformer):
+                what = type(model).__name__
             raise UserError(f"{say} returned {what}: change the model that it gets, and return it")
         if self.config != config:
             raise UserError(
-                f"{say} replaced model.config, by which the plain model is built again: give the modules another config instead"
+                f"{say} replaced model.config, by which the plain model is built again: give the "
+                "modules another config instead"
             )
         # the function has set __class__: a model with adapters stays one
         if not isinstance(self, kind):
             self.__class__ = type(type(self).__name__, (kind, type(self)), {})
         self.change = name
         return self
-
-
-def pick(
-    logits_V: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator
-) -> int:
-    """Choose a token. Ties go to the lower id, both at temperature 0 and at the limit of the top_k.
-
-    If the largest logit is infinite, the first such token is chosen at every temperature.
-    """
-    if temperature == 0 or np.isinf(logits_V.max()):
-        return int(logits_V.argmax())
-    scaled = logits_V.astype(np.float64) / temperature
-    if top_k is not None and top_k < scaled.size:
-        kept = np.argsort(-scaled, kind="stable")[:top_k]
-        masked = np.full_like(scaled, -np.inf)
-        masked[kept] = scaled[kept]
-        scaled = masked
-    p = np.exp(scaled - scaled.max())
-    return int(
-        np.searchsorted(np.cumsum(p) / p.sum(), rng.random(), side="right").clip(0, p.size - 1)
-    )

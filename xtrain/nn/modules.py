@@ -1,22 +1,26 @@
 """Modules, and the arena in which all parameters of a model live.
 
-    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]      one contiguous float32 array
-    grads    [ the same layout                                      ]      one more
+    weights  [ embedding | layer 0 ... layer L-1 | head |  all norms ]    one float32 array
+    grads    [ the same layout                                      ]    one more
                <---------- decayed -------------> <-- not ------->
 
-Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and nothing has to be
-flattened. The order is that of the forward pass: backward fills the gradients from the end.
+Every Parameter is a view, so the optimizer is one kernel, the gradient norm one reduction, and
+nothing has to be flattened. The order is that of the forward pass: backward fills the gradients
+from the end.
 
-zero_grad does not write zeros to the gradients of matrices, it only clears their flag `grad_written`. The first gradient of a
-step is then written over the old contents, later ones are added (tensor.py). This saves writing 4 bytes per parameter and reading
-them again. Reading `parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a parameter that
-backward did not reach is zero. Norm weights are few, and their kernels always add: zero_grad writes their zeros at once.
+zero_grad does not write zeros to the gradients of matrices, it only clears their flag
+`grad_written`. The first gradient of a step is then written over the old contents, later ones are
+added (tensor.py). This saves writing 4 bytes per parameter and reading them again. Reading
+`parameter.grad` or `arena.grads` zero-fills what has not been written, so the gradient of a
+parameter that backward did not reach is zero. Norm weights are few, and their kernels always add:
+zero_grad writes their zeros at once.
 
-For serving, a matrix may be stored as int8 or fp8 codes instead (`Parameter.quantized`, made by quantized.py). It then has memory
-of its own, outside the arena, and only products can use it.
+For serving, a matrix may be stored as int8 or fp8 codes instead (`Parameter.quantized`, made by
+quantized.py). It then has memory of its own, outside the arena, and only products can use it.
 
-A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v; gate and up), and
-rows of padding after them (the vocabulary). `named_parameters()` yields each tensor as a view under its Hugging Face name.
+A Parameter may hold several tensors of the Hugging Face layout as blocks of its rows (q, k and v;
+gate and up), and rows of padding after them (the vocabulary). `named_parameters()` yields each
+tensor as a view under its Hugging Face name.
 """
 
 import itertools
@@ -41,7 +45,10 @@ ALIGN = 64
 
 
 class _ArenaTensor(Tensor):
-    """A tensor whose values and gradient lie in an arena. Assigning to either copies values; the memory stays."""
+    """A tensor whose values and gradient lie in an arena.
+
+    Assigning to either copies values; the memory stays.
+    """
 
     __slots__ = ("declared_shape", "offset")
 
@@ -55,7 +62,7 @@ class _ArenaTensor(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        """The values are copied into the arena, which the optimizer reads; None: zeros."""
+        """Copy the values into the arena, which the optimizer reads; None: zeros."""
         if array is not None and array.shape != self.data.shape:
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot have a gradient of shape {array.shape}"
@@ -65,26 +72,29 @@ class _ArenaTensor(Tensor):
             memory[...] = 0 if array is None else array
         elif memory is None and array is not None:
             raise UserError(
-                "a parameter of a model with trainable=False has no memory for a gradient: make the model with trainable=True"
+                "a parameter of a model with trainable=False has no memory for a gradient: make "
+                "the model with trainable=True"
             )
 
     @property
     def data(self) -> Array:
         if isinstance(self._data, Quantized):
             raise UserError(
-                f"a parameter of shape {self.declared_shape} is quantized to {self._data.kind}, so only products can use it: load the "
+                f"a parameter of shape {self.declared_shape} is quantized to {self._data.kind}, so "
+                "only products can use it: load the "
                 "model again for anything else"
             )
         if self.offset < 0:
             raise UserError(
-                f"a parameter of shape {self.declared_shape} has no memory: call model.renew_arena() "
+                f"a parameter of shape {self.declared_shape} has no memory: call "
+                "model.renew_arena() "
                 "after adding or replacing modules"
             )
         return self._data
 
     @data.setter
     def data(self, array: Array) -> None:
-        """The values are copied into the arena; the parameter stays a view of it."""
+        """Copy the values into the arena; the parameter stays a view of it."""
         if array.shape != self.data.shape:  # self.data: is there memory?
             raise ValueError(
                 f"a parameter of shape {self.shape} cannot hold data of shape {array.shape}"
@@ -98,13 +108,17 @@ class _ArenaTensor(Tensor):
 
 
 class Parameter(_ArenaTensor):
-    """A trainable tensor. Its shape is fixed at construction; it gets memory when its model makes the arena.
+    """A trainable tensor. Its shape is fixed; it gets memory when its model makes the arena.
 
-    shape: in memory.  parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None: all
-    rows, under the name "weight".
-    std: of the normal initialisation; None: ones.  decay: whether weight decay applies.
-    requires_grad may be set to False at any time: no gradient is computed then, and AdamW does not update the parameter.
-    on_gradient: None, or a function that is called with the parameter after each contribution to its gradient (parallel/ddp.py).
+    shape: in memory.
+    parts: {suffix of the Hugging Face name: rows}, from the top; further rows are padding. None:
+        all rows, under the name "weight".
+    std: of the normal initialisation; None: ones.
+    decay: whether weight decay applies.
+    requires_grad: may be set to False at any time: no gradient is computed then, and AdamW does not
+        update the parameter.
+    on_gradient: None, or a function that is called with the parameter after each contribution to
+        its gradient (parallel/ddp.py).
     quantized: None, or what stands in place of the weights, which are then no longer there.
     fp8: None, or what makes the codes of its products in fp8 training (nn/fp8.py).
     """
@@ -117,11 +131,14 @@ class Parameter(_ArenaTensor):
         super().__init__(np.empty(0, np.float32), requires_grad=True)
         if not isinstance(shape, tuple) or not shape:
             raise UserError(
-                "a Parameter needs a shape of at least one axis, (1,) for a single number: set its values later, "
+                "a Parameter needs a shape of at least one axis, (1,) for a single number: set its "
+                "values later, "
                 "by `parameter.data = array`"
             )
         self.offset = -1
-        self.declared_shape, self.std, self.decay = shape, std, len(shape) > 1
+        self.declared_shape = shape
+        self.std = std
+        self.decay = len(shape) > 1
         self.parts = parts or {"weight": shape[0]}
         if sum(self.parts.values()) > shape[0]:
             raise UserError(f"{self.parts} are more rows than a parameter of shape {shape} has")
@@ -132,18 +149,24 @@ class Parameter(_ArenaTensor):
 
     @property
     def quantized(self) -> Quantized | None:
-        """The codes of a matrix that is quantized for serving, else None (nn/quantized.py). Assigning them frees the weights."""
+        """Return the codes of a matrix that is quantized for serving, else None (nn/quantized.py).
+
+        Assigning them frees the weights.
+        """
         return self._quantized
 
     @quantized.setter
     def quantized(self, codes: Quantized) -> None:
         # the codes take the place of the weights: the parameter is no view of an arena any more
-        self._quantized, self._data, self.half, self.offset = codes, codes, None, -1
+        self._quantized = codes
+        self._data = codes
+        self.half = None
+        self.offset = -1
         self.requires_grad = False
 
     @property
     def value(self) -> Any:
-        """What ops compute with: codes, or the bf16 copy if there is one, else the weights themselves."""
+        """Return what ops compute with: codes, the bf16 copy if there is one, or the weights."""
         if self._quantized is not None:
             return self._quantized
         return self.data if self.half is None else self.half
@@ -155,10 +178,13 @@ class _Part(_ArenaTensor):
     __slots__ = ("parameter",)
 
     def __init__(self, parameter, rows):
-        self.parameter, self.offset = parameter, parameter.offset
+        self.parameter = parameter
+        self.offset = parameter.offset
         self.declared_shape = parameter.data[rows].shape
         super().__init__(parameter.data[rows], parameter.requires_grad)
-        self._grad = None if parameter._grad is None else parameter._grad[rows]
+        self._grad = None
+        if parameter._grad is not None:
+            self._grad = parameter._grad[rows]
         self.version = parameter.version
 
     def zero_unwritten_grad(self) -> None:
@@ -171,7 +197,9 @@ class _Part(_ArenaTensor):
     @property
     def on_gradient(self) -> Callable[[Any], None] | None:
         hook = self.parameter.on_gradient
-        return None if hook is None else lambda part: hook(part.parameter)
+        if hook is None:
+            return None
+        return lambda part: hook(part.parameter)
 
     @on_gradient.setter
     def on_gradient(self, function: Callable[[Any], None] | None) -> None:
@@ -191,18 +219,27 @@ class _Part(_ArenaTensor):
 
 
 def arena_unit(world: int) -> int:
-    """The number of floats of which the arena's regions and every bucket are multiples: ALIGN for 1, 2, 4, 8 and 16 ranks."""
+    """Return the number of floats of which the arena's regions and every bucket are multiples.
+
+    It is ALIGN for 1, 2, 4, 8 and 16 ranks.
+    """
     return math.lcm(ALIGN, 4 * world)
 
 
 class Arena:
-    """Memory of all parameters: weights and grads, 1-D float32 arrays; elements [0, n_decay) are decayed.
+    """Memory of all parameters: weights and grads, 1-D float32 arrays.
 
-    half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after any other
-    change `refresh` updates it. Ops read matrices from it, and norm weights (which are few) always in float32.
-    world: number of ranks among which both regions can be divided, in multiples of 16 bytes (ZeRO-1).
-    weights is None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only the bf16 copy is complete.
-    trainable False: no gradients, and in bf16 float32 memory for the norms only; the data of matrices are then bf16.
+    Elements [0, n_decay) are decayed.
+
+    weights: None while ZeRO-1 keeps each float32 weight on one rank only (parallel/zero.py): only
+        the bf16 copy is complete.
+    half: with bf16, a copy of the weights in bf16. AdamW writes it together with the weights; after
+        any other change `refresh` updates it. Ops read matrices from it, and norm weights (which
+        are few) always in float32.
+    world: number of ranks among which both regions can be divided, in multiples of 16 bytes
+        (ZeRO-1).
+    trainable: False: no gradients, and in bf16 float32 memory for the norms only; the data of
+        matrices are then bf16.
     kind: device, bf16, world and trainable, as given.
     """
 
@@ -216,7 +253,9 @@ class Arena:
     ):
         self.kind = (device, bf16, world, trainable)
         decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
-        offsets, size, unit = [], 0, arena_unit(world)
+        offsets = []
+        size = 0
+        unit = arena_unit(world)
         for region in (decayed, rest):
             for parameter in region:
                 offsets.append(size)
@@ -224,11 +263,18 @@ class Arena:
             size = -(-size // unit) * unit
         ordered = decayed + rest
         self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
-        self.trainable, self.version, self.half_version = trainable, Version(), -1
+        self.trainable = trainable
+        self.version = Version()
+        self.half_version = -1
         self.parameters = ordered
-        self.matrices, self.all_written = decayed, True  # no gradient is unwritten
+        # no gradient is unwritten
+        self.matrices = decayed
+        self.all_written = True
         only_half = bf16 and not trainable
-        first = self.n_decay if only_half else 0  # offset at which weights begins
+        # offset at which weights begins
+        first = 0
+        if only_half:
+            first = self.n_decay
         self.weights = zeros_on(device, size - first, np.float32)
         self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
@@ -237,14 +283,24 @@ class Arena:
         elif bf16:
             self.half = empty(self.weights, size, BFLOAT16)
         for parameter, offset in zip(ordered, offsets):
-            shape, parameter.offset = parameter.declared_shape, offset
+            shape = parameter.declared_shape
+            parameter.offset = offset
             view = lambda array, at: array[at : at + math.prod(shape)].reshape(shape)  # noqa: B023
-            half = view(self.half, offset) if bf16 and parameter.decay else None
+            if bf16 and parameter.decay:
+                half = view(self.half, offset)
+            else:
+                half = None
             alone = only_half and parameter.decay
-            parameter._data = half if alone else view(self.weights, offset - first)
-            parameter._grad = view(self._grads, offset) if trainable else None
+            if alone:
+                parameter._data = half
+            else:
+                parameter._data = view(self.weights, offset - first)
+            parameter._grad = None
+            if trainable:
+                parameter._grad = view(self._grads, offset)
             parameter.grad_written = True  # zeros
-            parameter.half, parameter.version = half, self.version
+            parameter.half = half
+            parameter.version = self.version
             parameter.requires_grad &= trainable  # frozen parameters stay frozen
         # slices that no matrix covers: gaps, and behind all matrices the norms
         starts = [*(p.offset for p in decayed), size]
@@ -254,37 +310,42 @@ class Arena:
     def __reduce__(self) -> Any:
         # copy.deepcopy and pickle: in a copy the views would be separate arrays
         raise UserError(
-            "a model cannot be copied or pickled, because its parameters are views of one array: make a second one "
-            "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained and load_weights"
+            "a model cannot be copied or pickled, because its parameters are views of one array: "
+            "make a second one "
+            "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained "
+            "and load_weights"
         )
 
     @property
     def grads(self) -> Any:
-        """(size,) float32, None without gradients."""
+        """Return all gradients, (size,) float32; None without gradients."""
         self.zero_unwritten_grads()
         return self._grads
 
     @grads.setter
     def grads(self, array: Array) -> None:
-        """The values are copied, the array stays the same. (`arena.grads *= 2` also calls this.)"""
+        """Copy the values; the array stays the same. (`arena.grads *= 2` also calls this.)"""
         self.need_grads()
         if array is not self._grads:
             self.grads[...] = array
 
     def need_grads(self) -> None:
-        """Raises UserError if there are no gradients."""
+        """Raise UserError if there are no gradients."""
         if not self.trainable:
             raise UserError("this model has no gradients: make it with trainable=True")
 
     def zero_unwritten_grads(self) -> None:
-        """Fill with zeros every gradient that has not been written since zero_grad, for code that keeps the array `grads`."""
+        """Fill with zeros every gradient that has not been written since zero_grad.
+
+        For code that keeps the array `grads`.
+        """
         if not self.all_written:
             for parameter in self.matrices:
                 parameter.zero_unwritten_grad()
             self.all_written = True
 
     def zero_grad(self) -> None:
-        """All gradients = 0; those of matrices only by their flags (see the top of this file)."""
+        """Set all gradients to 0; those of matrices only by their flags (top of this file)."""
         self.need_grads()
         for a, b in self._not_matrices:
             self._grads[a:b].fill(0)
@@ -293,7 +354,7 @@ class Arena:
         self.all_written = False
 
     def without_quantized(self) -> "Arena":
-        """A new arena for the parameters that are not quantized, with their values."""
+        """Return a new arena for the parameters that are not quantized, with their values."""
         kept = [(p, p.data) for p in self.parameters if p.quantized is None]
         arena = Arena([p for p, _ in kept], *self.kind)
         for parameter, values in kept:
@@ -310,18 +371,24 @@ class Arena:
 
 
 class Module:
-    """A tree of modules and parameters, found by walking the attributes in the order they were set, also those in lists,
-    tuples and dicts."""
+    """A tree of modules and parameters.
+
+    They are found by walking the attributes in the order they were set, also those in lists, tuples
+    and dicts.
+    """
 
     arena: Arena  # of the whole model, in its outermost module
     fp8: Fp8Scales | None = None  # of a model in fp8 training
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The forward pass. Derived classes define it."""
+        """Compute the forward pass. Derived classes define it."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
-        """(name, module), this one first, depth first. The names end in a dot, but for the first: ""."""
+        """Yield (name, module), this one first, depth first.
+
+        The names end in a dot, but for the first: "".
+        """
         yield prefix, self
         for name, value in vars(self).items():
             for path, item in _items(name, value):
@@ -329,7 +396,10 @@ class Module:
                     yield from item.modules(f"{prefix}{path}.")
 
     def storage(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name of the module, Parameter as it is in memory), depth first; a shared one only once."""
+        """Yield (name of the module, Parameter as it is in memory), depth first.
+
+        A shared one only once.
+        """
         seen = set()
         for path, parameter in self._storage(prefix):
             if id(parameter) not in seen:
@@ -345,7 +415,7 @@ class Module:
                     yield (prefix if item is value else f"{prefix}{path}."), item
 
     def views(self, array: Array) -> Iterator[tuple[str, Array]]:
-        """(Hugging Face name, view) into any array laid out like the arena: weights, gradients, moments."""
+        """Yield (Hugging Face name, view) into an array like the arena: weights, moments, ..."""
         for prefix, p in self.storage():
             width = math.prod(p.declared_shape[1:])
             row = 0
@@ -355,7 +425,10 @@ class Module:
                 row += rows
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor whose data and grad have the Hugging Face shape and are views into the arena)"""
+        """Yield (Hugging Face name, tensor).
+
+        Its data and grad have the Hugging Face shape and are views into the arena.
+        """
         for prefix, parameter in self.storage():
             row = 0
             for suffix, rows in parameter.parts.items():
@@ -370,19 +443,23 @@ class Module:
         world: int = 1,
         trainable: bool = True,
     ) -> Arena:
-        """Allocate all parameters and initialise them. (seed None: they stay zero, for weights that will be loaded.)
+        """Allocate all parameters and initialise them.
 
-        Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so the values
-        depend neither on packing nor on padding nor on the order of the layers.
+        Every tensor has a separate random stream, seeded with `seed` and its Hugging Face name, so
+        the values depend neither on packing nor on padding nor on the order of the layers.
+
+        seed: None: they stay zero, for weights that will be loaded.
         """
         if any(p.quantized is not None for _, p in self.storage()):
             raise UserError(
-                "a model with quantized weights cannot get a new arena: replace or add modules first, then quantize"
+                "a model with quantized weights cannot get a new arena: replace or add modules "
+                "first, then quantize"
             )
         names = [prefix + suffix for prefix, p in self.storage() for suffix in p.parts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(
-                f"two parameters are called {twice[0]}: give one of them another name, parts={{name: rows}}"
+                f"two parameters are called {twice[0]}: give one of them another name, "
+                f"parts={{name: rows}}"
             )
         arena = Arena([p for _, p in self.storage()], device, bf16, world, trainable)
         if seed is None:
@@ -399,10 +476,10 @@ class Module:
         return arena
 
     def renew_arena(self, seed: int | None = None) -> None:
-        """Make a new arena for all parameters, in self.arena. Call it after replacing or adding modules, and before making the
-        optimizer.
+        """Make a new arena for all parameters, in self.arena.
 
-        Parameters that had values keep them, new ones are initialised as in a new model with this seed (None: 0).
+        Call it after replacing or adding modules, and before making the optimizer. Parameters that
+        had values keep them, new ones are initialised as in a new model with this seed (None: 0).
         """
         kept = [(p, p.data) for _, p in self.storage() if p.offset >= 0]
         self.arena = self.make_arena(self.arena.kind[0], seed or 0, *self.arena.kind[1:])
@@ -410,17 +487,22 @@ class Module:
             parameter.data = values
 
     def __repr__(self) -> str:
-        """The tree of modules, each with the number of its parameters and the shapes of its own; equal neighbours once."""
+        """Return the tree of modules, each with the number of its parameters and its own shapes.
+
+        Equal neighbours appear once.
+        """
         return "\n".join(_tree(self))
 
     def zero_grad(self) -> None:
-        """All gradients = 0. Call it before the first backward of each step: backward adds to them. Raises UserError if the model
-        was made with trainable=False."""
+        """Set all gradients to 0. Call it before the first backward of each step, which adds.
+
+        Raises UserError if the model was made with trainable=False.
+        """
         self.arena.zero_grad()
 
 
 def _items(name, value):
-    """(path, item) of an attribute: the value itself, or the items of a list, tuple or dict."""
+    """Yield (path, item) of an attribute: the value, or the items of a list, tuple or dict."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _items(f"{name}.{key}", item)
@@ -429,7 +511,7 @@ def _items(name, value):
 
 
 def _tree(module):
-    """-> lines: the module with its own tensors, then, indented, those of its modules"""
+    """Return lines: the module with its own tensors, then, indented, those of its modules."""
     tensors, children = [], []
     for attribute, value in vars(module).items():
         for path, item in _items(attribute, value):
@@ -447,7 +529,10 @@ def _tree(module):
     for found, group in itertools.groupby(children, key=lambda child: child[1]):
         paths = [path for path, _ in group]
         numbered = len(paths) > 2 or paths[-1][-1].isdigit()
-        names = f"{paths[0]} to {paths[-1]}" if numbered and paths[1:] else ", ".join(paths)
+        if numbered and paths[1:]:
+            names = f"{paths[0]} to {paths[-1]}"
+        else:
+            names = ", ".join(paths)
         times = f"{len(paths)} x " if paths[1:] else ""
         lines.append(f"    {names}: {times}{found[0]}")
         lines += [f"    {line}" for line in found[1:]]
@@ -467,8 +552,9 @@ class Embedding(Module):
 class Linear(Module):
     """y = x w^T, or with bias y = x w^T + b, where b starts at 0.
 
-    parts: {Hugging Face name: output features} if several matrices are packed. These names replace that of the module: the part
-    "q_proj.weight" of `self_attn.qkv` is the parameter `self_attn.q_proj.weight`, and its bias `self_attn.q_proj.bias`.
+    parts: {Hugging Face name: output features} if several matrices are packed. These names replace
+    that of the module: the part "q_proj.weight" of `self_attn.qkv` is the parameter
+    `self_attn.q_proj.weight`, and its bias `self_attn.q_proj.bias`.
     """
 
     bias: Parameter | None = None
@@ -498,18 +584,16 @@ class Linear(Module):
 
 
 def _bias_of(name):
-    """The name of the bias that belongs to a weight."""
+    """Return the name of the bias that belongs to a weight."""
     return f"{name.removesuffix('weight')}bias"
 
 
 class RMSNorm(Module):
-    """Over the last axis of (N, C). With a residual: (x, r) -> (x + r, norm of that) in one kernel."""
+    """The norm over the last axis of (N, C)."""
 
     def __init__(self, dim: int, eps: float):
-        self.weight, self.eps = Parameter((dim,), None), eps
+        self.weight = Parameter((dim,), None)
+        self.eps = eps
 
-    def __call__(self, x_NC: Tensor, residual_NC: Tensor | None = None, dtype: Any = None) -> Any:
-        """dtype: of the result without a residual; None: as x. With one: that of the residual."""
-        if residual_NC is None:
-            return F.rmsnorm(x_NC, self.weight, self.eps, dtype)
-        return F.residual_rmsnorm(x_NC, residual_NC, self.weight, self.eps)
+    def __call__(self, x_NC: Tensor) -> Tensor:
+        return F.rmsnorm(x_NC, self.weight, self.eps)

@@ -1,7 +1,7 @@
-"""AdamW and Muon over the arena, a moving average of the weights, gradient clipping and the learning-rate schedules.
+"""AdamW and Muon over the arena, a moving average, gradient clipping, learning-rate schedules.
 
-One kernel updates every parameter of the model. What changes from step to step (learning rate, bias corrections, clip
-factor) is passed in device arrays, so that a captured step can be replayed.
+One kernel updates every parameter of the model. What changes from step to step (learning rate, bias
+corrections, clip factor) is passed in device arrays, so that a captured step can be replayed.
 """
 
 import math
@@ -24,17 +24,23 @@ from .modules import ALIGN, Module, Parameter
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms. Frozen parameters, those with
-    requires_grad False, do not change.
+    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay on matrices, none on norms.
 
-    To write another optimizer, derive a class and override `update`, which gets one slice of the arena at a time. Its state in m
-    and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and a small Muon.
+    Frozen parameters, those with requires_grad False, do not change. To write another optimizer,
+    derive a class and override `update`, which gets one slice of the arena at a time. Its state in
+    m and v is saved in checkpoints. lessons/howto/change_the_model.md has Lion and a small Muon.
 
-    owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it. (ZeRO-1: parallel/zero.py.)
-    m, v: the moments of the owned slices, concatenated.  t: number of steps so far.  lr may be changed between steps.
-    ema_decay: 0, or the decay of a moving average of the weights (kernels/moving_average.py).  ema: that average of the owned
-    slices, float32, concatenated like m; None without. Skipped steps do not change it.
-    Raises UserError when a value is out of range, a parameter is not in the model's arena, or the model has no gradients.
+    Raises UserError when a value is out of range, a parameter is not in the model's arena, or the
+    model has no gradients.
+
+    owned: [(start, end), ...], the slices of the arena that are updated here; None: all of it.
+        (ZeRO-1: parallel/zero.py.)
+    m, v: the moments of the owned slices, concatenated.
+    t: number of steps so far.
+    lr: may be changed between steps.
+    ema_decay: 0, or the decay of a moving average of the weights (kernels/moving_average.py).
+    ema: that average of the owned slices, float32, concatenated like m; None without. Skipped steps
+        do not change it.
     """
 
     def __init__(
@@ -58,32 +64,46 @@ class AdamW:
         ):
             if not ok:
                 raise UserError(f"AdamW: {name} is out of range")
-        self.model, self.arena, device = model, model.arena, model.arena.kind[0]
+        self.model = model
+        self.arena = model.arena
+        device = model.arena.kind[0]
         self.arena.need_grads()
         if any(p.version is not self.arena.version for _, p in model.storage()):
             raise UserError(
-                "a parameter is not in the model's arena: call model.renew_arena() after replacing modules, then make AdamW"
+                "a parameter is not in the model's arena: call model.renew_arena() after replacing "
+                "modules, then make AdamW"
             )
-        self.lr, self.betas, self.eps, self.weight_decay, self.t = lr, betas, eps, weight_decay, 0
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.t = 0
         weights = self.arena.weights
         self.owned = [(0, weights.size)] if owned is None else owned
         n = sum(end - start for start, end in self.owned)
-        self.m, self.v = zeros(weights, n), zeros(weights, n)
+        self.m = zeros(weights, n)
+        self.v = zeros(weights, n)
         self.ema_decay = ema_decay
         self.ema: Array | None = zeros(weights, n) if ema_decay else None
         self._one = to_device(np.ones(1, np.float32), device)
 
     def step(self, factor_1: Array | None = None) -> None:
-        """Update every parameter from its gradient, multiplied by factor_1 (a (1,) device array; see clip)."""
+        """Update every parameter from its gradient, multiplied by factor_1.
+
+        factor_1: a (1,) device array, see clip.
+        """
         self.apply(to_device(self.advance(), self.arena.kind[0]), factor_1)
 
     def advance(self) -> np.ndarray:
-        """The host's part of a step: count it. -> the kernels' numbers for this step, float32: (3,), see `update`, and with a
-        moving average a fourth, see `apply`."""
+        """Count the step on the host. Return the kernels' numbers for it, float32.
+
+        They are (3,), see `update`, and with a moving average a fourth, see `apply`.
+        """
         a = self.arena
         if self.model.arena is not a:
             raise UserError("the model's arena was replaced after AdamW was made: make AdamW last")
-        a.refresh()  # in case weights were assigned since the last step: a captured step does not check
+        # in case weights were assigned since the last step: a captured step does not check
+        a.refresh()
         a.half_version += a.half_version == a.version.count  # the kernel writes the bf16 copy too
         a.version.count += 1
         if self.t == 0:
@@ -106,10 +126,12 @@ class AdamW:
                 self.ema[first : first + end - start] = self.weights(start, end, first)
 
     def apply(self, hyper: Array, factor_1: Array | None = None) -> None:
-        """The device's part: no work on the host, so it can be captured in a CUDA graph.
+        """Update on the device: no work on the host, so it can be captured in a CUDA graph.
 
-        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in this step. In fp8 training
-        also the scales of the next step.
+        In fp8 training also compute the scales of the next step.
+
+        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in
+            this step.
         """
         factor_1 = self._one if factor_1 is None else factor_1
         self.update_owned(hyper[:3], factor_1)
@@ -121,7 +143,8 @@ class AdamW:
             self.model.fp8.update()
 
     def owned_at(self) -> Iterator[tuple[int, int, int]]:
-        """(start, end, first) of each owned slice. first: the index of its start in m, v and ema."""
+        """(start, end, first) of each owned slice. first: the index of its start in m, v and
+        ema."""
         first = 0
         for start, end in self.owned:
             yield start, end, first
@@ -169,49 +192,71 @@ class AdamW:
         return array[at : at + end - start]
 
     def owned_weights(self) -> tuple[Array, bool]:
-        """-> an array with the float32 weights of the owned slices; are they concatenated like m, or as in the arena?"""
+        """Return the float32 weights of the owned slices, and whether they are concatenated.
+
+        Concatenated like m, or as in the arena.
+        """
         return self.arena.weights, False
 
     def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
         """Update elements [start, end) of the arena; their moments begin at `first`.
 
-        hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)].  factor_1: multiplies the gradient (clipping); if it is NaN, nothing
-        changes. Both are on the device.
+        hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)], on the device.
+        factor_1: multiplies the gradient (clipping), on the device; if it is NaN, nothing changes.
         """
-        a, n = self.arena, end - start
-        m, v = self.m[first : first + n], self.v[first : first + n]
+        a = self.arena
+        n = end - start
+        half = None
+        if a.half is not None:
+            half = a.half[start:end]
         adamw(
-            self.weights(start, end, first), a.grads[start:end], m, v, factor_1, hyper_3, min(max(a.n_decay - start, 0), n),
-            *self.betas, self.eps, self.weight_decay, None if a.half is None else a.half[start:end],
-        )  # fmt: skip
+            self.weights(start, end, first),
+            a.grads[start:end],
+            self.m[first : first + n],
+            self.v[first : first + n],
+            factor_1,
+            hyper_3,
+            min(max(a.n_decay - start, 0), n),
+            *self.betas,
+            self.eps,
+            self.weight_decay,
+            half,
+        )
 
     def zero_grad(self) -> None:
-        """All gradients of the arena = 0."""
+        """Set all gradients of the arena to 0."""
         self.model.zero_grad()
 
 
 class Muon(AdamW):
-    """Muon (kernels/muon.py) for the matrices of the blocks, AdamW for everything else: embedding, head, norms, biases.
+    """Muon (kernels/muon.py) for the matrices of the blocks, AdamW for everything else.
 
-    Packed storage is taken apart: q, k, v, gate and up are orthogonalised each as its own matrix. Each is a map of its own, with
-    its own output space; orthogonalised together, their rows would be forced to be orthogonal to each other, and the update of a
-    tensor would depend on what it is packed with. Matrices of one shape, of all layers, are one batch.
+    Packed storage is taken apart: q, k, v, gate and up are orthogonalised each as its own matrix.
+    Each is a map of its own, with its own output space; orthogonalised together, their rows would
+    be forced to be orthogonal to each other, and the update of a tensor would depend on what it is
+    packed with. Matrices of one shape, of all layers, are one batch.
     Learning rate and weight decay are shared with AdamW: the update has about the size of AdamW's.
-    LoRA's factors stay with AdamW: only their product changes the model, and orthogonal factors do not make it orthogonal.
-    Newton-Schulz computes in bf16 on a GPU, in float32 on a CPU. The momentum is in m; v of these matrices stays zero.
+    LoRA's factors stay with AdamW: only their product changes the model, and orthogonal factors do
+    not make it orthogonal.
+    Newton-Schulz computes in bf16 on a GPU, in float32 on a CPU. The momentum is in m; v of these
+    matrices stays zero.
+    Raises UserError if no matrix is left for Muon. Freeze parameters before making it.
 
-    momentum: weight of the old mean.  Other options: those of AdamW; with `owned`, which must not divide a matrix, those inside
-    are updated. Raises UserError if no matrix is left for Muon. Freeze parameters before making it.
+    momentum: weight of the old mean.
+    Other options: those of AdamW; with `owned`, which must not divide a matrix, those inside are
+    updated.
     """
 
     def __init__(self, model: Transformer, lr: float, momentum: float = 0.95, **options: Any):
         super().__init__(model, lr=lr, **options)
         if not 0 <= momentum < 1:
             raise UserError("Muon: momentum is out of range")
-        self.momentum, self.matrices = momentum, muon_matrices(model)
+        self.momentum = momentum
+        self.matrices = muon_matrices(model)
         if not self.matrices:
             raise UserError(
-                "Muon found no trainable matrix in the model's blocks (LoRA's stay with AdamW): use AdamW"
+                "Muon found no trainable matrix in the model's blocks (LoRA's stay with AdamW): "
+                "use AdamW"
             )
         # (rows, columns) -> of each matrix its offsets in the arena and in the owned slices
         shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -239,7 +284,8 @@ class Muon(AdamW):
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
         """The matrices, then as AdamW.update_owned."""
-        arena, dtype = self.arena, np.float32 if self.arena.kind[0] == "cpu" else BFLOAT16
+        arena = self.arena
+        dtype = np.float32 if self.arena.kind[0] == "cpu" else BFLOAT16
         for shape, arena_B, state_B in self.batches:
             x_BRC = empty(self.m, (arena_B.size, *shape), dtype)
             momentum(x_BRC, self.m, arena.grads, state_B, arena_B, factor_1, self.momentum)
@@ -255,7 +301,10 @@ OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}  # --optimiz
 
 
 def muon_matrices(model: Transformer) -> set[Parameter]:
-    """The parameters that Muon updates: the trainable matrices of the blocks, but not LoRA's factors."""
+    """Return the parameters that Muon updates.
+
+    These are the trainable matrices of the blocks, but not LoRA's factors.
+    """
     return {
         p
         for name, p in model.storage()
@@ -268,7 +317,9 @@ def muon_matrices(model: Transformer) -> set[Parameter]:
 
 def parts_of(parameter: Parameter) -> list[tuple[int, int, int]]:
     """(offset in the arena, rows, columns) of each matrix that is packed in a parameter."""
-    found, columns, row = [], parameter.declared_shape[1], 0
+    found = []
+    columns = parameter.declared_shape[1]
+    row = 0
     for rows in parameter.parts.values():
         found.append((parameter.offset + row * columns, rows, columns))
         row += rows
@@ -276,9 +327,11 @@ def parts_of(parameter: Parameter) -> list[tuple[int, int, int]]:
 
 
 def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
-    """-> (global gradient norm, factor that scales it down to max_norm), (1,) arrays on the device.
+    """Return (global gradient norm, factor that scales it to max_norm), (1,) device arrays.
 
-    Nothing is scaled here: pass the factor to AdamW.step. max_norm 0 means no clipping. Raises UserError without gradients.
+    Nothing is scaled here: pass the factor to AdamW.step. Raises UserError without gradients.
+
+    max_norm: 0: no clipping.
     """
     model.arena.need_grads()
     stats = grad_norm(model.arena.grads, max_norm)
@@ -287,11 +340,14 @@ def clip(model: Transformer, max_norm: float) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Decay:
-    """How the learning rate decays. fraction: of all steps, the last ones, in which it does; 1: all steps after the warm-up.
+    """How the learning rate decays.
 
-    Less than 1 is WSD: warm-up, stable, decay (Hu et al. 2024, MiniCPM). Up to the decay nothing depends on the number of steps,
-    so one long run has a checkpoint from which a run of any length can be finished. Hägele et al. 2024 ("Scaling laws and
-    compute-optimal training beyond fixed training durations") find a fifth of the steps and 1 - sqrt to reach cosine's loss.
+    A fraction less than 1 is WSD: warm-up, stable, decay (Hu et al. 2024, MiniCPM). Up to the decay
+    nothing depends on the number of steps, so one long run has a checkpoint from which a run of any
+    length can be finished. Hägele et al. 2024 ("Scaling laws and compute-optimal training beyond
+    fixed training durations") find a fifth of the steps and 1 - sqrt to reach cosine's loss.
+
+    fraction: of all steps, the last ones, in which it decays; 1: all steps after the warm-up.
     """
 
     fraction: float = 1.0
@@ -309,10 +365,17 @@ COSINE = Decay()
 def learning_rate(
     step: int, steps: int, peak: float, warmup: int, min_ratio: float, decay: Decay = COSINE
 ) -> float:
-    """Linear warm-up over `warmup` steps, then down to min_ratio * peak at the last step as `decay` says. step counts from 0."""
+    """Return the rate of a step: a linear warm-up, then down to min_ratio * peak as `decay` says.
+
+    step: counts from 0.
+    warmup: its number of steps. The last step has min_ratio * peak.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     last = steps - 1
-    start = max(warmup, last - math.floor(decay.fraction * steps)) if decay.fraction < 1 else warmup
+    if decay.fraction < 1:
+        start = max(warmup, last - math.floor(decay.fraction * steps))
+    else:
+        start = warmup
     progress = min(1.0, max(0.0, (step - start) / max(1, last - start)))
     return peak * (min_ratio + (1 - min_ratio) * DECAY_SHAPES[decay.shape](progress))

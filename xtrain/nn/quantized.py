@@ -1,18 +1,21 @@
-"""Quantize a model for serving: the matrices of its Linear modules become codes of one byte, with a scale per row.
+"""Quantize a model for serving: matrices of Linear become codes of one byte, with a scale per row.
 
     quantize_weights(model, "int8")      or "fp8"; the same as Engine(model, weights="int8")
 
-kernels/quantize.py explains the codes. A quantized matrix is another storage of the same Parameter: the forward does not change,
-and where it multiplies by the parameter, the product takes the codes. What is not a Linear's matrix stays as it is:
+kernels/quantize.py explains the codes. A quantized matrix is another storage of the same Parameter:
+the forward does not change, and where it multiplies by the parameter, the product takes the codes.
+What is not a Linear's matrix stays as it is:
 
     embedding    rows are looked up, not multiplied, and few bytes of it are read
-    head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B model's bytes, and its error
-                 goes to the logits directly. Errors of standard deviation e raise the cross-entropy by about e^2 / 2: with
-                 logits of size 3, fp8's 2.6 % would cost 0.3 % of perplexity by the head alone
+    head         the same matrix in a model with tied embeddings. Elsewhere it is 6 % of a 1.1 B
+                 model's bytes, and its error goes to the logits directly. Errors of standard
+                 deviation e raise the cross-entropy by about e^2 / 2: with logits of size 3, fp8's
+                 2.6 % would cost 0.3 % of perplexity by the head alone
     norms, bias  few numbers
     LoRA         adapters add to the product of the quantized matrix, in the model's precision
 
-The codes of all matrices are in memory before the matrices themselves are freed: at most 1.5 times the model in bf16.
+The codes of all matrices are in memory before the matrices themselves are freed: at most 1.5 times
+the model in bf16.
 """
 
 from ..errors import UserError
@@ -25,26 +28,33 @@ WEIGHTS = ("full", *CODES)
 
 
 def quantize_weights(model: Transformer, kind: str) -> None:
-    """Quantize the matrices of all Linear modules, in place: to "int8" or "fp8"; "full" changes nothing.
+    """Quantize the matrices of all Linear modules, in place.
 
-    A matrix that is quantized in this way already is left as it is. Raises UserError, and changes nothing, for a model that can
-    be trained, one that is quantized in another way, or one with weights that are not numbers.
+    A matrix that is quantized in this way already is left as it is. Raises UserError, and changes
+    nothing, for a model that can be trained, one that is quantized in another way, or one with
+    weights that are not numbers.
+
+    kind: "int8" or "fp8"; "full" changes nothing.
     """
     if kind not in WEIGHTS:
         raise UserError(f"weights {kind!r} is not known: choose {', '.join(WEIGHTS)}")
     if kind == "full":
         return
-    adapted = model if isinstance(model, AdaptedTransformer) and model.lora else None
+    adapted = None
+    if isinstance(model, AdaptedTransformer) and model.lora:
+        adapted = model
     arena = adapted.base_arena if adapted else model.arena
     if arena.trainable:
         raise UserError(
-            f"weights {kind!r} is for serving, this model can be trained: make it with trainable=False"
+            f"weights {kind!r} is for serving, this model can be trained: make it with "
+            "trainable=False"
         )
     found = [(name, p) for name, p in linear_weights(model) if p.quantized is None]
     for _, p in linear_weights(model):
         if p.quantized is not None and p.quantized.kind != kind:
             raise UserError(
-                f"the model is quantized to {p.quantized.kind} already: load it again for weights {kind!r}"
+                f"the model is quantized to {p.quantized.kind} already: load it again for weights "
+                f"{kind!r}"
             )
     codes = [quantize(p.data, kind) for _, p in found]
     for (name, _), quantized in zip(found, codes):
@@ -59,7 +69,10 @@ def quantize_weights(model: Transformer, kind: str) -> None:
 
 
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:
-    """(name of the module, its matrix) of every module that multiplies as Linear does; a shared matrix once."""
+    """Return (name of the module, its matrix) of every module that multiplies as Linear does.
+
+    A shared matrix appears once.
+    """
     found: dict[int, tuple[str, Parameter]] = {}
     for name, module in model.modules():
         weight = vars(module).get("weight")

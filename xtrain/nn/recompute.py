@@ -1,22 +1,26 @@
-"""Activation checkpointing (Chen et al. 2016): backward recomputes activations. Less memory, more time.
+"""Activation checkpointing (Chen et al. 2016): backward recomputes activations.
 
     y = recompute(f, x)        the same y as f(x), and the same gradients, bit for bit
 
-    forward    f runs without recording: arrays that its ops would have saved are freed at once, only x is kept
-    backward   f runs again on x, recorded this time; backward runs through that recording and returns dx
+    forward    f runs without recording: arrays that its ops would have saved are freed at once,
+               only x is kept
+    backward   f runs again on x, recorded this time; backward runs through that recording and
+               returns dx
 
-The parameters that f uses need no special treatment. The recorded run finds them as leaves, so each op adds to their gradients
-once, in the same order as without checkpointing.
+The parameters that f uses need no special treatment. The recorded run finds them as leaves, so each
+op adds to their gradients once, in the same order as without checkpointing.
 
-Numbers that a decoder saves per token and layer (C: width, F: MLP width, with H query heads and H key heads):
+Numbers that a decoder saves per token and layer (C: width, F: MLP width, H query and key heads):
 
-    none        8 C + 2 F; without FlashAttention 9 C + 2 F + H T, and at T = 1024 the last term is the largest
+    none        8 C + 2 F; without FlashAttention 9 C + 2 F + H T, and at T = 1024 the last term is
+                the largest
     attention   6 C + 2 F: without q, k and what attention saves
     block       2 C: the residual stream and the branch output that still has to be added to it
 
 (The results of the norms and of SwiGLU are never saved: backward recomputes them in its kernels.)
 
-The cost is one more forward of the recomputed part, at most a third of a step (forward 1, backward 2).
+Less memory costs time: one more forward of the recomputed part, at most a third of a step (forward
+1, backward 2).
 """
 
 from collections.abc import Callable
@@ -24,15 +28,17 @@ from typing import Any
 
 from ..device import Array
 from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
-from .autograd import Function, recording
-from .tensor import Tensor
+from .autograd import Function
+from .mode import recording
+from .tensor import Tensor, as_tuple
 
 
 def recompute(f: Callable[..., Any], *inputs: Tensor) -> Any:
-    """f(*inputs), a Tensor or a tuple of them, whose activations are computed again in backward.
+    """Return f(*inputs), a Tensor or a tuple; backward computes its activations again.
 
-    f must give the same bits again: no randomness, and nothing it reads may change before backward (backward checks
-    that for the inputs). If no input needs a gradient, f runs as usual, because no gradient would reach its backward.
+    f must give the same bits again: no randomness, and nothing it reads may change before backward
+    (backward checks that for the inputs). If no input needs a gradient, f runs as usual, because no
+    gradient would reach its backward.
     """
     if not any(x.requires_grad for x in inputs):
         return f(*inputs)
@@ -47,7 +53,9 @@ class Recompute(Function):
         ctx.save(f, is_batch_invariant(), *arrays)
         with recording(False, again=True):
             out = f(*map(Tensor, arrays))
-        return tuple(y.data for y in out) if isinstance(out, tuple) else out.data
+        if isinstance(out, tuple):
+            return tuple(y.data for y in out)
+        return out.data
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -56,14 +64,14 @@ class Recompute(Function):
         with recording(True), batch_invariant(invariant):
             inputs = [Tensor(x, needed) for x, needed in zip(arrays, ctx.needs_grad[1:])]
             out = f(*Catch.apply(caught, *inputs))
-            start = Start.apply(gradients, *(out if isinstance(out, tuple) else (out,)))
+            start = Start.apply(gradients, *as_tuple(out))
         del inputs, out  # what no op has saved is freed before backward starts
         start.backward(start.data)
         return None, *caught
 
 
 class Catch(Function):
-    """x -> x. Its backward runs last in the recording and appends the gradients of the inputs to a list.
+    """x -> x. Its backward runs last in the recording: it appends the inputs' gradients to a list.
 
     (As gradients of leaves they would be copied: one more pass over memory.)
     """
@@ -80,7 +88,7 @@ class Catch(Function):
 
 
 class Start(Function):
-    """The end of the recording, where its backward starts: passes each output the gradient that is already known."""
+    """The end of the recording, where backward starts: passes each output its known gradient."""
 
     @staticmethod
     def forward(ctx, gradients, *outputs):

@@ -1,10 +1,13 @@
 """How the rows of a forward pass divide into sequences, and what attention reads.
 
-    training   B sequences of T tokens: row n is position n % T of sequence n // T, and attends to the rows of its sequence
-    packed     the same, but a sequence holds several documents: attention stays in the document, positions count from its start
-    serving    rows of any sequences at any positions, whose earlier keys and values are in a KV cache (serving/paged_cache.py)
+    training   B sequences of T tokens: row n is position n % T of sequence n // T, and attends to
+               the rows of its sequence
+    packed     the same, but a sequence holds several documents: attention stays in the document,
+               positions count from its start
+    serving    rows of any sequences at any positions, whose earlier keys and values are in a KV
+               cache (serving/paged_cache.py)
 
-The model passes one such object to every block, and only attention uses it. So one forward serves both.
+The model passes one such object to every block, and only attention uses it: one forward for all.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +23,7 @@ from .tensor import Tensor
 
 
 class RotaryTables:
-    """cos and sin of every position, (positions, D/2) float32, computed once and kept on the device.
+    """cos and sin of every position, (positions, D/2) float32, computed once, on the device.
 
     Calling it with a sequence length gives tables of at least that many positions.
     """
@@ -62,8 +65,9 @@ def _unrotated_tables(like_PR: Array) -> tuple[Array, Array]:
 class Sequences:
     """B sequences of T tokens, as in training.
 
-    cos, sin (P, D/2): of every position. `dataclasses.replace` gives an attention other tables.
-    dtype: of everything but the residual stream; None: the same.  recompute: what backward recomputes, see Transformer.
+    cos, sin: (P, D/2), of every position. `dataclasses.replace` gives an attention other tables.
+    dtype: of everything but the residual stream; None: the same.
+    recompute: what backward recomputes, see Transformer.
     window: keys that a query sees, itself among them; 0: all.
     """
 
@@ -77,30 +81,43 @@ class Sequences:
 
     @property
     def positions_N(self) -> Array | None:
-        """int32, the position of each row; None: row n is position n % T"""
+        """Return the position of each row, int32; None: row n is position n % T."""
         return None
 
     def attend(
-        self, qkv_NP: Tensor, q_w_D: Tensor | None, k_w_D: Tensor | None, H: int, G: int, eps: float, scale: float,
-    ) -> Tensor:  # fmt: skip
-        """Packed (N, (H + 2G) D) -> (N, H D): QK-norm if there are weights, RoPE, causal attention."""
+        self,
+        qkv_NP: Tensor,
+        q_w_D: Tensor | None,
+        k_w_D: Tensor | None,
+        H: int,
+        G: int,
+        eps: float,
+        scale: float,
+    ) -> Tensor:
+        """Compute QK-norm if there are weights, RoPE and causal attention.
+
+        Packed (N, (H + 2G) D) -> (N, H D).
+        """
         tables = self.cos_PR, self.sin_PR, H, G, self.T, eps, self.positions_N
         q_NHD, k_NGD, v_NGD = F.qk_norm_rope(qkv_NP, q_w_D, k_w_D, *tables)
         return self.attention(q_NHD, k_NGD, v_NGD, scale)
 
     def split_heads(self, qkv_NP: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed (N, (H + 2G) D) -> q (N, H, D), k and v (N, G, D), as they are: RoPE by angles of 0."""
+        """Return q (N, H, D), k and v (N, G, D), as they are, of packed (N, (H + 2G) D).
+
+        RoPE by angles of 0 does it.
+        """
         cos_1R, sin_1R = (zeros(x, (1, x.shape[1])) for x in (self.cos_PR, self.sin_PR))
         cos_1R.fill(1)
         return F.qk_norm_rope(qkv_NP, None, None, cos_1R, sin_1R, H, G, 1, 0.0, None)
 
     def unrotated(self) -> "Sequences":
-        """The same sequences for a layer without RoPE: all angles are 0."""
+        """Return the same sequences for a layer without RoPE: all angles are 0."""
         cos, sin = _unrotated_tables(self.cos_PR)
         return replace(self, cos_PR=cos, sin_PR=sin)
 
     def windowed(self, window: int) -> "Sequences":
-        """The same sequences for a layer with a sliding window."""
+        """Return the same sequences for a layer with a sliding window."""
         return replace(self, window=window)
 
     def rope(self, x_NHD: Tensor) -> Tensor:
@@ -108,8 +125,10 @@ class Sequences:
         return F.rope(x_NHD, self.cos_PR, self.sin_PR, self.positions_N, self.T)
 
     def attention(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor:
-        """q (N, H, D), k and v (N, G, D) of each row -> (N, H D): softmax(scale q k^T) v over the keys of the row's sequence up
-        to its position. Query heads share key heads."""
+        """Return softmax(scale q k^T) v over the keys of the row's sequence up to its position.
+
+        q (N, H, D), k and v (N, G, D) of each row -> (N, H D). Query heads share key heads.
+        """
         q_BTHD, k_BTGD, v_BTGD = (
             x.reshape(self.B, self.T, *x.shape[1:]) for x in (q_NHD, k_NGD, v_NGD)
         )
@@ -117,11 +136,13 @@ class Sequences:
         return o_BTHD.reshape(q_NHD.shape[0], -1)
 
     def key_bounds(self) -> KeyBounds:
-        """The keys that each query sees."""
-        return KeyBounds(self.window) if 0 < self.window < self.T else UNBOUNDED
+        """Return the keys that each query sees."""
+        if 0 < self.window < self.T:
+            return KeyBounds(self.window)
+        return UNBOUNDED
 
     def wanted_rows(self, x_NC: Tensor) -> Tensor:
-        """The rows whose logits are wanted: here all."""
+        """Return the rows whose logits are wanted: here all."""
         return x_NC
 
 
@@ -129,7 +150,7 @@ class Sequences:
 class PackedSequences(Sequences):
     """B rows of T tokens that hold several documents each.
 
-    starts (B, T) int32: the column at which the document of each token begins (document_bounds).
+    starts: (B, T) int32, the column at which the document of each token begins (document_bounds).
     """
 
     starts_BT: Array = field(kw_only=True)
@@ -143,9 +164,9 @@ class PackedSequences(Sequences):
 
     @property
     def positions_N(self) -> Array:
-        """int32, the position of each row in its document"""
+        """Return the position of each row in its document, int32."""
         return self._bounds(0)[1]
 
     def key_bounds(self) -> KeyBounds:
-        """The keys of the query's document, with a window the last of them."""
+        """Return the keys of the query's document, with a window the last of them."""
         return self._bounds(self.window if self.window < self.T else 0)[0]

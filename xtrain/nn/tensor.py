@@ -1,6 +1,7 @@
 """Tensor: an array, its gradient, and the node of the graph that made it.
 
-The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is written, later ones are added.
+The gradient of a leaf accumulates. The rule is in `Tensor.grad_target`: the first gradient is
+written, later ones are added.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import numpy as np
 from ..device import Array, as_array, to_numpy
 from ..kernels.runtime.launch import empty
 
-# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by functional.py. Both import
-# this file, so it cannot import them.
+# What the methods of Tensor call: "backward" is set by autograd.py, "reshape", "add" and "scale" by
+# functional.py. Both import this file, so it cannot import them.
 ops: dict[str, Callable[..., Any]] = {}
 
 
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    """Return x, or (x,) if it is no tuple."""
+    return x if isinstance(x, tuple) else (x,)
+
+
 class Version:
-    """Counts in-place changes. All parameters of one arena share one: an optimizer step changes them all."""
+    """Counts in-place changes. All parameters of an arena share one, as a step changes them all."""
 
     __slots__ = ("count",)
 
@@ -30,15 +36,25 @@ class Version:
 class Tensor:
     """An array (NumPy: CPU, CuPy: GPU), its gradient, and the node that made it.
 
-    data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep their gradient.
-    grad_written: whether the memory of the gradient holds a gradient. If not, its contents are arbitrary and count as zero: the
-    next gradient is written over them, and reading `.grad` fills them with zeros. Only Parameters have such memory (modules.py).
-    on_gradient: of a Parameter, a function that is called with it after each contribution to its gradient; else None.
+    data, grad: arrays of one shape. grad is None until backward reaches a leaf. Only leaves keep
+        their gradient.
+    grad_written: whether the memory of the gradient holds a gradient. If not, its contents are
+        arbitrary and count as zero: the next gradient is written over them, and reading `.grad`
+        fills them with zeros. Only Parameters have such memory (modules.py).
+    on_gradient: of a Parameter, a function that is called with it after each contribution to its
+        gradient; else None.
     """
 
     __slots__ = (
-        "__weakref__", "_data", "_grad", "grad_written", "index", "node", "requires_grad", "version",
-    )  # fmt: skip
+        "__weakref__",
+        "_data",
+        "_grad",
+        "grad_written",
+        "index",
+        "node",
+        "requires_grad",
+        "version",
+    )
 
     on_gradient: Callable[[Any], None] | None = None
     is_parameter = False
@@ -50,7 +66,8 @@ class Tensor:
         if self._data.dtype.kind not in ("fV" if requires_grad else "fViub"):  # V: bfloat16
             kind = self._data.dtype
             raise TypeError(
-                f"a Tensor holds numbers, and floating-point numbers if it has a gradient: got {kind}"
+                "a Tensor holds numbers, and floating-point numbers if it has a gradient: got "
+                f"{kind}"
             )
         self._grad: Array | None = None
         self.grad_written: bool = False
@@ -61,7 +78,7 @@ class Tensor:
 
     @property
     def data(self) -> Array:
-        """The values. Another array of the same shape can be assigned."""
+        """Return the values. Another array of the same shape can be assigned."""
         return self._data
 
     @data.setter
@@ -78,13 +95,14 @@ class Tensor:
     # ------------------------------------------------------------------------- the gradient
     @property
     def grad(self) -> Array | None:
-        """The gradient; None before backward. Reading it zero-fills memory that has not been written yet."""
+        """Return the gradient; None before backward. Zero-fills memory that is not written yet."""
         self.zero_unwritten_grad()
         return self._grad
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        self._grad, self.grad_written = array, array is not None
+        self._grad = array
+        self.grad_written = array is not None
 
     def zero_unwritten_grad(self) -> None:
         """Fill the memory of the gradient with zeros if no gradient has been written to it."""
@@ -93,57 +111,64 @@ class Tensor:
             self.grad_written = True
 
     def grad_target(self) -> tuple[Array, bool]:
-        """Of a leaf -> (memory, add): the caller writes a gradient into the memory, or if `add`, adds it to the contents."""
-        add, self.grad_written = self.grad_written, True
+        """Return (memory, add) of a leaf.
+
+        The caller writes a gradient into the memory, or if `add`, adds it to the contents.
+        """
+        add = self.grad_written
+        self.grad_written = True
         if self._grad is None:
             self._grad = empty(self._data, self.shape)
         return self._grad, add
 
     def backward(self, gradient: Array | None = None) -> None:
-        """Add d self / d leaf to `.grad` of every leaf that this was computed from: see autograd.backward."""
+        """Add d self / d leaf to `.grad` of every leaf that this depends on: autograd.backward."""
         ops["backward"](self, gradient)
 
     # ------------------------------------------------------------------------- as an array
     @property
     def value(self) -> Array:
-        """What ops compute with: the data, or in bf16 training a Parameter's copy of it."""
+        """Return what ops compute with: the data, or in bf16 training a Parameter's copy of it."""
         return self._data
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The lengths of the axes."""
+        """Return the lengths of the axes."""
         return self._data.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of data: float32, bfloat16 (ml_dtypes) or float64; of a tensor without gradient also integers."""
+        """Return the dtype of data: float32, bfloat16 (ml_dtypes) or float64.
+
+        Without gradient also of integers.
+        """
         return self._data.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """Return the number of axes."""
         return self._data.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self._data.size
 
     def __len__(self) -> int:
         return len(self._data)
 
     def numpy(self) -> np.ndarray:
-        """The values on the host (from a GPU: a copy, and a wait for it)."""
+        """Return the values on the host (from a GPU: a copy, and a wait for it)."""
         return to_numpy(self.data)
 
     def item(self) -> float:
-        """The value of a tensor with one element, as a Python number."""
+        """Return the value of a tensor with one element, as a Python number."""
         return self.numpy().item()
 
     __float__ = item
 
     def detach(self) -> Tensor:
-        """The same array without its history."""
+        """Return the same array without its history."""
         return Tensor(self._data)
 
     __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor
@@ -152,9 +177,9 @@ class Tensor:
         # a conversion would lose the gradient silently
         raise TypeError("a Tensor is not an array: use .data or .numpy(), or pass it to an op")
 
-    # ------------------------------------------------------------------------- operators, each one op of functional.py
+    # ------------------------------------------------- operators, each one op of functional.py
     def reshape(self, *shape: Any) -> Tensor:
-        """The same numbers in another shape: a view. reshape(2, -1) and reshape((2, -1)) are the same."""
+        """Return the same numbers in another shape, a view: reshape(2, -1) or reshape((2, -1))."""
         return ops["reshape"](self, shape[0] if isinstance(shape[0], tuple) else shape)
 
     def __add__(self, other: Any) -> Tensor:
@@ -185,5 +210,8 @@ class Tensor:
         return self * (1.0 / number)
 
     def __repr__(self) -> str:
-        made = f", made by {self.node.function.__name__}" if self.node else ""
+        if self.node:
+            made = f", made by {self.node.function.__name__}"
+        else:
+            made = ""
         return f"Tensor({self._data!r}{made})"

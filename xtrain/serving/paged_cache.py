@@ -38,9 +38,10 @@ from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
 from ..nn.autograd import inference
-from ..nn.model import Transformer, has_code_of
+from ..nn.model import Transformer
 from ..nn.sequences import RotaryTables, Sequences
 from ..nn.tensor import Tensor
+from ..nn.variation import overrides
 
 KINDS = ("full", "fp8")  # of the cache
 COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
@@ -81,9 +82,7 @@ class PagedCache:
         if kind not in KINDS:
             raise UserError(f"kv_cache {kind!r} is not known: choose {', '.join(KINDS)}")
         self._check_kernels()
-        if type(model.rotary) is not RotaryTables or not has_code_of(
-            model, Transformer, "sequences"
-        ):
+        if type(model.rotary) is not RotaryTables or overrides(model, Transformer, "sequences"):
             raise UserError(
                 "the engine computes the angles of RoPE itself, from model.rotary.config, so it cannot serve a model with "
                 "`sequences` or `rotary` of another class: change `attend` of the attentions instead"

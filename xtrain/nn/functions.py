@@ -1,0 +1,510 @@
+"""One Function per op: the forward launcher, what is saved, the backward launcher; nothing else.
+
+functional.py has the ops that the rest of xtrain calls, with their signatures and docstrings, and
+says what the letters at the end of array names mean. Functions of several ops at once are in
+deferred.py.
+"""
+
+import numpy as np
+
+from ..device import Array
+from ..kernels import bias as _bias
+from ..kernels import cast as _cast
+from ..kernels import cross_entropy as _cross_entropy
+from ..kernels import elementwise as _elementwise
+from ..kernels import embedding as _embedding
+from ..kernels import gemm as _gemm
+from ..kernels import layout as _layout
+from ..kernels import linear_cross_entropy as _linear_cross_entropy
+from ..kernels import qk_norm_rope as _qk_norm_rope
+from ..kernels import rmsnorm as _rmsnorm
+from ..kernels import rope as _rope
+from ..kernels import softmax as _softmax
+from ..kernels import swiglu as _swiglu
+from ..kernels.attention import flash_attention as _flash_attention
+from ..kernels.attention import gemm_attention as _attention
+from ..kernels.attention.key_bounds import UNBOUNDED
+from ..kernels.decoding import gemv as _gemv
+from ..kernels.decoding import logprobs as _logprobs
+from ..kernels.primitives.flat import same_place
+from ..kernels.quantize import Quantized
+from ..kernels.runtime.invariance import is_batch_invariant
+from ..kernels.runtime.launch import empty, zeros
+from .autograd import Context, Function, is_unit
+from .mode import is_inference
+
+
+def gradient_view_for(ctx: Context, i: int) -> Array | None:
+    """Return a view of any layout into a larger gradient, or None: allocate it.
+
+    Backward may write the gradient of argument i there (not add it) and return the view.
+
+    Only the op that made the argument can offer one, by a static method gradient_view(ctx, which
+    output). Its own backward must also accept a gradient in other memory.
+    """
+    edge = ctx.edges[i]
+    if edge is None or edge.node is None or edge.node.ctx is None:
+        return None
+    offer = getattr(edge.node.function, "gradient_view", None)
+    if offer is None:
+        return None
+    return offer(edge.node.ctx, edge.index)
+
+
+def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
+    """Return True if kernels/decoding/gemv.py computes the product.
+
+    It does in inference, for so few rows that the product takes as long as reading w.
+
+    fused: together with the norm before it.
+    """
+    if type(x_NK) is np.ndarray or is_batch_invariant() or not is_inference():
+        return False
+    quantized = isinstance(w_OK, Quantized)
+    return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
+
+
+def product(
+    ctx: Context, i: int, x_NI: Array, w_OI: Array | Quantized, dtype, b_O: Array | None
+) -> Array:
+    """Return x w^T + b, where w is argument i: by the kernel for few rows, or a GEMM.
+
+    dtype: of the result; None: as x.
+    """
+    if few_rows(x_NI, w_OI):
+        return _gemv.gemv(x_NI, w_OI, dtype or x_NI.dtype, ctx.parameters[i], b_O)
+    return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
+
+
+def bias_gradient(ctx: Context, i: int, b_O: Array | None, dy_NO: Array | None) -> Array | None:
+    """Return the gradient of argument i, a bias: dy, that of the product, summed over the rows."""
+    if b_O is None or dy_NO is None or not ctx.needs_grad[i]:
+        return None
+    db_O = ctx.grad_buffer(i, b_O)
+    _bias.bias_bwd(dy_NO, db_O)
+    return db_O
+
+
+def wide_dtype(x: Array) -> type:
+    """Return the dtype of sums and losses: float64 if x is, else float32."""
+    return np.float64 if x.dtype == np.float64 else np.float32
+
+
+def lora_parts(slices: list[tuple[int, int]], b_Br: Array) -> list[tuple[slice, slice, slice]]:
+    """Return for each slice of w's rows: the columns of y, the columns of x a^T, the rows of b."""
+    parts = []
+    r = b_Br.shape[1]
+    row = 0
+    for i, (first, n) in enumerate(slices):
+        parts.append((slice(first, first + n), slice(i * r, (i + 1) * r), slice(row, row + n)))
+        row += n
+    return parts
+
+
+class Embedding(Function):
+    full_precision = True  # rows are copied, not multiplied: the residual stream starts in float32
+
+    @staticmethod
+    def forward(ctx, ids_N, w_VC):
+        if ctx.needs_grad[1]:
+            plan = _embedding.embedding_plan(ids_N, w_VC.shape[0])
+        else:
+            plan = None
+        ctx.save(ids_N, w_VC, plan and plan.order_N4)
+        dtype = None
+        if w_VC.dtype.name == "bfloat16":  # of a model without float32 weights
+            dtype = np.float32
+        return _embedding.embedding_fwd(ids_N, w_VC, dtype)
+
+    @staticmethod
+    def backward(ctx, dx_NC):
+        ids_N, w_VC, plan_N4 = ctx.saved
+        dw_VC = ctx.grad_buffer(1, w_VC)
+        if plan_N4 is None:
+            plan = None
+        else:
+            plan = _embedding.EmbeddingPlan(plan_N4, w_VC.shape[0])
+        _embedding.embedding_bwd(dx_NC, ids_N, dw_VC, plan)
+        return None, dw_VC
+
+
+class Linear(Function):
+    """y = x w^T + b        dx = dy w        dw = dy^T x        db = sum over the rows of dy"""
+
+    @staticmethod
+    def forward(ctx, x_NI, w_OI, dtype=None, b_O=None):
+        ctx.save(x_NI, w_OI, b_O)
+        return product(ctx, 1, x_NI, w_OI, dtype, b_O)
+
+    @staticmethod
+    def backward(ctx, dy_NO):
+        x_NI, w_OI, b_O = ctx.saved
+        dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
+        dx_NI = None
+        if ctx.needs_grad[0]:
+            dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI)
+        dw_OI = None
+        if ctx.needs_grad[1]:
+            dw_OI, add = ctx.grad_target(1, w_OI)
+            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
+        return dx_NI, dw_OI, None, bias_gradient(ctx, 3, b_O, dy_NO)
+
+
+class LoraLinear(Function):
+    @staticmethod
+    def forward(ctx, x_NI, w_OI, a_AI, b_Br, slices, factor, bias_O=None):
+        y_NO = product(ctx, 1, x_NI, w_OI, None, bias_O)
+        u_NA = empty(x_NI, (x_NI.shape[0], a_AI.shape[0]))
+        _gemm.linear_into(u_NA, x_NI, a_AI, alpha=factor)
+        parts = lora_parts(slices, b_Br)
+        for columns, ranks, rows in parts:
+            _gemm.linear_into(y_NO[:, columns], u_NA[:, ranks], b_Br[rows], accumulate=True)
+        ctx.save(x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor)
+        return y_NO
+
+    @staticmethod
+    def backward(ctx, dy_NO):
+        x_NI, w_OI, a_AI, b_Br, u_NA, bias_O, parts, factor = ctx.saved
+        dy_NO = _cast.cast_fwd(dy_NO, x_NI.dtype)
+        dw_OI = None
+        du_NA = empty(u_NA, u_NA.shape)
+        db_Br, add = ctx.grad_target(3, b_Br)
+        for columns, ranks, rows in parts:
+            dy_NP = dy_NO[:, columns]
+            _gemm.matmul(du_NA[:, ranks], dy_NP, b_Br[rows], alpha=factor)
+            _gemm.linear_bwd_w(dy_NP, u_NA[:, ranks], db_Br[rows], add)
+        da_AI, add = ctx.grad_target(2, a_AI)
+        _gemm.linear_bwd_w(du_NA, x_NI, da_AI, add)
+        dx_NI = None
+        if ctx.needs_grad[0]:
+            dx_NI = _gemm.linear_bwd_x(dy_NO, w_OI)
+            _gemm.matmul(dx_NI, du_NA, a_AI, accumulate=True)
+        if ctx.needs_grad[1]:
+            dw_OI, add = ctx.grad_target(1, w_OI)
+            _gemm.linear_bwd_w(dy_NO, x_NI, dw_OI, add)
+        dbias_O = bias_gradient(ctx, 6, bias_O, dy_NO)
+        return dx_NI, dw_OI, da_AI, db_Br, None, None, dbias_O
+
+
+class RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x_NC, w_C, eps, dtype=None):
+        y_NC, rstd_N = _rmsnorm.rmsnorm_fwd(x_NC, w_C, eps, dtype)
+        ctx.save(x_NC, w_C, rstd_N)
+        return y_NC
+
+    @staticmethod
+    def backward(ctx, dy_NC):
+        x_NC, w_C, rstd_N = ctx.saved
+        dw_C = ctx.grad_buffer(1, w_C)
+        return _rmsnorm.rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N, dw_C), dw_C
+
+
+class Rope(Function):
+    @staticmethod
+    def forward(ctx, x_NHD, cos, sin, positions_N, T):
+        ctx.save(cos, sin, positions_N, T)
+        return _rope.rope_fwd(x_NHD, cos, sin, positions_N, T)
+
+    @staticmethod
+    def backward(ctx, dy_NHD):
+        return _rope.rope_bwd(dy_NHD, *ctx.saved)
+
+
+class QKNormRope(Function):
+    @staticmethod
+    def forward(ctx, qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N):
+        arguments = (qkv_NP, q_w_D, k_w_D, cos, sin, H, G, T, eps, positions_N)
+        q, k, v, rstd = _qk_norm_rope.qk_norm_rope_fwd(*arguments)
+        packed: list = []  # the gradient of qkv, once gradient_view has allocated it
+        ctx.save(qkv_NP, q_w_D, k_w_D, rstd, cos, sin, H, G, T, positions_N, packed)
+        return q, k, v
+
+    @staticmethod
+    def gradient_view(ctx, i):
+        """Return the columns of dv in the packed gradient, for the first op that used v.
+
+        Gradients of further uses are added to it.
+        """
+        qkv_NP, *_, cos, _, H, G, _, _, packed = ctx.saved
+        if i != 2 or packed:
+            return None
+        packed.append(empty(qkv_NP, qkv_NP.shape))
+        return _qk_norm_rope.values_of(packed[0], H, G, 2 * cos.shape[1])
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, positions_N, packed = ctx.saved
+        N = qkv_NP.shape[0]
+        D = cos.shape[1] * 2
+        dqkv_NP = packed.pop() if packed else empty(qkv_NP, qkv_NP.shape)
+        dv_view = _qk_norm_rope.values_of(dqkv_NP, H, G, D)
+        if dv is None:
+            dv_view[...] = 0
+        elif not same_place(dv, dv_view):
+            dv_view[...] = dv
+        if dq is None:
+            dq = zeros(qkv_NP, (N, H, D))
+        if dk is None:
+            dk = zeros(qkv_NP, (N, G, D))
+        dq_w = None if q_w is None else ctx.grad_buffer(1, q_w)
+        dk_w = None if k_w is None else ctx.grad_buffer(2, k_w)
+        _qk_norm_rope.qk_norm_rope_bwd(
+            dqkv_NP, dq, dk, qkv_NP, q_w, k_w, rstd, cos, sin, H, G, T, dq_w, dk_w, positions_N
+        )
+        return dqkv_NP, dq_w, dk_w
+
+
+class Attention(Function):
+    """bf16 uses FlashAttention, float32 matrix products around a softmax; in batch-invariant mode,
+    and with a sliding window or documents (key_bounds.py), FlashAttention too. Both read v a packed
+    array and write dv into one.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, causal, bounds=UNBOUNDED):
+        flash = q.dtype.name == "bfloat16" or is_batch_invariant() or bounds is not UNBOUNDED
+        if flash:
+            o, lse = _flash_attention.flash_attention_fwd(q, k, v, scale, causal, bounds)
+            saved = q, k, v, o, lse
+        else:
+            o, saved = _attention.attention_fwd(q, k, v, scale, causal)
+        ctx.save(flash, scale, causal, bounds, *saved)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        dv = gradient_view_for(ctx, 2)
+        flash, scale, causal, bounds, *saved = ctx.saved
+        if flash:
+            return _flash_attention.flash_attention_bwd(do, *saved, scale, causal, dv, bounds)
+        return _attention.attention_bwd(do, tuple(saved), scale, causal, dv)
+
+
+class CausalSoftmax(Function):
+    """(The kernels overwrite their input: they get a copy.)"""
+
+    @staticmethod
+    def forward(ctx, s_ARS, T, scale, causal):
+        p_ARS = _softmax.causal_softmax_fwd(s_ARS.copy(), T, scale, causal)
+        ctx.save(p_ARS, T, scale, causal)
+        return p_ARS
+
+    @staticmethod
+    def backward(ctx, dp_ARS):
+        p_ARS, T, scale, causal = ctx.saved
+        return _softmax.causal_softmax_bwd(dp_ARS.copy(), p_ARS, T, scale, causal)
+
+
+class SwiGLU(Function):
+    @staticmethod
+    def forward(ctx, gu_N2F):
+        ctx.save(gu_N2F)
+        return _swiglu.swiglu_fwd(gu_N2F)
+
+    @staticmethod
+    def backward(ctx, dy_NF):
+        return _swiglu.swiglu_bwd(dy_NF, *ctx.saved)
+
+
+class SiLU(Function):
+    """y = x sigmoid(x), of any shape."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save(x)
+        return _swiglu.silu_fwd(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _swiglu.silu_bwd(dy, *ctx.saved)
+
+
+class CrossEntropy(Function):
+    """(The kernel overwrites the logits with their gradient: it gets a copy.)"""
+
+    @staticmethod
+    def forward(ctx, logits_NP, targets_N, vocab_size, inv_count_1):
+        loss_N, dlogits_NP = _cross_entropy.cross_entropy(
+            logits_NP.copy(), targets_N, vocab_size, inv_count_1, with_gradient=ctx.needs_grad[0]
+        )
+        ctx.save(dlogits_NP)
+        return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (dlogits_NP,) = ctx.saved
+        if not is_unit(dloss):
+            _elementwise.scale_into(dlogits_NP, dloss.reshape(1))
+        return dlogits_NP
+
+
+class LinearCrossEntropy(Function):
+    """The logits exist for a few rows at a time. The forward also computes the gradients."""
+
+    @staticmethod
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, inv_count_1, rows=None):
+        want_dx, want_dw = ctx.needs_grad[:2]
+        loss_N, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, inv_count_1, want_dx, want_dw, rows
+        )
+        ctx.save(dx_NC, dw_PC, w_PC)
+        return _cross_entropy.mean_loss(loss_N, inv_count_1).reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx_NC, dw_PC, w_PC = ctx.saved
+        if not is_unit(dloss):
+            for gradient in (dx_NC, dw_PC):
+                if gradient is not None:
+                    _elementwise.scale_into(gradient, dloss.reshape(1))
+        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+def head_gradient(ctx: Context, w_PC: Array, dw_PC: Array | None) -> Array | None:
+    """Write or add dw, float32 or None, where the gradient of argument 1 goes.
+
+    Return that memory.
+    """
+    if dw_PC is None:
+        return None
+    target_PC, add = ctx.grad_target(1, w_PC)
+    dw_PC = _cast.cast_fwd(dw_PC, target_PC.dtype)
+    if add:
+        _elementwise.add_into(target_PC, dw_PC)
+    else:
+        target_PC[...] = dw_PC
+    return target_PC
+
+
+class LinearLogprobs(Function):
+    """The bits are those of the engine (kernels/decoding/logprobs.py) if the logits are
+    (kernels/runtime/invariance.py).
+
+    The logits exist for a few rows at a time. Backward computes them again: -logprob is the
+    cross-entropy, with a factor per row.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
+        ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
+        N = x_NC.shape[0]
+        wide = wide_dtype(x_NC)
+        step = _linear_cross_entropy.chunk_rows(N, rows)
+        logprobs_N = empty(x_NC, N, wide)
+        for first in range(0, N, max(step, 1)):
+            part = slice(first, min(first + step, N))
+            logits = _gemm.linear_fwd(x_NC[part], w_PC, wide)
+            found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
+            logprobs_N[part] = found[0]
+        return logprobs_N
+
+    @staticmethod
+    def backward(ctx, dlogprobs_N):
+        x_NC, w_PC, targets_N, vocab_size, rows = ctx.saved
+        factors_N = _elementwise.scale_fwd(dlogprobs_N, -1.0)
+        _, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
+            x_NC, w_PC, targets_N, vocab_size, factors_N, *ctx.needs_grad[:2], rows
+        )
+        return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+class WithGradient(Function):
+    @staticmethod
+    def forward(ctx, x, value, dx):
+        ctx.save(dx)
+        loss = empty(x, 1, wide_dtype(x))
+        loss.fill(value)
+        return loss.reshape(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (dx,) = ctx.saved
+        if not is_unit(dloss):
+            _elementwise.scale_into(dx, dloss.reshape(1))
+        return dx
+
+
+class Add(Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return _elementwise.add_fwd(a, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy
+
+
+class Scale(Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save(factor)
+        return _elementwise.scale_fwd(x, factor)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _elementwise.scale_fwd(dy, *ctx.saved)
+
+
+class Cast(Function):
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.save(x.dtype)
+        return _cast.cast_fwd(x, dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _cast.cast_fwd(dy, *ctx.saved)
+
+
+class CastGradient(Function):
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.save(dtype)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _cast.cast_fwd(dy, *ctx.saved)
+
+
+class SwapHeads(Function):
+    """Its own inverse, and so its own backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return _layout.swap_heads(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _layout.swap_heads(dy)
+
+
+class Reshape(Function):
+    @staticmethod
+    def forward(ctx, x, shape):
+        ctx.save(x.shape, shape)
+        return x.reshape(shape)
+
+    @staticmethod
+    def gradient_view(ctx, i):
+        view = gradient_view_for(ctx, 0)
+        return None if view is None else view.reshape(ctx.saved[1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.reshape(ctx.saved[0])
+
+
+class Narrow(Function):
+    @staticmethod
+    def forward(ctx, x, n):
+        ctx.save(x.shape)
+        return x if n == x.shape[-1] else x[..., :n].copy()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = empty(dy, ctx.saved[0])
+        dx[..., : dy.shape[-1]] = dy
+        dx[..., dy.shape[-1] :] = 0
+        return dx

@@ -1,0 +1,56 @@
+"""How a model differs from the plain model of its config: what `Transformer.variation` lists."""
+
+from typing import Any
+
+from .modules import Module, Parameter
+
+
+def overrides(module: Module, kind: type, name: str) -> bool:
+    """Return True if a derived class or an attribute replaces the method `name` of `kind`."""
+    return getattr(getattr(module, name, None), "__func__", None) is not getattr(kind, name)
+
+
+def changed_modules(model: Module, plain: Module, standard: tuple[type, ...]) -> list[str]:
+    """Return what differs in the modules of model.model from those of `plain`.
+
+    These are the modules that are of no standard class, and settings of the others, by their paths.
+    """
+    plain_modules = dict(plain.modules("model."))
+    differences = []
+    for path, module in list(model.modules())[1:]:
+        if type(module) not in standard:
+            differences.append(f"{path}{type(module).__name__}")
+        elif path in plain_modules:
+            differences += [path + name for name in changed_settings(module, plain_modules[path])]
+    return differences
+
+
+def changed_settings(module: Module, plain: Module) -> list[str]:
+    """Return the attributes by which a module computes something else than `plain`, of its class.
+
+    Modules and parameters are not compared, but an attribute that replaces a method counts.
+    """
+    own = vars(module)
+    other = vars(plain)
+    settings = [n for n, x in other.items() if not isinstance(x, Module | Parameter | list)]
+    methods = [n for n in own.keys() - other if callable(getattr(type(module), n, None))]
+    return [n for n in settings + methods if own.get(n) != other.get(n)]
+
+
+def changed_tensors(model: Module, shapes: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors that are not those of `shapes`."""
+    own = {
+        prefix + suffix: (rows, *p.declared_shape[1:])
+        for prefix, p in model.storage()
+        for suffix, rows in p.parts.items()
+    }
+    return sorted({name for name, _ in own.items() ^ shapes.items()})
+
+
+def listed(differences: list[str]) -> str:
+    """Return the first three, and how many more there are."""
+    if len(differences) > 3:
+        more = f" and {len(differences) - 3} more"
+    else:
+        more = ""
+    return ", ".join(differences[:3]) + more
