@@ -100,7 +100,6 @@ def command(
     interrupted: str = "interrupted",
     less_memory: str = "",
     one_process: bool = True,
-    on_ranks: str = "python -m xtrain.ddp",
 ) -> Callable:
     """Decorate a command's main(arguments=None) -> exit code.
 
@@ -109,7 +108,6 @@ def command(
     interrupted: what Ctrl-C prints, with exit code 130.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
     one_process: refuse to be started several times by mpirun, srun or torchrun.
-    on_ranks: the command that may be.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -119,8 +117,8 @@ def command(
             if launcher is not None and launcher.world > 1:
                 refuse_once(
                     f"{name}: {launcher.name} started {launcher.world} processes ({launcher.variable}), but this command "
-                    f"is one process: start it without a launcher, or train on several ranks with "
-                    f"`mpirun -n {launcher.world} {on_ranks}`"
+                    "is one process: start it without a launcher, or train on several ranks with "
+                    f"`mpirun -n {launcher.world} xtrain train`"
                 )
                 return 2
             try:

@@ -120,6 +120,11 @@ HINTS = {  # options that xtrain does not have -> what to do
     "trackio": "use --log trackio",
     "tensorboard": "use --log tensorboard",
     "dropout": "there is no dropout: leave it out",
+    "tokenizer": "the model has one: leave it out",
+    "vocab-size": "the model's tokenizer decides it: leave it out",
+    "preset": "the model has its shape: leave it out",
+    "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out",
+    "graph": "a step of this command cannot be captured in a CUDA graph: leave it out",
     "stream-output": "use --stream",
     "load-in-8bit": "use --weights int8",
     "load-in-4bit": "4-bit weights are not supported: use --weights int8",
@@ -145,7 +150,8 @@ def parse(
 
 def translated(kind: type, arguments: list[str]) -> list[str]:
     """The arguments in xtrain's words. Raises UserError for an option that does not exist."""
-    types = {name.replace("_", "-"): t for name, t in typing.get_type_hints(kind).items()}
+    hints = typing.get_type_hints(kind)
+    types = {f.name.replace("_", "-"): hints[f.name] for f in dataclasses.fields(kind)}
     fields = [f.name.replace("_", "-") for f in dataclasses.fields(kind)]
     known = [*fields, *(f"no-{name}" for name in fields if types[name] is bool), "help"]
     found: list[str] = []

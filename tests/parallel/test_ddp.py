@@ -18,8 +18,9 @@ from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import ALIGN, arena_unit
-from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
-from xtrain.training.single_process import SINGLE_PROCESS
+from xtrain.parallel.ddp import STAGES, buckets
+from xtrain.run_options import DP_STAGES
+from xtrain.train import train
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "data" / "grammar.txt"
@@ -322,8 +323,7 @@ def test_help_does_not_start_mpi(environment):
 
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        config = ParallelConfig(data="nowhere", bucket_mb=0)
-        train_parallel(config, SINGLE_PROCESS, write_report=print)
+        train(TrainConfig(data="nowhere", bucket_mb=0))
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start
@@ -414,11 +414,15 @@ def test_a_parameter_used_more_often_than_before_is_noticed():
         sync.backward(model.loss(ids, ids) + model.loss(ids, ids), True)
 
 
+def test_the_names_of_the_stages():
+    assert tuple(STAGES) == DP_STAGES
+
+
 def test_shares_of_a_batch():
     config, _ = resolve(TrainConfig(preset="tiny", batch=12), False, world=3)
     assert config.micro_batch == 4
     with pytest.raises(UserError, match="not a multiple of the 8 ranks"):
-        resolve(ParallelConfig(preset="tiny", batch=12), False, world=8)
+        resolve(TrainConfig(preset="tiny", batch=12), False, world=8)
 
 
 def test_cast_into():

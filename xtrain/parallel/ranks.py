@@ -17,7 +17,7 @@ import numpy as np
 from .. import machine
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
-from ..training.single_process import SingleProcess
+from ..training.single_process import SINGLE_PROCESS, SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
 # What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured with 1 to 16 ranks.
@@ -104,8 +104,19 @@ class Ranks(SingleProcess):
             )
 
 
+def launched() -> SingleProcess:
+    """Return the ranks that mpirun (or srun) started; a SingleProcess, without loading MPI, if it is only one.
+
+    Raises UserError like `connect`.
+    """
+    launcher = machine.launcher()
+    if launcher is None or launcher.is_one_process:
+        return SINGLE_PROCESS
+    return connect()
+
+
 def connect() -> Ranks:
-    """The ranks that mpirun (or srun) started.
+    """Return the ranks of MPI's COMM_WORLD.
 
     Raises UserError if there is no MPI library, if it is not the launcher's, or if /dev/shm is too small for it.
     """
@@ -164,7 +175,7 @@ def check_launcher(library: str, world: int | None, environment: Mapping[str, st
             f"choose what {uses} understands with --mpi (`srun --mpi=list`), or use its own mpirun"
         )
     elif launcher.name == "torchrun":
-        remedy = f"use `mpirun -n {n} python -m xtrain.ddp`"
+        remedy = f"use `mpirun -n {n} xtrain train`"
     raise UserError(
         f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in which every rank is alone: "
         f"{remedy}; `python -m xtrain.doctor` checks which mpirun fits"

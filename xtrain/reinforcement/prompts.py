@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.batches import Shuffled
+from ..data.batches import Batch, Shuffled
 from ..data.chat_template import ChatTemplate
 from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
@@ -97,12 +97,13 @@ class Prompts:
         """Which prompts each step has: in every epoch all of them, in another order."""
         return Shuffled(len(self.train), B // self.group, T, seed, rank, world)
 
-    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, ...]]:
+    def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
         """The prompts that are held out, as rows of ids and targets (B, longest of the batch); at most n batches of B."""
         found = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
         rows = [Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in found]  # fmt: skip
         groups = [rows[i : i + B] for i in range(0, len(rows), B)]
-        return [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1)[:2] for g in groups]
+        batches = [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1) for g in groups]
+        return [batch._replace(starts=None) for batch in batches]
 
 
 # ----------------------------------------------------------------------------- rewards

@@ -82,7 +82,8 @@ def write(folders: list[Path], out: Path | None = None) -> Path:
 def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
     """Write sentence.json and the page of a training run that has just ended. An error is only a warning: the run is saved."""
     try:
-        ((ids, _, *starts),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        (arrays,) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        ids, _, *starts = (x for x in arrays if x is not None)
         if starts:  # the first of several documents
             ids = ids[:, starts[0][0] == 0]
         write_sentence(folder, look(run.model, run.corpus.tokenizer, ids[0].tolist(), run.done))

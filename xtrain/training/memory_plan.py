@@ -27,6 +27,7 @@ import numpy as np
 
 from .. import device
 from ..config import ModelConfig, TrainConfig
+from ..data.batches import Batch
 from ..kernels.gemm import WORKSPACE
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.autograd import Tensor
@@ -487,9 +488,9 @@ def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimiz
 
 def _step(run):
     c, zeros = run.config, device.cupy().zeros
-    batch = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
+    batch = Batch(*(zeros((c.batch, c.seq_len), np.int32) for _ in range(2)))
     hyper = device.to_device(run.optimizer.advance(), "gpu")
-    run.train_step(hyper, zeros(1, np.float32), *batch)
+    run.train_step(hyper, zeros(1, np.float32), batch)
 
 
 def parameters(config: ModelConfig) -> int:

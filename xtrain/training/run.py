@@ -3,15 +3,16 @@
 import functools
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .. import blas
-from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig
+from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig, may_change
+from ..data.batches import Batch
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, free_cached, to_device, to_numpy
 from ..errors import UserError
@@ -31,7 +32,13 @@ from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
-from .single_process import SINGLE_PROCESS, SingleProcess
+
+Rows = TypeVar("Rows", bound=NamedTuple)  # Batch, or another one that has ids and targets
+
+
+def each_array(batch: Rows, function: Callable[[Any], Any]) -> Rows:
+    """Return the batch with the results of the function in place of its arrays."""
+    return type(batch)(*(None if array is None else function(array) for array in batch))
 
 
 @dataclass(frozen=True)
@@ -50,32 +57,39 @@ class Run:
     """Model, optimizer and data of one training run, and the training step.
 
     Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate` or `sample`
-    (lessons/howto/change_the_model.md). With several ranks: parallel.ddp.ParallelRun.
+    (lessons/howto/change_the_model.md).
 
-    done: steps so far.  val_loss: (step, loss) of the last validation.  skipped: skipped steps, as far as the host has read
-    the numbers.  beat(), rest(): tell a watchdog that the run makes progress, and that training is over.
+    parallel: how the steps are divided among the ranks: a SingleDevice, the default, or a DataParallel.
+    done: steps so far.
+    val_loss: (step, loss) of the last validation.
+    skipped: skipped steps, as far as the host has read the numbers.
     """
+
+    command = "train"  # the command that can continue the run
 
     def __init__(
         self,
         config: ResolvedConfig,
         model: Transformer,
         corpus: Corpus,
-        ranks: SingleProcess = SINGLE_PROCESS,
+        parallel: SingleDevice | None = None,
     ):
         c = config
-        self.config, self.model, self.corpus, self.ranks = config, model, corpus, ranks
-        self.parallel = self.make_parallel()
+        self.config = config
+        self.model = model
+        self.corpus = corpus
+        self.parallel = parallel or SingleDevice()
+        self.parallel.attach(config, model)
+        self.ranks = ranks = self.parallel.ranks
         self.optimizer = self.make_optimizer()
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
         self.val_loss: tuple[int, float] | None = None
         # skipped steps in a row: counted on the device, and the value that the host has read
         self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
-        self.skips_in_a_row_read = self.skipped = 0
+        self.skips_in_a_row_read = 0
+        self.skipped = 0
         self.host_copies = HostCopies()
-        self.beat: Callable[[], None] = lambda: None
-        self.rest: Callable[[], None] = lambda: None
         self.phase_timer = NoPhaseTimer()
         captured = c.graph and model.device != "cpu"
         self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
@@ -83,8 +97,9 @@ class Run:
 
     @property
     def program(self) -> str:
-        """The command that continues the run, without its options."""
-        return "python -m xtrain.train"
+        """The command line that continues the run, without its options."""
+        launcher = f"mpirun -n {self.ranks.world} " if self.ranks.world > 1 else ""
+        return f"{launcher}python -m xtrain.{self.command}"
 
     def make_optimizer(self) -> AdamW:
         """AdamW or Muon with the options of this run."""
@@ -98,14 +113,10 @@ class Run:
         )
         return self.parallel.make_optimizer(c.optimizer, **options)
 
-    def make_parallel(self) -> SingleDevice:
-        """How this run's steps are divided among the ranks."""
-        return SingleDevice(self.config, self.model, self.ranks)
-
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
         """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
-        self.beat()
+        self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
         if self.to_compile:
@@ -119,16 +130,16 @@ class Run:
         counts = None if fp8 is None else fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
-    def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
+    def update(self, batch: Any) -> tuple[Array, Array]:
         """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
-        inv_count = self.parallel.inverse_target_count(batch[1])
+        inv_count = self.parallel.inverse_target_count(batch.targets)
         self.phase_timer.begin("step")
         self.optimizer.lr = self.learning_rate()
         hyper = self.optimizer.advance()
-        return self.on_device(hyper, inv_count, *batch)  # eager, or a CUDA graph
+        return self.on_device(hyper, inv_count, batch)  # eager, or a CUDA graph
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
-    def train_step(self, hyper: Array, inv_count: Array, *batch: Array) -> tuple[Array, Array]:
+    def train_step(self, hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, Array]:
         """The part of a step that runs on the device. It reads no value back, so a CUDA graph can capture it.
 
         hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).  batch: see `next_batch`.
@@ -136,9 +147,9 @@ class Run:
         """
         self.model.zero_grad()
         losses = []
-        for rows, last in self.micro_batches(batch[0].shape[0]):
+        for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
-            loss = self.loss([x[rows] for x in batch], inv_count)
+            loss = self.loss(part, inv_count)
             self.phase_timer.begin("backward")
             self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
             losses.append(loss.data.reshape(1))
@@ -150,7 +161,7 @@ class Run:
         self.optimizer.apply(hyper, factor)
         return total, norm
 
-    def noted_step(self, batch: Sequence[np.ndarray]) -> dict[tuple, Specialization]:
+    def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
         """What a step with this batch launches and has not been compiled. Its kernels do not run; only gradients change.
 
         Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
@@ -161,7 +172,7 @@ class Run:
         fp8 = self.model.fp8
         ready = fp8 is not None and fp8.ready
         with note_launches() as found:
-            self.eagerly(hyper, inv_count, *batch)
+            self.eagerly(hyper, inv_count, batch)
         if fp8 is not None:
             fp8.ready = ready
         free_cached(self.model.device)
@@ -183,21 +194,25 @@ class Run:
         """The tokens of a step, of all ranks."""
         return self.config.batch * self.config.seq_len
 
-    def loss(self, batch: Sequence[Array], *inv_count: Array) -> Tensor:
-        """The loss of a micro-batch. batch: some rows of `next_batch`.  inv_count: as in `train_step`; none: of these rows."""
-        ids, targets, *starts = batch
-        documents = {"starts": starts[0]} if starts else {}
-        return self.model.loss(ids, targets, *inv_count, **documents)
+    def loss(self, batch: Any, inv_count: Array | None = None) -> Tensor:
+        """Return the loss of a micro-batch.
 
-    def micro_batches(self, batch: int) -> Iterator[tuple[slice, bool]]:
-        """-> (rows of a micro-batch, is it the last one?)"""
-        for start in range(0, batch, self.config.micro_batch):
+        batch: some rows of `next_batch`.
+        inv_count: as in `train_step`; None: of these rows.
+        """
+        return self.model.loss(batch.ids, batch.targets, inv_count, batch.starts)
+
+    def micro_batches(self, batch: Rows) -> Iterator[tuple[Rows, bool]]:
+        """Yield (a micro-batch of the batch, is it the last one?)."""
+        n = len(batch.ids)
+        for start in range(0, n, self.config.micro_batch):
             end = start + self.config.micro_batch
-            yield slice(start, end), end >= batch
+            yield each_array(batch, lambda x, start=start, end=end: x[start:end]), end >= n
 
-    def eagerly(self, *inputs: np.ndarray) -> tuple[Array, Array]:
-        """`train_step`, kernel by kernel."""
-        return self.train_step(*(to_device(x, self.model.device) for x in inputs))
+    def eagerly(self, hyper: np.ndarray, inv_count: np.ndarray, batch: Rows) -> tuple[Array, Array]:
+        """Run `train_step` kernel by kernel."""
+        move = lambda x: to_device(x, self.model.device)
+        return self.train_step(move(hyper), move(inv_count), each_array(batch, move))
 
     def learning_rate(self) -> float:
         """Learning rate of the next step; self.done steps have been made."""
@@ -205,12 +220,13 @@ class Run:
         decay = Decay(c.decay_fraction, c.decay_shape) if c.schedule == "wsd" else COSINE
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio, decay)
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets (batch / ranks, T), and if a row holds several documents, their starts (Transformer.loss).
+    def next_batch(self) -> Any:
+        """Return this rank's rows of the next batch.
 
-        A derived class may return more arrays of as many rows, if its `loss` reads them.
+        A derived class may return another NamedTuple, of `ids`, `targets` and more arrays of as many rows, if its `loss`
+        reads them.
         """
-        return self.loader.next_batch()
+        return Batch(*self.loader.next_batch())
 
     # ------------------------------------------------------------------------- measurements
     def layer_norms(self) -> dict[str, float]:
@@ -235,14 +251,15 @@ class Run:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
         c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0.0, 0.0
         share = c.batch // ranks.world
-        for batch in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
-            for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
-                self.beat()
-                rows = [x[i : i + c.micro_batch] for x in batch]
-                counted = rows[1][rows[1] != IGNORE]
+        own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
+        for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
+            batch = each_array(Batch(*arrays), lambda x: x[own_rows])
+            for part, _ in self.micro_batches(batch):
+                self.parallel.report_progress()
+                counted = part.targets[part.targets != IGNORE]
                 if not counted.size:  # the last batch may have fewer rows
                     continue
-                nats += self.loss(rows).item() * counted.size
+                nats += self.loss(part).item() * counted.size
                 tokens += counted.size
                 lengths += int(self.corpus.token_lengths[counted].sum())
         nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
@@ -269,8 +286,7 @@ class Run:
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
         """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
-        # only a ParallelConfig has grad_comm
-        options = {name: getattr(self.config, name, "fp32") for name in self.config.resume_keys()}
+        options = {name: getattr(self.config, name) for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
         variation = {"variation": self.model.variation} if self.model.variation else {}
@@ -296,7 +312,7 @@ class Run:
 
         log_lengths: {file name: bytes}, to which a run that resumes from here cuts the files back.
         """
-        self.beat()
+        self.parallel.report_progress()
         with self.parallel.full_moments(self.optimizer) as moments:
             if self.ranks.rank > 0:
                 return None
@@ -359,11 +375,7 @@ class Run:
                 "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
             )
         # no option can make the weights fit another shape, or adapters of another rank
-        if (
-            may
-            and not changed.keys() & set(SHAPES)
-            and self.config.may_change().issuperset(changed)
-        ):
+        if may and not changed.keys() & set(SHAPES) and may_change(self.config).issuperset(changed):
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
@@ -377,9 +389,12 @@ class Run:
         gc.collect()
         self.loader.position -= (self.done - step + 1) * self.loader.B
         batch = self.next_batch()
-        inv_count = self.parallel.inverse_target_count(batch[1])
-        inputs = [to_device(x, self.model.device) for x in (inv_count, *batch)]
-        found = self.ranks.gather(first_nonfinite(self.model, lambda: self._gradients(*inputs)))
+        move = lambda x: to_device(x, self.model.device)
+        inv_count = move(self.parallel.inverse_target_count(batch.targets))
+        batch = each_array(batch, move)
+        found = self.ranks.gather(
+            first_nonfinite(self.model, lambda: self._gradients(inv_count, batch))
+        )
         for rank, where in enumerate(found):
             if where is not None:
                 return where if len(found) == 1 else f"rank {rank}: {where}"
@@ -390,12 +405,11 @@ class Run:
         )
 
     @np.errstate(all="ignore")
-    def _gradients(self, inv_count, *batch):
-        """Forward and backward of `train_step`, without communication."""
+    def _gradients(self, inv_count, batch):
+        """Run forward and backward of `train_step`, without communication."""
         self.model.zero_grad()
-        for rows, _ in self.micro_batches(batch[0].shape[0]):
-            loss = self.loss([x[rows] for x in batch], inv_count)
-            self.parallel.backward(loss, last=False)
+        for part, _ in self.micro_batches(batch):
+            self.parallel.backward(self.loss(part, inv_count), last=False)
 
     def close(self) -> None:
         """Release the captured steps, then the communicator that they use."""
@@ -407,9 +421,23 @@ class Run:
 def capture(
     train_step: Callable[..., tuple[Array, ...]], arena: Arena
 ) -> Callable[..., tuple[Array, ...]]:
-    """train_step as a CUDA graph. Its results are copied, because the next replay overwrites them."""
-    graphed = Graphed(train_step, arena)
-    return lambda *inputs: tuple(x.copy() for x in graphed(*inputs))
+    """Return train_step as CUDA graphs, one for each kind and shape of batch.
+
+    Its results are copied, because the next replay overwrites them.
+    """
+
+    def step_of(kind, names, hyper, inv_count, *arrays):
+        return train_step(hyper, inv_count, kind(**dict(zip(names, arrays))))
+
+    graphed = Graphed(step_of, arena)
+
+    def replay(hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, ...]:
+        arrays = {name: x for name, x in batch._asdict().items() if x is not None}
+        variant = (type(batch), tuple(arrays))
+        results = graphed(hyper, inv_count, *arrays.values(), variant=variant)
+        return tuple(x.copy() for x in results)
+
+    return replay
 
 
 def _group(name):

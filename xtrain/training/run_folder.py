@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..cli import say
-from ..config import ModelConfig, ResolvedConfig, TrainConfig, preset_name
+from ..config import ModelConfig, ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import device_name, resolve_device
 from ..errors import UserError
@@ -27,13 +27,14 @@ from ..formats import saved_runs
 from ..formats.manifest import MANIFEST
 from ..formats.saved_runs import Saved
 from ..json_files import read_json
+from ..run_options import RunOptions
 from ..version import VERSION
 from .single_process import SINGLE_PROCESS, SingleProcess
 
 LEFT_OUT_SHOWN = 5  # files that are not used, named on the terminal
 GIT_SECONDS = 10  # a commit is worth no longer wait
 COMPILERS = ("numba", "numba-cuda", "numba-cuda-mlir")  # of the kernels
-Options = TypeVar("Options", bound=TrainConfig)
+Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ class RunFolder:
     contents: tuple[str, ...] = ()
     first_options: dict[str, Any] = field(default_factory=dict)
 
-    def tokenizer(self, config: TrainConfig) -> str | None:
-        """The tokenizer.json to use, None to train one. A run keeps its checkpoint's, unless --tokenizer names another."""
-        same = config.tokenizer in (None, self.first_options.get("tokenizer"))
+    def tokenizer(self, given: str | None) -> str | None:
+        """Return the tokenizer.json to use, None to train one.
+
+        A run keeps its checkpoint's, unless --tokenizer names another.
+        given: --tokenizer.
+        """
+        same = given in (None, self.first_options.get("tokenizer"))
         if self.saved is None or not same:
-            return config.tokenizer
+            return given
         return str(self.saved.folder / "tokenizer.json")
 
 
@@ -70,7 +75,7 @@ def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]
             warn(f"{path} holds no checkpoint yet: the run starts from its beginning")
         else:
             saved = saved_runs.newest(path, warn)
-        return RunFolder(path, saved, contents, _stored_options(path, TrainConfig) or {})
+        return RunFolder(path, saved, contents, _stored_options(path, type(config)) or {})
     if name is not None and _contents(path):
         raise UserError(
             f"{path} already exists: add --resume to continue that run, or choose another --name"
@@ -119,15 +124,19 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
 
     Raises UserError if --vocab-size asks for another tokenizer.
     """
-    saved, first = folder.saved, folder.first_options
+    saved = folder.saved
+    first = folder.first_options
     if saved is None:
         return config
-    init, was = config.init or first.get("init"), first.get("vocab_size", config.vocab_size)
-    if not init and folder.tokenizer(config) != config.tokenizer and config.vocab_size != was:
-        raise UserError(
-            f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: omit --vocab-size, because a run keeps "
-            "its tokenizer"
-        )
+    init = config.init or first.get("init")
+    if not init and isinstance(config, TrainConfig):
+        was = first.get("vocab_size", config.vocab_size)
+        keeps_tokenizer = folder.tokenizer(config.tokenizer) != config.tokenizer
+        if keeps_tokenizer and config.vocab_size != was:
+            raise UserError(
+                f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: omit --vocab-size, "
+                "because a run keeps its tokenizer"
+            )
     precision = config.precision
     if precision == "auto":
         precision = saved.state["options"].get("precision")
@@ -165,10 +174,10 @@ def parse_options(
     return replace(config, allow_change=(*config.allow_change, *same))
 
 
-def to_resume(config: TrainConfig) -> Path:
+def to_resume(config: RunOptions) -> Path:
     """The folder of the run that --resume continues."""
     gpu = resolve_device(config.device) == "gpu"
-    first = Path(config.out) / (config.name or preset_name(config, gpu))
+    first = Path(config.out) / (config.name or config.default_name(gpu))
     return _last_path(first, config.name)
 
 
@@ -310,16 +319,16 @@ def _last_path(first: Path, name: str | None) -> Path:
     return path
 
 
-def _stored_options(path: Path, kind: type[TrainConfig]) -> dict[str, Any] | None:
+def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None:
     """The options in config.json that `kind` has and whose type is right; None if there are none."""
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
         if isinstance(options, dict):
             hints = get_type_hints(kind)
-            found = {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
-            return {
-                n: tuple(x) if isinstance(x, list) else x for n, x in found.items()
-            } | _one_path(options)
+            names = {f.name for f in fields(kind)} & set(options)
+            kept = {n: options[n] for n in names if _has_type(options[n], hints[n])}
+            tuples = {n: tuple(x) for n, x in kept.items() if isinstance(x, list)}
+            return kept | tuples | _one_path(options)
     return None
 
 

@@ -1,15 +1,16 @@
 """The training step on one device. `parallel.ddp.DataParallel` divides it among ranks.
 
-`Run.train_step` calls these methods where ranks have to communicate, so the same step runs on one device and on many.
+A Run is given one of the two. Where ranks have to communicate, `loop.train` and `Run.train_step` call its methods, so
+the same step runs on one device and on many.
 """
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import TrainConfig
+from ..config import ResolvedConfig
 from ..device import Array
 from ..formats.saved_runs import Saved
 from ..kernels.cross_entropy import IGNORE
@@ -17,16 +18,42 @@ from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.optim import OPTIMIZERS, AdamW, clip
 from . import checkpoint
-from .single_process import SingleProcess
+from .single_process import SINGLE_PROCESS, SingleProcess
+
+if TYPE_CHECKING:
+    from .run import Run
 
 
 class SingleDevice:
     """Every array is whole on this device and nothing is communicated. The base class of `DataParallel`."""
 
+    ranks: SingleProcess = SINGLE_PROCESS
     sharded = False  # is the optimizer state divided among the ranks (ZeRO-1)?
 
-    def __init__(self, config: TrainConfig, model: Transformer, ranks: SingleProcess):
-        self.config, self.model, self.ranks = config, model, ranks
+    # ------------------------------------------------------------------------- the course of a run
+    def begin(self, config: Any) -> None:
+        """Check that all ranks have the same options, and choose this rank's GPU. Raises UserError."""
+
+    def check_data(self, corpus: Any) -> None:
+        """Raises UserError, on every rank, if the ranks do not read the same data."""
+
+    def attach(self, config: ResolvedConfig, model: Transformer) -> None:
+        """Prepare for the steps of this model. The Run calls it."""
+        self.config = config
+        self.model = model
+
+    def watch(self, run: "Run") -> contextlib.AbstractContextManager:
+        """Return a context in which a run that makes no progress is ended."""
+        return contextlib.nullcontext()
+
+    def report_progress(self) -> None:
+        """Tell the watchdog that the run makes progress."""
+
+    def stop_watchdog(self) -> None:
+        """Training is over: what follows may take long."""
+
+    def close(self) -> None:
+        """Release the communicator. No captured step may use it any more."""
 
     # ------------------------------------------------------------------------- in the step
     def inverse_target_count(self, targets: np.ndarray) -> np.ndarray:
@@ -57,9 +84,6 @@ class SingleDevice:
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
         """Additional fields for a line of timing.jsonl."""
         return {}
-
-    def close(self) -> None:
-        """Release the communicator. No captured step may use it any more."""
 
     # ------------------------------------------------------------------------- optimizer state
     def make_optimizer(self, name: str, **options: Any) -> AdamW:

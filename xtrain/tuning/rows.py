@@ -12,15 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..data.batches import Shuffled
+from ..data.batches import Batch, Shuffled
 from ..kernels.cross_entropy import IGNORE
 from .examples import Example
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-
-def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Arrays:
-    """One row per group of examples -> ids, targets, starts (rows, T) int32. The inputs of a group must fit into T."""
+def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Batch:
+    """Return one row of T tokens per group of examples. The inputs of a group must fit into T."""
     ids = np.zeros((len(groups), T), np.int32)
     targets, starts = np.full_like(ids, IGNORE), np.zeros_like(ids)
     for row, group in enumerate(groups):
@@ -32,7 +30,7 @@ def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Arrays:
             starts[row, at:end] = at
             at = end
         starts[row, at:] = at
-    return ids, targets, starts
+    return Batch(ids, targets, starts)
 
 
 def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
@@ -57,7 +55,8 @@ def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
 class RowLoader(Shuffled):
     """Endless shuffled batches of rows.
 
-    groups: which examples each row holds.  packed: batches have a third array, `starts`.
+    groups: which examples each row holds.
+    packed: several; batches have `starts`.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class RowLoader(Shuffled):
         super().__init__(len(groups), B, T, seed, rank, world)
         self.examples, self.groups, self.packed = examples, groups, packed
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets, and if packed starts: (B / world, T) int32"""
+    def next_batch(self) -> Batch:
+        """Return the next batch: (B / world, T)."""
         chosen = [self.groups[self.order(e)[w]] for e, w in self.next_windows()]
-        arrays = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
-        return arrays if self.packed else arrays[:2]
+        batch = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
+        return batch if self.packed else batch._replace(starts=None)
