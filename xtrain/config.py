@@ -1,6 +1,8 @@
-"""Configuration: the shape of a model and the options of a training run, as frozen dataclasses with units on every field.
+"""Configuration: the shape of a model and the options of a training run, as frozen dataclasses with
+units on every field.
 
-The command line (`python -m xtrain.train --help`) is generated from TrainConfig; checkpoints store both as JSON.
+The command line (`python -m xtrain.train --help`) is generated from TrainConfig; checkpoints store
+both as JSON.
 """
 
 import numbers
@@ -34,9 +36,22 @@ FEATURES = (
 )  # of ModelConfig, in which families of models differ
 FAMILIES = {"Llama": "", "Qwen3": "qk_norm", "Qwen2": "qkv_bias", "SmolLM3": "no_rope_layers"}
 # Fields of ModelConfig on which the shapes of tensors depend.
-SHAPES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "qk_norm", "qkv_bias", "tie_embeddings")  # fmt: skip
+SHAPES = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "qk_norm",
+    "qkv_bias",
+    "tie_embeddings",
+)
 LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
-VOCAB_MULTIPLE = 128  # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times slower
+# the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times
+# slower
+VOCAB_MULTIPLE = 128
 SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
     "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
@@ -47,7 +62,8 @@ DERIVED: Any = None  # default of a field that __post_init__ computes from the o
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder: of a Llama, or of another family (FAMILIES) by its features. Raises UserError on an invalid shape."""
+    """Shape of a decoder: of a Llama, or of another family (FAMILIES) by its features. Raises
+    UserError on an invalid shape."""
 
     vocab_size: int  # V, tokens
     dim: int  # C, width of the residual stream
@@ -78,7 +94,8 @@ class ModelConfig:
         if self.head_dim is None:
             need(
                 self.dim % self.n_heads == 0,
-                f"dim {self.dim} is not divisible by n_heads {self.n_heads}: choose a divisor or give head_dim",
+                f"dim {self.dim} is not divisible by n_heads {self.n_heads}: choose a divisor or "
+                "give head_dim",
             )
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         if self.hidden_dim is None:
@@ -96,7 +113,8 @@ class ModelConfig:
         )
         need(
             self.head_dim <= 256,
-            f"head_dim {self.head_dim} is larger than 256, the widest head that the kernels support",
+            f"head_dim {self.head_dim} is larger than 256, the widest head that the kernels "
+            "support",
         )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
@@ -165,7 +183,8 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """The models of transformers that have these features: a key of FAMILIES; "" if none has all of them.
+        """The models of transformers that have these features: a key of FAMILIES; "" if none has
+        all of them.
 
         A window is Mistral's, in all layers; or, in some or all layers, that of the others.
         """
@@ -177,7 +196,9 @@ class ModelConfig:
 
     def window(self, layer: int) -> int:
         """The sliding window of a layer, 0 for none."""
-        return 0 if layer in self.full_attention_layers else self.sliding_window
+        if layer in self.full_attention_layers:
+            return 0
+        return self.sliding_window
 
     @property
     def features(self) -> str:
@@ -186,25 +207,29 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table and of the head in memory; those from vocab_size on are zero and stay zero."""
+        """Rows of the embedding table and of the head in memory; those from vocab_size on are zero
+        and stay zero."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def rope_type(self) -> str:
-        """The type of RoPE scaling, a key of ROPE_SCALINGS. (Older configs call the field `type`.)"""
+        """The type of RoPE scaling, a key of ROPE_SCALINGS. (Older configs call the field
+        `type`.)"""
         scaling = self.rope_scaling or {}
         return scaling.get("rope_type", scaling.get("type", "default"))
 
     @property
     def context(self) -> int:
-        """Longest sequence that the model accepts: max_seq_len, and with dynamic RoPE scaling `factor` times that.
+        """Longest sequence that the model accepts: max_seq_len, and with dynamic RoPE scaling
+        `factor` times that.
 
         With YaRN at least `factor` times the length for which the model was trained before.
         """
         if self.rope_scaling is None or self.rope_type not in ("dynamic", "yarn"):
             return self.max_seq_len
         trained = self.rope_scaling.get("original_max_position_embeddings", self.max_seq_len)
-        trained = self.max_seq_len if self.rope_type == "dynamic" else trained
+        if self.rope_type == "dynamic":
+            trained = self.max_seq_len
         return max(self.max_seq_len, int(min(self.rope_scaling["factor"], 2**31) * trained))
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,7 +238,8 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The opposite of `to_dict`. Raises UserError that names every unknown and every missing key."""
+        """The opposite of `to_dict`. Raises UserError that names every unknown and every missing
+        key."""
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - names)
         missing = sorted({"vocab_size", "dim", "n_layers", "n_heads"} - set(values))
@@ -262,9 +288,11 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
     strict_data: bool = False
     # vocabulary size of the tokenizer that is trained on the text; none: the preset's
     vocab_size: int | None = None
-    # use this tokenizer.json, or that of a folder, instead of training one; none: with --init the model's own
+    # use this tokenizer.json, or that of a folder, instead of training one; none: with --init the
+    # model's own
     tokenizer: str | None = None
-    # read the text and its token cache and compare checksums, even if sizes and times say that nothing has changed
+    # read the text and its token cache and compare checksums, even if sizes and times say that
+    # nothing has changed
     verify_data: bool = False
 
     def validate(self) -> None:
@@ -274,7 +302,8 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         given = [name for name in SHAPE_OPTIONS if getattr(self, name) is not None]
         need(
             not (given and self.init and not self.resume),
-            f"{', '.join(map(option_name, given))} cannot be given with --init: the model has the shape of that folder",
+            f"{', '.join(map(option_name, given))} cannot be given with --init: the model has the "
+            "shape of that folder",
         )
         need(self.tokenizer != "", "--tokenizer is empty: give a path, or omit the option")
 
@@ -285,7 +314,8 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         return "dim384" if gpu else "tiny"
 
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":
-        """Return the config with the options that its preset decides, and the shape of a new model without its vocabulary."""
+        """Return the config with the options that its preset decides, and the shape of a new model
+        without its vocabulary."""
         name = self.default_name(gpu)
         presets = ", ".join(PRESETS)
         need(name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {presets}")
@@ -301,7 +331,8 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
 
 
 class ResolvedConfig(TrainConfig):
-    """The type of a config after `resolve`: these fields are no longer None. (For type checkers; never instantiated.)"""
+    """The type of a config after `resolve`: these fields are no longer None. (For type checkers;
+    never instantiated.)"""
 
     name: str
     steps: int
@@ -319,7 +350,8 @@ class ResolvedConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Preset:
-    """A named model shape and the training options that suit it. The tokenizer determines the vocabulary size."""
+    """A named model shape and the training options that suit it. The tokenizer determines the
+    vocabulary size."""
 
     model: dict[str, Any]
     train: dict[str, Any]
@@ -358,7 +390,8 @@ def may_change(config: RunOptions) -> set[str]:
 
 
 def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConfig, dict[str, Any]]:
-    """Return the config with every None filled from its preset, and the shape of a new model without its vocabulary.
+    """Return the config with every None filled from its preset, and the shape of a new model
+    without its vocabulary.
 
     gpu: is the run on a GPU?
     world: ranks that share a batch.
@@ -369,13 +402,15 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
     for name in config.allow_change:
         need(
             name.replace("-", "_") in known,
-            f"--allow-change {repr(name)[1:-1]} is not known: choose from {', '.join(sorted(known))}",
+            f"--allow-change {repr(name)[1:-1]} is not known: choose from "
+            f"{', '.join(sorted(known))}",
         )
     filled, shape = config.filled(gpu)
     steps, batch = filled.steps, filled.batch
     need(
         config.resume or not filled.warmup or filled.warmup <= steps - 2,
-        f"--warmup {filled.warmup} leaves no steps of --steps {steps} for the decay of the learning rate: "
+        f"--warmup {filled.warmup} leaves no steps of --steps {steps} for the decay of the "
+        "learning rate: "
         f"give at most {max(0, steps - 2)}",
     )  # earlier versions accepted it: such a run can be resumed
     need(

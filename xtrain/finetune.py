@@ -1,7 +1,8 @@
 """Fine-tune a model on conversations:   python -m xtrain.finetune --init FOLDER --data chats.jsonl
 
-Each line of the data has "messages" as OpenAI and Hugging Face write them, "prompt" and "completion", or "text". Trained are
-the assistant's turns, the completion, or everything. lessons/howto/finetune.md describes it.
+Each line of the data has "messages" as OpenAI and Hugging Face write them, "prompt" and
+"completion", or "text". Trained are the assistant's turns, the completion, or everything.
+lessons/howto/finetune.md describes it.
 
     several GPUs         mpirun -n 4 python -m xtrain.finetune --init FOLDER --data chats.jsonl
 """
@@ -23,7 +24,8 @@ from .tuning.finetune import FinetuneConfig
 def finetune(
     config: FinetuneConfig, console: Console | None = None, parallel: SingleDevice | None = None
 ) -> Path:
-    """Make a whole run, with its report, and return its folder. Raises UserError on anything that the user can fix.
+    """Make a whole run, with its report, and return its folder. Raises UserError on anything that
+    the user can fix.
 
     parallel: a DataParallel for several ranks, each of which must call this.
     """

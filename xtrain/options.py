@@ -2,9 +2,10 @@
 
     options = parse(Options, "python -m xtrain.train", __doc__, arguments)
 
-`tyro` makes the options from a dataclass. Before it reads them, `translated` replaces names and values that other programs have
-for the same thing (--learning-rate, --batch_size, --device cuda, 1e3 for a whole number), and answers an option that does not
-exist with one sentence that names the right one.
+`tyro` makes the options from a dataclass. Before it reads them, `translated` replaces names and
+values that other programs have for the same thing (--learning-rate, --batch_size, --device cuda,
+1e3 for a whole number), and answers an option that does not exist with one sentence that names the
+right one.
 """
 
 import dataclasses
@@ -24,9 +25,12 @@ Options = TypeVar("Options")
 OTHER_NAMES = {  # xtrain's name -> what others call it
     "lr": "learning-rate max-lr peak-lr",
     "batch": "batch-size global-batch-size train-batch-size bs",
-    "micro-batch": "micro-batch-size device-batch-size per-device-batch-size per-device-train-batch-size",
-    "steps": "max-steps num-steps n-steps train-steps total-steps max-iters num-iterations iterations iters",
-    "seq-len": "block-size sequence-length seq-length context-length context max-length max-seq-len max-seq-length length",
+    "micro-batch": "micro-batch-size device-batch-size per-device-batch-size "
+    "per-device-train-batch-size",
+    "steps": "max-steps num-steps n-steps train-steps total-steps max-iters num-iterations "
+    "iterations iters",
+    "seq-len": "block-size sequence-length seq-length context-length context max-length "
+    "max-seq-len max-seq-length length",
     "precision": "dtype torch-dtype",
     "weights": "quantization quantize quant weight-dtype",
     "kv-cache": "kv-cache-dtype cache-dtype kv-dtype kv-quant",
@@ -94,8 +98,10 @@ PATHS = ("data", "val-data")  # an unset variable of the shell must not become a
 HINTS = {  # options that xtrain does not have -> what to do
     "epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
     "num-train-epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
-    "gradient-accumulation-steps": "give the sequences of one forward pass with --micro-batch, and of a step with --batch",
-    "accumulate": "give the sequences of one forward pass with --micro-batch, and of a step with --batch",
+    "gradient-accumulation-steps": "give the sequences of one forward pass with --micro-batch, "
+    "and of a step with --batch",
+    "accumulate": "give the sequences of one forward pass with --micro-batch, and of a step with "
+    "--batch",
     "gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
     "num-gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
     "nproc-per-node": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
@@ -112,8 +118,10 @@ HINTS = {  # options that xtrain does not have -> what to do
     "cuda": "use --device gpu",
     "gpu": "use --device gpu",
     "min-lr": "give it as a fraction of --lr with --min-lr-ratio",
-    "lr-scheduler": "use --schedule cosine or wsd; for another see lessons/howto/change_the_model.md",
-    "lr-scheduler-type": "use --schedule cosine or wsd; for another see lessons/howto/change_the_model.md",
+    "lr-scheduler": "use --schedule cosine or wsd; for another see "
+    "lessons/howto/change_the_model.md",
+    "lr-scheduler-type": "use --schedule cosine or wsd; for another see "
+    "lessons/howto/change_the_model.md",
     "num-workers": "the tokens are mapped from disk, there are no workers: leave it out",
     "config": "options are given on the command line: leave it out",
     "wandb": "use --log wandb",
@@ -133,13 +141,17 @@ HINTS = {  # options that xtrain does not have -> what to do
 
 
 def parse(
-    kind: type[Options], prog: str, description: str | None = None,
-    arguments: list[str] | None = None, default: Options | None = None,
-) -> Options:  # fmt: skip
-    """The options of a command line, an instance of the dataclass `kind`. arguments None: those of the program.
+    kind: type[Options],
+    prog: str,
+    description: str | None = None,
+    arguments: list[str] | None = None,
+    default: Options | None = None,
+) -> Options:
+    """The options of a command line, an instance of the dataclass `kind`. arguments None: those of
+    the program.
 
-    Raises UserError for an option or a value with an obvious correction, SystemExit(2) for other mistakes, after tyro has
-    described them, and SystemExit(0) for --help.
+    Raises UserError for an option or a value with an obvious correction, SystemExit(2) for other
+    mistakes, after tyro has described them, and SystemExit(0) for --help.
     """
     import tyro
 
@@ -185,25 +197,33 @@ def _known_name(name: str, known: list[str]) -> str:
                 return ours
     if name.lower() in HINTS:
         raise UserError(f"there is no option --{name}: {HINTS[name.lower()]}")
-    words = {word: ours for ours, others in OTHER_NAMES.items() if ours in known for word in others.split()}  # fmt: skip
+    words: dict[str, str] = {}
+    for ours, others in OTHER_NAMES.items():
+        if ours in known:
+            words |= dict.fromkeys(others.split(), ours)
     near = difflib.get_close_matches(name.lower(), [*known, *words], 1, 0.6)
-    hint = f"did you mean --{words.get(near[0], near[0])}?" if near else "--help lists all"
+    hint = "--help lists all"
+    if near:
+        hint = f"did you mean --{words.get(near[0], near[0])}?"
     raise UserError(f"there is no option --{name}: {hint}")
 
 
 def _value(option: str, value: str, types: dict[str, Any]) -> str:
-    """A value of an option in xtrain's words. Raises UserError for one that xtrain has no word for."""
+    """A value of an option in xtrain's words. Raises UserError for one that xtrain has no word
+    for."""
     value = VALUES.get(option, {}).get(value.lower(), value)
     if option == "device" and re.fullmatch(r"cuda:\d+", value):
         raise UserError(
-            f"--device {value}: choose a GPU with CUDA_VISIBLE_DEVICES={value[5:]} and give --device gpu"
+            f"--device {value}: choose a GPU with CUDA_VISIBLE_DEVICES={value[5:]} and give "
+            "--device gpu"
         )
     if option == "precision" and value.lower() in ("fp16", "float16", "half", "16-mixed"):
         raise UserError(f"--precision {value} is not supported: use bf16, or fp32")
     kinds = {types.get(option), *typing.get_args(types.get(option))}
     if option == "optimizer" and value not in kinds:
         raise UserError(
-            f"--optimizer {value}: use adamw or muon; for another see lessons/howto/change_the_model.md"
+            f"--optimizer {value}: use adamw or muon; for another see "
+            "lessons/howto/change_the_model.md"
         )
     if int in kinds and float not in kinds:
         if re.fullmatch(r"\d+_\d[\d_]*|\d+(\.\d+)?[eE]\+?\d+", value) and _whole(value):
@@ -215,11 +235,14 @@ def _value(option: str, value: str, types: dict[str, Any]) -> str:
 
 def _whole(value: str) -> int | None:
     number = float(value.replace("_", ""))
-    return int(number) if number < 2**53 and number == int(number) else None
+    if number < 2**53 and number == int(number):
+        return int(number)
+    return None
 
 
 def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
-    """The function MODULE:FUNCTION that an option names; modules in the current folder are found, too. Raises UserError."""
+    """The function MODULE:FUNCTION that an option names; modules in the current folder are found,
+    too. Raises UserError."""
     module, _, function = name.partition(":")
     if not module or not function or module.endswith(".py") or "/" in module:
         raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
@@ -228,9 +251,12 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), function, None)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
-        what = "there is no such module here" if missing else f"{type(error).__name__}: {error}"
+        what = "there is no such module here"
+        if not missing:
+            what = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{option} {name}: {module} cannot be imported ({one_line(what)}): fix it, or start where it is"
+            f"{option} {name}: {module} cannot be imported ({one_line(what)}): fix it, or start "
+            "where it is"
         ) from None
     finally:
         sys.path.remove("")
@@ -240,18 +266,23 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """MODULE:FUNCTION, with which find_function finds the function in another process; "" if it does not."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    """MODULE:FUNCTION, with which find_function finds the function in another process; "" if it
+    does not."""
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", "")
     found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
     return f"{module}:{name}" if found else ""
 
 
 def described(error: Exception) -> str:
-    """An error in a user's function on one line: its type, its message, and the innermost line that is not xtrain's."""
+    """An error in a user's function on one line: its type, its message, and the innermost line that
+    is not xtrain's."""
     own = str(Path(__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(own)]
-    where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
+    where = ""
+    if theirs:
+        where = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}"
     return f"{type(error).__name__} ({one_line(str(error))}){where}"
 
 

@@ -1,7 +1,8 @@
 """Train a model on rewards, with GRPO:   python -m xtrain.reinforce --init FOLDER --data prompts.jsonl --task MODULE:FUNCTION
 
-Each line of the data has a "prompt", or "messages" up to the answer. The function gets such a line and the texts of several
-completions, and returns one number for each: reward(record, completions) -> list of floats. lessons/howto/reinforce.md has more.
+Each line of the data has a "prompt", or "messages" up to the answer. The function gets such a line
+and the texts of several completions, and returns one number for each: reward(record, completions)
+-> list of floats. lessons/howto/reinforce.md has more.
 """
 
 import sys
@@ -21,7 +22,8 @@ from .training.single_device import SingleDevice
 def reinforce(
     config: ReinforceConfig, console: Console | None = None, parallel: SingleDevice | None = None
 ) -> Path:
-    """Make a whole run, with its report, and return its folder. Raises UserError on anything that the user can fix.
+    """Make a whole run, with its report, and return its folder. Raises UserError on anything that
+    the user can fix.
 
     parallel: a DataParallel for several ranks, each of which must call this.
     """

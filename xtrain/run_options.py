@@ -14,9 +14,13 @@ from .errors import UserError
 # names them. The same holds for every field of ModelConfig, the text ("data") and the tokenizer.
 # (steps: where the learning-rate schedule ends.)
 RESUME_KEYS = (
-    "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay", "beta1", "beta2",
-    "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "change",
-    "fp8_head",
+    "steps", "batch", "micro_batch", "seq_len", "lr", "min_lr_ratio", "warmup", "weight_decay",
+    "beta1", "beta2", "eps", "clip", "seed", "precision", "grad_comm", "optimizer", "schedule",
+    "decay_fraction", "decay_shape", "ema", "change", "fp8_head",
+)  # fmt: skip
+COUNTS = (
+    "steps", "batch", "micro_batch", "eval_every", "eval_batches", "eval_tasks_every", "eval_items",
+    "sample_every", "save_every", "stop_at", "max_skips", "blas_threads",
 )  # fmt: skip
 TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DP_STAGES = ("none", "naive", "flat", "overlap", "bucket")  # parallel/ddp.py
@@ -57,8 +61,8 @@ def _is_inside(name: str) -> bool:
 class RunOptions:
     """What every run of training has."""
 
-    # files, folders, globs in quotes, or - for standard input: text, .jsonl, .parquet, all as .gz or .zst, saved datasets, tokens
-    # in .bin; none: the source of Python's standard library
+    # files, folders, globs in quotes, or - for standard input: text, .jsonl, .parquet, all as .gz
+    # or .zst, saved datasets, tokens in .bin; none: the source of Python's standard library
     data: tuple[str, ...] = ()
     name: str | None = None  # the run is written to OUT/NAME; none: the preset's name
     out: str = "runs"  # folder for all runs
@@ -78,12 +82,14 @@ class RunOptions:
     save_every: int | None = None
     seed: int = 0  # random seed of initialisation, batches and samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32; fp8: bf16, with the products of
-    # the blocks in fp8
+    # dtype of activations and matrix products; auto: bf16 on a GPU that supports it, else fp32;
+    # fp8: bf16, with the products of the blocks in fp8
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured once, kept on resuming
+    # on a CPU, threads of a matrix product on each rank, which decide its last bits; none: measured
+    # once, kept on resuming
     blas_threads: int | None = None
-    # activation checkpointing: what backward recomputes instead of storing; less memory, slower, the same bits
+    # activation checkpointing: what backward recomputes instead of storing; less memory, slower,
+    # the same bits
     recompute: Literal["none", "attention", "block"] = "none"
     # start from the weights in this folder: in Hugging Face format, or a run
     init: str | None = None
@@ -96,7 +102,8 @@ class RunOptions:
     allow_change: tuple[str, ...] = ()
     # stop after this step, with a checkpoint; the learning-rate schedule still ends at --steps
     stop_at: int | None = None
-    # stop, with a checkpoint, before this much time has passed since the program's start: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS
+    # stop, with a checkpoint, before this much time has passed since the program's start: seconds,
+    # MM:SS, HH:MM:SS or D-HH:MM:SS
     time_limit: str | None = None
     # stop after this many steps in a row whose loss or gradient norm is not finite
     max_skips: int = 10
@@ -113,7 +120,8 @@ class RunOptions:
         object.__setattr__(self, "data", tuple(map(str, data)))
 
     def validate(self) -> None:
-        """Raise UserError on a value out of range. (Not called on construction: the command line reports the error better.)"""
+        """Raise UserError on a value out of range. (Not called on construction: the command line
+        reports the error better.)"""
         self._check_counts()
         self._check_words()
         need(self.spike_z >= 0, f"--spike-z must not be negative, got {self.spike_z}")
@@ -134,7 +142,8 @@ class RunOptions:
         raise NotImplementedError
 
     def filled(self, gpu: bool) -> tuple[Any, dict[str, Any]]:
-        """Return the config with the options that its preset decides, and the shape of a new model."""
+        """Return the config with the options that its preset decides, and the shape of a new
+        model."""
         return self, {}
 
     def resume_keys(self) -> tuple[str, ...]:
@@ -146,9 +155,7 @@ class RunOptions:
         return {*self.resume_keys(), "data", "tokenizer", "variation"}
 
     def _check_counts(self):
-        optional = "steps batch micro_batch eval_every eval_tasks_every eval_items sample_every save_every stop_at blas_threads"
-        counts = [name for name in optional.split() if getattr(self, name) is not None]
-        need_positive(self, (*counts, "eval_batches", "max_skips"))
+        need_positive(self, COUNTS)
         need(
             self.max_skips <= MAX_COUNT,
             f"--max-skips must be at most {MAX_COUNT}, got {self.max_skips}",
@@ -195,22 +202,26 @@ class OptimizerOptions(RunOptions):
     """The optimizer and the schedule of its learning rate."""
 
     lr: float | None = None  # peak learning rate; none: the preset's
-    # after the warm-up, cosine: half a cosine down; wsd: the peak (stable), then a decay over the last steps
+    # after the warm-up, cosine: half a cosine down; wsd: the peak (stable), then a decay over the
+    # last steps
     schedule: Literal["cosine", "wsd"] = "cosine"
     decay_fraction: float = 0.2  # with --schedule wsd: the steps of the decay, as a fraction of all
     # with --schedule wsd: the form of the decay; sqrt: 1 - sqrt(progress)
     decay_shape: Literal["sqrt", "linear", "cosine"] = "sqrt"
     min_lr_ratio: float = 0.1  # final learning rate of the schedule, as a fraction of the peak
-    # steps of linear warm-up; none: the preset's, or if the run is too short for it, half of the run
+    # steps of linear warm-up; none: the preset's, or if the run is too short for it, half of the
+    # run
     warmup: int | None = None
-    # muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with the same --lr and --weight-decay
+    # muon: orthogonalised momentum for the matrices of the blocks, AdamW for the rest, with the
+    # same --lr and --weight-decay
     optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.1  # decoupled weight decay of matrices; norms have none
     beta1: float = 0.9  # AdamW: decay of the running mean of the gradient
     beta2: float = 0.95  # AdamW: decay of the running mean of the squared gradient
     eps: float = 1e-8  # AdamW: added to the square root of the mean squared gradient
     clip: float = 1.0  # clip the global gradient norm to this; 0: no clipping
-    # decay of a moving average of the weights, such as 0.999; checkpoints hold it as a second model, in ema; 0: none
+    # decay of a moving average of the weights, such as 0.999; checkpoints hold it as a second
+    # model, in ema; 0: none
     ema: float = 0.0
 
     def validate(self) -> None:
@@ -237,7 +248,8 @@ class OptimizerOptions(RunOptions):
         for name in ("decay_fraction", "decay_shape"):
             need(
                 self.schedule == "wsd" or getattr(self, name) == defaults[name],
-                f"{option_name(name)} is for --schedule wsd, but the schedule is {self.schedule}: give both or neither",
+                f"{option_name(name)} is for --schedule wsd, but the schedule is {self.schedule}: "
+                "give both or neither",
             )
         need(0 <= self.ema < 1, f"--ema must be at least 0 and below 1, got {self.ema}")
         need(
@@ -283,7 +295,8 @@ class ParallelOptions(RunOptions):
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
     # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
     transport: Literal["auto", "nccl", "copy"] = "auto"
-    # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has with its checksum; 0: never
+    # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has
+    # with its checksum; 0: never
     check_ranks: int = 0
     # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
     watchdog: float = 600.0
@@ -303,7 +316,8 @@ class ParallelOptions(RunOptions):
         need(self.check_ranks >= 0, f"--check-ranks must not be negative, got {self.check_ranks}")
         need(
             0 <= self.watchdog <= LONGEST_WATCHDOG,
-            f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}",
+            f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got "
+            f"{self.watchdog}",
         )
         need(
             not self.sharded or self.dp != "none",
@@ -314,7 +328,8 @@ class ParallelOptions(RunOptions):
     def sharded(self) -> bool:
         """Is the optimizer state divided among the ranks (ZeRO-1)?
 
-        This saves memory, and time with --dp bucket: each rank updates only its shard and sends half the bytes.
+        This saves memory, and time with --dp bucket: each rank updates only its shard and sends
+        half the bytes.
         """
         if self.zero is None:
             return self.dp == "bucket"

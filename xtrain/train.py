@@ -1,9 +1,10 @@
 """Train a language model:   python -m xtrain.train [--preset NAME] [--data FILE_OR_FOLDER] ...
 
-    several GPUs         mpirun -n 4 python -m xtrain.ddp [the same options]        xtrain.ddp describes it
+    several GPUs         mpirun -n 4 python -m xtrain.ddp [the same options]     see xtrain.ddp
 
-The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` and `Run.train_step` in training/run.py. The
-rest of a run (text, validation, samples, checkpoints, stopping early) is in training/loop.py.
+The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` and `Run.train_step`
+in training/run.py. The rest of a run (text, validation, samples, checkpoints, stopping early) is in
+training/loop.py.
 """
 
 import sys
@@ -28,7 +29,8 @@ def train(
     make_run: Callable[..., Run] = Run,
     parallel: SingleDevice | None = None,
 ) -> Path:
-    """Make a whole run, with its report, and return its folder. Raises UserError on anything that the user can fix.
+    """Make a whole run, with its report, and return its folder. Raises UserError on anything that
+    the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
         (lessons/howto/change_the_model.md).

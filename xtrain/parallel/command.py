@@ -32,7 +32,8 @@ def training_command(
     work: Work,
     arguments: list[str] | None,
 ) -> int:
-    """Read the options of a command and run it, on all ranks that a launcher started. Return its exit code.
+    """Read the options of a command and run it, on all ranks that a launcher started. Return its
+    exit code.
 
     name: of the command's module, such as "xtrain.train".
     work: runs the command with its options.
@@ -77,7 +78,8 @@ def _on_all(name: str, cli: Parse, work: Work, ranks: Ranks) -> int:
 def _parse_together(
     name: str, parse: Callable[[], Any], ranks: SingleProcess
 ) -> tuple[RunOptions | None, int]:
-    """Return (options, 0), or (None, exit code) on every rank if any cannot parse its options. Rank 0 prints the first error."""
+    """Return (options, 0), or (None, exit code) on every rank if any cannot parse its options. Rank
+    0 prints the first error."""
     config: Any = None
     code: Any = 0
     printed = io.StringIO()

@@ -1,4 +1,5 @@
-"""Data parallel training on several ranks: five ways to sum gradients over them, from the simplest to the fastest."""
+"""Data parallel training on several ranks: five ways to sum gradients over them, from the simplest
+to the fastest."""
 
 import contextlib
 import functools
@@ -36,19 +37,25 @@ from .zero import ShardedAdamW, ShardedMuon, cut, whole_matrices
 class NoSync:
     """none: backward without communication. The base class of the other stages.
 
-    slices: ranges [start, end) of the arena, each communicated separately.  zero: reduce-scatter them (ZeRO-1).
+    slices: ranges [start, end) of the arena, each communicated separately.
+    zero: reduce-scatter them (ZeRO-1).
     """
 
     def __init__(self, model: Transformer, collectives: Any, slices: Slices, zero: bool):
-        self.model, self.collectives, self.slices, self.zero = model, collectives, slices, zero
+        self.model = model
+        self.collectives = collectives
+        self.slices = slices
+        self.zero = zero
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch. After the last one, gradients are sums over the ranks (with ZeRO: where owned)."""
+        """Backward of one micro-batch. After the last one, gradients are sums over the ranks (with
+        ZeRO: where owned)."""
         loss.backward()
 
 
 class Naive(NoSync):
-    """One all-reduce after the other. The specification: the other stages are tested and measured against it."""
+    """One all-reduce after the other. The specification: the other stages are tested and measured
+    against it."""
 
     def backward(self, loss, last):
         loss.backward()
@@ -72,8 +79,9 @@ class Flat(NoSync):
 class Overlap(NoSync):
     """A slice of the arena, here one parameter, is sent as soon as all its gradients are complete.
 
-    When is a gradient complete? A parameter may be used several times (a tied embedding is), so the first backward
-    counts how often each gradient is added to; from the second on, a gradient is complete at that count.
+    When is a gradient complete? A parameter may be used several times (a tied embedding is), so the
+    first backward counts how often each gradient is added to; from the second on, a gradient is
+    complete at that count.
     """
 
     def __init__(self, model, collectives, slices, zero):
@@ -114,7 +122,8 @@ class Overlap(NoSync):
             return
         if self.seen[p] > self.uses[p]:
             raise RuntimeError(
-                f"a parameter of shape {p.shape} is used more often than in the first step, after its gradient was sent: "
+                f"a parameter of shape {p.shape} is used more often than in the first step, after "
+                "its gradient was sent: "
                 "use --dp flat"
             )
         self.additions_left -= 1
@@ -127,17 +136,22 @@ class Overlap(NoSync):
 
 
 class Bucket(Overlap):
-    """The slices have one size and are cut from the end of the arena, where backward begins. With ZeRO: reduce-scatter."""
+    """The slices have one size and are cut from the end of the arena, where backward begins. With
+    ZeRO: reduce-scatter."""
 
     def choose_slices(self):
-        self.start = self.collectives.reduce_scatter if self.zero else self.collectives.all_reduce
+        if self.zero:
+            self.start = self.collectives.reduce_scatter
+        else:
+            self.start = self.collectives.all_reduce
 
 
 STAGES = {"none": NoSync, "naive": Naive, "flat": Flat, "overlap": Overlap, "bucket": Bucket}
 
 
 def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
-    """Cut both regions of the arena, [0, n_decay) and [n_decay, size), into slices of about nbytes bytes.
+    """Cut both regions of the arena, [0, n_decay) and [n_decay, size), into slices of about nbytes
+    bytes.
 
     Each region is cut from its end, and `world` ranks can divide every slice evenly.
     """
@@ -146,7 +160,8 @@ def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
 
 # ----------------------------------------------------------------------------- a step on several ranks
 class DataParallel(SingleDevice):
-    """Every rank computes its share of the batch; the gradients are summed, and every rank makes the same update.
+    """Every rank computes its share of the batch; the gradients are summed, and every rank makes
+    the same update.
 
     guard: receives a function that returns the current step, for its error message.
     stage: how gradients are summed, one of STAGES.
@@ -254,7 +269,8 @@ class DataParallel(SingleDevice):
             self.compare_weights(optimizer, step)
 
     def compare_weights(self, optimizer: AdamW, step: int) -> None:
-        """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8 scales, bit for bit.
+        """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8
+        scales, bit for bit.
 
         With ZeRO-1 also if a rank's weights or moments have changed between two updates.
         """
@@ -266,9 +282,12 @@ class DataParallel(SingleDevice):
             if any(found):
                 before = max(0, step - self.config.check_ranks)
                 raise UserError(
-                    f"after step {step} weights or optimizer state of rank {found.index(True)} are not what its last update "
-                    f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every {self.config.check_ranks} steps): check "
-                    f"that machine's memory, and resume from a checkpoint of step {before} or earlier"
+                    f"after step {step} weights or optimizer state of rank {found.index(True)} "
+                    "are not what its last update "
+                    f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every "
+                    f"{self.config.check_ranks} steps): check "
+                    f"that machine's memory, and resume from a checkpoint of step {before} or "
+                    "earlier"
                 )
         self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
@@ -276,7 +295,8 @@ class DataParallel(SingleDevice):
         return self.ranks.sum(values) if self.sharded else values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
-        world, collectives = self.ranks.world, self.collectives
+        world = self.ranks.world
+        collectives = self.collectives
         more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
         if collectives.exposed is not None:
             times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]

@@ -1,14 +1,16 @@
 """Reinforcement learning with GRPO: the options, the rollouts, the step, and the run.
 
-A step has three parts. The engine (serving/engine.py) draws completions with the model that is trained: the same object, the same
-memory, in the same process. The task rewards them. Then come --updates optimizer steps over them (grpo.py).
+A step has three parts. The engine (serving/engine.py) draws completions with the model that is
+trained: the same object, the same memory, in the same process. The task rewards them. Then come
+--updates optimizer steps over them (grpo.py).
 
-With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the log-probability of a token.
-So the ratio of the first update is exactly 1 and the KL between the two exactly 0. Every step checks this. Without it,
-metrics.jsonl shows how far the two drift apart: ratio_error, rollout_kl.
+With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the
+log-probability of a token. So the ratio of the first update is exactly 1 and the KL between the two
+exactly 0. Every step checks this. Without it, metrics.jsonl shows how far the two drift apart:
+ratio_error, rollout_kl.
 
-Random numbers of a completion follow from the seed, the number of its prompt in the run and its number in the group. So a resumed
-run draws the same completions.
+Random numbers of a completion follow from the seed, the number of its prompt in the run and its
+number in the group. So a resumed run draws the same completions.
 """
 
 import hashlib
@@ -57,7 +59,8 @@ class ReinforceConfig(AdapterOptions):
 
     data: tuple[str, ...] = ()
     """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
-    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the texts
+    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the
+    # texts
     task: str = ""
     group: int = 8  # completions per prompt
     max_new_tokens: int = 64  # per completion, at most
@@ -66,12 +69,14 @@ class ReinforceConfig(AdapterOptions):
     updates: int = 1  # optimizer steps with the completions of a step
     lr: float | None = 1e-6  # peak learning rate
     warmup: int | None = 0  # steps of linear warm-up
-    # a token's probability ratio may differ from 1 by this in the direction of its advantage; beyond, it has no gradient
+    # a token's probability ratio may differ from 1 by this in the direction of its advantage;
+    # beyond, it has no gradient
     clip_ratio: float = 0.2
     kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
     reference: str | None = None  # folder of the reference; none: --init
     scale_rewards: bool = True  # divide advantages by the standard deviation of their group
-    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without it, the drift is measured
+    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
+    # it, the drift is measured
     exact: bool = True
     rollout_batch: int = 64  # sequences that are generated at the same time
     eval_batches: int = 8  # validation: at most so many times the prompts of a step
@@ -98,7 +103,8 @@ class ReinforceConfig(AdapterOptions):
         super().validate()
         if self.precision == "fp8":
             raise UserError(
-                "--precision fp8 is not supported here, where log-probabilities are compared: choose bf16"
+                "--precision fp8 is not supported here, where log-probabilities are compared: "
+                "choose bf16"
             )
         if not (self.init or self.resume):
             raise UserError("there is no model to train: give its folder with --init")
@@ -108,7 +114,8 @@ class ReinforceConfig(AdapterOptions):
             least = 2 if name == "group" else 1
             if getattr(self, name) < least:
                 raise UserError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be at least {least}, got "
+                    f"{getattr(self, name)}"
                 )
         if not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
@@ -126,7 +133,8 @@ class PreparedConfig(ReinforceConfig):
 
 
 class Rollouts(NamedTuple):
-    """Completions of this rank's prompts, one a row. All arrays: (batch / ranks, longest of the batch).
+    """Completions of this rank's prompts, one a row. All arrays: (batch / ranks, longest of the
+    batch).
 
     ids, targets: prompt and completion; the targets of the prompt are -100.
     drawn: the log-probability of each token when it was drawn.
@@ -154,7 +162,8 @@ class ReinforceRun(Run):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        c, device = self.config, self.model.device
+        c = self.config
+        device = self.model.device
         self.task, self.stop = self.corpus.task, self.corpus.stop
         most = min(c.rollout_batch, c.batch // self.ranks.world)
         self.engine = Engine(self.model, most, c.seq_len, batch_invariant=c.exact)
@@ -176,18 +185,24 @@ class ReinforceRun(Run):
     def resume_options(self) -> dict[str, Any]:
         adapter = dict(self.model.adapter or {})
         adapter.pop("base_model_name_or_path", None)
-        reference = {"reference": self.reference_sha256} if self.reference else {}
+        if self.reference:
+            reference = {"reference": self.reference_sha256}
+        else:
+            reference = {}
         return super().resume_options() | {"stop": sorted(self.stop)} | adapter | reference
 
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """Completions of each prompt, one prompt after the other. Raises UserError if logits are NaN."""
+        """Completions of each prompt, one prompt after the other. Raises UserError if logits are
+        NaN."""
         self.parallel.report_progress()
-        ids, most = [x.ids for x in prompts], self.config.max_new_tokens
+        ids = [x.ids for x in prompts]
+        most = self.config.max_new_tokens
         found = self.engine.generate(ids, most, stop=self.stop, **options)
         if any(x.reason == "nan" for x in found):
             raise UserError(
-                f"the model's logits are NaN after step {self.done}: resume from an earlier checkpoint with a smaller --lr "
+                f"the model's logits are NaN after step {self.done}: resume from an earlier "
+                "checkpoint with a smaller --lr "
                 "(--resume --allow-change lr)"
             )
         return found
@@ -202,7 +217,9 @@ class ReinforceRun(Run):
     ) -> np.ndarray:
         """-> (prompts, group) float64. Raises UserError from the task."""
         texts = [self.text(x) for x in completions]
-        rows = [self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)]  # fmt: skip
+        rows = [
+            self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)
+        ]
         return np.array(rows)
 
     def next_batch(self) -> Rollouts:
@@ -210,11 +227,15 @@ class ReinforceRun(Run):
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
-        # temperature 1: the tokens are drawn from the distribution whose log-probabilities training computes
+        # temperature 1: the tokens are drawn from the distribution whose log-probabilities training
+        # computes
         completions = self.generate(
-            prompts, temperature=1.0, seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
-            logprobs=0, n=c.group,
-        )  # fmt: skip
+            prompts,
+            temperature=1.0,
+            seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
+            logprobs=0,
+            n=c.group,
+        )
         rewards = self.rewards(prompts, completions, c.group)
         of = [x for x in prompts for _ in range(c.group)]
         rows = [example(x, completion) for x, completion in zip(of, completions)]
@@ -234,9 +255,14 @@ class ReinforceRun(Run):
         total, tokens, same, n = self.ranks.sum([float(x) for x in sums])
         self.tokens = ids.size * self.ranks.world
         self.rollout_numbers = {
-            "reward": total / n, "completion_tokens": tokens / n, "equal_groups": same * c.group / n,
-        }  # fmt: skip
-        reference = None if self.reference is None else self.reference_logprobs(ids, targets)
+            "reward": total / n,
+            "completion_tokens": tokens / n,
+            "equal_groups": same * c.group / n,
+        }
+        if self.reference is None:
+            reference = None
+        else:
+            reference = self.reference_logprobs(ids, targets)
         return Rollouts(ids, targets, drawn, advantages, reference)
 
     @no_grad()
@@ -251,11 +277,14 @@ class ReinforceRun(Run):
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
-        """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not hold."""
+        """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not
+        hold."""
         self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
-        losses, norms, numbers = [], [], {}
+        losses = []
+        norms = []
+        numbers = {}
         clipped = tokens = 0.0
         for i in range(self.config.updates):
             self.measured = []
@@ -277,17 +306,24 @@ class ReinforceRun(Run):
         return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra)
 
     def first_update(self) -> dict[str, float]:
-        """How far rollouts and training are apart, and the KL to the reference. Raises UserError if --exact does not hold."""
+        """How far rollouts and training are apart, and the KL to the reference. Raises UserError if
+        --exact does not hold."""
         error = max(self.ranks.gather(max(x.ratio_error for x in self.measured)))
-        sums = [sum(getattr(x, name) for x in self.measured) for name in ("kl", "tokens", "reference_kl")]  # fmt: skip
+        sums = [
+            sum(getattr(x, name) for x in self.measured)
+            for name in ("kl", "tokens", "reference_kl")
+        ]
         kl, tokens, reference_kl = self.ranks.sum(sums)
         if self.config.exact and (error or kl) and np.isfinite(error):
             raise UserError(
-                f"step {self.done + 1}: training computes other log-probabilities than the rollouts had (ratio off by {error:.3g}), so "
+                f"step {self.done + 1}: training computes other log-probabilities than the "
+                f"rollouts had (ratio off by {error:.3g}), so "
                 "the model or the machine is not batch-invariant: use --no-exact"
             )
         numbers = {"ratio_error": error, "rollout_kl": kl / tokens}
-        return numbers if self.reference is None else {**numbers, "reference_kl": reference_kl / tokens}  # fmt: skip
+        if self.reference is None:
+            return numbers
+        return {**numbers, "reference_kl": reference_kl / tokens}
 
     def train_step(self, hyper: Array, inv_count: Array, batch: Rollouts) -> tuple[Array, Array]:
         with batch_invariant(self.config.exact):
@@ -313,12 +349,15 @@ class ReinforceRun(Run):
 
     # ------------------------------------------------------------------------- measurements
     def report_validation(self, log: Any) -> None:
-        """The mean reward of the most likely completions of prompts that are held out. The best checkpoint has the largest."""
+        """The mean reward of the most likely completions of prompts that are held out. The best
+        checkpoint has the largest."""
         c, r = self.config, self.ranks
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
         completions = self.generate(mine) if mine else []
-        total = float(self.rewards(mine, completions, 1).sum()) if mine else 0.0
+        total = 0.0
+        if mine:
+            total = float(self.rewards(mine, completions, 1).sum())
         reward = r.sum([total])[0] / len(prompts)
         self.val_loss = self.done, -reward
         sentence = f"validation reward {reward:.4f}, of {len(prompts)} prompts at temperature 0"
@@ -339,7 +378,8 @@ def digest_of(model: Transformer) -> str:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each completion of it a stream."""
+    """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each
+    completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
 
 
@@ -370,7 +410,8 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
     corpus = _read(c, folder, task, room)
     if corpus.skipped and ranks.rank == 0:
         say(
-            f"xtrain.reinforce: {corpus.skipped} prompts are longer than {room} tokens and were left out"
+            f"xtrain.reinforce: {corpus.skipped} prompts are longer than {room} tokens and were "
+            "left out"
         )
     steps = c.steps or 200
     decided = {
@@ -405,7 +446,8 @@ def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
         skipped += len(prompts) - len(kept)
         if not kept:
             raise UserError(
-                f"{', '.join(files)}: no prompt leaves room for --max-new-tokens {c.max_new_tokens} in the model's context of {room + c.max_new_tokens}: "
+                f"{', '.join(files)}: no prompt leaves room for --max-new-tokens "
+                f"{c.max_new_tokens} in the model's context of {room + c.max_new_tokens}: "
                 "give a smaller number"
             )
         return kept

@@ -60,7 +60,8 @@ class Due:
 
 
 class Loop:
-    """Train until the last step, or until `stop` requests it; log, validate, evaluate, sample and save in between.
+    """Train until the last step, or until `stop` requests it; log, validate, evaluate, sample and
+    save in between.
 
     evaluation: of --eval-tasks, on rank 0.
     """
@@ -90,7 +91,8 @@ class Loop:
         self.phase_timer = run.phase_timer = PhaseTimer(run.model.device, gpu and c.graph)
 
     def __call__(self) -> None:
-        run, c = self.run, self.run.config
+        run = self.run
+        c = self.run.config
         last = c.steps if c.stop_at is None else min(c.steps, c.stop_at)
         if run.done >= last and run.ranks.rank == 0:  # killed after its last checkpoint
             checkpoint.prune(self.writer.run, run.done, c.keep)
@@ -108,7 +110,8 @@ class Loop:
         run.ranks.on_rank_0(self.writer.finish)
 
     def stop_requested(self) -> bool:
-        """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint writer."""
+        """Has any rank received a stop request? Raises, on every rank, an error of the checkpoint
+        writer."""
         flags = [self.stop.after_step(self.writer.seconds), self.writer.failed]
         requested, failed = self.run.ranks.sum([float(flag) for flag in flags])
         if failed:
@@ -148,7 +151,8 @@ class Loop:
             self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
 
     def evaluate_tasks(self) -> None:
-        """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no watchdog reports a hang."""
+        """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no
+        watchdog reports a hang."""
         tasks = self.evaluation() if self.evaluation else iter(())
         found: dict[str, float] = {}
         self.run.parallel.report_progress()
@@ -159,13 +163,17 @@ class Loop:
             self.log.tasks(self.run.done, found)
 
     def wait_for_writer(self) -> None:
-        """Wait until no checkpoint is being written. All ranks wait together, so that no watchdog reports a hang."""
+        """Wait until no checkpoint is being written. All ranks wait together, so that no watchdog
+        reports a hang."""
         while self.run.ranks.any(self.writer.busy(0.1)):
             self.run.parallel.report_progress()
 
     def read_numbers(self) -> None:
-        """Wait for the steps so far and log their numbers. Raises UserError after max_skips skipped steps in a row."""
-        run, c, steps = self.run, self.run.config, self.unread
+        """Wait for the steps so far and log their numbers. Raises UserError after max_skips skipped
+        steps in a row."""
+        run = self.run
+        c = self.run.config
+        steps = self.unread
         norms = [float(to_numpy(step.grad_norm)[0]) for step in steps]
         losses = [float(to_numpy(step.loss)[0]) for step in steps]
         counts = [to_numpy(step.fp8_counts) for step in steps if step.fp8_counts is not None]
@@ -181,15 +189,20 @@ class Loop:
         for i, (step, loss, norm, bad) in enumerate(zip(steps, sums[:n], norms, sums[n : 2 * n])):
             # with --dp none the norm may be finite here and not on another rank
             skipped = unsound(loss, np.nan if bad and np.isfinite(norm) else norm)
-            run.skips_in_a_row_read = run.skips_in_a_row_read + 1 if skipped else 0
+            if skipped:
+                run.skips_in_a_row_read = run.skips_in_a_row_read + 1
+            else:
+                run.skips_in_a_row_read = 0
             run.skipped += skipped is not None
             extra = step.extra | fp8_numbers(run.model.fp8, counts_nK2[i])
             numbers = StepNumbers(step.step, loss, norm, step.lr, skipped, extra)
             self.log.step(numbers, timing, now - (n - 1 - i) * seconds)
             if run.skips_in_a_row_read == c.max_skips:
                 raise UserError(
-                    f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step {step.step}: {skipped}. First "
-                    f"value that is not finite: {run.explain(step.step)}. Resume from the last checkpoint with a smaller --lr "
+                    f"{c.max_skips} steps in a row were skipped (--max-skips), the last at step "
+                    f"{step.step}: {skipped}. First "
+                    f"value that is not finite: {run.explain(step.step)}. Resume from the last "
+                    "checkpoint with a smaller --lr "
                     "(--resume --allow-change lr)"
                 )
         steps.clear()
@@ -210,8 +223,9 @@ class Loop:
 
 
 def fp8_numbers(fp8: Fp8Scales | None, counts_K2: np.ndarray) -> dict[str, float]:
-    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite; then the same of each kind of tensor
-    that has some, as "fp8_clamped_down_proj_x". Without fp8: nothing. Ranks and micro-batches count the weights again.
+    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite; then
+    the same of each kind of tensor that has some, as "fp8_clamped_down_proj_x". Without fp8:
+    nothing. Ranks and micro-batches count the weights again.
     """
     if fp8 is None:
         return {}
@@ -240,11 +254,12 @@ def train(
     parallel: a SingleDevice, the default, or a DataParallel; then every rank must call this.
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
         (lessons/howto/change_the_model.md).
-    corpus: the data, if not the text of --data: an object with what a Corpus offers (tuning.finetune.Conversations).
+    corpus: the data, if not the text of --data: an object with what a Corpus offers
+    (tuning.finetune.Conversations).
     make_model: in place of the function of that name, with its arguments.
     evaluation: called with the run on rank 0, returns its evaluation on --eval-tasks.
-    write_report: called with folder, run and warn at the end on rank 0, unless the run was asked to stop early.
-    xtrain.train.train passes the last two.
+    write_report: called with folder, run and warn at the end on rank 0, unless the run was asked to
+    stop early. xtrain.train.train passes the last two.
     """
     parallel = parallel or SingleDevice()
     ranks = parallel.ranks
@@ -269,7 +284,8 @@ def train(
             corpus = _read_text(begin, ranks, console)
         shape["vocab_size"] = corpus.vocab_size
         parallel.check_data(corpus)
-        # the model gets no name here: make_run may replace it, and the memory of the first must then be freed
+        # the model gets no name here: make_run may replace it, and the memory of the first must
+        # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)
         corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
         stack.enter_context(parallel.watch(run))
@@ -282,7 +298,8 @@ def train(
             say(f"resumed from {escape(str(folder.saved.folder))}")
         _record(run, folder.path, begin.device, warn)
         _loop(run, folder, stop, console, warn, evaluate)
-        # All ranks wait for the report: a signal would end a rank that has already left, and with it the job
+        # All ranks wait for the report: a signal would end a rank that has already left, and with
+        # it the job
         ranks.on_rank_0(lambda: stop.reason or write_report(folder.path, run, warn))
         print_summary(console, run, folder.path, stop)
     if ranks.world > 1:  # not after an error: NCCL might wait for a rank that has ended
@@ -354,14 +371,16 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     how: str = run.config.precision
     if device == "cpu" and run.config.blas_threads:
-        how += f", matrix products on {run.config.blas_threads} of {blas.cores()} cores (--blas-threads)"
+        threads = f"{run.config.blas_threads} of {blas.cores()} cores"
+        how += f", matrix products on {threads} (--blas-threads)"
     elif begin.obstacle and device == "gpu":
         how += f" ({begin.obstacle})"
     if model.fp8 is not None:
         how += f" ({model.fp8.coverage(model)})"
     say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
     say(
-        f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, sha256 {corpus.sha256[:16]}, "
+        f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, "
+        f"sha256 {corpus.sha256[:16]}, "
         f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
     )
     console.print(parameter_table(model))

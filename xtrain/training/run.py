@@ -1,4 +1,5 @@
-"""One training run: model, optimizer and data, the training step, and the state that a checkpoint holds."""
+"""One training run: model, optimizer and data, the training step, and the state that a checkpoint
+holds."""
 
 import functools
 import gc
@@ -43,7 +44,8 @@ def each_array(batch: Rows, function: Callable[[Any], Any]) -> Rows:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still on the device."""
+    """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still
+    on the device."""
 
     step: int  # counts from 1
     loss: Array
@@ -56,10 +58,11 @@ class StepResult:
 class Run:
     """Model, optimizer and data of one training run, and the training step.
 
-    Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate` or `sample`
-    (lessons/howto/change_the_model.md).
+    Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate`
+    or `sample` (lessons/howto/change_the_model.md).
 
-    parallel: how the steps are divided among the ranks: a SingleDevice, the default, or a DataParallel.
+    parallel: how the steps are divided among the ranks: a SingleDevice, the default, or a
+    DataParallel.
     done: steps so far.
     val_loss: (step, loss) of the last validation.
     skipped: skipped steps, as far as the host has read the numbers.
@@ -92,13 +95,18 @@ class Run:
         self.host_copies = HostCopies()
         self.phase_timer = NoPhaseTimer()
         captured = c.graph and model.device != "cpu"
-        self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
+        if captured:
+            self.on_device = capture(self.train_step, model.arena)
+        else:
+            self.on_device = self.eagerly
         self.to_compile = model.device == "gpu" and ranks.world == 1 and self.is_stateless()
 
     @property
     def program(self) -> str:
         """The command line that continues the run, without its options."""
-        launcher = f"mpirun -n {self.ranks.world} " if self.ranks.world > 1 else ""
+        launcher = ""
+        if self.ranks.world > 1:
+            launcher = f"mpirun -n {self.ranks.world} "
         return f"{launcher}python -m xtrain.{self.command}"
 
     def make_optimizer(self) -> AdamW:
@@ -115,7 +123,8 @@ class Run:
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
-        """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
+        """One optimizer step: batch, learning rate, `train_step` on the device. No value is read
+        back."""
         self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
@@ -140,10 +149,13 @@ class Run:
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
     def train_step(self, hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, Array]:
-        """The part of a step that runs on the device. It reads no value back, so a CUDA graph can capture it.
+        """The part of a step that runs on the device. It reads no value back, so a CUDA graph can
+        capture it.
 
-        hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).  batch: see `next_batch`.
-        -> this rank's share of the loss, gradient norm of the whole model; (1,)
+        hyper: AdamW.advance().
+        inv_count: 1 / number of targets of the whole batch, (1,).
+        batch: see `next_batch`. -> this rank's share of the loss, gradient norm of the whole model;
+        (1,)
         """
         self.model.zero_grad()
         losses = []
@@ -162,11 +174,14 @@ class Run:
         return total, norm
 
     def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
-        """What a step with this batch launches and has not been compiled. Its kernels do not run; only gradients change.
+        """What a step with this batch launches and has not been compiled. Its kernels do not run;
+        only gradients change.
 
-        Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
+        Compiled together these kernels take about as long as the slowest of them. Otherwise each is
+        compiled when it runs first.
         """
-        self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
+        # a launch that must happen: inside, the copy would count as written
+        self.model.arena.refresh()
         hyper = np.zeros(self.optimizer.hyper_size, np.float32)
         inv_count = np.ones(1, np.float32)
         fp8 = self.model.fp8
@@ -179,7 +194,8 @@ class Run:
         return found
 
     def is_stateless(self) -> bool:
-        """Whether a forward pass is known to change nothing: true of xtrain's classes, unknown of a user's."""
+        """Whether a forward pass is known to change nothing: true of xtrain's classes, unknown of a
+        user's."""
         parts = (self, self.optimizer, *(module for _, module in self.model.modules()))
         package = __name__.split(".")[0]
         return all(type(part).__module__.split(".")[0] == package for part in parts)
@@ -217,20 +233,24 @@ class Run:
     def learning_rate(self) -> float:
         """Learning rate of the next step; self.done steps have been made."""
         c = self.config
-        decay = Decay(c.decay_fraction, c.decay_shape) if c.schedule == "wsd" else COSINE
+        if c.schedule == "wsd":
+            decay = Decay(c.decay_fraction, c.decay_shape)
+        else:
+            decay = COSINE
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio, decay)
 
     def next_batch(self) -> Any:
         """Return this rank's rows of the next batch.
 
-        A derived class may return another NamedTuple, of `ids`, `targets` and more arrays of as many rows, if its `loss`
-        reads them.
+        A derived class may return another NamedTuple, of `ids`, `targets` and more arrays of as
+        many rows, if its `loss` reads them.
         """
         return Batch(*self.loader.next_batch())
 
     # ------------------------------------------------------------------------- measurements
     def layer_norms(self) -> dict[str, float]:
-        """Gradient norms of the last step before clipping: embedding, each layer, last norm, head, other modules."""
+        """Gradient norms of the last step before clipping: embedding, each layer, last norm, head,
+        other modules."""
         squares = self._layer_squares()
         sums = self.parallel.sum_over_owners(list(squares.values()))
         return {name: float(np.sqrt(x)) for name, x in zip(squares, sums)}
@@ -241,7 +261,8 @@ class Run:
             name = _group(prefix + next(iter(p.parts)))
             sums.setdefault(name, 0.0)
             for start, end in self.optimizer.owned:
-                a, b = max(start, p.offset), min(end, p.offset + p.size)
+                a = max(start, p.offset)
+                b = min(end, p.offset + p.size)
                 if a < b:
                     sums[name] += float(to_numpy(sum_of_squares(self.model.arena.grads[a:b]))[0])
         return sums
@@ -249,7 +270,11 @@ class Run:
     @no_grad()
     def validate(self) -> tuple[float, float]:
         """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
-        c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0.0, 0.0
+        c = self.config
+        ranks = self.ranks
+        nats = 0.0
+        tokens = 0.0
+        lengths = 0.0
         share = c.batch // ranks.world
         own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
         for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
@@ -272,8 +297,10 @@ class Run:
         log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
 
     def sample(self) -> str:
-        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training continues."""
-        c, tokenizer = self.config, self.corpus.tokenizer
+        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training
+        continues."""
+        c = self.config
+        tokenizer = self.corpus.tokenizer
         longest = self.model.config.max_seq_len
         try:
             prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
@@ -285,16 +312,23 @@ class Run:
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
-        """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
+        """The options that determine the numbers: a resumed run must have the same values, unless
+        --allow-change names them."""
         options = {name: getattr(self.config, name) for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
-        variation = {"variation": self.model.variation} if self.model.variation else {}
+        if self.model.variation:
+            variation = {"variation": self.model.variation}
+        else:
+            variation = {}
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the last bits may differ."""
-        on_cpu = {"blas_threads": blas.threads()} if self.model.device == "cpu" else {}
+        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the
+        last bits may differ."""
+        on_cpu = {}
+        if self.model.device == "cpu":
+            on_cpu = {"blas_threads": blas.threads()}
         return {
             **on_cpu,
             "device": device_name(self.model.device),
@@ -305,7 +339,9 @@ class Run:
     def save(self, folder: Path) -> Path | None:
         """Write a checkpoint now. -> its folder, None on a rank that does not write."""
         snapshot = self.snapshot({})
-        return None if snapshot is None else checkpoint.write(folder, snapshot)
+        if snapshot is None:
+            return None
+        return checkpoint.write(folder, snapshot)
 
     def snapshot(self, log_lengths: dict[str, int]) -> Snapshot | None:
         """Copy the state after the last step to host memory, on rank 0; every rank must call this.
@@ -335,7 +371,8 @@ class Run:
         }
 
     def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:
-        """Continue from a checkpoint. Raises UserError if an option differs that must stay the same."""
+        """Continue from a checkpoint. Raises UserError if an option differs that must stay the
+        same."""
         made_on = saved.state["made_on"]
         changed = option_changes(saved.state["options"], self.resume_options())
         if made_on.get("ranks") != self.ranks.world:  # the share of each rank has another size
@@ -346,7 +383,8 @@ class Run:
         self.parallel.load(saved, self.optimizer)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
             warn(
-                "the text or its division into sequences has changed: reading restarts at its beginning"
+                "the text or its division into sequences has changed: reading restarts at its "
+                "beginning"
             )
         else:
             self.loader.load_state_dict(saved.state["loader"])
@@ -383,7 +421,8 @@ class Run:
     def explain(self, step: int) -> str:
         """After max_skips skipped steps: repeat the forward and backward of `step`, op by op.
 
-        -> where the first non-finite value appeared. Every rank must call it; all get the same answer.
+        -> where the first non-finite value appeared. Every rank must call it; all get the same
+        answer.
         """
         self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
@@ -400,7 +439,8 @@ class Run:
                 return where if len(found) == 1 else f"rank {rank}: {where}"
         everywhere = "" if len(found) == 1 else " on every rank"
         return (
-            f"every result is finite{everywhere} when the step is repeated: the gradient norm is too large, or the error "
+            f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
+            "too large, or the error "
             "is not reproducible"
         )
 
@@ -441,7 +481,8 @@ def capture(
 
 
 def _group(name):
-    """The group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" -> "layer 3"."""
+    """The group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" ->
+    "layer 3"."""
     words = name.split(".")
     if "layers" in words:
         return f"layer {words[words.index('layers') + 1]}"

@@ -1,4 +1,5 @@
-"""The folder of a run: choosing it, locking it, and config.json in it. An existing run is never overwritten."""
+"""The folder of a run: choosing it, locking it, and config.json in it. An existing run is never
+overwritten."""
 
 import contextlib
 import json
@@ -41,7 +42,8 @@ Options = TypeVar("Options", bound=RunOptions)
 class RunFolder:
     """Where a run is written.
 
-    saved: the checkpoint to resume from.  contents: what the folder held when it was chosen (see `_contents`).
+    saved: the checkpoint to resume from.
+    contents: what the folder held when it was chosen (see `_contents`).
     first_options: the run's options in config.json, as far as they are known.
     """
 
@@ -63,14 +65,16 @@ class RunFolder:
 
 
 def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
-    """Choose the folder from --out, --name and --resume. name: --name as given; None: the first free name is chosen.
+    """Choose the folder from --out, --name and --resume. name: --name as given; None: the first
+    free name is chosen.
 
     Raises UserError if the folder of a given name is taken, or holds no checkpoint to resume from.
     """
     path = first = Path(config.out) / config.name
     if config.resume:
         path = _last_path(first, name)
-        contents, saved = _contents(path), None
+        contents = _contents(path)
+        saved = None
         if contents and not saved_runs.folders(path):
             warn(f"{path} holds no checkpoint yet: the run starts from its beginning")
         else:
@@ -92,20 +96,23 @@ def claim(
     warn: Callable[[str], None],
     stack: contextlib.ExitStack,
 ) -> RunFolder:
-    """Lock the folder until `stack` is left. If another process has written there since `choose`, choose again."""
+    """Lock the folder until `stack` is left. If another process has written there since `choose`,
+    choose again."""
     while True:
         with contextlib.ExitStack() as attempt:
             _lock(folder.path, attempt)
             if _contents(folder.path) == folder.contents:
                 stack.push(attempt.pop_all())
                 return folder
-        before, folder = folder, choose(config, name, warn)
+        before = folder
+        folder = choose(config, name, warn)
         if before.saved and not folder.saved:  # the model is about to be filled from it
             raise UserError(f"{before.saved.folder} is gone: start again")
 
 
 def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
-    """-> the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of rank 0 to resume from."""
+    """-> the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of rank
+    0 to resume from."""
     if folder.saved:
         path = folder.saved.folder
         manifest = path / MANIFEST
@@ -120,7 +127,8 @@ def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
 
 
 def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
-    """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init may be gone.
+    """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init
+    may be gone.
 
     Raises UserError if --vocab-size asks for another tokenizer.
     """
@@ -134,7 +142,8 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
         keeps_tokenizer = folder.tokenizer(config.tokenizer) != config.tokenizer
         if keeps_tokenizer and config.vocab_size != was:
             raise UserError(
-                f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: omit --vocab-size, "
+                f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: "
+                "omit --vocab-size, "
                 "because a run keeps its tokenizer"
             )
     precision = config.precision
@@ -145,19 +154,29 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
 
 
 # ----------------------------------------------------------------------------- the command line of a run that continues
-# Options that config.json does not decide: how this process ends, where the run is; blas_threads is in the checkpoint.
+# Options that config.json does not decide: how this process ends, where the run is; blas_threads is
+# in the checkpoint.
 NOT_STORED = (
-    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name", "blas_threads",
-)  # fmt: skip
+    "resume",
+    "allow_change",
+    "stop_at",
+    "time_limit",
+    "debug",
+    "verify_data",
+    "out",
+    "name",
+    "blas_threads",
+)
 
 
 def parse_options(
     parse: Callable[[Options | None], Options], ranks: SingleProcess = SINGLE_PROCESS
 ) -> Options:
-    """The options of a command line. With --resume, those that it does not give are the run's own, in its config.json.
+    """The options of a command line. With --resume, those that it does not give are the run's own,
+    in its config.json.
 
-    parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder: others may not see it. Raises
-    UserError.
+    parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder:
+    others may not see it. Raises UserError.
     """
     given = parse(None)
     if not given.resume:
@@ -182,7 +201,8 @@ def to_resume(config: RunOptions) -> Path:
 
 
 def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
-    """-> the options of the run that is to be resumed, none if they are unknown; the changes that were allowed before"""
+    """-> the options of the run that is to be resumed, none if they are unknown; the changes that
+    were allowed before"""
     path = to_resume(given)
     stored = _stored_options(path, type(given))
     if stored is None:
@@ -199,7 +219,8 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
-    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of ranks."""
+    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of
+    ranks."""
     machine = read_json(path / "config.json").get("machine")
     ranks = machine.get("ranks") if isinstance(machine, dict) else None
     if "dp" not in stored:
@@ -231,16 +252,25 @@ def write_config(
         "train": asdict(config),
         "model": model.to_dict(),
         "data": {
-            "name": corpus.name, "files": corpus.files, "skipped": corpus.skipped, "documents": corpus.documents,
-            "bytes": corpus.bytes, "sha256": corpus.sha256, "train_tokens": corpus.train_tokens,
-            "val_tokens": corpus.val_tokens, "bigram_bpb": corpus.bigram_bpb, "vocab_size": corpus.vocab_size,
+            "name": corpus.name,
+            "files": corpus.files,
+            "skipped": corpus.skipped,
+            "documents": corpus.documents,
+            "bytes": corpus.bytes,
+            "sha256": corpus.sha256,
+            "train_tokens": corpus.train_tokens,
+            "val_tokens": corpus.val_tokens,
+            "bigram_bpb": corpus.bigram_bpb,
+            "vocab_size": corpus.vocab_size,
         },
         "machine": {"device": device_name(device), "system": platform.platform(), "ranks": ranks},
         "versions": {
-            "xtrain": VERSION, "python": platform.python_version(), "numpy": np.__version__,
+            "xtrain": VERSION,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
             **_installed(COMPILERS),
         },
-    }  # fmt: skip
+    }
     path = folder / "config.json"
     for stray in folder.glob("*.tmp"):  # left behind by a killed process
         with contextlib.suppress(OSError):
@@ -252,7 +282,8 @@ def write_config(
 
 
 def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
-    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its path, or None."""
+    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its
+    path, or None."""
     path = folder / "left_out.txt"
     try:
         path.unlink(missing_ok=True)  # of an earlier start
@@ -268,29 +299,40 @@ def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
 
 
 def record_start(folder: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Append a line to starts.jsonl: when and how this process starts or continues the run after `step`. Raises UserError.
+    """Append a line to starts.jsonl: when and how this process starts or continues the run after
+    `step`. Raises UserError.
 
-    commit: of the git repository that contains the working directory, null if there is none.  changed: do its tracked files
-    differ from the commit?
+    commit: of the git repository that contains the working directory, null if there is none.
+    changed: do its tracked files differ from the commit?
     """
     program, *rest = sys.orig_argv or [""]
     commit, changed = _commit()
     line = {
-        "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": shlex.join([Path(program).name, *rest]),
-        "commit": commit, "changed": changed, "xtrain": VERSION,
-    }  # fmt: skip
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(program).name, *rest]),
+        "commit": commit,
+        "changed": changed,
+        "xtrain": VERSION,
+    }
     if not Journal(folder / "starts.jsonl").write(json.dumps(line) + "\n"):
         warn(f"no space left to write {folder / 'starts.jsonl'}")
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the working directory, and whether tracked files were changed since; None: there is no repository."""
+    """The commit of the working directory, and whether tracked files were changed since; None:
+    there is no repository."""
     git = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(
-            git, capture_output=True, text=True, errors="replace", timeout=GIT_SECONDS, stdin=subprocess.DEVNULL,
+            git,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )  # fmt: skip
+        )
     except (OSError, subprocess.SubprocessError):  # there is no git, or it takes too long
         return None, None
     found = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
@@ -300,7 +342,8 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def _contents(path: Path) -> tuple[str, ...]:
-    """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not one."""
+    """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not
+    one."""
     found = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
     return (*found, *(folder.name for folder in saved_runs.folders(path)))
 
@@ -312,7 +355,8 @@ def _next_path(path: Path, first: Path) -> Path:
 
 
 def _last_path(first: Path, name: str | None) -> Path:
-    """The folder of the run to resume: `first`, or if no --name is given, the last of its successors."""
+    """The folder of the run to resume: `first`, or if no --name is given, the last of its
+    successors."""
     path = first
     while name is None and _contents(_next_path(path, first)):
         path = _next_path(path, first)
@@ -320,7 +364,8 @@ def _last_path(first: Path, name: str | None) -> Path:
 
 
 def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None:
-    """The options in config.json that `kind` has and whose type is right; None if there are none."""
+    """The options in config.json that `kind` has and whose type is right; None if there are
+    none."""
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
         if isinstance(options, dict):
@@ -339,7 +384,8 @@ def _one_path(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str, ...]."""
+    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str,
+    ...]."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -358,7 +404,8 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
     except Busy as busy:
         advice = f"; {busy}" if str(busy) else ""
         raise UserError(
-            f"{path} is being written by another process: wait for it, or choose another --name{advice}"
+            f"{path} is being written by another process: wait for it, or choose another "
+            f"--name{advice}"
         ) from None
     except OSError as error:
         raise cannot_write(path, error) from error

@@ -1,7 +1,7 @@
 """The training step on one device. `parallel.ddp.DataParallel` divides it among ranks.
 
-A Run is given one of the two. Where ranks have to communicate, `loop.train` and `Run.train_step` call its methods, so
-the same step runs on one device and on many.
+A Run is given one of the two. Where ranks have to communicate, `loop.train` and `Run.train_step`
+call its methods, so the same step runs on one device and on many.
 """
 
 import contextlib
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 
 class SingleDevice:
-    """Every array is whole on this device and nothing is communicated. The base class of `DataParallel`."""
+    """Every array is whole on this device and nothing is communicated. The base class of
+    `DataParallel`."""
 
     ranks: SingleProcess = SINGLE_PROCESS
     sharded = False  # is the optimizer state divided among the ranks (ZeRO-1)?
 
     # ------------------------------------------------------------------------- the course of a run
     def begin(self, config: Any) -> None:
-        """Check that all ranks have the same options, and choose this rank's GPU. Raises UserError."""
+        """Check that all ranks have the same options, and choose this rank's GPU. Raises
+        UserError."""
 
     def check_data(self, corpus: Any) -> None:
         """Raises UserError, on every rank, if the ranks do not read the same data."""
@@ -62,20 +64,24 @@ class SingleDevice:
         return np.array([1 / count if count else 0], np.float32)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch. After the last one of a step the gradients are sums over all ranks."""
+        """Backward of one micro-batch. After the last one of a step the gradients are sums over all
+        ranks."""
         loss.backward()
 
     def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
-        """-> gradient norm of the whole model, factor that clips it to max_norm; (1,) arrays on the device."""
+        """-> gradient norm of the whole model, factor that clips it to max_norm; (1,) arrays on the
+        device."""
         return clip(self.model, max_norm)
 
     def gather_norm_and_loss(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        """-> all gradient norms and all losses that must be finite for the step to count. Called after `clip`."""
+        """-> all gradient norms and all losses that must be finite for the step to count. Called
+        after `clip`."""
         return norm, loss
 
     # ------------------------------------------------------------------------- between steps
     def check_identical(self, optimizer: AdamW, step: int) -> None:
-        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for bit."""
+        """Raises UserError, on every rank, if the ranks do not hold the same weights, bit for
+        bit."""
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
         """Add up sums over `optimizer.owned`, so that they cover the whole arena."""
@@ -87,12 +93,14 @@ class SingleDevice:
 
     # ------------------------------------------------------------------------- optimizer state
     def make_optimizer(self, name: str, **options: Any) -> AdamW:
-        """The optimizer, or its sharded form. name: a key of OPTIMIZERS.  options: those of AdamW."""
+        """The optimizer, or its sharded form. name: a key of OPTIMIZERS.
+        options: those of AdamW."""
         return OPTIMIZERS[name](self.model, **options)
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
-        """-> an object with m, v and ema of the whole arena and t, for a checkpoint; the weights are whole too."""
+        """-> an object with m, v and ema of the whole arena and t, for a checkpoint; the weights
+        are whole too."""
         yield optimizer
 
     def load(self, saved: Saved, optimizer: AdamW) -> None:

@@ -1,4 +1,5 @@
-"""What a run decides before its first step: the device, the folder, the precision, the shape of the model."""
+"""What a run decides before its first step: the device, the folder, the precision, the shape of the
+model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -90,7 +91,8 @@ def _folder_of_init(options: RunOptions, ranks: SingleProcess, warn: Warn) -> st
 
 
 def _known_shape(config: ResolvedConfig, shape: dict[str, Any], saved: Saved | None) -> ModelConfig:
-    """Return the model's shape, as far as it is known before the text is read: its vocabulary may become smaller."""
+    """Return the model's shape, as far as it is known before the text is read: its vocabulary may
+    become smaller."""
     if saved is not None:
         return _saved_shape(saved)
     if config.init is not None:
@@ -106,7 +108,8 @@ def _saved_shape(saved: Saved) -> ModelConfig:
 def _blas_threads(
     config: ResolvedConfig, model: ModelConfig, saved: Saved | None, ranks: SingleProcess
 ) -> int | None:
-    """Return blas_threads on a CPU: on resuming those of the checkpoint, else blas.choose_threads, the fewest of all ranks."""
+    """Return blas_threads on a CPU: on resuming those of the checkpoint, else blas.choose_threads,
+    the fewest of all ranks."""
     number = config.blas_threads
     share = max(1, blas.cores() // ranks.local_world)
     made_on = {} if saved is None else saved.state["made_on"]
@@ -114,7 +117,9 @@ def _blas_threads(
         before = made_on.get("blas_threads")
         if before is None and not blas.in_environment():
             before = share  # earlier versions took all cores, and did not record it
-        number = before if type(before) is int and 0 < before <= blas.cores() else None
+        number = None
+        if type(before) is int and 0 < before <= blas.cores():
+            number = before
     rows = config.micro_batch * config.seq_len
     number = blas.choose_threads(number, rows, model.dim, model.hidden_dim, share)
     numbers = ranks.gather(number)
@@ -123,7 +128,8 @@ def _blas_threads(
 
 # ----------------------------------------------------------------------------- the model
 def make_model(start: Start, corpus: Any, world: int) -> Transformer:
-    """Return the model of a run: new, from --init, or empty in the shape of the checkpoint that will fill it."""
+    """Return the model of a run: new, from --init, or empty in the shape of the checkpoint that
+    will fill it."""
     config = start.config
     options = (start.device, config.precision, config.recompute, world)
     change = config.change
@@ -151,10 +157,12 @@ def check_fit(model: Transformer, config: Any, corpus: Any) -> None:
     """Raise UserError if the model of --init does not fit the tokenizer or --seq-len."""
     if corpus.vocab_size > model.config.vocab_size:
         raise UserError(
-            f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only {model.config.vocab_size}: "
+            f"the tokenizer has {corpus.vocab_size} tokens, the model in {config.init} only "
+            f"{model.config.vocab_size}: "
             f"give the model's own with --tokenizer {config.init}/tokenizer.json"
         )
     if config.seq_len > model.config.max_seq_len:
         raise UserError(
-            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {model.config.max_seq_len}: choose a shorter one"
+            f"--seq-len {config.seq_len} is longer than the model's max_seq_len "
+            f"{model.config.max_seq_len}: choose a shorter one"
         )

@@ -1,12 +1,14 @@
-"""Training examples from .jsonl files: which tokens a conversation has, and which of them are trained.
+"""Training examples from .jsonl files: which tokens a conversation has, and which of them are
+trained.
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}    the assistant's turns
     {"prompt": ..., "completion": ...}                                                         the completion
     {"text": ...}                                                                              everything
 
-A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is trained. A template without
-them is rendered message by message: what an assistant's message adds to the text of the messages before it and of the
-generation prompt is trained, with the token that ends the turn. That needs a template whose text only grows; this is checked.
+A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is
+trained. A template without them is rendered message by message: what an assistant's message adds to
+the text of the messages before it and of the generation prompt is trained, with the token that ends
+the turn. That needs a template whose text only grows; this is checked.
 """
 
 import hashlib
@@ -28,7 +30,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Example:
-    """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.  prompt: the tokens before it."""
+    """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.
+    prompt: the tokens before it."""
 
     where: str  # file and line
     ids: np.ndarray
@@ -52,8 +55,11 @@ def digest(examples: Iterable[Example]) -> str:
 
 
 def read_examples(
-    files: Sequence[str | Path], tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str = "text"
-) -> Iterator[Example]:  # fmt: skip
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    text_key: str = "text",
+) -> Iterator[Example]:
     """The examples of .jsonl files, which may be globs. text_key: the field in place of "text".
 
     Raises UserError, which names file and line.
@@ -65,7 +71,10 @@ def read_examples(
             try:
                 ids, trained = _tokens(record, tokenizer, template, text_key)
             except UserError as error:
-                where = "" if str(error).startswith(record.where) else f"{record.where}: "
+                if str(error).startswith(record.where):
+                    where = ""
+                else:
+                    where = f"{record.where}: "
                 raise UserError(f"{where}{error}") from None
             yield Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
         if empty:
@@ -79,7 +88,8 @@ def _tokens(
     if "messages" in fields:
         if template is None:
             raise UserError(
-                "the model's folder has no chat template, which messages need: add chat_template.jinja to it, or give "
+                "the model's folder has no chat template, which messages need: add "
+                "chat_template.jinja to it, or give "
                 '"prompt" and "completion"'
             )
         return _conversation(record, tokenizer, template)
@@ -92,9 +102,12 @@ def _tokens(
     if text_key in fields:
         ids = begin + tokenizer.encode(record.text(text_key)) + [tokenizer.eot_id]
         return ids, [False] + [True] * (len(ids) - 1)
-    hint = ' (rename "conversations" and its fields)' if "conversations" in fields else ""
+    hint = ""
+    if "conversations" in fields:
+        hint = ' (rename "conversations" and its fields)'
     raise UserError(
-        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": add one of them, or choose the field '
+        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": '
+        "add one of them, or choose the field "
         f"of the text with --text-key{hint}"
     )
 
@@ -120,7 +133,8 @@ def _messages(record: Record) -> list[dict[str, Any]]:
         role = message["role"]
         if role not in ROLES:
             raise UserError(
-                f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of {', '.join(ROLES)}"
+                f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of "
+                f"{', '.join(ROLES)}"
             )
         if role == "assistant" and message.get("tool_calls") and not message.get("content"):
             continue
@@ -130,7 +144,8 @@ def _messages(record: Record) -> list[dict[str, Any]]:
         record.check_text(message["content"], f'"content" of {name} ({role})', not needs_text)
     if all(message["role"] != "assistant" for message in found):
         raise UserError(
-            f"{record.where} has no message of the assistant, so nothing to train: add one, or remove the line"
+            f"{record.where} has no message of the assistant, so nothing to train: add one, or "
+            "remove the line"
         )
     return found
 
@@ -138,7 +153,8 @@ def _messages(record: Record) -> list[dict[str, Any]]:
 def _conversation(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
-    messages, tools = _messages(record), record.fields.get("tools")
+    messages = _messages(record)
+    tools = record.fields.get("tools")
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
     else:
@@ -156,7 +172,8 @@ def _conversation(
             trained[i] = True
     if not any(trained[1:]):
         raise UserError(
-            f"{record.where}: the chat template renders nothing of the assistant: remove the line, or use another template"
+            f"{record.where}: the chat template renders nothing of the assistant: remove the "
+            "line, or use another template"
         )
     return ids, trained
 
@@ -164,16 +181,20 @@ def _conversation(
 def _growing(
     record: Record, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
 ) -> tuple[str, list[Span]]:
-    """-> the text, and what each message of the assistant adds. Raises UserError if the text does not only grow."""
-    text, spans = template.render(messages, False, tools), []
+    """-> the text, and what each message of the assistant adds. Raises UserError if the text does
+    not only grow."""
+    text = template.render(messages, False, tools)
+    spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before = template.render(messages[:i], True, tools) if i else ""
             after = template.render(messages[: i + 1], False, tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
-                    f"{record.where}: the chat template changes the text before message {i + 1} when more messages follow, so "
-                    "what the model says is unknown: mark it in the template with {% generation %}, or give one answer per line"
+                    f"{record.where}: the chat template changes the text before message {i + 1} "
+                    "when more messages follow, so "
+                    "what the model says is unknown: mark it in the template with {% generation "
+                    "%}, or give one answer per line"
                 )
             spans.append((len(before), len(after)))
     return text, spans

@@ -39,7 +39,8 @@ SAMPLE_TOKENS = 200
 
 @dataclass(frozen=True)
 class AdapterOptions(ParallelOptions, OptimizerOptions):
-    """What fine-tuning and reinforcement learning share: a model in --init, all of whose weights or adapters are trained."""
+    """What fine-tuning and reinforcement learning share: a model in --init, all of whose weights or
+    adapters are trained."""
 
     lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
     # the adapters' product is multiplied by this / rank; none: twice the rank
@@ -73,9 +74,16 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
 
     def adapters(self, base: str) -> Lora:
-        """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
-        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
-        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
+        UserError."""
+        if self.lora_targets == ("all",):
+            targets = TARGETS
+        else:
+            targets = self.lora_targets
+        if self.lora_alpha is None:
+            alpha = 2.0 * self.lora
+        else:
+            alpha = self.lora_alpha
         return Lora(self.lora, alpha, targets, base)
 
 
@@ -88,15 +96,17 @@ class FinetuneConfig(AdapterOptions, RowOptions):
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
-    # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in the example
+    # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in
+    # the example
     pack: bool = False
-    # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16 examples
+    # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16
+    # examples
     batch: int | None = None
     steps: int | None = None  # optimizer steps; none: those of --epochs
     lr: float | None = None  # peak learning rate; none: 1e-5, with --lora 2e-4
     warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
-    # tokens per row; none: the longest example that the model accepts and the data have, rounded up, with --pack 2048 if the
-    # model accepts it
+    # tokens per row; none: the longest example that the model accepts and the data have, rounded
+    # up, with --pack 2048 if the model accepts it
     seq_len: int | None = None
     # the user's message of the generated samples; none: the first example that is held out
     sample_prompt: str = ""
@@ -124,20 +134,38 @@ Item = TypeVar("Item")
 class Conversations:
     """Examples with the interface of a data.dataset.Corpus.
 
-    train, val: the examples.  skipped: those left out, because they are too long.  seq_len: T of the longest in use.
+    train, val: the examples.
+    skipped: those left out, because they are too long.
+    seq_len: T of the longest in use.
     pack: several examples in a row.
     """
 
-    split, bigram_bpb, left_out = "documents", None, ()
+    split = "documents"
+    bigram_bpb = None
+    left_out = ()
 
     def __init__(
-        self, name: str, files: int, train: list[Example], val: list[Example], skipped: int,
-        tokenizer: Tokenizer, template: ChatTemplate | None, pack: bool = False,
-    ):  # fmt: skip
-        self.name, self.files, self.skipped, self.tokenizer = name, files, skipped, tokenizer
-        self.train, self.val, self.template, self.pack = train, val, template, pack
+        self,
+        name: str,
+        files: int,
+        train: list[Example],
+        val: list[Example],
+        skipped: int,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        pack: bool = False,
+    ):
+        self.name = name
+        self.files = files
+        self.skipped = skipped
+        self.tokenizer = tokenizer
+        self.train = train
+        self.val = val
+        self.template = template
+        self.pack = pack
         self.documents = len(train) + len(val)
-        self.vocab_size, self.token_lengths = tokenizer.vocab_size, tokenizer.token_lengths
+        self.vocab_size = tokenizer.vocab_size
+        self.token_lengths = tokenizer.token_lengths
         self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
         ids = (x.ids for x in (*train, *val))
         self.bytes = int(sum(self.token_lengths[x].sum() for x in ids))
@@ -154,12 +182,14 @@ class Conversations:
         return [[i] for i in range(len(examples))]
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
-        """Endless shuffled batches of B rows of T tokens. With several ranks, each reads its share of the rows."""
+        """Endless shuffled batches of B rows of T tokens. With several ranks, each reads its share
+        of the rows."""
         groups = self.rows(self.train, T, seed)
         return RowLoader(self.train, groups, self.pack, B, T, seed, rank, world)
 
     def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
-        """At most n batches of examples that are held out, always the same, as `loader` has them; (B, longest of the batch)."""
+        """At most n batches of examples that are held out, always the same, as `loader` has them;
+        (B, longest of the batch)."""
         examples = [x.cut(T) for x in self.val]
         groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
         wanted = min(n * B, len(groups))
@@ -167,7 +197,9 @@ class Conversations:
         batches = [chosen[i : i + B] for i in range(0, wanted, B)]
         longest = [max(sum(len(x.ids) - 1 for x in group) for group in batch) for batch in batches]
         rows = [rows_of(batch, T) for batch, T in zip(batches, longest)]
-        return rows if self.pack else [batch._replace(starts=None) for batch in rows]
+        if self.pack:
+            return rows
+        return [batch._replace(starts=None) for batch in rows]
 
     @cached_property
     def stop(self) -> frozenset[int]:
@@ -179,9 +211,11 @@ class Conversations:
 
 
 def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
-    """Read --data and --val-data. source: the model's folder.  context: the model's. Raises UserError."""
+    """Read --data and --val-data. source: the model's folder.
+    context: the model's. Raises UserError."""
     source = source_of(source, "tokenizer.json")
-    c, tokenizer = config, Tokenizer.load(source)
+    c = config
+    tokenizer = Tokenizer.load(source)
     template = ChatTemplate.load(source)
     limit = min(c.seq_len or context, context)
     longer = 0
@@ -194,7 +228,8 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
                 longer += 1
                 if c.too_long == "error":
                     raise UserError(
-                        f"{x.where} has {len(x.ids)} tokens, more than --seq-len {limit}: shorten it, or give --too-long skip or cut"
+                        f"{x.where} has {len(x.ids)} tokens, more than --seq-len {limit}: shorten "
+                        "it, or give --too-long skip or cut"
                     )
                 x = x.cut(limit)
                 if c.too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
@@ -202,12 +237,14 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
             found.append(x)
         if not found:
             raise UserError(
-                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} tokens: give a larger --seq-len"
+                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} "
+                "tokens: give a larger --seq-len"
                 + (", or --too-long cut" if c.too_long == "skip" else "")
             )
         return found
 
-    examples, val = read(c.data), read(c.val_data) if c.val_data else []
+    examples = read(c.data)
+    val = read(c.val_data) if c.val_data else []
     if not val:
         examples, val = hold_out(examples, c.val_share, "example")
     name = ", ".join(Path(file).name for file in c.data)
@@ -217,7 +254,8 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
     """The config with every option that the data decide. context: the model's."""
-    c, examples = config, len(corpus.train)
+    c = config
+    examples = len(corpus.train)
     wanted = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
     unit = TILE if c.precision == "fp8" else UNIT
     seq_len = c.seq_len or min(-(-wanted // unit) * unit, context)
@@ -226,10 +264,16 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
     each = max(1, -(-steps // 10))
     return replace(
-        c, seq_len=seq_len, batch=batch, steps=steps, lr=c.lr or (2e-4 if c.lora else 1e-5), eval_every=c.eval_every or each,
+        c,
+        seq_len=seq_len,
+        batch=batch,
+        steps=steps,
+        lr=c.lr or (2e-4 if c.lora else 1e-5),
+        eval_every=c.eval_every or each,
         warmup=min(steps // 30, max(0, steps - 2)) if c.warmup is None else c.warmup,
-        sample_every=c.sample_every or steps, save_every=c.save_every or max(1, -(-steps // 3)),
-    )  # fmt: skip
+        sample_every=c.sample_every or steps,
+        save_every=c.save_every or max(1, -(-steps // 3)),
+    )
 
 
 class FinetuneRun(Run):
@@ -262,8 +306,11 @@ class FinetuneRun(Run):
         return super().resume_options() | more
 
     def sample(self) -> str:
-        """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
-        c, corpus, tokenizer = self.config, self.corpus, self.corpus.tokenizer
+        """The answer to --sample-prompt, or to the first example that is held out; if that fails,
+        the reason."""
+        c = self.config
+        corpus = self.corpus
+        tokenizer = self.corpus.tokenizer
         context = self.model.config.max_seq_len
         try:
             prompt = corpus.val[0].prompt.tolist()
@@ -288,7 +335,8 @@ def finetune(
     parallel: SingleDevice | None = None,
     **outside: Any,
 ) -> Path:
-    """Make a whole fine-tuning, with checkpoints and its report, and return the run's folder. Raises UserError.
+    """Make a whole fine-tuning, with checkpoints and its report, and return the run's folder.
+    Raises UserError.
 
     parallel, outside: as of training.loop.train.
     """
@@ -311,7 +359,8 @@ def train_from(
 
 
 def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], list[Item]]:
-    """-> items to train on and to validate on, the same for every seed. share: of the second.  what: one item is called.
+    """-> items to train on and to validate on, the same for every seed. share: of the second.
+    what: one item is called.
 
     Raises UserError if there is only one.
     """
@@ -326,9 +375,13 @@ def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], li
 
 
 def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
-    """Return the frozen model of --init with new adapters, which a checkpoint then fills. Raises UserError."""
+    """Return the frozen model of --init with new adapters, which a checkpoint then fills. Raises
+    UserError."""
     config: Any = start.config
-    folder = base_folder(start.saved.folder) if start.saved else Path(config.init)
+    if start.saved:
+        folder = base_folder(start.saved.folder)
+    else:
+        folder = Path(config.init)
     if is_adapter(folder):
         raise UserError(
             f"{folder} holds adapters: merge them with `xtrain export --merge`, then train new ones"
@@ -345,7 +398,8 @@ def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
 
 
 def model_source(config: AdapterOptions, ranks: SingleProcess) -> tuple[Any, Path]:
-    """Return the config with its data in files, and the folder of the model: a run may continue when --init is gone.
+    """Return the config with its data in files, and the folder of the model: a run may continue
+    when --init is gone.
 
     Raises UserError, on every rank.
     """
@@ -361,19 +415,22 @@ def model_source(config: AdapterOptions, ranks: SingleProcess) -> tuple[Any, Pat
 
 
 def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
-    """Return the config with every option that the data decide, and the data. Raises UserError, on every rank."""
+    """Return the config with every option that the data decide, and the data. Raises UserError, on
+    every rank."""
     config.validate()
     config, folder = model_source(config, ranks)
     context = read_config(folder).max_seq_len
     if config.seq_len and config.seq_len > context:
         raise UserError(
-            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose a shorter one"
+            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose "
+            "a shorter one"
         )
     corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
     if corpus.skipped and ranks.rank == 0:
         what = "cut or left out" if config.too_long == "cut" else "left out"
         limit = min(config.seq_len or context, context)
         say(
-            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were {what}"
+            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were "
+            f"{what}"
         )
     return filled(config, corpus, context, ranks.world), corpus

@@ -3,9 +3,9 @@
     one per row     [ a a a a a . . . . ]        ids of padding 0, its targets -100
     packed          [ a a a a a b b b . ]        starts  [ 0 0 0 0 0 5 5 5 8 ]
 
-An example of n tokens has n - 1 inputs, each with the next token as its target; targets that are not trained are -100.
-`starts` has for each input the column at which its example begins: attention must not look further back, and positions
-count from there. Padding is an example of its own.
+An example of n tokens has n - 1 inputs, each with the next token as its target; targets that are
+not trained are -100. `starts` has for each input the column at which its example begins: attention
+must not look further back, and positions count from there. Padding is an example of its own.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from .examples import Example
 def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Batch:
     """Return one row of T tokens per group of examples. The inputs of a group must fit into T."""
     ids = np.zeros((len(groups), T), np.int32)
-    targets, starts = np.full_like(ids, IGNORE), np.zeros_like(ids)
+    targets = np.full_like(ids, IGNORE)
+    starts = np.zeros_like(ids)
     for row, group in enumerate(groups):
         at = 0
         for x in group:
@@ -34,7 +35,8 @@ def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Batch:
 
 
 def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
-    """Divide examples among rows by first fit, in an order drawn with `seed`. -> the examples of each row
+    """Divide examples among rows by first fit, in an order drawn with `seed`. -> the examples of
+    each row
 
     lengths: the inputs of each example, at most T.
     """
@@ -71,7 +73,9 @@ class RowLoader(Shuffled):
         world: int = 1,
     ):
         super().__init__(len(groups), B, T, seed, rank, world)
-        self.examples, self.groups, self.packed = examples, groups, packed
+        self.examples = examples
+        self.groups = groups
+        self.packed = packed
 
     def next_batch(self) -> Batch:
         """Return the next batch: (B / world, T)."""
