@@ -159,10 +159,10 @@ class ModelConfig:
             return
         need(isinstance(scaling, dict), f"rope_scaling must be a dict or None, got {scaling!r}")
         kind = self.rope_type
-        known = ", ".join(ROPE_SCALINGS)
+        kinds = ", ".join(ROPE_SCALINGS)
         need(
             kind in list(ROPE_SCALINGS),  # `in` a list, because an invalid kind may not be hashable
-            f"rope_scaling type {kind!r} is not supported: choose one of {known}",
+            f"rope_scaling type {kind!r} is not supported: choose one of {kinds}",
         )
         for key in ROPE_SCALINGS[kind]:
             value = scaling.get(key)
@@ -189,10 +189,10 @@ class ModelConfig:
         A window is Mistral's, in all layers; or, in some or all layers, that of the others.
         """
         features = self.features.removesuffix("sliding_window").removesuffix(" with ")
-        found = next((name for name, has in FAMILIES.items() if has == features), "")
-        if found == "Llama" and self.sliding_window:
+        family = next((name for name, has in FAMILIES.items() if has == features), "")
+        if family == "Llama" and self.sliding_window:
             return "" if self.full_attention_layers else "Mistral"
-        return found
+        return family
 
     def window(self, layer: int) -> int:
         """The sliding window of a layer, 0 for none."""
@@ -269,15 +269,15 @@ class ShapeOptions:
 
     def shape(self, preset: "Preset") -> dict[str, Any]:
         """The fields of ModelConfig, without vocab_size and max_seq_len."""
-        given = {name: getattr(self, option) for option, name in SHAPE_OPTIONS.items()}
-        given = {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, option) for option, name in SHAPE_OPTIONS.items()}
+        values = {name: value for name, value in values.items() if value is not None}
         shape = dict(preset.model)
-        if "dim" in given:  # heads of the same width as before, and the default MLP
-            shape |= {"n_heads": max(given["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
+        if "dim" in values:  # heads of the same width as before, and the default MLP
+            shape |= {"n_heads": max(values["dim"] // shape["head_dim"], 1), "n_kv_heads": None}
             shape["hidden_dim"] = None
-        if "n_heads" in given:
+        if "n_heads" in values:
             shape |= {"head_dim": None, "n_kv_heads": None}
-        return shape | given
+        return shape | values
 
 
 @dataclass(frozen=True)
@@ -299,10 +299,11 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         """Raise UserError on a value out of range."""
         super().validate()
         need_positive(self, ("vocab_size", *SIZE_OPTIONS))
-        given = [name for name in SHAPE_OPTIONS if getattr(self, name) is not None]
+        shape_options = [name for name in SHAPE_OPTIONS if getattr(self, name) is not None]
         need(
-            not (given and self.init and not self.resume),
-            f"{', '.join(map(option_name, given))} cannot be given with --init: the model has the "
+            not (shape_options and self.init and not self.resume),
+            f"{', '.join(map(option_name, shape_options))} cannot be given with --init: the model "
+            "has the "
             "shape of that folder",
         )
         need(self.tokenizer != "", "--tokenizer is empty: give a path, or omit the option")
@@ -398,12 +399,12 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
     Raises UserError on values out of range, alone or in combination with the preset's.
     """
     config.validate()
-    known = may_change(config)
+    allowed = may_change(config)
     for name in config.allow_change:
         need(
-            name.replace("-", "_") in known,
+            name.replace("-", "_") in allowed,
             f"--allow-change {repr(name)[1:-1]} is not known: choose from "
-            f"{', '.join(sorted(known))}",
+            f"{', '.join(sorted(allowed))}",
         )
     filled, shape = config.filled(gpu)
     steps, batch = filled.steps, filled.batch

@@ -155,9 +155,9 @@ def parse(
     """
     import tyro
 
-    given = translated(kind, sys.argv[1:] if arguments is None else arguments)
-    more: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(kind, prog=prog, description=description, args=given, **more)
+    words = translated(kind, sys.argv[1:] if arguments is None else arguments)
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(kind, prog=prog, description=description, args=words, **defaults)
 
 
 def translated(kind: type, arguments: list[str]) -> list[str]:
@@ -165,26 +165,28 @@ def translated(kind: type, arguments: list[str]) -> list[str]:
     hints = typing.get_type_hints(kind)
     types = {f.name.replace("_", "-"): hints[f.name] for f in dataclasses.fields(kind)}
     fields = [f.name.replace("_", "-") for f in dataclasses.fields(kind)]
-    known = [*fields, *(f"no-{name}" for name in fields if types[name] is bool), "help"]
-    found: list[str] = []
+    names = [*fields, *(f"no-{name}" for name in fields if types[name] is bool), "help"]
+    translated_words: list[str] = []
     option = ""
     for i, argument in enumerate(arguments):
         if argument == "--":  # what follows are no options
-            return found + arguments[i:]
+            return translated_words + arguments[i:]
         match = re.fullmatch(r"--([a-zA-Z][\w-]*)(=.*)?", argument, re.DOTALL)
         if match and not match[1].startswith("tyro"):
-            option = _known_name(match[1].replace("_", "-"), known)
-            rest = match[2] or ""
+            option = _known_name(match[1].replace("_", "-"), names)
+            value = match[2] or ""
             following = arguments[i + 1 : i + 2]
-            if option in PATHS and not rest and (not following or following[0].startswith("--")):
+            if option in PATHS and not value and (not following or following[0].startswith("--")):
                 raise UserError(f"--{option} has no value: give a path, or omit the option")
-            if option in PATHS and any(x.split("=")[0] == f"--{option}" for x in found):
+            if option in PATHS and any(x.split("=")[0] == f"--{option}" for x in translated_words):
                 raise UserError(f"--{option} is given twice: give all paths after the first one")
-            found.append(f"--{option}" + (rest and "=" + _value(option, rest[1:], types)))
+            translated_words.append(
+                f"--{option}" + (value and "=" + _value(option, value[1:], types))
+            )
         else:
-            found.append(_value(option, argument, types))
+            translated_words.append(_value(option, argument, types))
             option = ""
-    return found
+    return translated_words
 
 
 def _known_name(name: str, known: list[str]) -> str:
@@ -248,7 +250,7 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
         raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
     sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        target = getattr(importlib.import_module(module), function, None)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]
         what = "there is no such module here"
@@ -260,9 +262,9 @@ def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
         ) from None
     finally:
         sys.path.remove("")
-    if not callable(found):
+    if not callable(target):
         raise UserError(f"{option} {name}: {module} has no function {function!r}: name another")
-    return found
+    return target
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -270,8 +272,8 @@ def name_of(function: Callable[..., Any]) -> str:
     does not."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", "")
-    found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
-    return f"{module}:{name}" if found else ""
+    is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
+    return f"{module}:{name}" if is_found else ""
 
 
 def described(error: Exception) -> str:

@@ -312,8 +312,10 @@ class NcclCollectives(GpuCollectives):
             if pieces is not None:
                 with self._grouped():
                     for start, end, owner in pieces:
-                        at = x.data.ptr + (start - a) * x.itemsize
-                        self.nccl.reduce(at, at, end - start, kind, self.sum, owner, stream)
+                        address = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.reduce(
+                            address, address, end - start, kind, self.sum, owner, stream
+                        )
                 for start, end in self.own(self.grads, a, b):
                     self._widen(slice(start, end))
                 return
@@ -332,8 +334,8 @@ class NcclCollectives(GpuCollectives):
             if pieces is not None:
                 with self._grouped():
                     for start, end, owner in pieces:
-                        at = x.data.ptr + (start - a) * x.itemsize
-                        self.nccl.bcast(at, end - start, kind, owner, stream)
+                        address = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.bcast(address, end - start, kind, owner, stream)
                 return
             own = self.shard(a, b)
             start = x.data.ptr + (own.start - a) * x.itemsize

@@ -278,13 +278,13 @@ class DataParallel(SingleDevice):
         arrays = [self.model.arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
-            found = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
-            if any(found):
+            changed = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
+            if any(changed):
                 before = max(0, step - self.config.check_ranks)
                 raise UserError(
-                    f"after step {step} weights or optimizer state of rank {found.index(True)} "
+                    f"after step {step} weights or optimizer state of rank {changed.index(True)} "
                     "are not what its last update "
-                    f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every "
+                    f"wrote ({sum(changed)} of {self.ranks.world} ranks; checked every "
                     f"{self.config.check_ranks} steps): check "
                     f"that machine's memory, and resume from a checkpoint of step {before} or "
                     "earlier"
@@ -297,13 +297,13 @@ class DataParallel(SingleDevice):
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
         world = self.ranks.world
         collectives = self.collectives
-        more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
+        timing: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
         if collectives.exposed is not None:
             times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]
             exposed, hidden = self.ranks.sum(times)
-            more |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
+            timing |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
         collectives.clear()
-        return more
+        return timing
 
     # ------------------------------------------------------------------------- optimizer state
     def make_optimizer(self, name: str, **options: Any) -> AdamW:

@@ -104,8 +104,8 @@ class Ranks(SingleProcess):
         digest = hashlib.blake2b(digest_size=16)
         for array in arrays:
             digest.update(to_numpy(array).view(np.uint8).data)
-        found = self.gather(digest.hexdigest())
-        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        digests = self.gather(digest.hexdigest())
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             when = f"after step {step}"
             advice = "resume from the last checkpoint, with --zero 1"
@@ -158,7 +158,8 @@ def connect() -> Ranks:
 
 
 def load_mpi() -> Any:
-    """-> mpi4py.MPI with its library loaded, which is not initialized: that may end the process."""
+    """Return mpi4py.MPI with its library loaded, which is not initialized: that may end the
+    process."""
     import mpi4py
 
     mpi4py.rc.initialize = False

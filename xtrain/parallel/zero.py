@@ -234,7 +234,7 @@ class ShardedMuon(Muon, ShardedAdamW):
 
 
 def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slices, Pieces]:
-    """-> slices that cover the arena, the last ones first; and of those that are not divided
+    """Return slices that cover the arena, the last ones first; and of those that are not divided
     evenly, the pieces.
 
     A piece of a slice with matrices of Muon is one of them, with the gap behind it. Such a slice

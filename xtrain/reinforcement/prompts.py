@@ -37,17 +37,17 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts of .jsonl files, which may be globs. Raises UserError, which names file and
     line."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for file in record_files(files):
-        before = len(found)
+        before = len(prompts)
         for record in json_records(file):
             ids = tokenizer.encode(_text(record, template))
             if "messages" not in record.given:
                 ids = beginning(tokenizer) + ids
-            found.append(Prompt(record.where, ids, record.fields))
-        if len(found) == before:
+            prompts.append(Prompt(record.where, ids, record.fields))
+        if len(prompts) == before:
             raise UserError(f"{file} has no prompts: give a file that is not empty")
-    return found
+    return prompts
 
 
 def _text(record: Record, template: ChatTemplate | None) -> str:
@@ -122,9 +122,9 @@ class Prompts:
     def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
         """The prompts that are held out, as rows of ids and targets (B, longest of the batch); at
         most n batches of B."""
-        found = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
+        prompts = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
         rows = [
-            Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in found
+            Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in prompts
         ]
         groups = [rows[i : i + B] for i in range(0, len(rows), B)]
         batches = [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1) for g in groups]

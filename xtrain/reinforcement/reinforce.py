@@ -165,8 +165,8 @@ class ReinforceRun(Run):
         c = self.config
         device = self.model.device
         self.task, self.stop = self.corpus.task, self.corpus.stop
-        most = min(c.rollout_batch, c.batch // self.ranks.world)
-        self.engine = Engine(self.model, most, c.seq_len, batch_invariant=c.exact)
+        max_batch = min(c.rollout_batch, c.batch // self.ranks.world)
+        self.engine = Engine(self.model, max_batch, c.seq_len, batch_invariant=c.exact)
         self.reference: Transformer | None = None
         if c.kl:
             folder = model_folder(Path(c.reference or c.init), say)
@@ -197,15 +197,15 @@ class ReinforceRun(Run):
         NaN."""
         self.parallel.report_progress()
         ids = [x.ids for x in prompts]
-        most = self.config.max_new_tokens
-        found = self.engine.generate(ids, most, stop=self.stop, **options)
-        if any(x.reason == "nan" for x in found):
+        max_new_tokens = self.config.max_new_tokens
+        completions = self.engine.generate(ids, max_new_tokens, stop=self.stop, **options)
+        if any(x.reason == "nan" for x in completions):
             raise UserError(
                 f"the model's logits are NaN after step {self.done}: resume from an earlier "
                 "checkpoint with a smaller --lr "
                 "(--resume --allow-change lr)"
             )
-        return found
+        return completions
 
     def text(self, completion: list[int]) -> str:
         """A completion without the token that ended it."""
@@ -215,7 +215,7 @@ class ReinforceRun(Run):
     def rewards(
         self, prompts: list[Prompt], completions: list[Completion], group: int
     ) -> np.ndarray:
-        """-> (prompts, group) float64. Raises UserError from the task."""
+        """Return the rewards, (prompts, group) float64. Raises UserError from the task."""
         texts = [self.text(x) for x in completions]
         rows = [
             self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)
@@ -237,12 +237,12 @@ class ReinforceRun(Run):
             n=c.group,
         )
         rewards = self.rewards(prompts, completions, c.group)
-        of = [x for x in prompts for _ in range(c.group)]
-        rows = [example(x, completion) for x, completion in zip(of, completions)]
+        prompt_of_row = [x for x in prompts for _ in range(c.group)]
+        rows = [example(x, completion) for x, completion in zip(prompt_of_row, completions)]
         ids, targets, _ = rows_of([[x] for x in rows], max(len(x.ids) - 1 for x in rows))
         drawn, advantages = (np.zeros(ids.shape, np.float32) for _ in range(2))
         scaled = advantages_of(rewards, c.scale_rewards).reshape(-1)
-        for row, (prompt, completion) in enumerate(zip(of, completions)):
+        for row, (prompt, completion) in enumerate(zip(prompt_of_row, completions)):
             start = len(prompt.ids) - 1
             drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
             advantages[row] = scaled[row]
@@ -269,11 +269,11 @@ class ReinforceRun(Run):
     def reference_logprobs(self, ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """(B, T) float32"""
         assert self.reference is not None
-        found = []
+        parts = []
         with batch_invariant(self.config.exact):
             for part, _ in self.micro_batches(Batch(ids, targets)):
-                found.append(to_numpy(self.reference.logprobs(part.ids, part.targets).data))
-        return np.concatenate(found)
+                parts.append(to_numpy(self.reference.logprobs(part.ids, part.targets).data))
+        return np.concatenate(parts)
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:

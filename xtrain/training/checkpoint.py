@@ -206,11 +206,11 @@ def prune(run: Path, newest: int, keep: int) -> None:
     Checkpoints newer than `newest` are deleted: they were unusable when the run resumed from an
     earlier one. A checkpoint to which the user has added files stays.
     """
-    found = folders(run)
-    past = [folder for folder in found if step_of(folder) <= newest]
+    checkpoints = folders(run)
+    past = [folder for folder in checkpoints if step_of(folder) <= newest]
     kept = set(past[-keep:] if keep else past)
     kept |= {best for best in [_best(past)] if best is not None}
-    for folder in found:
+    for folder in checkpoints:
         if folder not in kept:
             _remove_checkpoint(folder)
     _remove_strays(run / "checkpoints")
@@ -224,10 +224,10 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
     moment, or to which the user has added files. Removed first are damaged ones after it, then the
     oldest; last the one with the best validation loss.
     """
-    found = folders(run)
+    checkpoints = folders(run)
     damaged = []
-    while found:
-        newest = found.pop()
+    while checkpoints:
+        newest = checkpoints.pop()
         try:
             open_checkpoint(newest)
             if step_of(newest) < step:
@@ -238,8 +238,8 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
             damaged.append(newest)
     else:
         return None
-    best = _best(found)
-    spare = [*damaged, *sorted(found, key=lambda folder: folder == best)]
+    best = _best(checkpoints)
+    spare = [*damaged, *sorted(checkpoints, key=lambda folder: folder == best)]
     spare = [folder for folder in spare if not _has_unlisted(folder)]
     if shutil.disk_usage(run).free + sum(map(_bytes, spare)) < needed:
         return None
@@ -255,18 +255,18 @@ def too_little_room(run: Path, needed: int, keep: int, left: int) -> str | None:
     with contextlib.suppress(OSError):
         there = folders(run)
         if keep:
-            most = min(keep + 2, len(there) + left)
+            needed_at_once = min(keep + 2, len(there) + left)
         else:
-            most = len(there) + left
+            needed_at_once = len(there) + left
         fit = (shutil.disk_usage(run).free + sum(map(_bytes, there))) // needed
-        if fit < most:
-            kept = "--keep 0"
+        if fit < needed_at_once:
+            options = "--keep 0"
             if keep:
-                kept = f"--keep {keep}, the best and the one being written"
+                options = f"--keep {keep}, the best and the one being written"
             return (
-                f"the disk of {run} has room for {fit} of the {most} checkpoints of "
+                f"the disk of {run} has room for {fit} of the {needed_at_once} checkpoints of "
                 f"{needed / 1e9:.3g} GB that this run needs "
-                f"({kept}): make room or choose a smaller --keep, else the oldest are removed "
+                f"({options}): make room or choose a smaller --keep, else the oldest are removed "
                 "when the disk is full"
             )
     return None
@@ -279,7 +279,7 @@ def _bytes(folder):
 
 
 def _remove_checkpoint(folder):
-    """-> is it gone?"""
+    """Remove it unless the user has added files. Return whether it is gone."""
     with contextlib.suppress(OSError):  # the next call tries again
         if not _has_unlisted(folder):
             _remove(folder.rename(_aside(folder)))

@@ -96,9 +96,9 @@ class CheckpointWriter:
         self.check()
 
     def _last_checkpoint(self):
-        found = saved_runs.folders(self.run)
-        if found:
-            return f"the last checkpoint is {found[-1]}"
+        checkpoints = saved_runs.folders(self.run)
+        if checkpoints:
+            return f"the last checkpoint is {checkpoints[-1]}"
         return "there is no checkpoint yet"
 
     def _write(self, snapshot, afterwards):

@@ -154,13 +154,13 @@ class Loop:
         """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no
         watchdog reports a hang."""
         tasks = self.evaluation() if self.evaluation else iter(())
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         self.run.parallel.report_progress()
         while self.run.ranks.any(bool(metrics := next(tasks, {}))):
-            found |= metrics
+            results |= metrics
             self.run.parallel.report_progress()
-        if found:
-            self.log.tasks(self.run.done, found)
+        if results:
+            self.log.tasks(self.run.done, results)
 
     def wait_for_writer(self) -> None:
         """Wait until no checkpoint is being written. All ranks wait together, so that no watchdog
@@ -223,7 +223,7 @@ class Loop:
 
 
 def fp8_numbers(fp8: Fp8Scales | None, counts_K2: np.ndarray) -> dict[str, float]:
-    """Of the numbers that a step encoded as fp8: how many were clamped, how many not finite; then
+    """Count the numbers of a step's fp8 codes that were clamped, and those not finite; then
     the same of each kind of tensor that has some, as "fp8_clamped_down_proj_x". Without fp8:
     nothing. Ranks and micro-batches count the weights again.
     """

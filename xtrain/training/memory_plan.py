@@ -132,11 +132,11 @@ class Pool:
             return Block(size)
         block = self._remove(self.free_blocks[i][2])
         if block.size > size:
-            rest = Block(block.size - size, block, block.right)
-            if rest.right is not None:
-                rest.right.left = rest
-            block.size, block.right = size, rest
-            self._add(rest)
+            remainder = Block(block.size - size, block, block.right)
+            if remainder.right is not None:
+                remainder.right.left = remainder
+            block.size, block.right = size, remainder
+            self._add(remainder)
         return block
 
     def free(self, block: Block) -> None:
@@ -308,8 +308,8 @@ class MetaArray:
     def reshape(self, *shape) -> "MetaArray":
         """A view if the strides allow it, else a copy. Raises ValueError if the sizes differ."""
         shape = shape[0] if isinstance(shape[0], tuple) else shape
-        known = math.prod(n for n in shape if n != -1)
-        shape = tuple(self.size // known if n == -1 else n for n in shape)
+        given_size = math.prod(n for n in shape if n != -1)
+        shape = tuple(self.size // given_size if n == -1 else n for n in shape)
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} into {shape}")
         if not self.flags.c_contiguous:
@@ -497,12 +497,12 @@ def measure(
     with gpu.using_allocator(pool.malloc):
         shape = config, batch, seq_len, precision, recompute
         run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
-        most = 0
+        peak = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
             _step(run)
-            most = max(most, pool.total_bytes())
-        return most + WORKSPACE
+            peak = max(peak, pool.total_bytes())
+        return peak + WORKSPACE
 
 
 def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema, fp8_head):

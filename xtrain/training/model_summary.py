@@ -8,7 +8,7 @@ from ..nn.model import Transformer
 
 
 def describe(config: ModelConfig) -> str:
-    """-> "Qwen3-style, 12 layers, width 384, ..." """
+    """Return "Qwen3-style, 12 layers, width 384, ..." """
     kind = f"{config.family}-style, " if config.family else ""
     return (
         f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x "

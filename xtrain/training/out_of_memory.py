@@ -98,7 +98,7 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
 
 
 def _less(c, model, device):
-    """-> (option, the config with it, its cost)"""
+    """Yield (option, the config with it, its cost)."""
     rows = [n for n in range(1, c.micro_batch + 1) if c.micro_batch % n == 0]
     if c.precision == "fp8":
         rows = [n for n in rows if n * c.seq_len % TILE == 0]

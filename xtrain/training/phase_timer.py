@@ -46,8 +46,8 @@ class PhaseTimer(NoPhaseTimer):
         self.timestamps.append((None, self._now()))
 
     def read(self, steps: int) -> dict[str, float]:
-        """-> {phase: ms per step}, over the `steps` steps since the last read. The GPU must have
-        finished them."""
+        """Return {phase: ms per step}, over the `steps` steps since the last read. The GPU must
+        have finished them."""
         ms = dict.fromkeys(self.phases, 0.0)
         for (phase, start), (_, end) in zip(self.timestamps, self.timestamps[1:]):
             if phase is not None:

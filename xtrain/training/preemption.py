@@ -106,12 +106,12 @@ def parse_seconds(text: str | None) -> float | None:
     """ "5400", "90:00", "1:30:00" or "0-01:30:00" (Slurm's format) -> 5400.0. Raises UserError."""
     if text is None:
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d*)?)", text)
-    if found is None or (found[1] is not None and found[3] is None):
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d*)?)", text)
+    if match is None or (match[1] is not None and match[3] is None):
         raise UserError(
             f"--time-limit {text!r} is not a time: give seconds, MM:SS, HH:MM:SS or D-HH:MM:SS"
         )
-    value = math.fsum(float(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1)))
+    value = math.fsum(float(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1)))
     if value <= 0:
         raise UserError(f"--time-limit must be positive, got {text}")
     return value

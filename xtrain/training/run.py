@@ -269,7 +269,7 @@ class Run:
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
-        """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
+        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches."""
         c = self.config
         ranks = self.ranks
         nats = 0.0
@@ -431,13 +431,13 @@ class Run:
         move = lambda x: to_device(x, self.model.device)
         inv_count = move(self.parallel.inverse_target_count(batch.targets))
         batch = each_array(batch, move)
-        found = self.ranks.gather(
+        places = self.ranks.gather(
             first_nonfinite(self.model, lambda: self._gradients(inv_count, batch))
         )
-        for rank, where in enumerate(found):
+        for rank, where in enumerate(places):
             if where is not None:
-                return where if len(found) == 1 else f"rank {rank}: {where}"
-        everywhere = "" if len(found) == 1 else " on every rank"
+                return where if len(places) == 1 else f"rank {rank}: {where}"
+        everywhere = "" if len(places) == 1 else " on every rank"
         return (
             f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
             "too large, or the error "
@@ -493,10 +493,10 @@ def _group(name):
 def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # older checkpoints lack the newer options; their runs used what are the defaults now
-    known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
     new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
-    known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
-    then = {name: default for name, default in known.items() if name in now} | then
+    defaults |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
+    then = {name: default for name, default in defaults.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {
         name: f"{name} was {then.get(name)}, is {now.get(name)}"

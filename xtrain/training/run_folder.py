@@ -111,14 +111,14 @@ def claim(
 
 
 def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
-    """-> the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of rank
-    0 to resume from."""
+    """Return the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of
+    rank 0 to resume from."""
     if folder.saved:
         path = folder.saved.folder
         manifest = path / MANIFEST
-        found = ranks.gather(digest(manifest) if manifest.is_file() else None)
-        for rank, seen in enumerate(found):
-            if seen != found[0]:
+        digests = ranks.gather(digest(manifest) if manifest.is_file() else None)
+        for rank, seen in enumerate(digests):
+            if seen != digests[0]:
                 sees = "does not see" if seen is None else "sees another"
                 raise UserError(
                     f"rank {rank} {sees} {path}: give a folder --out that all machines share"
@@ -201,7 +201,7 @@ def to_resume(config: RunOptions) -> Path:
 
 
 def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
-    """-> the options of the run that is to be resumed, none if they are unknown; the changes that
+    """Return the options of the run to resume, none if they are unknown; the changes that
     were allowed before"""
     path = to_resume(given)
     stored = _stored_options(path, type(given))
@@ -226,17 +226,17 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     if "dp" not in stored:
         ranks = ranks or 1
     numbers: list[Any] = [stored.get("batch"), ranks, stored.get("micro_batch")]
-    known = all(type(x) is int for x in numbers)
-    return not known or numbers[0] == numbers[1] * numbers[2]
+    all_whole = all(type(x) is int for x in numbers)
+    return not all_whole or numbers[0] == numbers[1] * numbers[2]
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:
     """The versions of those that are installed."""
-    found = {}
+    versions = {}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def write_config(
@@ -335,17 +335,17 @@ def _commit() -> tuple[str | None, bool | None]:
         )
     except (OSError, subprocess.SubprocessError):  # there is no git, or it takes too long
         return None, None
-    found = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
-    if done.returncode or not found:
+    match = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
+    if done.returncode or not match:
         return None, None
-    return found[1], any(not line.startswith("#") for line in done.stdout.splitlines())
+    return match[1], any(not line.startswith("#") for line in done.stdout.splitlines())
 
 
 def _contents(path: Path) -> tuple[str, ...]:
     """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not
     one."""
-    found = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
-    return (*found, *(folder.name for folder in saved_runs.folders(path)))
+    files = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
+    return (*files, *(folder.name for folder in saved_runs.folders(path)))
 
 
 def _next_path(path: Path, first: Path) -> Path:

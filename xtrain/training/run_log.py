@@ -81,8 +81,8 @@ class RunLog:
         self.metrics: list[dict[str, Any]] = _cut_jsonl(folder / "metrics.jsonl", self.first_step)
         timing = _cut_jsonl(folder / "timing.jsonl", self.first_step)
         _cut_jsonl(folder / "layers.jsonl", self.first_step)
-        known = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
-        self.seconds_before = max(known, default=0.0)  # of the run before it was resumed
+        seconds = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
+        self.seconds_before = max(seconds, default=0.0)  # of the run before it was resumed
         _truncate(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
         missing = self.first_step - len({m["step"] for m in self.metrics if "loss" in m})
         if missing > 0:
@@ -248,9 +248,11 @@ def fp8_text(name: str, numbers: dict[str, float]) -> str:
     if not numbers.get(name):
         return ""
     parts = {k.removeprefix(name + "_"): x for k, x in numbers.items() if k.startswith(name + "_")}
-    most = max(parts, key=lambda kind: parts[kind])
-    module, _, matrix = most.rpartition("_")
-    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[most]:,.0f})  "
+    largest = max(parts, key=lambda kind: parts[kind])
+    module, _, matrix = largest.rpartition("_")
+    return (
+        f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[largest]:,.0f})  "
+    )
 
 
 class NullRunLog:
@@ -265,11 +267,11 @@ class NullRunLog:
     __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
 
     def flush(self) -> bool:
-        """-> True: nothing is pending."""
+        """Return True: nothing is pending."""
         return True
 
     def lengths(self) -> dict[str, int]:
-        """-> {}: there are no files."""
+        """Return {}: there are no files."""
         return {}
 
 

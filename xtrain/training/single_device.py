@@ -59,7 +59,7 @@ class SingleDevice:
 
     # ------------------------------------------------------------------------- in the step
     def inverse_target_count(self, targets: np.ndarray) -> np.ndarray:
-        """-> 1 / number of targets in the batch of all ranks, (1,) float32; 0 without any"""
+        """Return 1 / number of targets in the batch of all ranks, (1,) float32; 0 without any."""
         (count,) = self.ranks.sum([float((targets != IGNORE).sum())])
         return np.array([1 / count if count else 0], np.float32)
 
@@ -69,13 +69,13 @@ class SingleDevice:
         loss.backward()
 
     def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
-        """-> gradient norm of the whole model, factor that clips it to max_norm; (1,) arrays on the
-        device."""
+        """Return the gradient norm of the whole model, factor that clips it to max_norm; (1,)
+        arrays on the device."""
         return clip(self.model, max_norm)
 
     def gather_norm_and_loss(self, norm: Array, loss: Array) -> tuple[Array, Array]:
-        """-> all gradient norms and all losses that must be finite for the step to count. Called
-        after `clip`."""
+        """Return all gradient norms and all losses that must be finite for the step to count.
+        Called after `clip`."""
         return norm, loss
 
     # ------------------------------------------------------------------------- between steps
@@ -99,7 +99,7 @@ class SingleDevice:
 
     @contextlib.contextmanager
     def full_moments(self, optimizer: AdamW) -> Iterator[Any]:
-        """-> an object with m, v and ema of the whole arena and t, for a checkpoint; the weights
+        """Yield an object with m, v and ema of the whole arena and t, for a checkpoint; the weights
         are whole too."""
         yield optimizer
 

@@ -177,10 +177,10 @@ def _identity(folder: Path, warn: Callable[[str], None]) -> str:
     """The identity of the logged run: that in trackers.json, or a new one."""
     path = folder / "trackers.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))["id"]
-        if not (isinstance(known, str) and known.isalnum() and len(known) <= 64):
+        run_id = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if not (isinstance(run_id, str) and run_id.isalnum() and len(run_id) <= 64):
             raise ValueError("not an identity")
-        return known
+        return run_id
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -48,10 +48,10 @@ class Example:
 
 def digest(examples: Iterable[Example]) -> str:
     """sha256 of the tokens and of which of them are trained."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for x in examples:
-        found.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
-    return found.hexdigest()
+        checksum.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
+    return checksum.hexdigest()
 
 
 def read_examples(
@@ -121,12 +121,12 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 # ----------------------------------------------------------------------------- conversations
 def _messages(record: Record) -> list[dict[str, Any]]:
     """The checked messages of a record. Raises UserError."""
-    found = record.fields["messages"]
-    if not isinstance(found, list) or not found:
+    messages = record.fields["messages"]
+    if not isinstance(messages, list) or not messages:
         raise UserError(
             f'{record.where}: "messages" must be a list of messages: fix or remove the line'
         )
-    for i, message in enumerate(found, 1):
+    for i, message in enumerate(messages, 1):
         name = f"message {i}"
         if not isinstance(message, dict) or "role" not in message:
             raise UserError(f'{record.where}: {name} needs "role" and "content": add them')
@@ -142,12 +142,12 @@ def _messages(record: Record) -> list[dict[str, Any]]:
             raise UserError(f'{record.where}: {name} has no "content": add it')
         needs_text = role in ("assistant", "user")
         record.check_text(message["content"], f'"content" of {name} ({role})', not needs_text)
-    if all(message["role"] != "assistant" for message in found):
+    if all(message["role"] != "assistant" for message in messages):
         raise UserError(
             f"{record.where} has no message of the assistant, so nothing to train: add one, or "
             "remove the line"
         )
-    return found
+    return messages
 
 
 def _conversation(
@@ -181,8 +181,8 @@ def _conversation(
 def _growing(
     record: Record, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
 ) -> tuple[str, list[Span]]:
-    """-> the text, and what each message of the assistant adds. Raises UserError if the text does
-    not only grow."""
+    """Return the text, and what each message of the assistant adds. Raises UserError if the text
+    does not only grow."""
     text = template.render(messages, False, tools)
     spans = []
     for i, message in enumerate(messages):

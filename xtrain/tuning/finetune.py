@@ -192,9 +192,9 @@ class Conversations:
         (B, longest of the batch)."""
         examples = [x.cut(T) for x in self.val]
         groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
-        wanted = min(n * B, len(groups))
-        chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
-        batches = [chosen[i : i + B] for i in range(0, wanted, B)]
+        n_rows = min(n * B, len(groups))
+        chosen = [groups[i * len(groups) // n_rows] for i in range(n_rows)]
+        batches = [chosen[i : i + B] for i in range(0, n_rows, B)]
         longest = [max(sum(len(x.ids) - 1 for x in group) for group in batch) for batch in batches]
         rows = [rows_of(batch, T) for batch, T in zip(batches, longest)]
         if self.pack:
@@ -204,10 +204,10 @@ class Conversations:
     @cached_property
     def stop(self) -> frozenset[int]:
         """The special tokens at the end of what is trained: those that end an answer."""
-        found: set[int] = set()
+        last_tokens: set[int] = set()
         for x in self.train[:100]:
-            found |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
-        return frozenset(found & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
+            last_tokens |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
+        return frozenset(last_tokens & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
 
 
 def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
@@ -222,7 +222,7 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
 
     def read(files: tuple[str, ...]) -> list[Example]:
         nonlocal longer
-        found = []
+        kept = []
         for x in read_examples(files, tokenizer, template, c.text_key):
             if len(x.ids) - 1 > limit:
                 longer += 1
@@ -234,14 +234,14 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
                 x = x.cut(limit)
                 if c.too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
                     continue
-            found.append(x)
-        if not found:
+            kept.append(x)
+        if not kept:
             raise UserError(
                 f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} "
                 "tokens: give a larger --seq-len"
                 + (", or --too-long cut" if c.too_long == "skip" else "")
             )
-        return found
+        return kept
 
     examples = read(c.data)
     val = read(c.val_data) if c.val_data else []
@@ -256,9 +256,9 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     """The config with every option that the data decide. context: the model's."""
     c = config
     examples = len(corpus.train)
-    wanted = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
+    longest = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
     unit = TILE if c.precision == "fp8" else UNIT
-    seq_len = c.seq_len or min(-(-wanted // unit) * unit, context)
+    seq_len = c.seq_len or min(-(-longest // unit) * unit, context)
     rows = len(corpus.rows(corpus.train, seq_len, c.seed))
     batch = c.batch or -(-max(1, round(EXAMPLES * rows / examples)) // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
@@ -284,9 +284,9 @@ class FinetuneRun(Run):
 
     def __init__(self, config: Any, model: Any, corpus: Any, *parallel: Any):
         super().__init__(config, model, corpus, *parallel)
-        known = as_ids(model.special_tokens.get("eos_token_id"))
-        if not corpus.stop <= known:  # of a base model, which does not know the end of a turn
-            stop = sorted(known | corpus.stop)
+        end_tokens = as_ids(model.special_tokens.get("eos_token_id"))
+        if not corpus.stop <= end_tokens:  # of a base model, which does not know the end of a turn
+            stop = sorted(end_tokens | corpus.stop)
             model.special_tokens = model.special_tokens | {"eos_token_id": stop}
             model.generation = model.generation or {}
 
@@ -299,11 +299,11 @@ class FinetuneRun(Run):
 
     def resume_options(self) -> dict[str, Any]:
         """With --pack: the examples share rows. With --lora: what is trained."""
-        more: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
+        options: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
         if lora := getattr(self.model, "lora", None):
             targets = sorted(lora.targets)
-            more |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
-        return super().resume_options() | more
+            options |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+        return super().resume_options() | options
 
     def sample(self) -> str:
         """The answer to --sample-prompt, or to the first example that is held out; if that fails,
@@ -359,7 +359,7 @@ def train_from(
 
 
 def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], list[Item]]:
-    """-> items to train on and to validate on, the same for every seed. share: of the second.
+    """Return items to train on and to validate on, the same for every seed. share: of the second.
     what: one item is called.
 
     Raises UserError if there is only one.
@@ -367,10 +367,10 @@ def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], li
     if len(items) < 2:
         raise UserError(f"one {what} cannot be trained on and held out: give more, or --val-data")
     n = min(max(1, round(share * len(items))), len(items) - 1)
-    held = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
+    chosen = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
     return (
-        [x for i, x in enumerate(items) if i not in held],
-        [x for i, x in enumerate(items) if i in held],
+        [x for i, x in enumerate(items) if i not in chosen],
+        [x for i, x in enumerate(items) if i in chosen],
     )
 
 

@@ -23,14 +23,14 @@ def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Batch:
     targets = np.full_like(ids, IGNORE)
     starts = np.zeros_like(ids)
     for row, group in enumerate(groups):
-        at = 0
+        start = 0
         for x in group:
-            end = at + len(x.ids) - 1
-            ids[row, at:end] = x.ids[:-1]
-            targets[row, at:end] = np.where(x.trained[1:], x.ids[1:], IGNORE)
-            starts[row, at:end] = at
-            at = end
-        starts[row, at:] = at
+            end = start + len(x.ids) - 1
+            ids[row, start:end] = x.ids[:-1]
+            targets[row, start:end] = np.where(x.trained[1:], x.ids[1:], IGNORE)
+            starts[row, start:end] = start
+            start = end
+        starts[row, start:] = start
     return Batch(ids, targets, starts)
 
 
