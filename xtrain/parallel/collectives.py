@@ -127,7 +127,7 @@ class HostCollectives(Division):
             for start, end, owner in pieces:
                 piece = x[start - a : end - a]
                 if self.ranks.rank == owner:
-                    buffers = (_in_place(), piece)
+                    buffers: tuple[Any, Any] = (_in_place(), piece)
                 else:
                     buffers = (piece, None)
                 self._started(self.ranks.comm.Ireduce(*buffers, root=owner))

@@ -6,8 +6,9 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,9 @@ from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
 
-Rows = TypeVar("Rows", bound=NamedTuple)  # Batch, or another one that has ids and targets
 
-
-def each_array(batch: Rows, function: Callable[[Any], Any]) -> Rows:
-    """Return the batch with the results of the function in place of its arrays."""
+def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the batch, a NamedTuple, with the results of the function in place of its arrays."""
     return type(batch)(*(None if array is None else function(array) for array in batch))
 
 
@@ -218,14 +217,14 @@ class Run:
         """
         return self.model.loss(batch.ids, batch.targets, inv_count, batch.starts)
 
-    def micro_batches(self, batch: Rows) -> Iterator[tuple[Rows, bool]]:
+    def micro_batches(self, batch: Any) -> Iterator[tuple[Any, bool]]:
         """Yield (a micro-batch of the batch, is it the last one?)."""
         n = len(batch.ids)
         for start in range(0, n, self.config.micro_batch):
             end = start + self.config.micro_batch
-            yield each_array(batch, lambda x, start=start, end=end: x[start:end]), end >= n
+            yield each_array(batch, itemgetter(slice(start, end))), end >= n
 
-    def eagerly(self, hyper: np.ndarray, inv_count: np.ndarray, batch: Rows) -> tuple[Array, Array]:
+    def eagerly(self, hyper: np.ndarray, inv_count: np.ndarray, batch: Any) -> tuple[Array, Array]:
         """Run `train_step` kernel by kernel."""
         move = lambda x: to_device(x, self.model.device)
         return self.train_step(move(hyper), move(inv_count), each_array(batch, move))
@@ -278,7 +277,7 @@ class Run:
         share = c.batch // ranks.world
         own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
         for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
-            batch = each_array(Batch(*arrays), lambda x: x[own_rows])
+            batch = each_array(Batch(*arrays), itemgetter(own_rows))
             for part, _ in self.micro_batches(batch):
                 self.parallel.report_progress()
                 counted = part.targets[part.targets != IGNORE]
