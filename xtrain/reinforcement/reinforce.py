@@ -418,9 +418,7 @@ def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConf
         "seq_len": corpus.longest + c.max_new_tokens,
         "steps": steps,
         "batch": c.batch or 64,
-        "eval_every": c.eval_every or max(1, -(-steps // 10)),
-        "sample_every": c.sample_every or steps,
-        "save_every": c.save_every or max(1, -(-steps // 3)),
+        **c.intervals(steps),
     }
     return PreparedConfig(**(vars(c) | decided)), corpus
 

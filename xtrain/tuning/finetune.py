@@ -73,6 +73,14 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
         if not 0 < self.val_share < 1:
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
 
+    def intervals(self, steps: int) -> dict[str, int]:
+        """Return the steps between validations, samples and checkpoints, of a run of so many steps."""
+        return {
+            "eval_every": self.eval_every or max(1, -(-steps // 10)),
+            "sample_every": self.sample_every or steps,
+            "save_every": self.save_every or max(1, -(-steps // 3)),
+        }
+
     def adapters(self, base: str) -> Lora:
         """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
         UserError."""
@@ -253,27 +261,23 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
-    """The config with every option that the data decide. context: the model's."""
+    """Return the config with every option that the data decide. context: the model's."""
     c = config
-    examples = len(corpus.train)
-    longest = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
+    longest = corpus.seq_len
+    if c.pack:
+        longest = max(longest, min(PACKED_ROW, corpus.train_tokens))
     unit = TILE if c.precision == "fp8" else UNIT
     seq_len = c.seq_len or min(-(-longest // unit) * unit, context)
     rows = len(corpus.rows(corpus.train, seq_len, c.seed))
-    batch = c.batch or -(-max(1, round(EXAMPLES * rows / examples)) // world) * world
+    rows_of_16 = max(1, round(EXAMPLES * rows / len(corpus.train)))
+    batch = c.batch or -(-rows_of_16 // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
-    each = max(1, -(-steps // 10))
-    return replace(
-        c,
-        seq_len=seq_len,
-        batch=batch,
-        steps=steps,
-        lr=c.lr or (2e-4 if c.lora else 1e-5),
-        eval_every=c.eval_every or each,
-        warmup=min(steps // 30, max(0, steps - 2)) if c.warmup is None else c.warmup,
-        sample_every=c.sample_every or steps,
-        save_every=c.save_every or max(1, -(-steps // 3)),
-    )
+    lr = c.lr or (2e-4 if c.lora else 1e-5)
+    warmup = c.warmup
+    if warmup is None:
+        warmup = min(steps // 30, max(0, steps - 2))
+    decided: dict[str, Any] = c.intervals(steps)
+    return replace(c, seq_len=seq_len, batch=batch, steps=steps, lr=lr, warmup=warmup, **decided)
 
 
 class FinetuneRun(Run):
