@@ -9,6 +9,7 @@ lessons/howto/finetune.md describes it.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -29,7 +30,7 @@ def finetune(
 
     parallel: a DataParallel for several ranks, each of which must call this.
     """
-    outside = {"evaluation": evaluation, "write_report": page.finish}
+    outside: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
     return tuning.finetune(config, console, parallel, **outside)
 
 

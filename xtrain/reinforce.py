@@ -7,6 +7,7 @@ and the texts of several completions, and returns one number for each: reward(re
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ def reinforce(
 
     parallel: a DataParallel for several ranks, each of which must call this.
     """
-    outside = {"evaluation": evaluation, "write_report": page.finish}
+    outside: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
     return reinforcement.reinforce(config, console, parallel, **outside)
 
 

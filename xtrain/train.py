@@ -10,6 +10,7 @@ training/loop.py.
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -36,7 +37,7 @@ def train(
         (lessons/howto/change_the_model.md).
     parallel: a DataParallel for several ranks, each of which must call this.
     """
-    outside = {"evaluation": evaluation, "write_report": page.finish}
+    outside: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
     return loop.train(config, console, parallel, make_run, **outside)
 
 

@@ -84,14 +84,12 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     def adapters(self, base: str) -> Lora:
         """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
         UserError."""
-        if self.lora_targets == ("all",):
+        targets = self.lora_targets
+        if targets == ("all",):
             targets = TARGETS
-        else:
-            targets = self.lora_targets
-        if self.lora_alpha is None:
+        alpha = self.lora_alpha
+        if alpha is None:
             alpha = 2.0 * self.lora
-        else:
-            alpha = self.lora_alpha
         return Lora(self.lora, alpha, targets, base)
 
 
