@@ -42,7 +42,8 @@ CONTROL_CHARACTERS = {
 
 # ----------------------------------------------------------------------------- printing
 def printable(text: str) -> str:
-    """text, each control character except tab and newline replaced by a visible character.
+    """Return the text, each control character except tab and newline replaced by a visible
+    character.
 
     Each character is replaced by itself, so a text may be passed in parts.
     """

@@ -195,7 +195,7 @@ class ModelConfig:
         return family
 
     def window(self, layer: int) -> int:
-        """The sliding window of a layer, 0 for none."""
+        """Return the sliding window of a layer, 0 for none."""
         if layer in self.full_attention_layers:
             return 0
         return self.sliding_window
@@ -238,8 +238,8 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The opposite of `to_dict`. Raises UserError that names every unknown and every missing
-        key."""
+        """Make a config of what `to_dict` returns. Raises UserError that names every unknown and
+        every missing key."""
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - names)
         missing = sorted({"vocab_size", "dim", "n_layers", "n_heads"} - set(values))
@@ -268,7 +268,7 @@ class ShapeOptions:
     tie_embeddings: bool | None = None  # the output head is the embedding; none: the preset's
 
     def shape(self, preset: "Preset") -> dict[str, Any]:
-        """The fields of ModelConfig, without vocab_size and max_seq_len."""
+        """Return the fields of ModelConfig, without vocab_size and max_seq_len."""
         values = {name: getattr(self, option) for option, name in SHAPE_OPTIONS.items()}
         values = {name: value for name, value in values.items() if value is not None}
         shape = dict(preset.model)

@@ -147,8 +147,8 @@ def parse(
     arguments: list[str] | None = None,
     default: Options | None = None,
 ) -> Options:
-    """The options of a command line, an instance of the dataclass `kind`. arguments None: those of
-    the program.
+    """Return the options of a command line, an instance of the dataclass `kind`. arguments None:
+    those of the program.
 
     Raises UserError for an option or a value with an obvious correction, SystemExit(2) for other
     mistakes, after tyro has described them, and SystemExit(0) for --help.
@@ -161,7 +161,8 @@ def parse(
 
 
 def translated(kind: type, arguments: list[str]) -> list[str]:
-    """The arguments in xtrain's words. Raises UserError for an option that does not exist."""
+    """Return the arguments in xtrain's words. Raises UserError for an option that does not
+    exist."""
     hints = typing.get_type_hints(kind)
     types = {f.name.replace("_", "-"): hints[f.name] for f in dataclasses.fields(kind)}
     fields = [f.name.replace("_", "-") for f in dataclasses.fields(kind)]
@@ -190,7 +191,7 @@ def translated(kind: type, arguments: list[str]) -> list[str]:
 
 
 def _known_name(name: str, known: list[str]) -> str:
-    """xtrain's name of an option. Raises UserError if there is none."""
+    """Return xtrain's name of an option. Raises UserError if there is none."""
     for candidate in (name, name.lower()):
         if candidate in known:
             return candidate
@@ -211,8 +212,8 @@ def _known_name(name: str, known: list[str]) -> str:
 
 
 def _value(option: str, value: str, types: dict[str, Any]) -> str:
-    """A value of an option in xtrain's words. Raises UserError for one that xtrain has no word
-    for."""
+    """Return a value of an option in xtrain's words. Raises UserError for one that xtrain has no
+    word for."""
     value = VALUES.get(option, {}).get(value.lower(), value)
     if option == "device" and re.fullmatch(r"cuda:\d+", value):
         raise UserError(
@@ -243,8 +244,8 @@ def _whole(value: str) -> int | None:
 
 
 def find_function(option: str, name: str, example: str) -> Callable[..., Any]:
-    """The function MODULE:FUNCTION that an option names; modules in the current folder are found,
-    too. Raises UserError."""
+    """Return the function MODULE:FUNCTION that an option names; modules in the current folder are
+    found, too. Raises UserError."""
     module, _, function = name.partition(":")
     if not module or not function or module.endswith(".py") or "/" in module:
         raise UserError(f"{option} {name!r} must be MODULE:FUNCTION, such as {example}")
@@ -277,8 +278,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def described(error: Exception) -> str:
-    """An error in a user's function on one line: its type, its message, and the innermost line that
-    is not xtrain's."""
+    """Return an error in a user's function on one line: its type, its message, and the innermost
+    line that is not xtrain's."""
     own = str(Path(__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(own)]
@@ -289,5 +290,5 @@ def described(error: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     return " ".join(text.split())[:120]

@@ -58,21 +58,21 @@ class Division:
         self.pieces: Pieces = {}
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
-        """A rank's shard of an evenly divided [a, b). None: this rank's."""
+        """Return a rank's shard of an evenly divided [a, b). None: this rank's."""
         rank = self.ranks.rank if rank is None else rank
         n = (b - a) // self.ranks.world
         return slice(a + rank * n, a + (rank + 1) * n)
 
     def pieces_of(self, array: Array, a: int, b: int) -> list[tuple[int, int, int]] | None:
-        """The pieces of array[a:b]; None if it is divided evenly. An array of another size is not
-        laid out like the arena."""
+        """Return the pieces of array[a:b]; None if it is divided evenly. An array of another size
+        is not laid out like the arena."""
         if array.size == self.grads.size:
             return self.pieces.get((a, b))
         return None
 
     def own(self, array: Array, a: int, b: int, rank: int | None = None) -> Slices:
-        """What a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones joined. None:
-        this rank."""
+        """Return what a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones
+        joined. None: this rank."""
         rank = self.ranks.rank if rank is None else rank
         pieces = self.pieces_of(array, a, b)
         if pieces is None:
@@ -256,7 +256,7 @@ class GpuCollectives(Division):
             yield self.stream.ptr
 
     def _event(self, stream: Any) -> Any:
-        """An event recorded on the stream."""
+        """Return an event recorded on the stream."""
         if self.used == len(self.events):
             self.events.append(cupy().cuda.Event(disable_timing=True))
         event = self.events[self.used]

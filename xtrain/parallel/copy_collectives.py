@@ -88,8 +88,8 @@ class CopyCollectives(GpuCollectives):
         self.ranks.sum([0.0])  # a barrier: no rank frees memory that another one has open
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
-        """A rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter. None:
-        this rank's."""
+        """Return a rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter.
+        None: this rank's."""
         shards = equal_shards(a, b, self.ranks.world)
         return slice(*shards[self.ranks.rank if rank is None else rank])
 
@@ -183,7 +183,7 @@ class CopyCollectives(GpuCollectives):
                 _copy(there.data.ptr, own.data.ptr, own.nbytes, stream)
 
     def _at_neighbours(self, array: Array, start: int, end: int) -> list[Array]:
-        """Elements [start, end) of the same array of each neighbour."""
+        """Return elements [start, end) of the same array of each neighbour."""
         offset = start * array.itemsize
         addresses = self.addresses[array.data.ptr]
         return [
@@ -207,8 +207,8 @@ class CopyCollectives(GpuCollectives):
             self._barrier(stream)  # the window may be overwritten
 
     def _neighbours(self) -> list[int]:
-        """All other ranks, in an order that differs by rank: no rank is read by all others at
-        once."""
+        """Return all other ranks, in an order that differs by rank: no rank is read by all others
+        at once."""
         me, world = self.ranks.rank, self.ranks.world
         return [(me + i) % world for i in range(1, world)]
 
@@ -234,7 +234,8 @@ class CopyCollectives(GpuCollectives):
         _check(driver, error, "a barrier between GPUs")
 
     def _exchange_addresses(self, array: Array) -> list[int]:
-        """The address of each rank's array in this process, which opens the neighbours' memory."""
+        """Return the address of each rank's array in this process, which opens the neighbours'
+        memory."""
         runtime = cupy().cuda.runtime
         address = array.data.ptr
         base = allocation(address)
@@ -273,12 +274,12 @@ def cuda_driver() -> Any:
 
 
 def write(address: int, value: int) -> Any:
-    """A stream operation: set the 32-bit word at this address to value."""
+    """Return a stream operation: set the 32-bit word at this address to value."""
     return _operation("writeValue", "WRITE", address, value, 0)
 
 
 def wait(address: int, value: int) -> Any:
-    """A stream operation: wait until the 32-bit word at this address equals value."""
+    """Return a stream operation: wait until the 32-bit word at this address equals value."""
     equal = cuda_driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
     return _operation("waitValue", "WAIT", address, value, int(equal))
 
@@ -297,7 +298,7 @@ def _operation(field: str, verb: str, address: int, value: int, flags: int) -> A
 
 
 def allocation(address: int) -> int:
-    """The start of the driver's allocation that contains this address."""
+    """Return the start of the driver's allocation that contains this address."""
     driver = cuda_driver()
     error, base, _ = driver.cuMemGetAddressRange(address)
     _check(driver, error, f"the memory at {address:#x}")
@@ -321,7 +322,7 @@ def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollec
 
 
 def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
-    """Why copy engines cannot be used; "" if they can. The same on every rank."""
+    """Return why copy engines cannot be used; "" if they can. The same on every rank."""
     if bf16:  # two casts cost more time than half the bytes save
         return "gradients in bf16 (--grad-comm) need NCCL"
     if any(ranks.gather(ranks.local_world != ranks.world)):
@@ -330,7 +331,7 @@ def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
 
 
 def _out_of_reach(ranks: Ranks) -> str:
-    """Why this rank cannot reach the memory of the others; "" if it can."""
+    """Return why this rank cannot reach the memory of the others; "" if it can."""
     runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() < ranks.local_world:
         return "each rank sees only its own GPU"

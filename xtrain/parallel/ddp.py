@@ -48,7 +48,8 @@ class NoSync:
         self.zero = zero
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch. After the last one, gradients are sums over the ranks (with
+        """Run backward of one micro-batch. After the last one, gradients are sums over the ranks
+        (with
         ZeRO: where owned)."""
         loss.backward()
 

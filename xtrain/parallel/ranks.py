@@ -206,7 +206,7 @@ def check_launcher(library: str, world: int | None, environment: Mapping[str, st
 
 
 def library_name(library: str) -> str:
-    """What MPI.Get_library_version() says in two or three words: "MPICH 5.0.2", "Open MPI
+    """Return what MPI.Get_library_version() says in two or three words: "MPICH 5.0.2", "Open MPI
     v5.0.11"."""
     return " ".join(
         library.strip("\0 \n").split("\n")[0].split(",")[0].replace("Version:", "").split()
@@ -216,8 +216,8 @@ def library_name(library: str) -> str:
 def shared_memory_shortage(
     library: str, environment: Mapping[str, str], ranks: int | None = None
 ) -> str:
-    """Why MPICH would end with a bus error or a segmentation fault in MPI_Init, and what to do; ""
-    if it would not.
+    """Return why MPICH would end with a bus error or a segmentation fault in MPI_Init, and what to
+    do; "" if it would not.
 
     ranks: on this machine; None: as many as the launcher started.
     """

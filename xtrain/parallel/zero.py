@@ -158,7 +158,7 @@ class ShardedAdamW(AdamW):
                 self.collectives.all_gather(self.norms, a - n_decay, b - n_decay, idle=True)
 
     def _state(self) -> list[Array]:
-        """The arrays that only an update may change."""
+        """Return the arrays that only an update may change."""
         optional = [x for x in (self.master, self.ema) if x is not None]
         return [*self.in_use(), *optional, self.m, self.v]
 
@@ -174,7 +174,7 @@ class ShardedAdamW(AdamW):
             compare(self.sums, self.expected, self.changed)
 
     def in_use(self) -> list[Array]:
-        """The weights that every rank must hold identically."""
+        """Return the weights that every rank must hold identically."""
         if self.master is None:
             return [self.arena.weights]
         half: Array = self.arena.half
@@ -199,7 +199,7 @@ class ShardedAdamW(AdamW):
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
     def _gathered(self, own_n: Array) -> np.ndarray | None:
-        """What the ranks own, as in the arena, on rank 0."""
+        """Return what the ranks own, as in the arena, on rank 0."""
         parts = self.collectives.ranks.gather_on_rank_0(to_numpy(own_n))
         if parts is None:
             return None
@@ -214,8 +214,8 @@ class ShardedAdamW(AdamW):
         return whole
 
     def set_moments(self, whole: Any) -> None:
-        """The opposite of gather_moments. whole: m, v and ema of the whole arena and t, the same on
-        every rank."""
+        """Do the opposite of gather_moments. whole: m, v and ema of the whole arena and t, the
+        same on every rank."""
         for mine, array in ((self.m, whole.m), (self.v, whole.v), (self.ema, whole.ema)):
             if mine is None:
                 continue

@@ -35,8 +35,8 @@ class Prompt:
 def read_prompts(
     files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[Prompt]:
-    """The prompts of .jsonl files, which may be globs. Raises UserError, which names file and
-    line."""
+    """Return the prompts of .jsonl files, which may be globs. Raises UserError, which names file
+    and line."""
     prompts: list[Prompt] = []
     for file in record_files(files):
         before = len(prompts)
@@ -116,12 +116,12 @@ class Prompts:
         return max(len(x.ids) for x in (*self.train, *self.val))
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Shuffled:
-        """Which prompts each step has: in every epoch all of them, in another order."""
+        """Return which prompts each step has: in every epoch all of them, in another order."""
         return Shuffled(len(self.train), B // self.group, T, seed, rank, world)
 
     def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
-        """The prompts that are held out, as rows of ids and targets (B, longest of the batch); at
-        most n batches of B."""
+        """Return the prompts that are held out, as rows of ids and targets (B, longest of the
+        batch); at most n batches of B."""
         prompts = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
         rows = [
             Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in prompts
@@ -146,7 +146,7 @@ class Task:
         self.function = find_function("--task", name, "my_task:reward")
 
     def rewards(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """One reward for each completion. Raises UserError if the function fails or returns
+        """Return one reward for each completion. Raises UserError if the function fails or returns
         something else."""
         say = f"the task {self.name} {{}} for {prompt.where}: fix the function"
         try:

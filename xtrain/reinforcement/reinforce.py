@@ -91,11 +91,11 @@ class ReinforceConfig(AdapterOptions):
         return "reinforce"
 
     def resume_keys(self) -> tuple[str, ...]:
-        """Those of training and KEYS."""
+        """Return those of training and KEYS."""
         return (*RESUME_KEYS, *KEYS)
 
     def may_change(self) -> set[str]:
-        """Those of training, and the reference."""
+        """Return those of training, and the reference."""
         return super().may_change() | {"reference"}
 
     def validate(self) -> None:
@@ -193,8 +193,8 @@ class ReinforceRun(Run):
 
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """Completions of each prompt, one prompt after the other. Raises UserError if logits are
-        NaN."""
+        """Draw completions of each prompt, one prompt after the other. Raises UserError if logits
+        are NaN."""
         self.parallel.report_progress()
         ids = [x.ids for x in prompts]
         max_new_tokens = self.config.max_new_tokens
@@ -208,7 +208,7 @@ class ReinforceRun(Run):
         return completions
 
     def text(self, completion: list[int]) -> str:
-        """A completion without the token that ended it."""
+        """Return a completion without the token that ended it."""
         ended = completion[-1:] and completion[-1] in self.stop
         return self.corpus.tokenizer.decode(completion[:-1] if ended else completion)
 
@@ -306,8 +306,8 @@ class ReinforceRun(Run):
         return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra)
 
     def first_update(self) -> dict[str, float]:
-        """How far rollouts and training are apart, and the KL to the reference. Raises UserError if
-        --exact does not hold."""
+        """Return how far rollouts and training are apart, and the KL to the reference. Raises
+        UserError if --exact does not hold."""
         error = max(self.ranks.gather(max(x.ratio_error for x in self.measured)))
         sums = [
             sum(getattr(x, name) for x in self.measured)
@@ -349,8 +349,8 @@ class ReinforceRun(Run):
 
     # ------------------------------------------------------------------------- measurements
     def report_validation(self, log: Any) -> None:
-        """The mean reward of the most likely completions of prompts that are held out. The best
-        checkpoint has the largest."""
+        """Log the mean reward of the most likely completions of prompts that are held out. The
+        best checkpoint has the largest."""
         c, r = self.config, self.ranks
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
@@ -364,7 +364,8 @@ class ReinforceRun(Run):
         log.measured(self.done, {"val_reward": reward}, sentence)
 
     def sample(self) -> str:
-        """The most likely completion of the first prompt that is held out, and its reward."""
+        """Return the most likely completion of the first prompt that is held out, and its
+        reward."""
         prompt = self.corpus.val[0]
         (completion,) = self.generate([prompt])
         (reward,) = self.task.rewards(prompt, [self.text(completion)])
@@ -372,19 +373,19 @@ class ReinforceRun(Run):
 
 
 def digest_of(model: Transformer) -> str:
-    """SHA-256 of the names and weights of a model, in the precision that it has here."""
+    """Return SHA-256 of the names and weights of a model, in the precision that it has here."""
     sums = {name: tensor_checksum(to_numpy(x.data)) for name, x in model.named_parameters()}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each
+    """Return the seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each
     completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
 
 
 def example(prompt: Prompt, completion: list[int]) -> Example:
-    """Prompt and completion; the completion is trained."""
+    """Return prompt and completion; the completion is trained."""
     ids = np.array([*prompt.ids, *completion], np.int32)
     return Example(prompt.where, ids, np.arange(len(ids)) >= len(prompt.ids))
 

@@ -183,8 +183,8 @@ def _write_files(folder, snapshot):
 
 
 def _aside(folder):
-    """The name of a checkpoint before it is removed: if the removal is interrupted, the rest does
-    not look like a checkpoint."""
+    """Return the name of a checkpoint before it is removed: if the removal is interrupted, the rest
+    does not look like a checkpoint."""
     return folder.with_name(f".{folder.name}.old.tmp")
 
 
@@ -247,8 +247,8 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
 
 
 def too_little_room(run: Path, needed: int, keep: int, left: int) -> str | None:
-    """A sentence if the disk has no room for the checkpoints of a run: `keep`, the best one, and
-    one that is being written.
+    """Return a sentence if the disk has no room for the checkpoints of a run: `keep`, the best one,
+    and one that is being written.
 
     needed: bytes of a checkpoint.  left: the number of checkpoints that the run has still to write.
     """
@@ -297,8 +297,8 @@ def _has_unlisted(folder):
 
 
 def _best(past):
-    """The checkpoint with the lowest validation loss that was measured at its own step; the earlier
-    of two equal ones."""
+    """Return the checkpoint with the lowest validation loss that was measured at its own step; the
+    earlier of two equal ones."""
     losses = {}
     for folder in past:
         with contextlib.suppress(UserError):

@@ -33,7 +33,8 @@ MULTIPROCESSORS = 16
 
 
 def flops_per_token(model: Transformer, T: float) -> float:
-    """Floating-point operations of forward and backward per token, for sequences of T tokens.
+    """Return floating-point operations of forward and backward per token, for sequences of T
+    tokens.
 
     Of rows that hold several documents, T is the mean over the tokens of the length of their
     document.
@@ -55,8 +56,8 @@ def flops_per_token(model: Transformer, T: float) -> float:
 
 
 def peak_flops(precision: str) -> float | None:
-    """Peak of the current GPU at its highest clock, operations per second; None if the GPU is not
-    in the tables.
+    """Return peak of the current GPU at its highest clock, operations per second; None if the GPU
+    is not in the tables.
 
     An H200 at 1.98 GHz: 67e12 in fp32, 1070e12 in bf16 (its datasheet assumes a lower clock:
     989e12). In fp8 that of fp8 products, though attention and the head are bf16. GeForce cards

@@ -121,7 +121,8 @@ class Loop:
         return bool(requested)
 
     def due(self, last: int) -> Due:
-        """What is due after the step just made. last: the step at which this process ends."""
+        """Return what is due after the step just made. last: the step at which this process
+        ends."""
         c, done = self.run.config, self.run.done
         end = done == c.steps
         return Due(
@@ -208,7 +209,7 @@ class Loop:
         steps.clear()
 
     def timing(self, seconds: float, phases_ms: dict[str, float]) -> dict[str, Any]:
-        """A line of timing.jsonl. seconds, phases_ms: of one step."""
+        """Return a line of timing.jsonl. seconds, phases_ms: of one step."""
         run = self.run
         speed = run.step_tokens / seconds
         flops = speed / run.ranks.world * self.flops_per_token

@@ -12,8 +12,8 @@ def is_number(x: Any) -> bool:
 
 
 def loss_png(metrics: list[dict[str, Any]], title: str) -> bytes:
-    """Training loss, its running mean and validation loss over the steps, as a PNG. metrics: lines
-    of metrics.jsonl."""
+    """Return training loss, its running mean and validation loss over the steps, as a PNG. metrics:
+    lines of metrics.jsonl."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -65,7 +65,7 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
 
 # ----------------------------------------------------------------------------- what a graph keeps
 def saved_bytes(root: Tensor) -> int:
-    """Bytes that the graph behind `root` keeps for backward.
+    """Return bytes that the graph behind `root` keeps for backward.
 
     A view counts as the array that it belongs to, and each array once. Leaves (parameters and the
     tensors at the start) do not count.
@@ -123,8 +123,8 @@ class Pool:
         self.free_blocks: list[tuple[int, int, Block]] = []
 
     def allocate(self, size: int) -> Block:
-        """The smallest free block of at least `size` bytes, split to that size; else a new one from
-        the GPU."""
+        """Return the smallest free block of at least `size` bytes, split to that size; else a new
+        one from the GPU."""
         i = bisect.bisect_left(self.free_blocks, size, key=lambda entry: entry[0])
         if i == len(self.free_blocks):
             self.reserved += size
@@ -201,8 +201,8 @@ class Meter:
         self.timeline: list[tuple[Scope, dict[str, int]]] | None = None
 
     def kind_of(self, shape: tuple, itemsize: int) -> str:
-        """The kind of memory that an array of this shape is, if it is allocated now. itemsize:
-        bytes of a number"""
+        """Return the kind of memory that an array of this shape is, if it is allocated now.
+        itemsize: bytes of a number"""
         op, way, _ = self.scopes[-1]
         if op and itemsize == 1:
             return "fp8 codes"
@@ -227,7 +227,7 @@ class Meter:
 
     @contextlib.contextmanager
     def observe(self, op: Op) -> Iterator[None]:
-        """An observer of ops: allocations inside belong to `op`."""
+        """Return an observer of ops: allocations inside belong to `op`."""
         if op.way == "backward" and not self.kept:
             self.kept = dict(self.now)
         self.scopes.append((op.name, op.way, op.layer))
@@ -291,22 +291,24 @@ class MetaArray:
         return MetaArray(allocation, self.shape, dtype)
 
     def copy(self) -> "MetaArray":
-        """A new dense array."""
+        """Return a new dense array."""
         return self._new()
 
     def astype(self, dtype, copy: bool = True) -> "MetaArray":
-        """A new array of another dtype; with copy=False the array itself if it has that dtype."""
+        """Return a new array of another dtype; with copy=False the array itself if it has that
+        dtype."""
         return self if not copy and self.dtype == dtype else self._new(dtype)
 
     def view(self, dtype) -> "MetaArray":
-        """The same bytes as another dtype; the last axis changes its length."""
+        """Return the same bytes as another dtype; the last axis changes its length."""
         *outer, last = self.shape
         return MetaArray(
             self.allocation, (*outer, last * self.itemsize // np.dtype(dtype).itemsize), dtype
         )
 
     def reshape(self, *shape) -> "MetaArray":
-        """A view if the strides allow it, else a copy. Raises ValueError if the sizes differ."""
+        """Return a view if the strides allow it, else a copy. Raises ValueError if the sizes
+        differ."""
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         given_size = math.prod(n for n in shape if n != -1)
         shape = tuple(self.size // given_size if n == -1 else n for n in shape)
@@ -341,8 +343,8 @@ class MetaArray:
 
 
 def _strides_without_copy(x, shape):
-    """The strides of x seen in another shape, None if that needs a copy. NumPy's rule, applied to a
-    one-byte array."""
+    """Return the strides of x seen in another shape, None if that needs a copy. NumPy's rule,
+    applied to a one-byte array."""
     view = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), x.shape, x.strides).view()
     try:
         view.shape = shape
@@ -540,15 +542,15 @@ def _step(run):
 
 
 def parameters(config: ModelConfig) -> int:
-    """The number of parameters in the arena, padding included."""
+    """Return the number of parameters in the arena, padding included."""
     with planning(config.padded_vocab_size):
         return Transformer(config, None, "gpu").arena.weights.size
 
 
 def zero1(plan: Plan, ranks: int) -> float:
-    """Bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32 master
-    weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all weights,
-    because the forward pass reads them.
+    """Return bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32
+    master weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all
+    weights, because the forward pass reads them.
     """
     divided = plan.kinds["moments"] + plan.kinds.get("moving average", 0)
     if "bf16 copy of the weights" in plan.kinds:
@@ -557,8 +559,8 @@ def zero1(plan: Plan, ranks: int) -> float:
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
-    """The largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if none
-    fits."""
+    """Return the largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if
+    none fits."""
     low = 0
     high = 1
     while high <= most and fits(high):

@@ -18,8 +18,8 @@ def describe(config: ModelConfig) -> str:
 
 
 def parameter_table(model: Transformer) -> Table:
-    """Number of parameters by part. Embedding and head are apart from the core: a large vocabulary
-    dominates small models."""
+    """Return the number of parameters by part. Embedding and head are apart from the core: a large
+    vocabulary dominates small models."""
     frozen = frozen_parameters(model)
     marks = {
         "norm": "norms",

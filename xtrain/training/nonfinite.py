@@ -32,7 +32,8 @@ BITS = {
 
 
 def unsound(loss: float, norm: float) -> str | None:
-    """Why the device skipped the step with this loss and gradient norm; None if it did not."""
+    """Return why the device skipped the step with this loss and gradient norm; None if it did
+    not."""
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -40,8 +41,8 @@ def unsound(loss: float, norm: float) -> str | None:
 
 
 def spike(before: list[float], loss: float, limit: float) -> float | None:
-    """How many standard deviations a loss lies above the mean of the losses before it, or None if
-    at most `limit`.
+    """Return how many standard deviations a loss lies above the mean of the losses before it, or
+    None if at most `limit`.
 
     limit 0: always None. The standard deviation counts as at least a thousandth of the mean:
     otherwise a tiny change of an almost constant loss would be a spike.

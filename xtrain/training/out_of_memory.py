@@ -61,7 +61,7 @@ def _model(config, shape):
 
 
 def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
-    """Lines: the memory plan of a step, and options that would need less. config: resolved.
+    """Return lines: the memory plan of a step, and options that would need less. config: resolved.
     device: "cpu" or "gpu"."""
     c = config
     available = _available_bytes(device)
@@ -134,7 +134,7 @@ def _whole(plan, device):
 
 
 def _available_bytes(device):
-    """All memory of the GPU, or the free memory of the machine; None if unknown."""
+    """Return all memory of the GPU, or the free memory of the machine; None if unknown."""
     if device == "gpu":
         return cupy().cuda.runtime.memGetInfo()[1]
     return free_memory()

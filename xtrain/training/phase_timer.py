@@ -67,8 +67,8 @@ class PhaseTimer(NoPhaseTimer):
 
 
 def memory_bytes(device: str) -> int | None:
-    """Peak memory so far: on a GPU that of CuPy's pools, on a CPU the process's resident memory;
-    None if unknown."""
+    """Return peak memory so far: on a GPU that of CuPy's pools, on a CPU the process's resident
+    memory; None if unknown."""
     if device == "gpu":
         return memory_peak_bytes(device)
     try:

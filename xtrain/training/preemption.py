@@ -22,8 +22,8 @@ LONGEST_START = 600  # seconds; a process that seems older has inconsistent cloc
 
 
 def _process_age() -> float:
-    """Seconds since this process started. (Importing libraries may take a noticeable part of a
-    job's time.)"""
+    """Return seconds since this process started. (Importing libraries may take a noticeable part of
+    a job's time.)"""
     try:
         with open("/proc/self/stat") as file:
             started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

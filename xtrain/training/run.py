@@ -109,7 +109,7 @@ class Run:
         return f"{launcher}python -m xtrain.{self.command}"
 
     def make_optimizer(self) -> AdamW:
-        """AdamW or Muon with the options of this run."""
+        """Return AdamW or Muon with the options of this run."""
         c = self.config
         options: dict[str, Any] = dict(
             lr=c.lr,
@@ -122,8 +122,8 @@ class Run:
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
-        """One optimizer step: batch, learning rate, `train_step` on the device. No value is read
-        back."""
+        """Make one optimizer step: batch, learning rate, `train_step` on the device. No value is
+        read back."""
         self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
@@ -148,8 +148,8 @@ class Run:
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
     def train_step(self, hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, Array]:
-        """The part of a step that runs on the device. It reads no value back, so a CUDA graph can
-        capture it.
+        """Run the part of a step that runs on the device. It reads no value back, so a CUDA graph
+        can capture it.
 
         hyper: AdamW.advance().
         inv_count: 1 / number of targets of the whole batch, (1,).
@@ -173,8 +173,8 @@ class Run:
         return total, norm
 
     def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
-        """What a step with this batch launches and has not been compiled. Its kernels do not run;
-        only gradients change.
+        """Return what a step with this batch launches and has not been compiled. Its kernels do not
+        run; only gradients change.
 
         Compiled together these kernels take about as long as the slowest of them. Otherwise each is
         compiled when it runs first.
@@ -193,8 +193,8 @@ class Run:
         return found
 
     def is_stateless(self) -> bool:
-        """Whether a forward pass is known to change nothing: true of xtrain's classes, unknown of a
-        user's."""
+        """Return whether a forward pass is known to change nothing: true of xtrain's classes,
+        unknown of a user's."""
         parts = (self, self.optimizer, *(module for _, module in self.model.modules()))
         package = __name__.split(".")[0]
         return all(type(part).__module__.split(".")[0] == package for part in parts)
@@ -230,7 +230,7 @@ class Run:
         return self.train_step(move(hyper), move(inv_count), each_array(batch, move))
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step; self.done steps have been made."""
+        """Return the learning rate of the next step; self.done steps have been made."""
         c = self.config
         if c.schedule == "wsd":
             decay = Decay(c.decay_fraction, c.decay_shape)
@@ -248,8 +248,8 @@ class Run:
 
     # ------------------------------------------------------------------------- measurements
     def layer_norms(self) -> dict[str, float]:
-        """Gradient norms of the last step before clipping: embedding, each layer, last norm, head,
-        other modules."""
+        """Return the gradient norms of the last step before clipping: embedding, each layer, last
+        norm, head, other modules."""
         squares = self._layer_squares()
         sums = self.parallel.sum_over_owners(list(squares.values()))
         return {name: float(np.sqrt(x)) for name, x in zip(squares, sums)}
@@ -296,8 +296,8 @@ class Run:
         log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
 
     def sample(self) -> str:
-        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training
-        continues."""
+        """Return the prompt continued with temperature 0.8, top-k 50; if that fails, the reason:
+        training continues."""
         c = self.config
         tokenizer = self.corpus.tokenizer
         longest = self.model.config.max_seq_len
@@ -311,8 +311,8 @@ class Run:
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
-        """The options that determine the numbers: a resumed run must have the same values, unless
-        --allow-change names them."""
+        """Return the options that determine the numbers: a resumed run must have the same values,
+        unless --allow-change names them."""
         options = {name: getattr(self.config, name) for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
@@ -323,8 +323,8 @@ class Run:
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the
-        last bits may differ."""
+        """Return the hardware and ranks of the run, on a CPU also its BLAS threads. If they change,
+        the last bits may differ."""
         on_cpu = {}
         if self.model.device == "cpu":
             on_cpu = {"blas_threads": blas.threads()}
@@ -356,7 +356,7 @@ class Run:
             return checkpoint.snapshot(self.model, moments, state, tokenizer, self.host_copies)
 
     def _state(self, log_lengths):
-        """The contents of state.json."""
+        """Return the contents of state.json."""
         step, loss = self.val_loss or (None, np.nan)
         return {
             "step": self.done,
@@ -480,8 +480,8 @@ def capture(
 
 
 def _group(name):
-    """The group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" ->
-    "layer 3"."""
+    """Return the group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight"
+    -> "layer 3"."""
     words = name.split(".")
     if "layers" in words:
         return f"layer {words[words.index('layers') + 1]}"

@@ -172,8 +172,8 @@ NOT_STORED = (
 def parse_options(
     parse: Callable[[Options | None], Options], ranks: SingleProcess = SINGLE_PROCESS
 ) -> Options:
-    """The options of a command line. With --resume, those that it does not give are the run's own,
-    in its config.json.
+    """Return the options of a command line. With --resume, those that it does not give are the
+    run's own, in its config.json.
 
     parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder:
     others may not see it. Raises UserError.
@@ -194,7 +194,7 @@ def parse_options(
 
 
 def to_resume(config: RunOptions) -> Path:
-    """The folder of the run that --resume continues."""
+    """Return the folder of the run that --resume continues."""
     gpu = resolve_device(config.device) == "gpu"
     first = Path(config.out) / (config.name or config.default_name(gpu))
     return _last_path(first, config.name)
@@ -231,7 +231,7 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Return the versions of those that are installed."""
     versions = {}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -320,8 +320,8 @@ def record_start(folder: Path, step: int, warn: Callable[[str], None]) -> None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the working directory, and whether tracked files were changed since; None:
-    there is no repository."""
+    """Return the commit of the working directory, and whether tracked files were changed since;
+    None: there is no repository."""
     git = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(
@@ -342,8 +342,8 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def _contents(path: Path) -> tuple[str, ...]:
-    """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not
-    one."""
+    """Return names that make `path` the folder of a run, and those of its checkpoints; () if it is
+    not one."""
     files = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
     return (*files, *(folder.name for folder in saved_runs.folders(path)))
 
@@ -355,7 +355,7 @@ def _next_path(path: Path, first: Path) -> Path:
 
 
 def _last_path(first: Path, name: str | None) -> Path:
-    """The folder of the run to resume: `first`, or if no --name is given, the last of its
+    """Return the folder of the run to resume: `first`, or if no --name is given, the last of its
     successors."""
     path = first
     while name is None and _contents(_next_path(path, first)):
@@ -364,7 +364,7 @@ def _last_path(first: Path, name: str | None) -> Path:
 
 
 def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None:
-    """The options in config.json that `kind` has and whose type is right; None if there are
+    """Return the options in config.json that `kind` has and whose type is right; None if there are
     none."""
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")

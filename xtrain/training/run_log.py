@@ -226,7 +226,7 @@ class RunLog:
         return all([file.flush() for file in self.files.values()])
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the files that cannot be cut back by steps."""
+        """Return bytes of the files that cannot be cut back by steps."""
         file = self.files["samples.txt"]
         return {"samples.txt": file.size + len(file.pending)}
 
@@ -242,8 +242,8 @@ class RunLog:
 
 
 def fp8_text(name: str, numbers: dict[str, float]) -> str:
-    """A count of fp8 numbers for the terminal, with the kind of tensor that has most of them: "fp8
-    clamped 12 (down_proj x 9)  "; "" if it is 0.
+    """Return a count of fp8 numbers for the terminal, with the kind of tensor that has most of
+    them: "fp8 clamped 12 (down_proj x 9)  "; "" if it is 0.
     """
     if not numbers.get(name):
         return ""

@@ -64,8 +64,8 @@ class SingleDevice:
         return np.array([1 / count if count else 0], np.float32)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch. After the last one of a step the gradients are sums over all
-        ranks."""
+        """Run backward of one micro-batch. After the last one of a step the gradients are sums over
+        all ranks."""
         loss.backward()
 
     def clip(self, optimizer: AdamW, max_norm: float) -> tuple[Array, Array]:
@@ -88,12 +88,12 @@ class SingleDevice:
         return values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
-        """Additional fields for a line of timing.jsonl."""
+        """Return additional fields for a line of timing.jsonl."""
         return {}
 
     # ------------------------------------------------------------------------- optimizer state
     def make_optimizer(self, name: str, **options: Any) -> AdamW:
-        """The optimizer, or its sharded form. name: a key of OPTIMIZERS.
+        """Return the optimizer, or its sharded form. name: a key of OPTIMIZERS.
         options: those of AdamW."""
         return OPTIMIZERS[name](self.model, **options)
 

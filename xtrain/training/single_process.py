@@ -32,7 +32,7 @@ class SingleProcess:
         return flag
 
     def gather(self, thing: Any) -> list[Any]:
-        """The `thing` of every rank (anything that can be pickled), in rank order, on every
+        """Return the `thing` of every rank (anything that can be pickled), in rank order, on every
         rank."""
         return [thing]
 

@@ -106,7 +106,8 @@ KINDS: dict[str, type[Wandb] | type[Trackio] | type[TensorBoard]] = {
 
 
 def library(name: str) -> Any:
-    """The module of a tracker, a key of KINDS. Raises UserError if its package is not installed."""
+    """Return the module of a tracker, a key of KINDS. Raises UserError if its package is not
+    installed."""
     kind = KINDS[name]
     try:
         return importlib.import_module(kind.module)
@@ -174,7 +175,7 @@ class Trackers:
 
 
 def _identity(folder: Path, warn: Callable[[str], None]) -> str:
-    """The identity of the logged run: that in trackers.json, or a new one."""
+    """Return the identity of the logged run: that in trackers.json, or a new one."""
     path = folder / "trackers.json"
     try:
         run_id = json.loads(path.read_text(encoding="utf-8"))["id"]

@@ -47,7 +47,7 @@ class Example:
 
 
 def digest(examples: Iterable[Example]) -> str:
-    """sha256 of the tokens and of which of them are trained."""
+    """Return sha256 of the tokens and of which of them are trained."""
     checksum = hashlib.sha256()
     for x in examples:
         checksum.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
@@ -60,7 +60,8 @@ def read_examples(
     template: ChatTemplate | None,
     text_key: str = "text",
 ) -> Iterator[Example]:
-    """The examples of .jsonl files, which may be globs. text_key: the field in place of "text".
+    """Return the examples of .jsonl files, which may be globs. text_key: the field in place of
+    "text".
 
     Raises UserError, which names file and line.
     """
@@ -113,14 +114,14 @@ def _tokens(
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The token that begins every text, if the tokenizer puts one there."""
+    """Return the token that begins every text, if the tokenizer puts one there."""
     around = tokenizer.encode("", special=True)
     return [x for x in around[:1] if x == tokenizer.bos_token_id]
 
 
 # ----------------------------------------------------------------------------- conversations
 def _messages(record: Record) -> list[dict[str, Any]]:
-    """The checked messages of a record. Raises UserError."""
+    """Return the checked messages of a record. Raises UserError."""
     messages = record.fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise UserError(

@@ -74,7 +74,8 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
             raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
 
     def intervals(self, steps: int) -> dict[str, int]:
-        """Return the steps between validations, samples and checkpoints, of a run of so many steps."""
+        """Return the steps between validations, samples and checkpoints, of a run of so many
+        steps."""
         return {
             "eval_every": self.eval_every or max(1, -(-steps // 10)),
             "sample_every": self.sample_every or steps,
@@ -182,20 +183,20 @@ class Conversations:
         return max(len(x.ids) - 1 for x in (*self.train, *self.val))
 
     def rows(self, examples: list[Example], T: int, seed: int = 0) -> list[list[int]]:
-        """Which examples each row of T tokens holds."""
+        """Return which examples each row of T tokens holds."""
         if self.pack:
             return packed([len(x.ids) - 1 for x in examples], T, seed)
         return [[i] for i in range(len(examples))]
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
-        """Endless shuffled batches of B rows of T tokens. With several ranks, each reads its share
-        of the rows."""
+        """Return endless shuffled batches of B rows of T tokens. With several ranks, each reads its
+        share of the rows."""
         groups = self.rows(self.train, T, seed)
         return RowLoader(self.train, groups, self.pack, B, T, seed, rank, world)
 
     def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
-        """At most n batches of examples that are held out, always the same, as `loader` has them;
-        (B, longest of the batch)."""
+        """Return at most n batches of examples that are held out, always the same, as `loader` has
+        them; (B, longest of the batch)."""
         examples = [x.cut(T) for x in self.val]
         groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
         n_rows = min(n * B, len(groups))
@@ -308,8 +309,8 @@ class FinetuneRun(Run):
         return super().resume_options() | options
 
     def sample(self) -> str:
-        """The answer to --sample-prompt, or to the first example that is held out; if that fails,
-        the reason."""
+        """Return the answer to --sample-prompt, or to the first example that is held out; if that
+        fails, the reason."""
         c = self.config
         corpus = self.corpus
         tokenizer = self.corpus.tokenizer
