@@ -219,7 +219,7 @@ class Run:
 
     def micro_batches(self, batch: Any) -> Iterator[tuple[Any, bool]]:
         """Yield (a micro-batch of the batch, is it the last one?)."""
-        n = len(batch.ids)
+        n = batch.ids.shape[0]
         for start in range(0, n, self.config.micro_batch):
             end = start + self.config.micro_batch
             yield each_array(batch, itemgetter(slice(start, end))), end >= n
