@@ -6,7 +6,7 @@ call its methods, so the same step runs on one device and on many.
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from ..nn.model import Transformer
 from ..nn.optim import OPTIMIZERS, AdamW, clip
 from . import checkpoint
 from .single_process import SINGLE_PROCESS, SingleProcess
-
-if TYPE_CHECKING:
-    from .run import Run
 
 
 class SingleDevice:
@@ -44,7 +41,7 @@ class SingleDevice:
         self.config = config
         self.model = model
 
-    def watch(self, run: "Run") -> contextlib.AbstractContextManager:
+    def watch(self, run: Any) -> contextlib.AbstractContextManager:
         """Return a context in which a run that makes no progress is ended."""
         return contextlib.nullcontext()
 
