@@ -150,12 +150,11 @@ def run_alone(name, precision, batch, rank):
     from xtrain.config import TrainConfig
     from xtrain.nn.model import Transformer
     from xtrain.training.run import Run
-    from xtrain.training.single_process import SINGLE_PROCESS
 
     shape, _, T = model_config(name)
     corpus = SimpleNamespace(loader=lambda *_: Batches(shape, batch, T, rank))
     model = Transformer(shape, 0, "gpu", precision)
-    run = Run(TrainConfig(**kind_of(T, batch)), model, corpus, SINGLE_PROCESS)
+    run = Run(TrainConfig(**kind_of(T, batch)), model, corpus)
     first = [p.data.copy() for _, p in model.storage()]
     for _ in range(3):
         run.step()
@@ -166,10 +165,12 @@ def one_variant(o, name, v, ranks):
     import cupy as cp
     from bench_train import model_config
 
+    from xtrain.config import TrainConfig
     from xtrain.device import memory_peak_bytes
     from xtrain.nn.model import Transformer
     from xtrain.nn.optim import clip
-    from xtrain.parallel.ddp import ParallelConfig, ParallelRun
+    from xtrain.parallel.ddp import DataParallel
+    from xtrain.training.run import Run
 
     shape, _, T = model_config(name)
     n = ranks.world
@@ -184,7 +185,8 @@ def one_variant(o, name, v, ranks):
         for (_, p), values in zip(model.storage(), first):
             p.data = values
         corpus = SimpleNamespace(loader=lambda *_: Batches(shape, o.batch, T, ranks.rank))
-        runs.insert(0, ParallelRun(ParallelConfig(**kind, **v), model, corpus, ranks))
+        config = TrainConfig(**kind, **v)
+        runs.insert(0, Run(config, model, corpus, DataParallel(ranks)))
         for _ in range(3):
             runs[0].step()
         taken = memory_peak_bytes("gpu") - taken
@@ -241,14 +243,13 @@ def worker(o: Options) -> None:
 
     from xtrain.parallel.ranks import choose_gpu, connect
     from xtrain.parallel.watchdog import AbortOnError
-    from xtrain.training.single_process import SINGLE_PROCESS
 
     task = json.loads(o.worker)
     ranks = connect()
     with AbortOnError(ranks, "bench_ddp"):
         choose_gpu(ranks)
         for v in task["variants"]:
-            result = one_variant(o, task["model"], v, ranks if ranks.world > 1 else SINGLE_PROCESS)
+            result = one_variant(o, task["model"], v, ranks)
             if ranks.rank == 0:
                 print("RESULT " + json.dumps({**v, **result}), flush=True)
             gc.collect()

@@ -331,11 +331,7 @@ def bench(
         peer_fields = []
         if full:
             peer_fields = [dict(peer="keys and values in bf16", peer_value=full)]
-    # bench_decode.jsonl has the tables' records: the model of 1.1 B
-    file = "bench_decode"
-    if size != "1.1B":
-        file = "bench_decode_sizes"
-    file = "bench_kv_codes" if kv_cache != "full" else file
+    file = "bench_decode" if kv_cache == "full" else "bench_kv_codes"
     for peer in [p for p in peer_fields if p] or [{}]:
         record(file, name, shape=shape, dtype=dtype, **speeds, **fields, **peer)
     return speeds["value"]

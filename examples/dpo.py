@@ -48,7 +48,7 @@ class DPO(Run):
         c = self.config
         self.reference = Transformer.from_pretrained(c.init, self.model.device, c.precision)
 
-    def loss(self, batch, *_):
+    def loss(self, batch, inv_count=None):
         ids, targets, starts = batch
         logprobs = self.model.logprobs(ids, targets, starts)
         with no_grad():

@@ -11,7 +11,7 @@ import pytest
 from xtrain import ModelConfig, TrainConfig, UserError
 from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
 from xtrain.nn.optim import learning_rate
-from xtrain.parallel.ddp import LONGEST_WATCHDOG, ParallelConfig
+from xtrain.run_options import LONGEST_WATCHDOG
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
@@ -186,13 +186,14 @@ WRONG_OF_DDP = [
       for bad in (-1.0, 1e10, math.inf, math.nan)),
     *((dict(bucket_mb=bad), f"--bucket-mb must be a positive number, got {bad}") for bad in (0.0, math.inf, math.nan)),
     (dict(check_ranks=-1), "--check-ranks must not be negative, got -1"),
+    (dict(dp="tree"), "--dp 'tree' is not known: choose from none, naive, flat, overlap, bucket"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("options, sentence", WRONG_OF_DDP)
 def test_invalid_options_of_ddp(options, sentence):
     with pytest.raises(UserError) as error:
-        ParallelConfig(**options).validate()
+        TrainConfig(**options).validate()
     assert sentence in str(error.value)
     faulthandler.dump_traceback_later(LONGEST_WATCHDOG + 0.5)  # the longest allowed value works
     faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,5 @@
-"""What every command shares: options, standard streams, signals, and one path from an error to an exit code.
+"""What every command shares: options, standard streams, signals, and one path from an error to an
+exit code.
 
     say(text)             a message, on standard error
     print_text(text)      a result, on standard output
@@ -29,8 +30,9 @@ from .files import FULL
 
 OTHERS_SECONDS = 1  # a launcher ends all processes with the first: the one that prints needs time
 BROKEN_PIPE = 141  # a shell's exit code for a program that was ended by SIGPIPE: 128 + 13
-# The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal would
-# obey them: they move the cursor, hide text, set the clipboard. C0 and DEL have pictures: U+241B for escape.
+# The C0 control characters, DEL and the C1 control characters, without tab and newline. A terminal
+# would obey them: they move the cursor, hide text, set the clipboard. C0 and DEL have pictures:
+# U+241B for escape.
 CONTROL_CHARACTERS = {
     **{c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"},
     0x7F: 0x2421,
@@ -40,7 +42,8 @@ CONTROL_CHARACTERS = {
 
 # ----------------------------------------------------------------------------- printing
 def printable(text: str) -> str:
-    """text, each control character except tab and newline replaced by a visible character.
+    """Return the text, each control character except tab and newline replaced by a visible
+    character.
 
     Each character is replaced by itself, so a text may be passed in parts.
     """
@@ -48,12 +51,14 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message on standard error, as printable text: it may contain names and text from files."""
+    """Print a message on standard error, as printable text: it may contain names and text from
+    files."""
     print(printable(text), file=sys.stderr)
 
 
 def print_text(text: str, end: str = "\n", flush: bool = False) -> None:
-    """Print a result on standard output: as printable text in a terminal, unchanged in a pipe or a file."""
+    """Print a result on standard output: as printable text in a terminal, unchanged in a pipe or a
+    file."""
     text += end
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     if flush:
@@ -62,7 +67,8 @@ def print_text(text: str, end: str = "\n", flush: bool = False) -> None:
 
 # ----------------------------------------------------------------------------- commands
 class Output:
-    """Standard output whose errors never end a run: text that cannot be written (full disk, closed pipe) is dropped."""
+    """Standard output whose errors never end a run: text that cannot be written (full disk, closed
+    pipe) is dropped."""
 
     def __init__(self) -> None:
         self.refused = False
@@ -89,7 +95,8 @@ class Output:
                 self.refused = True
 
     def end(self) -> None:
-        """Discard text that could not be written, so that Python does not try to write it again at exit and fail."""
+        """Discard text that could not be written, so that Python does not try to write it again at
+        exit and fail."""
         if self.refused:
             _discard_output()
 
@@ -100,7 +107,6 @@ def command(
     interrupted: str = "interrupted",
     less_memory: str = "",
     one_process: bool = True,
-    on_ranks: str = "python -m xtrain.ddp",
 ) -> Callable:
     """Decorate a command's main(arguments=None) -> exit code.
 
@@ -109,7 +115,6 @@ def command(
     interrupted: what Ctrl-C prints, with exit code 130.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
     one_process: refuse to be started several times by mpirun, srun or torchrun.
-    on_ranks: the command that may be.
     """
 
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
@@ -118,9 +123,10 @@ def command(
             launcher = machine.launcher() if one_process else None
             if launcher is not None and launcher.world > 1:
                 refuse_once(
-                    f"{name}: {launcher.name} started {launcher.world} processes ({launcher.variable}), but this command "
-                    f"is one process: start it without a launcher, or train on several ranks with "
-                    f"`mpirun -n {launcher.world} {on_ranks}`"
+                    f"{name}: {launcher.name} started {launcher.world} processes "
+                    f"({launcher.variable}), but this command "
+                    "is one process: start it without a launcher, or train on several ranks with "
+                    f"`mpirun -n {launcher.world} xtrain train`"
                 )
                 return 2
             try:
@@ -143,7 +149,8 @@ def command(
 
 
 def refuse_once(message: str) -> None:
-    """Print the message to stderr once per machine, before every process that a launcher started exits."""
+    """Print the message to stderr once per machine, before every process that a launcher started
+    exits."""
     if machine.first_on_machine():
         say(message)
     else:
@@ -183,7 +190,8 @@ def command_line(main: Callable[[], int]) -> int:
 
 
 def _open_streams() -> None:
-    """Replace closed streams (<&-, >&-) by /dev/null; write ? where an encoding lacks a character."""
+    """Replace closed streams (<&-, >&-) by /dev/null; write ? where an encoding lacks a
+    character."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,41 +1,47 @@
 """Fine-tune a model on conversations:   python -m xtrain.finetune --init FOLDER --data chats.jsonl
 
-Each line of the data has "messages" as OpenAI and Hugging Face write them, "prompt" and "completion", or "text". Trained are
-the assistant's turns, the completion, or everything. lessons/howto/finetune.md describes it.
+Each line of the data has "messages" as OpenAI and Hugging Face write them, "prompt" and
+"completion", or "text". Trained are the assistant's turns, the completion, or everything.
+lessons/howto/finetune.md describes it.
 
-    several GPUs         mpirun -n 4 python -m xtrain.ddp finetune --init FOLDER --data chats.jsonl
+    several GPUs         mpirun -n 4 python -m xtrain.finetune --init FOLDER --data chats.jsonl
 """
 
-import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from .cli import command, command_line
+from .cli import command_line
 from .evaluation.during_training import evaluation
-from .options import parse
+from .parallel.command import training_command
 from .report import page
-from .training.run_folder import parse_options
+from .training.single_device import SingleDevice
 from .tuning import finetune as tuning
 from .tuning.finetune import FinetuneConfig
 
 
-def finetune(config: FinetuneConfig, console: Console | None = None) -> Path:
-    """A whole run, with its report. -> its folder. Raises UserError on anything that the user can fix."""
-    return tuning.finetune(config, console, evaluation=evaluation, write_report=page.finish)
+def finetune(
+    config: FinetuneConfig, console: Console | None = None, parallel: SingleDevice | None = None
+) -> Path:
+    """Make a whole run, with its report, and return its folder. Raises UserError on anything that
+    the user can fix.
+
+    parallel: a DataParallel for several ranks, each of which must call this.
+    """
+    outside: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
+    return tuning.finetune(config, console, parallel, **outside)
 
 
-@command(
-    "xtrain.finetune",
-    interrupted="interrupted; the last checkpoint is intact",
-    on_ranks="python -m xtrain.ddp finetune",
-)
+def run_command(config: FinetuneConfig, parallel: SingleDevice) -> Path:
+    """Make a run with the options of a command line."""
+    return finetune(config, parallel=parallel)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
-    cli = functools.partial(parse, FinetuneConfig, "python -m xtrain.finetune", __doc__, arguments)
-    finetune(parse_options(cli))
-    return 0
+    """Run the command and return its exit code."""
+    return training_command("xtrain.finetune", FinetuneConfig, __doc__, run_command, arguments)
 
 
 if __name__ == "__main__":

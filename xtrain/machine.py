@@ -44,6 +44,11 @@ class Launcher:
     variable: str
     world: int
 
+    @property
+    def is_one_process(self) -> bool:
+        """Did it start only this process? Unknown, hence False, where only a rank is known."""
+        return self.world == 1 and "RANK" not in self.variable
+
 
 def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
     """The launcher that started this process; None if there is none.

@@ -1,10 +1,12 @@
 """Train a language model:   python -m xtrain.train [--preset NAME] [--data FILE_OR_FOLDER] ...
 
-The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` and `Run.train_step` in training/run.py. The
-rest of a run (text, validation, samples, checkpoints, stopping early) is in training/loop.py.
+    several GPUs         mpirun -n 4 python -m xtrain.ddp [the same options]     see xtrain.ddp
+
+The training step (batch, forward, loss, backward, clip, AdamW) is `Run.step` and `Run.train_step`
+in training/run.py. The rest of a run (text, validation, samples, checkpoints, stopping early) is in
+training/loop.py.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,34 +14,41 @@ from typing import Any
 
 from rich.console import Console
 
-from .cli import command, command_line
+from .cli import command_line
 from .config import TrainConfig
 from .evaluation.during_training import evaluation
-from .options import parse
+from .parallel.command import training_command
 from .report import page
 from .training import loop
 from .training.run import Run
-from .training.run_folder import parse_options
+from .training.single_device import SingleDevice
 
 
 def train(
-    config: TrainConfig, console: Console | None = None, make_run: Callable[..., Run] = Run
+    config: TrainConfig,
+    console: Console | None = None,
+    make_run: Callable[..., Run] = Run,
+    parallel: SingleDevice | None = None,
 ) -> Path:
-    """A whole run, with its report. -> its folder. Raises UserError on anything that the user can fix.
+    """Make a whole run, with its report, and return its folder. Raises UserError on anything that
+    the user can fix.
 
     make_run: a class derived from Run, with another model, optimizer, schedule, data or evaluation
-    (lessons/howto/change_the_model.md).
+        (lessons/howto/change_the_model.md).
+    parallel: a DataParallel for several ranks, each of which must call this.
     """
-    more: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
-    return loop.train(config, console, make_run=make_run, **more)
+    outside: dict[str, Any] = {"evaluation": evaluation, "write_report": page.finish}
+    return loop.train(config, console, parallel, make_run, **outside)
 
 
-@command("xtrain.train", interrupted="interrupted; the last checkpoint is intact")
+def run_command(config: TrainConfig, parallel: SingleDevice) -> Path:
+    """Make a run with the options of a command line."""
+    return train(config, parallel=parallel)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
-    cli = functools.partial(parse, TrainConfig, "python -m xtrain.train", __doc__, arguments)
-    train(parse_options(cli))
-    return 0
+    """Run the command and return its exit code."""
+    return training_command("xtrain.train", TrainConfig, __doc__, run_command, arguments)
 
 
 if __name__ == "__main__":

@@ -235,8 +235,8 @@ def orthogonal(x):
 class MyRun(Run):
     """train(TrainConfig(...), make_run=MyRun): checkpoints, --resume, metrics and the report work as before."""
 
-    def __init__(self, config, model, corpus, ranks):
-        super().__init__(config, with_plain_mlps(model, F.silu), corpus, ranks)
+    def __init__(self, config, model, corpus, parallel):
+        super().__init__(config, with_plain_mlps(model, F.silu), corpus, parallel)
 
     def make_optimizer(self):
         c = self.config
@@ -245,9 +245,10 @@ class MyRun(Run):
     def learning_rate(self):  # constant, then linearly to zero
         return self.config.lr * min(1, 5 * (1 - self.done / self.config.steps))
 
-    def next_batch(self):  # ids, targets (batch, T); resuming restores the position of self.loader
-        ids, targets = super().next_batch()
-        return ids, np.where(ids == self.corpus.tokenizer.eot_id, -100, targets)
+    def next_batch(self):  # resuming restores the position of self.loader
+        batch = super().next_batch()
+        ends = batch.ids == self.corpus.tokenizer.eot_id
+        return batch._replace(targets=np.where(ends, -100, batch.targets))
 
     def validate(self):  # -> nats per token, bits per byte
         nats, bits = super().validate()

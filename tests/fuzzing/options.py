@@ -25,7 +25,6 @@ from xtrain.errors import UserError
 from xtrain.inspect.profile import model_config
 from xtrain.report import __main__ as report
 from xtrain.training.preemption import parse_seconds
-from xtrain.training.single_process import SINGLE_PROCESS
 
 from .drive import Refused, Target
 from .files import refusing
@@ -38,18 +37,10 @@ WORDS = (
 )  # fmt: skip
 
 
-def only_options(config):
+def only_options(config, parallel=None):
     """Everything that training does with its options before it reads a text."""
     resolve(config, gpu=False)
     parse_seconds(config.time_limit)
-
-
-def parsed_by_ddp(arguments):
-    config, code = ddp._parse(*ddp.job_of(arguments), SINGLE_PROCESS)
-    if config is not None:
-        with contextlib.suppress(UserError):
-            config.validate()
-    return code
 
 
 def known_op(op):
@@ -60,8 +51,8 @@ def known_op(op):
 
 # name: (main, its options, replacement of the work behind it: (module, names, stand-in))
 LINES = {
-    "train": (train.main, TrainConfig, (train, ("train",), only_options)),
-    "ddp": (parsed_by_ddp, ddp.ParallelConfig, None),
+    "train": (train.main, TrainConfig, (train, ("run_command",), only_options)),
+    "ddp": (ddp.main, TrainConfig, (train, ("run_command",), only_options)),
     "generate": (generate.main, generate.Options, None),
     "chat": (chat.main, chat.Options, None),
     "profile": (profile.main, profile.Options, (profile, ("profile",), model_config)),

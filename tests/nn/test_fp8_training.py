@@ -39,7 +39,7 @@ from xtrain.reinforce import main as reinforce_main
 from xtrain.train import main as train_main
 from xtrain.training import loop, out_of_memory, run_log
 from xtrain.training.memory_plan import plan, planning
-from xtrain.tuning.finetune import AdapterConfig, FinetuneConfig
+from xtrain.tuning.finetune import FinetuneConfig
 
 BF16 = ml_dtypes.bfloat16
 HAS_FP8 = not GPU or int(device.cupy().cuda.Device().compute_capability) >= 89
@@ -474,9 +474,9 @@ def test_errors(monkeypatch):
     with pytest.raises(UserError, match=r"multiples of 128, but model\.layers\.0\.self_attn\.qkv"):
         Transformer(narrow, 0, DEVICE, "fp8")
     with pytest.raises(UserError, match="--precision fp8 is not supported with --lora"):
-        AdapterConfig(precision="fp8", lora=4).validate()
+        FinetuneConfig(precision="fp8", lora=4).validate()
     with pytest.raises(UserError, match="--fp8-head needs --precision fp8, not bf16"):
-        AdapterConfig(precision="bf16", fp8_head=True).validate()
+        FinetuneConfig(precision="bf16", fp8_head=True).validate()
     with pytest.raises(UserError, match="an fp8 head needs precision fp8, this model has fp32"):
         Transformer(CONFIG, 0, DEVICE).use_fp8_head()
     with pytest.raises(UserError, match="found no Linear module"):

@@ -18,8 +18,9 @@ from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.nn.model import Transformer
 from xtrain.nn.modules import ALIGN, arena_unit
-from xtrain.parallel.ddp import STAGES, ParallelConfig, buckets, train_parallel
-from xtrain.training.single_process import SINGLE_PROCESS
+from xtrain.parallel.ddp import STAGES, buckets
+from xtrain.run_options import DP_STAGES
+from xtrain.train import train
 
 HERE = Path(__file__).parent
 TEXT = HERE.parent / "data" / "grammar.txt"
@@ -231,6 +232,32 @@ def test_a_run_says_everything_once(environment, tmp_path):
 
 
 @mpi
+def test_every_command_runs_on_ranks(environment, tmp_path):
+    """Under its own name: two ranks write one run, and the command that continues it is printed."""
+    module = [sys.executable, "-m", "xtrain"]
+    first = [*module, "train", *command(tmp_path, **{"stop-at": 2})]
+    code, out, err = finish(start(environment, 2, *first), 60)
+    assert code == 0 and not err, err
+    assert "mpirun -n 2 python -m xtrain.train" in out
+    data = tmp_path / "chats.jsonl"
+    lines = [json.dumps({"prompt": "the ", "completion": f"{i} "}) + "\n" for i in range(8)]
+    data.write_text("".join(lines))
+    more = {
+        "init": tmp_path / "run",
+        "data": data,
+        "name": "tuned",
+        "preset": None,
+        "vocab-size": None,
+    }
+    arguments = [x for x in command(tmp_path, **more) if not x.endswith("=None")]
+    code, out, err = finish(start(environment, 2, *module, "finetune", *arguments), 60)
+    assert code == 0 and not err, err
+    assert (
+        json.loads((tmp_path / "tuned" / "timing.jsonl").read_text().splitlines()[0])["ranks"] == 2
+    )
+
+
+@mpi
 def test_one_rank_is_train(environment, tmp_path):
     from xtrain.train import main
 
@@ -311,7 +338,11 @@ def test_a_rank_that_fails_before_mpi(environment):
 
 def test_help_does_not_start_mpi(environment):
     """`xtrain completion` reads it, often in a shell's start file; where MPI cannot start, MPI_Init ends the process."""
-    script = "import sys; from xtrain.ddp import main; main(['--help']); sys.exit('mpi4py.MPI' in sys.modules)"
+    script = (
+        "import contextlib, sys; from xtrain.ddp import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "sys.exit('mpi4py' in sys.modules)"
+    )
     for rank, times in (("0", 1), ("1", 0)):
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True,
@@ -322,8 +353,7 @@ def test_help_does_not_start_mpi(environment):
 
 def test_options_of_several_ranks_are_read_with_one():
     with pytest.raises(UserError, match="--bucket-mb must be a positive number"):
-        config = ParallelConfig(data="nowhere", bucket_mb=0)
-        train_parallel(config, SINGLE_PROCESS, write_report=print)
+        train(TrainConfig(data="nowhere", bucket_mb=0))
 
 
 # ----------------------------------------------------------------------------- buckets, and when they start
@@ -414,11 +444,15 @@ def test_a_parameter_used_more_often_than_before_is_noticed():
         sync.backward(model.loss(ids, ids) + model.loss(ids, ids), True)
 
 
+def test_the_names_of_the_stages():
+    assert tuple(STAGES) == DP_STAGES
+
+
 def test_shares_of_a_batch():
     config, _ = resolve(TrainConfig(preset="tiny", batch=12), False, world=3)
     assert config.micro_batch == 4
     with pytest.raises(UserError, match="not a multiple of the 8 ranks"):
-        resolve(ParallelConfig(preset="tiny", batch=12), False, world=8)
+        resolve(TrainConfig(preset="tiny", batch=12), False, world=8)
 
 
 def test_cast_into():

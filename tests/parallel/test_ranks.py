@@ -42,7 +42,7 @@ FITS = [
     ("MPICH", {"MV2_COMM_WORLD_SIZE": "2"}, 1, "MVAPICH2's mpirun started 2 ranks"),
     ("MPICH", TORCH, None, None),
     ("MPICH", TORCH, 1, "torchrun started 2 ranks (WORLD_SIZE)"),
-    ("MPICH", TORCH, 1, "use `mpirun -n 2 python -m xtrain.ddp`"),
+    ("MPICH", TORCH, 1, "use `mpirun -n 2 xtrain train`"),
     ("MPICH", STEP, 1, "srun started 4 ranks (SLURM_NTASKS)"),
     ("MPICH", STEP, 1, "srun --mpi=list"),
     ("MPICH", STEP, 4, None),
@@ -83,11 +83,10 @@ def test_an_allocation_is_no_launcher(environment, tmp_path):  # noqa: F811
 
 
 @mpi
-@pytest.mark.parametrize("name", ["train", "generate"])
-def test_a_command_that_is_one_process(name, environment, tmp_path):  # noqa: F811
-    options = command(tmp_path) if name == "train" else ["--model", tmp_path, "the"]
-    job = start(environment, 2, sys.executable, "-m", f"xtrain.{name}", *options)
-    one_sentence(finish(job, 60), "`mpirun -n 2 python -m xtrain.ddp`")
+def test_a_command_that_is_one_process(environment, tmp_path):  # noqa: F811
+    options = ["--model", tmp_path, "the"]
+    job = start(environment, 2, sys.executable, "-m", "xtrain.generate", *options)
+    one_sentence(finish(job, 60), "`mpirun -n 2 xtrain train`")
     assert not list(tmp_path.iterdir())
 
 

@@ -33,6 +33,7 @@ def test_waiting_for_a_checkpoint_is_progress():
         time.sleep(min(seconds, max(0, until - time.monotonic())))
         return time.monotonic() < until
 
-    run = SimpleNamespace(ranks=SINGLE_PROCESS, beat=lambda: beats.append(time.monotonic()))
+    parallel = SimpleNamespace(report_progress=lambda: beats.append(time.monotonic()))
+    run = SimpleNamespace(ranks=SINGLE_PROCESS, parallel=parallel)
     Loop.wait_for_writer(SimpleNamespace(run=run, writer=SimpleNamespace(busy=busy)))
     assert len(beats) >= 3

@@ -408,14 +408,13 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def a_run(folder):
     """A Run without a training loop around it, after one step."""
-    from xtrain.config import resolve
     from xtrain.data.dataset import prepare
-    from xtrain.training.loop import _make_model
+    from xtrain.training.single_process import SINGLE_PROCESS
+    from xtrain.training.start import decide, make_model
 
-    config, shape = resolve(options(folder), False)
-    corpus = prepare(config.data, config.vocab_size)
-    shape["vocab_size"] = corpus.vocab_size
-    made = Run(config, _make_model(config, shape, corpus, None, "cpu", 1), corpus)
+    start = decide(options(folder), SINGLE_PROCESS, True, print)
+    corpus = prepare(start.config.data, start.config.vocab_size)
+    made = Run(start.config, make_model(start, corpus, 1), corpus)
     made.step()
     return made
 

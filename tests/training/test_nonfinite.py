@@ -13,6 +13,7 @@ from rich.console import Console
 from runs import DEVICE, assert_same_run, metrics, run
 
 from xtrain import ModelConfig, Transformer
+from xtrain.data.batches import Batch
 from xtrain.device import to_device
 from xtrain.errors import UserError
 from xtrain.kernels.cross_entropy import count_targets
@@ -405,12 +406,12 @@ def test_a_spike_is_flagged_in_a_run(tmp_path, monkeypatch):
     """At step 25 the batch is noise. A resumed run reports the same spike."""
     train_step = Run.train_step
 
-    def noisy(self, hyper, inv_count, ids, targets):
+    def noisy(self, hyper, inv_count, batch):
         if self.done == 24:
-            noise = np.random.default_rng(0).integers(0, 256, ids.shape).astype(np.int32)
-            targets = ids = to_device(noise, DEVICE)
+            noise = np.random.default_rng(0).integers(0, 256, batch.ids.shape).astype(np.int32)
+            batch = Batch(*[to_device(noise, DEVICE)] * 2)
             self.spiked = True
-        return train_step(self, hyper, inv_count, ids, targets)
+        return train_step(self, hyper, inv_count, batch)
 
     monkeypatch.setattr(Run, "train_step", noisy)
     kind = dict(steps=26, lr=3e-3, eval_every=99, sample_every=99, graph=False, spike_z=2.0)

@@ -331,20 +331,18 @@ def test_a_checkpoint_that_was_written_while_the_text_was_read(stopped, folder, 
     assert_same_run(folder, stopped[1])
 
 
-def test_a_checkpoint_that_went_while_the_model_was_made(stopped, folder, monkeypatch):
+def test_a_checkpoint_that_went_while_the_model_was_made(stopped, folder):
     """The model that it should have filled must not be trained from scratch."""
     kind = KIND | dict(init=str(stopped[0] / "checkpoints/step-000006"), vocab_size=None)
     run(folder.parent, **kind | dict(name="new"), stop_at=3)
-    real = train_module._make_model
 
-    def make(*args):
-        model = real(*args)
+    def make_run(*given):
         shutil.move(folder.parent / "new/checkpoints/step-000003", folder.parent)
-        return model
+        return Run(*given)
 
-    monkeypatch.setattr(train_module, "_make_model", make)
+    config = options(folder.parent, **kind | dict(name="new"), resume=True)
     with pytest.raises(UserError, match="step-000003 is gone: start again"):
-        run(folder.parent, **kind | dict(name="new"), resume=True)
+        train(config, Console(quiet=True), make_run=make_run)
 
 
 # ----------------------------------------------------------------------------- files that the user added

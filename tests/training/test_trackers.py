@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from runs import SILENT, metrics, options, run
 
-from xtrain.config import TRACKERS, TrainConfig
+from xtrain.config import TrainConfig
 from xtrain.errors import UserError
 from xtrain.options import translated
+from xtrain.run_options import TRACKERS
 from xtrain.train import train
 from xtrain.training import trackers
 

@@ -3,7 +3,7 @@ validation."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,19 @@ from .shards import Shard, read_shard
 
 # epochs in one batch: more is certainly a mistake, and would take minutes and gigabytes
 MAX_EPOCHS_PER_BATCH = 1000
+
+
+class Batch(NamedTuple):
+    """Rows of tokens.
+
+    ids: (B, T) int32.
+    targets: (B, T) int32, the token after each of the ids; -100 where none is trained.
+    starts: (B, T) int32 if the rows hold several documents: where the document of each token begins (Transformer.loss).
+    """
+
+    ids: Any
+    targets: Any
+    starts: Any = None
 
 
 class Shuffled:

@@ -28,7 +28,6 @@ from ..device import (
     memory_peak_bytes,
     resolve_device,
     synchronize,
-    to_device,
 )
 from ..errors import UserError
 from ..nn.cuda_graph import Graphed
@@ -208,7 +207,7 @@ def parts(run: Run, steps: int) -> dict[str, float]:
 def _graph_parts(run: Run, steps: int) -> dict[str, float]:
     model = run.model
     hyper = run.optimizer.advance()
-    ids, targets = run.next_batch()
+    ids, targets, _ = run.next_batch()
 
     def forward(ids, targets):
         return (model.loss(ids, targets).data.reshape(1),)
@@ -321,10 +320,9 @@ def _plan_of(run: Run) -> memory.Plan:
 
 
 def _eager(run: Run) -> None:
-    batch = run.loader.next_batch()
-    inv_count = run.parallel.inverse_target_count(batch[1])
-    inputs = run.optimizer.advance(), inv_count, *batch
-    run.train_step(*(to_device(x, "gpu") for x in inputs))
+    batch = run.next_batch()
+    inv_count = run.parallel.inverse_target_count(batch.targets)
+    run.eagerly(run.optimizer.advance(), inv_count, batch)
 
 
 def _kernels(o: Options, run: Run, console: Console) -> None:

@@ -4,21 +4,22 @@
     NcclCollectives    on CuPy arrays: NCCL on a separate stream, joined to the computation by events
                        (copy_collectives.py has a faster way between the GPUs of one machine)
 
-A collective on slice [a, b) of the arena is only *started*; `join` makes everything after it wait for all
-that were started. Computation between the two hides the communication. Every rank must start the same
-collectives in the same order. With R ranks, rank r's shard of [a, b) is its r-th part of equal length; a slice that must be
-divided otherwise (Muon's whole matrices) is in `pieces`, which says what belongs to whom. "shard" below means either.
+A collective on slice [a, b) of the arena is only *started*; `join` makes everything after it wait
+for all that were started. Computation between the two hides the communication. Every rank must
+start the same collectives in the same order. With R ranks, rank r's shard of [a, b) is its r-th
+part of equal length; a slice that must be divided otherwise (Muon's whole matrices) is in `pieces`,
+which says what belongs to whom. "shard" below means either.
 
     all_reduce(a, b)             grads[a:b] = the sum over ranks
     reduce_scatter(a, b)         as all_reduce, but each rank gets only its shard: half the traffic
     all_gather(array, a, b)      each rank's shard of array[a:b] to all ranks: the other half
     start_gather(own_1)          one number of each rank to all ranks
 
-idle=True: no other computation needs the multiprocessors, so a collective on a GPU may use them. Every step ends
-with `join`.
+idle=True: no other computation needs the multiprocessors, so a collective on a GPU may use them.
+Every step ends with `join`.
 
-Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank, or in
-one order.
+Sums of the same numbers are the same bits on every rank: MPI and NCCL add each element on one rank,
+or in one order.
 """
 
 import contextlib
@@ -41,34 +42,44 @@ Pieces = dict[tuple[int, int], list[tuple[int, int, int]]]  # slice -> (start, e
 
 
 def equal_shards(a: int, b: int, world: int) -> Slices:
-    """[a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be shorter."""
+    """[a, b) in `world` parts of equal length, in units of 16 bytes; the last ones may be
+    shorter."""
     n = -(-(b - a) // (4 * world)) * 4
     return [(min(b, a + rank * n), min(b, a + (rank + 1) * n)) for rank in range(world)]
 
 
 class Division:
-    """Which part of a slice belongs to which rank. pieces: of slices of the arena that are not divided evenly."""
+    """Which part of a slice belongs to which rank. pieces: of slices of the arena that are not
+    divided evenly."""
 
     def __init__(self, ranks: Ranks, arena: Any):
-        self.ranks, self.grads = ranks, arena.grads
+        self.ranks = ranks
+        self.grads = arena.grads
         self.pieces: Pieces = {}
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
-        """A rank's shard of an evenly divided [a, b). None: this rank's."""
-        rank, n = self.ranks.rank if rank is None else rank, (b - a) // self.ranks.world
+        """Return a rank's shard of an evenly divided [a, b). None: this rank's."""
+        rank = self.ranks.rank if rank is None else rank
+        n = (b - a) // self.ranks.world
         return slice(a + rank * n, a + (rank + 1) * n)
 
     def pieces_of(self, array: Array, a: int, b: int) -> list[tuple[int, int, int]] | None:
-        """The pieces of array[a:b]; None if it is divided evenly. An array of another size is not laid out like the arena."""
-        return self.pieces.get((a, b)) if array.size == self.grads.size else None
+        """Return the pieces of array[a:b]; None if it is divided evenly. An array of another size
+        is not laid out like the arena."""
+        if array.size == self.grads.size:
+            return self.pieces.get((a, b))
+        return None
 
     def own(self, array: Array, a: int, b: int, rank: int | None = None) -> Slices:
-        """What a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones joined. None: this rank."""
+        """Return what a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones
+        joined. None: this rank."""
         rank = self.ranks.rank if rank is None else rank
         pieces = self.pieces_of(array, a, b)
         if pieces is None:
             shard = self.shard(a, b, rank)
-            return [(shard.start, shard.stop)] if shard.start < shard.stop else []
+            if shard.start < shard.stop:
+                return [(shard.start, shard.stop)]
+            return []
         found: Slices = []
         for start, end, owner in pieces:
             if owner == rank and start < end:
@@ -81,8 +92,8 @@ class Division:
 class HostCollectives(Division):
     """Collectives on an arena in NumPy memory.
 
-    bf16: round gradients to bf16 before they are added (in float32, since MPI does not support bf16):
-    the accuracy of bf16 communication, not its speed.
+    bf16: round gradients to bf16 before they are added (in float32, since MPI does not support
+    bf16): the accuracy of bf16 communication, not its speed.
     exposed, hidden: seconds since `clear` in which communication was waited for, and in which it
     overlapped with computation.
     """
@@ -95,8 +106,10 @@ class HostCollectives(Division):
 
     def clear(self) -> None:
         """Set exposed and hidden to 0."""
-        self.exposed, self.hidden = 0.0, 0.0
-        self.unfinished, self.last_poll = bool(self.in_flight), 0.0
+        self.exposed = 0.0
+        self.hidden = 0.0
+        self.unfinished = bool(self.in_flight)
+        self.last_poll = 0.0
 
     def close(self) -> None:
         """Free resources. (None here.)"""
@@ -113,7 +126,10 @@ class HostCollectives(Division):
         if pieces is not None:
             for start, end, owner in pieces:
                 piece = x[start - a : end - a]
-                buffers = (_in_place(), piece) if self.ranks.rank == owner else (piece, None)
+                if self.ranks.rank == owner:
+                    buffers: tuple[Any, Any] = (_in_place(), piece)
+                else:
+                    buffers = (piece, None)
                 self._started(self.ranks.comm.Ireduce(*buffers, root=owner))
             return
         own = self.shard(a, b)
@@ -123,7 +139,8 @@ class HostCollectives(Division):
 
     def all_gather(self, array: np.ndarray, a: int, b: int, idle: bool = False) -> None:
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
-        comm, pieces = self.ranks.comm, self.pieces_of(array, a, b)
+        comm = self.ranks.comm
+        pieces = self.pieces_of(array, a, b)
         if pieces is None:
             self._started(comm.Iallgather(_in_place(), array[a:b].view(np.uint8)))
             return
@@ -131,7 +148,8 @@ class HostCollectives(Division):
             self._started(comm.Ibcast(array[start:end].view(np.uint8), root=owner))
 
     def register(self, array: np.ndarray) -> None:
-        """Prepare an array for all_gather. Every rank must call it. (Needed only by CopyCollectives.)"""
+        """Prepare an array for all_gather. Every rank must call it. (Needed only by
+        CopyCollectives.)"""
 
     def start_gather(self, own_1: np.ndarray) -> np.ndarray:
         """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
@@ -146,7 +164,8 @@ class HostCollectives(Division):
         return all_R
 
     def progress(self) -> None:
-        """Call this from time to time while computing: without a thread, MPI progresses only inside its calls."""
+        """Call this from time to time while computing: without a thread, MPI progresses only inside
+        its calls."""
         self._poll()
 
     def join(self) -> None:
@@ -174,7 +193,8 @@ class HostCollectives(Division):
         self.unfinished = True
 
     def _poll(self) -> None:
-        """Let MPI progress. The time since the last poll counts as hidden if a request was unfinished."""
+        """Let MPI progress. The time since the last poll counts as hidden if a request was
+        unfinished."""
         now = time.perf_counter()
         if self.unfinished:
             self.hidden += now - self.last_poll
@@ -193,18 +213,21 @@ class _Request:
 
 
 class GpuCollectives(Division):
-    """Common code of the collectives between GPUs. bf16: gradients are sent in bf16, half the bytes.
+    """Common code of the collectives between GPUs. bf16: gradients are sent in bf16, half the
+    bytes.
 
-    All calls run on a separate stream, which first waits for an event of the computing stream; `join`
-    makes the computing stream wait for it. Captured in a CUDA graph, this fork and join become branches
-    of the graph.
+    All calls run on a separate stream, which first waits for an event of the computing stream;
+    `join` makes the computing stream wait for it. Captured in a CUDA graph, this fork and join
+    become branches of the graph.
     """
 
     exposed = hidden = None  # unknown inside a replayed graph: bench/bench_ddp.py measures both
 
     def __init__(self, ranks: Ranks, arena: Any, bf16: bool = False):
         super().__init__(ranks, arena)
-        self.half = empty(arena.grads, arena.grads.shape, BFLOAT16) if bf16 else None
+        self.half = None
+        if bf16:
+            self.half = empty(arena.grads, arena.grads.shape, BFLOAT16)
         # its operations are short and other ranks wait for them: high priority
         self.stream = cupy().cuda.Stream(non_blocking=True, priority=-1)
         self.events: list[Any] = []  # never freed: a captured graph uses them
@@ -233,7 +256,7 @@ class GpuCollectives(Division):
             yield self.stream.ptr
 
     def _event(self, stream: Any) -> Any:
-        """An event recorded on the stream."""
+        """Return an event recorded on the stream."""
         if self.used == len(self.events):
             self.events.append(cupy().cuda.Event(disable_timing=True))
         event = self.events[self.used]
@@ -263,10 +286,12 @@ class NcclCollectives(GpuCollectives):
         name = ranks.comm.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
         self.nccl = nccl.NcclCommunicator(ranks.world, name, ranks.rank)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))  # destroyed only by `close`
-        self.sum, self.types = nccl.NCCL_SUM, {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
+        self.sum = nccl.NCCL_SUM
+        self.types = {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}
 
     def close(self) -> None:
-        """Destroy the communicator. All captured graphs must be deleted before: NCCL waits for graphs that use it."""
+        """Destroy the communicator. All captured graphs must be deleted before: NCCL waits for
+        graphs that use it."""
         self.nccl.destroy()
 
     def all_reduce(self, a: int, b: int, idle: bool = False) -> None:
@@ -282,12 +307,15 @@ class NcclCollectives(GpuCollectives):
         """Start all_reduce of [a, b), but only this rank's shard gets the sum."""
         with self._on_own_stream() as stream:
             x = self._gradients(a, b)
-            kind, pieces = self.types[x.itemsize], self.pieces_of(self.grads, a, b)
+            kind = self.types[x.itemsize]
+            pieces = self.pieces_of(self.grads, a, b)
             if pieces is not None:
                 with self._grouped():
                     for start, end, owner in pieces:
-                        at = x.data.ptr + (start - a) * x.itemsize
-                        self.nccl.reduce(at, at, end - start, kind, self.sum, owner, stream)
+                        address = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.reduce(
+                            address, address, end - start, kind, self.sum, owner, stream
+                        )
                 for start, end in self.own(self.grads, a, b):
                     self._widen(slice(start, end))
                 return
@@ -301,12 +329,13 @@ class NcclCollectives(GpuCollectives):
         """Start the copy of each rank's shard of array[a:b] to all ranks."""
         x = array[a:b]
         with self._on_own_stream() as stream:
-            kind, pieces = self.types[x.itemsize], self.pieces_of(array, a, b)
+            kind = self.types[x.itemsize]
+            pieces = self.pieces_of(array, a, b)
             if pieces is not None:
                 with self._grouped():
                     for start, end, owner in pieces:
-                        at = x.data.ptr + (start - a) * x.itemsize
-                        self.nccl.bcast(at, end - start, kind, owner, stream)
+                        address = x.data.ptr + (start - a) * x.itemsize
+                        self.nccl.bcast(address, end - start, kind, owner, stream)
                 return
             own = self.shard(a, b)
             start = x.data.ptr + (own.start - a) * x.itemsize
@@ -339,7 +368,8 @@ def load_nccl() -> Any:
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no NCCL library ({reason}): `pip install nvidia-nccl-cu13` (or -cu12, to match CuPy), or use --device cpu"
+            f"no NCCL library ({reason}): `pip install nvidia-nccl-cu13` (or -cu12, to match "
+            "CuPy), or use --device cpu"
         ) from None
     return nccl
 

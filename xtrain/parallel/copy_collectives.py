@@ -1,35 +1,38 @@
-"""Collectives between the GPUs of one machine by copy engines, which leave the multiprocessors free.
+"""Collectives between the GPUs of one machine by copy engines, which leave the multiprocessors
+free.
 
-NCCL's kernels occupy 24 of an H200's 132 multiprocessors while they run. cuBLAS sizes the grid of a matrix
-product for all 132, so a product that runs next to NCCL needs a second wave and takes up to twice as long:
-the matrix products lose the time that overlap saves. The copy engines of a GPU are separate hardware: they
-read a neighbour's memory over NVLink while every multiprocessor computes.
+NCCL's kernels occupy 24 of an H200's 132 multiprocessors while they run. cuBLAS sizes the grid of a
+matrix product for all 132, so a product that runs next to NCCL needs a second wave and takes up to
+twice as long: the matrix products lose the time that overlap saves. The copy engines of a GPU are
+separate hardware: they read a neighbour's memory over NVLink while every multiprocessor computes.
 
-There are R ranks, each of which can read and write the others' memory. A slice of the arena is cut into R
-shards:
+There are R ranks, each of which can read and write the others' memory. A slice of the arena is cut
+into R shards:
 
     reduce_scatter    barrier: the slice is complete on every rank
-                      rank r copies shard r of each neighbour's gradients to itself and adds them to its own; if
-                      the multiprocessors are idle, the addition reads the neighbours' memory instead
+                      rank r copies shard r of each neighbour's gradients to itself and adds them to
+                      its own; if the multiprocessors are idle, the addition reads the neighbours'
+                      memory instead
     all_gather        barrier: no rank reads the old values any more
-                      rank r copies its own shard to each neighbour; if the multiprocessors are idle, a kernel
-                      writes it to all of them
+                      rank r copies its own shard to each neighbour; if the multiprocessors are
+                      idle, a kernel writes it to all of them
     all_reduce        reduce_scatter, then rank r copies the sum to each neighbour
     join              barrier: the neighbours' copies have arrived
 
-Each sum is computed once, by its owner, in one order, and then copied: all ranks hold the same bits by
-construction.
+Each sum is computed once, by its owner, in one order, and then copied: all ranks hold the same bits
+by construction.
 
-The barrier is a row of flags in each rank's memory, one per neighbour. A rank writes 1 to its flag at every
-neighbour, waits until all flags in its own memory are 1, and resets them to 0. The GPU does this itself between
-two operations of a stream (cuStreamBatchMemOp), also in a CUDA graph, which writes the same 1 at every replay.
-A flag may be reused after one more barrier: a rank that has passed that one knows that every rank has passed
-the first and has reset its flags. So there are three rows: two that alternate, and one for `join`, which
-ends every step, because a step may have an odd number of barriers.
+The barrier is a row of flags in each rank's memory, one per neighbour. A rank writes 1 to its flag
+at every neighbour, waits until all flags in its own memory are 1, and resets them to 0. The GPU
+does this itself between two operations of a stream (cuStreamBatchMemOp), also in a CUDA graph,
+which writes the same 1 at every replay. A flag may be reused after one more barrier: a rank that
+has passed that one knows that every rank has passed the first and has reset its flags. So there are
+three rows: two that alternate, and one for `join`, which ends every step, because a step may have
+an odd number of barriers.
 
-No rank changes memory that a neighbour still reads: gradients change only after `join`, which a neighbour
-reaches after it has read them. No rank writes to gradients that are still read: rank r writes only shard r of a
-slice, which only rank r reads once that slice is complete on every rank.
+No rank changes memory that a neighbour still reads: gradients change only after `join`, which a
+neighbour reaches after it has read them. No rank writes to gradients that are still read: rank r
+writes only shard r of a slice, which only rank r reads once that slice is complete on every rank.
 """
 
 import functools
@@ -74,7 +77,8 @@ class CopyCollectives(GpuCollectives):
         ranks.sum([0.0])  # a barrier: the flags are 0 on every rank
 
     def register(self, array: Array) -> None:
-        """Let all_gather fill an array directly, without the window. Every rank must call it with its own array."""
+        """Let all_gather fill an array directly, without the window. Every rank must call it with
+        its own array."""
         self.addresses[array.data.ptr] = self._exchange_addresses(array)
 
     def close(self) -> None:
@@ -84,7 +88,8 @@ class CopyCollectives(GpuCollectives):
         self.ranks.sum([0.0])  # a barrier: no rank frees memory that another one has open
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
-        """A rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter. None: this rank's."""
+        """Return a rank's shard of [a, b), in units of 16 bytes; the last shards may be shorter.
+        None: this rank's."""
         shards = equal_shards(a, b, self.ranks.world)
         return slice(*shards[self.ranks.rank if rank is None else rank])
 
@@ -113,8 +118,10 @@ class CopyCollectives(GpuCollectives):
 
     def start_gather(self, own_1: Array) -> Array:
         """(1,) of each rank -> (world,), in the order of the ranks. Valid after `join`."""
-        all_R, me = empty(own_1, self.ranks.world), self.ranks.rank
-        row, first = self.gathered[self.row], (self.row * self.ranks.world + me) * 4
+        all_R = empty(own_1, self.ranks.world)
+        me = self.ranks.rank
+        row = self.gathered[self.row]
+        first = (self.row * self.ranks.world + me) * 4
         self.input = own_1  # keep it alive: the other stream reads it after the return
         with self._on_own_stream() as stream:
             row[me, :1] = own_1
@@ -131,11 +138,14 @@ class CopyCollectives(GpuCollectives):
         return all_R
 
     def join(self) -> None:
-        """Make the current stream wait for all collectives that were started, on every rank; the end of a step."""
+        """Make the current stream wait for all collectives that were started, on every rank; the
+        end of a step."""
         if self.pending:
             with self._on_own_stream() as stream:
                 self._pass_barrier(JOIN, stream)
-            self.row, self.pending, self.aligned = 0, False, False
+            self.row = 0
+            self.pending = False
+            self.aligned = False
         super().join()
 
     # ------------------------------------------------------------------------- their steps
@@ -153,7 +163,8 @@ class CopyCollectives(GpuCollectives):
             add_peers(own, theirs)
 
     def _chunks(self, array: Array, a: int, b: int, rank: int, most: int) -> list[tuple[int, int]]:
-        """(first, n) of chunks of at most `most` elements that cover what a rank owns of array[a:b]."""
+        """(first, n) of chunks of at most `most` elements that cover what a rank owns of
+        array[a:b]."""
         return [
             (first, min(most, end - first))
             for start, end in self.own(array, a, b, rank)
@@ -163,7 +174,8 @@ class CopyCollectives(GpuCollectives):
     def _send(self, array: Array, parts: Slices, idle: bool, stream: int) -> None:
         """Copy these parts of the array to every neighbour."""
         for start, end in parts:
-            own, theirs = array.reshape(-1)[start:end], self._at_neighbours(array, start, end)
+            own = array.reshape(-1)[start:end]
+            theirs = self._at_neighbours(array, start, end)
             if idle:
                 copy_to_peers(theirs, own)
                 continue
@@ -171,8 +183,9 @@ class CopyCollectives(GpuCollectives):
                 _copy(there.data.ptr, own.data.ptr, own.nbytes, stream)
 
     def _at_neighbours(self, array: Array, start: int, end: int) -> list[Array]:
-        """Elements [start, end) of the same array of each neighbour."""
-        offset, addresses = start * array.itemsize, self.addresses[array.data.ptr]
+        """Return elements [start, end) of the same array of each neighbour."""
+        offset = start * array.itemsize
+        addresses = self.addresses[array.data.ptr]
         return [
             at_address(addresses[rank] + offset, end - start, array.dtype)
             for rank in self._neighbours()
@@ -194,18 +207,22 @@ class CopyCollectives(GpuCollectives):
             self._barrier(stream)  # the window may be overwritten
 
     def _neighbours(self) -> list[int]:
-        """All other ranks, in an order that differs by rank: no rank is read by all others at once."""
+        """Return all other ranks, in an order that differs by rank: no rank is read by all others
+        at once."""
         me, world = self.ranks.rank, self.ranks.world
         return [(me + i) % world for i in range(1, world)]
 
     # ------------------------------------------------------------------------- barriers and addresses
     def _barrier(self, stream: int) -> None:
-        """Later work on this stream waits until the stream of every rank has reached this barrier."""
+        """Later work on this stream waits until the stream of every rank has reached this
+        barrier."""
         self._pass_barrier(self.row, stream)
-        self.row, self.pending = 1 - self.row, True
+        self.row = 1 - self.row
+        self.pending = True
 
     def _pass_barrier(self, row: int, stream: int) -> None:
-        address, width = self.flags.data.ptr, self.flags.itemsize
+        address = self.flags.data.ptr
+        width = self.flags.itemsize
         flag = lambda base, rank: base + (row * self.ranks.world + rank) * width
         others = self._neighbours()
         theirs = [flag(self.addresses[address][rank], self.ranks.rank) for rank in others]
@@ -217,8 +234,10 @@ class CopyCollectives(GpuCollectives):
         _check(driver, error, "a barrier between GPUs")
 
     def _exchange_addresses(self, array: Array) -> list[int]:
-        """The address of each rank's array in this process, which opens the neighbours' memory."""
-        runtime, address = cupy().cuda.runtime, array.data.ptr
+        """Return the address of each rank's array in this process, which opens the neighbours'
+        memory."""
+        runtime = cupy().cuda.runtime
+        address = array.data.ptr
         base = allocation(address)
         handles = self.ranks.gather((runtime.ipcGetMemHandle(base), address - base))
         addresses = []
@@ -240,7 +259,8 @@ def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
 
 def at_address(address: int, n: int, dtype: Any) -> Array:
     """(n,): the memory at this address, which may be a neighbour's, as an array."""
-    cp, nbytes = cupy(), n * np.dtype(dtype).itemsize
+    cp = cupy()
+    nbytes = n * np.dtype(dtype).itemsize
     memory = cp.cuda.UnownedMemory(address, nbytes, None, cp.cuda.Device().id)
     return cp.ndarray(n, dtype, cp.cuda.MemoryPointer(memory, 0))
 
@@ -254,12 +274,12 @@ def cuda_driver() -> Any:
 
 
 def write(address: int, value: int) -> Any:
-    """A stream operation: set the 32-bit word at this address to value."""
+    """Return a stream operation: set the 32-bit word at this address to value."""
     return _operation("writeValue", "WRITE", address, value, 0)
 
 
 def wait(address: int, value: int) -> Any:
-    """A stream operation: wait until the 32-bit word at this address equals value."""
+    """Return a stream operation: wait until the 32-bit word at this address equals value."""
     equal = cuda_driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
     return _operation("waitValue", "WAIT", address, value, int(equal))
 
@@ -270,13 +290,15 @@ def _operation(field: str, verb: str, address: int, value: int, flags: int) -> A
     kind = getattr(driver.CUstreamBatchMemOpType, f"CU_STREAM_MEM_OP_{verb}_VALUE_32")
     operation.operation = kind
     what = getattr(operation, field)
-    what.operation, what.address = kind, driver.CUdeviceptr(address)
-    what.value, what.flags = driver.cuuint32_t(value), flags
+    what.operation = kind
+    what.address = driver.CUdeviceptr(address)
+    what.value = driver.cuuint32_t(value)
+    what.flags = flags
     return operation
 
 
 def allocation(address: int) -> int:
-    """The start of the driver's allocation that contains this address."""
+    """Return the start of the driver's allocation that contains this address."""
     driver = cuda_driver()
     error, base, _ = driver.cuMemGetAddressRange(address)
     _check(driver, error, f"the memory at {address:#x}")
@@ -300,7 +322,7 @@ def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollec
 
 
 def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
-    """Why copy engines cannot be used; "" if they can. The same on every rank."""
+    """Return why copy engines cannot be used; "" if they can. The same on every rank."""
     if bf16:  # two casts cost more time than half the bytes save
         return "gradients in bf16 (--grad-comm) need NCCL"
     if any(ranks.gather(ranks.local_world != ranks.world)):
@@ -309,7 +331,7 @@ def why_no_copies(ranks: Ranks, bf16: bool = False) -> str:
 
 
 def _out_of_reach(ranks: Ranks) -> str:
-    """Why this rank cannot reach the memory of the others; "" if it can."""
+    """Return why this rank cannot reach the memory of the others; "" if it can."""
     runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() < ranks.local_world:
         return "each rank sees only its own GPU"

@@ -1,21 +1,19 @@
-"""Data parallel training on several ranks: five ways to sum gradients over them, from the simplest to the fastest."""
+"""Data parallel training on several ranks: five ways to sum gradients over them, from the simplest
+to the fastest."""
 
 import contextlib
 import functools
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from .. import version
-from ..config import ResolvedConfig, TrainConfig
-from ..data.dataset import Corpus
+from ..config import ResolvedConfig
 from ..device import Array, resolve_device, synchronize, to_numpy
 from ..errors import UserError
 from ..formats import saved_runs
@@ -24,8 +22,8 @@ from ..nn.autograd import Tensor
 from ..nn.model import Transformer
 from ..nn.modules import Parameter
 from ..nn.optim import OPTIMIZERS, AdamW
+from ..run_options import RunOptions, option_name
 from ..training import checkpoint
-from ..training.loop import train
 from ..training.run import Run
 from ..training.single_device import SingleDevice
 from .collectives import HostCollectives, Slices, load_nccl
@@ -34,70 +32,31 @@ from .ranks import Ranks, choose_gpu
 from .watchdog import AbortOnError, Watchdog
 from .zero import ShardedAdamW, ShardedMuon, cut, whole_matrices
 
-LONGEST_WATCHDOG = 10**8  # seconds, three years; system timers overflow at about 10^10
-
-
-@dataclass(frozen=True)
-class ParallelConfig(TrainConfig):
-    """One training run on several ranks."""
-
-    # how gradients are summed over the ranks, from the simplest to the fastest
-    dp: Literal["none", "naive", "flat", "overlap", "bucket"] = "bucket"
-    # 1: divide the optimizer state among the ranks (ZeRO-1); none: 1 with --dp bucket, else 0
-    zero: Literal[0, 1] | None = None
-    bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
-    grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated
-    # between GPUs: NCCL's kernels, or copy engines (one machine only; auto: copy where possible)
-    transport: Literal["auto", "nccl", "copy"] = "auto"
-    # steps between comparisons of all ranks' parameters, with ZeRO-1 also of what only one rank has with its checksum; 0: never
-    check_ranks: int = 0
-    # seconds without a step after which a rank counts as hanging and the job is aborted; 0: never
-    watchdog: float = 600.0
-
-    def validate(self) -> None:
-        """Raises UserError on a value out of range."""
-        super().validate()
-        if not 0 < self.bucket_mb < float("inf"):
-            raise UserError(f"--bucket-mb must be a positive number, got {self.bucket_mb}")
-        if self.check_ranks < 0:
-            raise UserError(f"--check-ranks must not be negative, got {self.check_ranks}")
-        if not 0 <= self.watchdog <= LONGEST_WATCHDOG:
-            raise UserError(
-                f"--watchdog must be between 0 (never) and {LONGEST_WATCHDOG} seconds, got {self.watchdog}"
-            )
-        if self.sharded and self.dp == "none":
-            raise UserError(
-                "--zero 1 needs the gradients of all ranks: choose another --dp than none"
-            )
-
-    @property
-    def sharded(self) -> bool:
-        """Is the optimizer state divided among the ranks (ZeRO-1)?
-
-        This saves memory, and time with --dp bucket: each rank updates only its shard and sends half the bytes.
-        """
-        if self.zero is None:
-            return self.dp == "bucket"
-        return bool(self.zero)
-
 
 # ----------------------------------------------------------------------------- gradients of all ranks
 class NoSync:
     """none: backward without communication. The base class of the other stages.
 
-    slices: ranges [start, end) of the arena, each communicated separately.  zero: reduce-scatter them (ZeRO-1).
+    slices: ranges [start, end) of the arena, each communicated separately.
+    zero: reduce-scatter them (ZeRO-1).
     """
 
     def __init__(self, model: Transformer, collectives: Any, slices: Slices, zero: bool):
-        self.model, self.collectives, self.slices, self.zero = model, collectives, slices, zero
+        self.model = model
+        self.collectives = collectives
+        self.slices = slices
+        self.zero = zero
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch. After the last one, gradients are sums over the ranks (with ZeRO: where owned)."""
+        """Run backward of one micro-batch. After the last one, gradients are sums over the ranks
+        (with
+        ZeRO: where owned)."""
         loss.backward()
 
 
 class Naive(NoSync):
-    """One all-reduce after the other. The specification: the other stages are tested and measured against it."""
+    """One all-reduce after the other. The specification: the other stages are tested and measured
+    against it."""
 
     def backward(self, loss, last):
         loss.backward()
@@ -121,8 +80,9 @@ class Flat(NoSync):
 class Overlap(NoSync):
     """A slice of the arena, here one parameter, is sent as soon as all its gradients are complete.
 
-    When is a gradient complete? A parameter may be used several times (a tied embedding is), so the first backward
-    counts how often each gradient is added to; from the second on, a gradient is complete at that count.
+    When is a gradient complete? A parameter may be used several times (a tied embedding is), so the
+    first backward counts how often each gradient is added to; from the second on, a gradient is
+    complete at that count.
     """
 
     def __init__(self, model, collectives, slices, zero):
@@ -163,7 +123,8 @@ class Overlap(NoSync):
             return
         if self.seen[p] > self.uses[p]:
             raise RuntimeError(
-                f"a parameter of shape {p.shape} is used more often than in the first step, after its gradient was sent: "
+                f"a parameter of shape {p.shape} is used more often than in the first step, after "
+                "its gradient was sent: "
                 "use --dp flat"
             )
         self.additions_left -= 1
@@ -176,17 +137,22 @@ class Overlap(NoSync):
 
 
 class Bucket(Overlap):
-    """The slices have one size and are cut from the end of the arena, where backward begins. With ZeRO: reduce-scatter."""
+    """The slices have one size and are cut from the end of the arena, where backward begins. With
+    ZeRO: reduce-scatter."""
 
     def choose_slices(self):
-        self.start = self.collectives.reduce_scatter if self.zero else self.collectives.all_reduce
+        if self.zero:
+            self.start = self.collectives.reduce_scatter
+        else:
+            self.start = self.collectives.all_reduce
 
 
 STAGES = {"none": NoSync, "naive": Naive, "flat": Flat, "overlap": Overlap, "bucket": Bucket}
 
 
 def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
-    """Cut both regions of the arena, [0, n_decay) and [n_decay, size), into slices of about nbytes bytes.
+    """Cut both regions of the arena, [0, n_decay) and [n_decay, size), into slices of about nbytes
+    bytes.
 
     Each region is cut from its end, and `world` ranks can divide every slice evenly.
     """
@@ -195,23 +161,52 @@ def buckets(n_decay: int, size: int, world: int, nbytes: float) -> Slices:
 
 # ----------------------------------------------------------------------------- a step on several ranks
 class DataParallel(SingleDevice):
-    """Every rank computes its share of the batch; the gradients are summed, and every rank makes the same update.
+    """Every rank computes its share of the batch; the gradients are summed, and every rank makes
+    the same update.
 
-    stage: how gradients are summed, one of STAGES.  collectives: how arrays are communicated.
+    guard: receives a function that returns the current step, for its error message.
+    stage: how gradients are summed, one of STAGES.
+    collectives: how arrays are communicated.
     """
 
-    def __init__(self, config: ParallelConfig, model: Transformer, ranks: Ranks):
-        super().__init__(config, model, ranks)
-        self.config: ParallelConfig = config
-        self.ranks: Ranks = ranks
+    ranks: Ranks
+    watchdog: Watchdog | None = None
+
+    def __init__(self, ranks: Ranks, guard: AbortOnError | None = None):
+        self.ranks = ranks
+        self.guard = guard
+
+    # ------------------------------------------------------------------------- the course of a run
+    def begin(self, config: RunOptions) -> None:
+        options = {option_name(key): value for key, value in asdict(config).items()}
+        options["--device"] = resolve_device(config.device)
+        versions = {
+            "xtrain": version.VERSION,
+            "numpy": np.__version__,
+            "Python": platform.python_version(),
+        }
+        self.ranks.check_same(versions | options, "the same version and the same options")
+        if options["--device"] == "gpu":
+            load_nccl()
+            choose_gpu(self.ranks)
+
+    def check_data(self, corpus: Any) -> None:
+        hashes = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
+        needed = "the same --data and the same tokenizer (these are their sha256)"
+        self.ranks.check_same(hashes, needed)
+
+    def attach(self, config: ResolvedConfig, model: Transformer) -> None:
+        super().attach(config, model)
+        ranks = self.ranks
+        arena = model.arena
+        bf16 = config.grad_comm == "bf16"
+        nbytes = config.bucket_mb * 2**20
         self.sharded = config.sharded
-        arena, bf16 = model.arena, config.grad_comm == "bf16"
         self.collectives: Any
         if model.device == "gpu":
             self.collectives = gpu_collectives(ranks, arena, bf16, config.transport)
         else:
             self.collectives = HostCollectives(ranks, arena, bf16)
-        nbytes = config.bucket_mb * 2**20
         if config.sharded and config.optimizer == "muon":
             self.slices, self.collectives.pieces = whole_matrices(model, ranks.world, nbytes)
         else:
@@ -223,6 +218,27 @@ class DataParallel(SingleDevice):
         if model.fp8 is not None:
             self.largest = model.fp8.divide(ranks.rank, ranks.world)
             self.collectives.register(self.largest)
+
+    def watch(self, run: Run) -> Watchdog:
+        # the same seed and libraries must have given the same weights
+        self.compare_weights(run.optimizer, 0)
+        step_in_progress = lambda: run.done + 1
+        self.watchdog = Watchdog(self.config.watchdog, self.ranks, step_in_progress)
+        if self.guard is not None:
+            self.guard.step = step_in_progress
+        return self.watchdog
+
+    def report_progress(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.beat()
+
+    def stop_watchdog(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.stop()
+
+    def close(self) -> None:
+        synchronize(self.model.device)
+        self.collectives.close()
 
     # ------------------------------------------------------------------------- in the step
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -254,7 +270,8 @@ class DataParallel(SingleDevice):
             self.compare_weights(optimizer, step)
 
     def compare_weights(self, optimizer: AdamW, step: int) -> None:
-        """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8 scales, bit for bit.
+        """Raises UserError, on every rank, if the ranks do not hold the same weights and in fp8
+        scales, bit for bit.
 
         With ZeRO-1 also if a rank's weights or moments have changed between two updates.
         """
@@ -262,13 +279,16 @@ class DataParallel(SingleDevice):
         arrays = [self.model.arena.weights]
         if isinstance(optimizer, ShardedAdamW):
             arrays = optimizer.in_use()
-            found = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
-            if any(found):
+            changed = self.ranks.gather(bool(to_numpy(optimizer.changed)[0]))
+            if any(changed):
                 before = max(0, step - self.config.check_ranks)
                 raise UserError(
-                    f"after step {step} weights or optimizer state of rank {found.index(True)} are not what its last update "
-                    f"wrote ({sum(found)} of {self.ranks.world} ranks; checked every {self.config.check_ranks} steps): check "
-                    f"that machine's memory, and resume from a checkpoint of step {before} or earlier"
+                    f"after step {step} weights or optimizer state of rank {changed.index(True)} "
+                    "are not what its last update "
+                    f"wrote ({sum(changed)} of {self.ranks.world} ranks; checked every "
+                    f"{self.config.check_ranks} steps): check "
+                    f"that machine's memory, and resume from a checkpoint of step {before} or "
+                    "earlier"
                 )
         self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
@@ -276,18 +296,15 @@ class DataParallel(SingleDevice):
         return self.ranks.sum(values) if self.sharded else values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
-        world, collectives = self.ranks.world, self.collectives
-        more: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
+        world = self.ranks.world
+        collectives = self.collectives
+        timing: dict[str, Any] = {"ranks": world, "tokens_per_s_rank": tokens_per_s / world}
         if collectives.exposed is not None:
             times = [1e3 * collectives.exposed, 1e3 * collectives.hidden]
             exposed, hidden = self.ranks.sum(times)
-            more |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
+            timing |= {"comm_exposed_ms": exposed / world, "comm_hidden_ms": hidden / world}
         collectives.clear()
-        return more
-
-    def close(self) -> None:
-        synchronize(self.model.device)
-        self.collectives.close()
+        return timing
 
     # ------------------------------------------------------------------------- optimizer state
     def make_optimizer(self, name: str, **options: Any) -> AdamW:
@@ -320,97 +337,3 @@ class DataParallel(SingleDevice):
         checkpoint.load(saved, self.model, moments)
         optimizer.set_moments(moments)
         optimizer.release()
-
-
-class ParallelRun(Run):
-    """A Run whose steps are divided among ranks. Only rank 0 samples and writes."""
-
-    parallel: DataParallel
-
-    @property
-    def program(self) -> str:
-        return f"mpirun -n {self.ranks.world} python -m xtrain.ddp"
-
-    def make_parallel(self) -> DataParallel:
-        config, ranks = cast(ParallelConfig, self.config), cast(Ranks, self.ranks)
-        return DataParallel(config, self.model, ranks)
-
-
-# ----------------------------------------------------------------------------- a whole run
-def train_parallel(
-    config: ParallelConfig,
-    ranks: Ranks,
-    console: Console | None = None,
-    guard: AbortOnError | None = None,
-    **more: Any,
-) -> Path:
-    """A whole run; every rank must call this. -> the run's folder. Raises UserError.
-
-    guard: receives a function that returns the current step, for its error message.  more: write_report and evaluation of
-    training.loop.train.
-    """
-    if ranks.world == 1:
-        return train(for_one_rank(config, TrainConfig), console, **more)
-    with parallel_runs(config, ranks, guard) as make_run:
-        return train(config, console, ranks, make_run, **more)
-
-
-Config = TypeVar("Config", bound=TrainConfig)
-
-
-def for_one_rank(config: ParallelConfig, kind: type[Config]) -> Config:
-    """The options that one rank alone has."""
-    config.validate()
-    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})
-
-
-@contextlib.contextmanager
-def parallel_runs(
-    config: ParallelConfig,
-    ranks: Ranks,
-    guard: AbortOnError | None = None,
-    kind: type[ParallelRun] = ParallelRun,
-) -> Iterator[Callable[..., Run]]:
-    """-> make_run of training.loop.train, for a run on several ranks with a watchdog. Raises UserError.
-
-    guard: see train_parallel.  kind: the class of the run.
-    """
-    check_ranks_agree(config, ranks)
-    if resolve_device(config.device) == "gpu":
-        load_nccl()
-        choose_gpu(ranks)
-    runs: list[Run] = []
-    with contextlib.ExitStack() as stack:
-
-        def make_run(
-            resolved: ResolvedConfig, model: Transformer, corpus: Corpus, ranks: Ranks
-        ) -> Run:
-            hashes = {"text": corpus.sha256[:16], "tokenizer": corpus.tokenizer.sha256[:16]}
-            ranks.check_same(
-                hashes, "the same --data and the same tokenizer (these are their sha256)"
-            )
-            run = kind(resolved, model, corpus, ranks)
-            # the same seed and libraries must have given the same weights
-            run.parallel.compare_weights(run.optimizer, 0)
-            step_in_progress = lambda: run.done + 1
-            watchdog = stack.enter_context(Watchdog(config.watchdog, ranks, step_in_progress))
-            run.beat, run.rest = watchdog.beat, watchdog.stop
-            if guard is not None:
-                guard.step = step_in_progress
-            runs.append(run)
-            return run
-
-        yield make_run
-    runs[0].close()  # not after an error: NCCL might wait for a rank that has ended
-
-
-def check_ranks_agree(config: ParallelConfig, ranks: Ranks) -> None:
-    """Raises UserError, on every rank, if versions, options or kinds of device differ."""
-    options = {f"--{key.replace('_', '-')}": value for key, value in asdict(config).items()}
-    options["--device"] = resolve_device(config.device)
-    versions = {
-        "xtrain": version.VERSION,
-        "numpy": np.__version__,
-        "Python": platform.python_version(),
-    }
-    ranks.check_same(versions | options, "the same version and the same options")

@@ -1,4 +1,5 @@
-"""Communication between the ranks' host processes (MPI): rank 0 first, sums of a few numbers, equality checks.
+"""Communication between the ranks' host processes (MPI): rank 0 first, sums of a few numbers,
+equality checks.
 
 For gradients and weights see collectives.py.
 """
@@ -17,26 +18,34 @@ import numpy as np
 from .. import machine
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
-from ..training.single_process import SingleProcess
+from ..training.single_process import SINGLE_PROCESS, SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
-# What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured with 1 to 16 ranks.
-# UCX crashes if about UCX_SPARE are free before its last allocation, and allocates none with much less.
-SEGMENT, UCX_SEGMENT, UCX_SPARE = 1_061_440, 4_334_000, 14_000_000
+# What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured
+# with 1 to 16 ranks. UCX crashes if about UCX_SPARE are free before its last allocation, and
+# allocates none with much less.
+SEGMENT = 1_061_440
+UCX_SEGMENT = 4_334_000
+UCX_SPARE = 14_000_000
 
 
 class Ranks(SingleProcess):
     """The ranks of an MPI communicator.
 
-    rank, world: this rank and the number of ranks.  local, local_world: the same among the ranks of this machine.
+    rank, world: this rank and the number of ranks.
+    local, local_world: the same among the ranks of this machine.
     """
 
     def __init__(self, comm: Any):
         from mpi4py import MPI
 
-        self.comm, self.rank, self.world = comm, comm.rank, comm.size
+        self.comm = comm
+        self.rank = comm.rank
+        self.world = comm.size
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.node, self.local, self.local_world = node, node.rank, node.size
+        self.node = node
+        self.local = node.rank
+        self.local_world = node.size
         self.failed = comm.Dup()  # for watchdog.py: its messages cannot be confused with others
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
@@ -73,7 +82,9 @@ class Ranks(SingleProcess):
         sizes = self.gather(own_n.size)
         whole = np.empty(sum(sizes), own_n.dtype) if self.rank == 0 else None
         self.comm.Gatherv(np.ascontiguousarray(own_n), None if whole is None else (whole, sizes))
-        return None if whole is None else np.split(whole, np.cumsum(sizes)[:-1])
+        if whole is None:
+            return None
+        return np.split(whole, np.cumsum(sizes)[:-1])
 
     def check_same(self, things: dict[str, Any], needed: str) -> None:
         """Raises UserError, on every rank, if a value differs on any rank.
@@ -84,7 +95,8 @@ class Ranks(SingleProcess):
             for name, value in found[0].items():
                 if repr(other.get(name)) != repr(value):  # nan is not equal to itself
                     raise UserError(
-                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks need {needed}"
+                        f"rank {rank} has {name} {other.get(name)}, rank 0 has {value}: all ranks "
+                        f"need {needed}"
                     )
 
     def check_identical(self, arrays: list[Array], step: int) -> None:
@@ -92,22 +104,37 @@ class Ranks(SingleProcess):
         digest = hashlib.blake2b(digest_size=16)
         for array in arrays:
             digest.update(to_numpy(array).view(np.uint8).data)
-        found = self.gather(digest.hexdigest())
-        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        digests = self.gather(digest.hexdigest())
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
-            when, advice = f"after step {step}", "resume from the last checkpoint, with --zero 1"
+            when = f"after step {step}"
+            advice = "resume from the last checkpoint, with --zero 1"
             if step == 0:
-                when, advice = "before the first step", "give all ranks the same --init"
+                when = "before the first step"
+                advice = "give all ranks the same --init"
             raise UserError(
                 f"{when} the parameters of rank {others[0]} differ from those of rank 0 "
                 f"({len(others)} of {self.world} ranks differ): {advice}"
             )
 
 
-def connect() -> Ranks:
-    """The ranks that mpirun (or srun) started.
+def launched() -> SingleProcess:
+    """Return the ranks that mpirun (or srun) started; a SingleProcess, without loading MPI, if it
+    is only one.
 
-    Raises UserError if there is no MPI library, if it is not the launcher's, or if /dev/shm is too small for it.
+    Raises UserError like `connect`.
+    """
+    launcher = machine.launcher()
+    if launcher is None or launcher.is_one_process:
+        return SINGLE_PROCESS
+    return connect()
+
+
+def connect() -> Ranks:
+    """Return the ranks of MPI's COMM_WORLD.
+
+    Raises UserError if there is no MPI library, if it is not the launcher's, or if /dev/shm is too
+    small for it.
     """
     how = "run `pip install -e '.[mpi]'` in the checkout, which installs mpi4py and an MPI library"
     try:
@@ -131,23 +158,28 @@ def connect() -> Ranks:
 
 
 def load_mpi() -> Any:
-    """-> mpi4py.MPI with its library loaded, which is not initialized: that may end the process."""
+    """Return mpi4py.MPI with its library loaded, which is not initialized: that may end the
+    process."""
     import mpi4py
 
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
     from mpi4py import MPI
 
     return MPI
 
 
 def check_launcher(library: str, world: int | None, environment: Mapping[str, str]) -> None:
-    """Raises UserError if the launcher is not one of the MPI library: each rank would be alone, and train alone.
+    """Raises UserError if the launcher is not one of the MPI library: each rank would be alone, and
+    train alone.
 
-    library: MPI.Get_library_version().  world: the size of COMM_WORLD; None before MPI_Init, which ends the
-    process or prints half a page if the library does not speak the launcher's protocol (PMI or PMIx).
+    library: MPI.Get_library_version().
+    world: the size of COMM_WORLD; None before MPI_Init, which ends the process or prints half a
+    page if the library does not speak the launcher's protocol (PMI or PMIx).
     """
     launcher = machine.launcher(environment)
-    pmi, pmix = "PMI_RANK" in environment, "PMIX_RANK" in environment
+    pmi = "PMI_RANK" in environment
+    pmix = "PMIX_RANK" in environment
     if launcher is None:
         return
     fits = launcher.world == 1 or world != 1
@@ -157,22 +189,25 @@ def check_launcher(library: str, world: int | None, environment: Mapping[str, st
         fits = launcher.world == 1 or pmix or not (pmi and "MPI_LOCALRANKID" in environment)
     if fits:
         return
-    uses, n = library_name(library), launcher.world
+    uses = library_name(library)
+    n = launcher.world
     remedy = f"use the mpirun of {uses}"
     if launcher.name == "srun":
         remedy = (
             f"choose what {uses} understands with --mpi (`srun --mpi=list`), or use its own mpirun"
         )
     elif launcher.name == "torchrun":
-        remedy = f"use `mpirun -n {n} python -m xtrain.ddp`"
+        remedy = f"use `mpirun -n {n} xtrain train`"
     raise UserError(
-        f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in which every rank is alone: "
+        f"{launcher.name} started {n} ranks ({launcher.variable}), but mpi4py uses {uses}, in "
+        "which every rank is alone: "
         f"{remedy}; `python -m xtrain.doctor` checks which mpirun fits"
     )
 
 
 def library_name(library: str) -> str:
-    """What MPI.Get_library_version() says in two or three words: "MPICH 5.0.2", "Open MPI v5.0.11"."""
+    """Return what MPI.Get_library_version() says in two or three words: "MPICH 5.0.2", "Open MPI
+    v5.0.11"."""
     return " ".join(
         library.strip("\0 \n").split("\n")[0].split(",")[0].replace("Version:", "").split()
     )
@@ -181,7 +216,8 @@ def library_name(library: str) -> str:
 def shared_memory_shortage(
     library: str, environment: Mapping[str, str], ranks: int | None = None
 ) -> str:
-    """Why MPICH would end with a bus error or a segmentation fault in MPI_Init, and what to do; "" if it would not.
+    """Return why MPICH would end with a bus error or a segmentation fault in MPI_Init, and what to
+    do; "" if it would not.
 
     ranks: on this machine; None: as many as the launcher started.
     """
@@ -190,14 +226,17 @@ def shared_memory_shortage(
         return ""
     total, free = space
     ranks = ranks or int(environment.get("MPI_LOCALNRANKS", 1))
-    bytes_per_rank, spare = SEGMENT, 0
+    bytes_per_rank = SEGMENT
+    spare = 0
     if "ch4:ucx" in library and environment.get("UCX_TLS") != "^posix":
-        bytes_per_rank, spare = SEGMENT + UCX_SEGMENT, UCX_SPARE
+        bytes_per_rank = SEGMENT + UCX_SEGMENT
+        spare = UCX_SPARE
     need = ranks * bytes_per_rank + spare
     if min(total, free + (ranks - 1) * bytes_per_rank) >= need:  # the other ranks may have theirs
         return ""
     return (
-        f"/dev/shm has {free / 1e6:.1f} of {total / 1e6:.1f} MB free, and {library_name(library)} needs {need / 1e6:.1f} MB "
+        f"/dev/shm has {free / 1e6:.1f} of {total / 1e6:.1f} MB free, and {library_name(library)} "
+        f"needs {need / 1e6:.1f} MB "
         f"for {ranks} ranks: give the container more (docker run --shm-size=1g), "
         "or set UCX_TLS=^posix, with which MPICH needs less"
     )
@@ -232,9 +271,13 @@ def choose_gpu(ranks: Ranks) -> None:
     one_each = all(n == 1 for _, n in visible) and len(set(visible)) == ranks.local_world > 1
     shortage = ranks.gather(not one_each and ranks.local_world > count)
     if any(shortage):
-        machine = "this machine" if shortage[ranks.rank] else "another machine"
+        if shortage[ranks.rank]:
+            machine = "this machine"
+        else:
+            machine = "another machine"
         raise UserError(
-            f"{machine} has fewer GPUs than ranks ({count} and {ranks.local_world} here): start one rank per GPU, "
+            f"{machine} has fewer GPUs than ranks ({count} and {ranks.local_world} here): start "
+            "one rank per GPU, "
             "or use --device cpu"
         )
     cupy().cuda.Device(0 if one_each else ranks.local).use()

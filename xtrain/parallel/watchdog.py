@@ -1,10 +1,12 @@
 """End all ranks when one of them fails: the others would wait for it in a collective forever.
 
-    with AbortOnError(ranks, name):  an exception or sys.exit inside prints rank, step and traceback, then MPI_Abort
+    with AbortOnError(ranks, name):  an exception or sys.exit inside prints rank, step and
+    traceback, then MPI_Abort
     with Watchdog(...):              no step for some seconds, wherever the rank hangs: the same, and the process exits
 
-A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code 2.
-If a rank is killed, or leaves without a word (os._exit), its ExitMonitor or mpirun (srun) notices and ends the others.
+A UserError that all ranks raise is printed once, by rank 0, and every rank returns with exit code
+2. If a rank is killed, or leaves without a word (os._exit), its ExitMonitor or mpirun (srun)
+notices and ends the others.
 """
 
 import contextlib
@@ -32,9 +34,10 @@ OUTPUT_SECONDS = 1
 class ExitMonitor:
     """A process that ends the job with exit code 1 if this rank exits before it signs off.
 
-    MPICH's mpirun counts a rank that exits with 0 in the middle of a run as a success, and kills the others.
-    The monitor holds the rank's connection to mpirun, so that mpirun waits for it, and sends what MPI_Abort would
-    (the abort command of PMI-1). Other launchers are not told: Open MPI's mpirun reports such a rank itself.
+    MPICH's mpirun counts a rank that exits with 0 in the middle of a run as a success, and kills
+    the others. The monitor holds the rank's connection to mpirun, so that mpirun waits for it, and
+    sends what MPI_Abort would (the abort command of PMI-1). Other launchers are not told: Open
+    MPI's mpirun reports such a rank itself.
     """
 
     def __init__(self, message: str):
@@ -65,14 +68,17 @@ class AbortOnError:
     """
 
     def __init__(self, ranks: Ranks, name: str):
-        self.ranks, self.name, self.code = ranks, name, 0
+        self.ranks = ranks
+        self.name = name
+        self.code = 0
         self.step: Callable[[], int | None] = lambda: None
 
     def __enter__(self) -> "AbortOnError":
         self.before = threading.excepthook
         threading.excepthook = lambda args: self._abort_with_traceback(args.exc_value, 1)
         self.monitor = ExitMonitor(
-            f"{self.name}: rank {self.ranks.rank} ended in the middle of the run (by a signal or os._exit), all ranks end"
+            f"{self.name}: rank {self.ranks.rank} ended in the middle of the run (by a signal or "
+            "os._exit), all ranks end"
         )
         return self
 
@@ -91,8 +97,10 @@ class AbortOnError:
         return True
 
     def _print_once(self, message: str, code: int) -> None:
-        """If every rank calls this, rank 0 prints and all return. Otherwise this rank prints and aborts the job."""
-        all_failed, until = self.ranks.failed.Ibarrier(), time.monotonic() + AGREE_SECONDS
+        """If every rank calls this, rank 0 prints and all return. Otherwise this rank prints and
+        aborts the job."""
+        all_failed = self.ranks.failed.Ibarrier()
+        until = time.monotonic() + AGREE_SECONDS
         while time.monotonic() < until:
             if all_failed.Test():
                 if self.ranks.rank == 0:
@@ -129,7 +137,9 @@ class Watchdog(threading.Thread):
 
     def __init__(self, seconds: float, ranks: Ranks, step: Callable[[], int]):
         super().__init__(daemon=True)
-        self.seconds, self.ranks, self.step = seconds, ranks, step
+        self.seconds = seconds
+        self.ranks = ranks
+        self.step = step
         self.ended = threading.Event()
 
     def __enter__(self) -> "Watchdog":
@@ -139,7 +149,8 @@ class Watchdog(threading.Thread):
         self.stop()
 
     def beat(self) -> None:
-        """Report progress. The first call starts the watchdog: loading a checkpoint may take long."""
+        """Report progress. The first call starts the watchdog: loading a checkpoint may take
+        long."""
         self.last = time.monotonic()
         if self.seconds > 0 and self.ident is None:
             self.start()
@@ -161,10 +172,15 @@ class Watchdog(threading.Thread):
 
     def _report_and_exit(self) -> None:
         where = rank_and_step(self.ranks.rank, self.step())
-        frames, main_thread = sys._current_frames(), threading.main_thread().ident
-        stack = "".join(traceback.format_stack(frames[main_thread])) if main_thread else ""
+        frames = sys._current_frames()
+        main_thread = threading.main_thread().ident
+        if main_thread:
+            stack = "".join(traceback.format_stack(frames[main_thread]))
+        else:
+            stack = ""
         print_error(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank exits. Its stack:\n{stack}"
+            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank "
+            f"exits. Its stack:\n{stack}"
         )
         time.sleep(OUTPUT_SECONDS)
         os._exit(1)

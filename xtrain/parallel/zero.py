@@ -1,9 +1,10 @@
-"""ZeRO-1 (Rajbhandari et al. 2020): the optimizer state is divided among the ranks instead of being on every rank.
+"""ZeRO-1 (Rajbhandari et al. 2020): the optimizer state is divided among the ranks instead of being
+on every rank.
 
-Rank r owns the r-th shard of every slice (bucket) of the arena. A reduce-scatter gives it the sum of that
-shard's gradients, it alone makes the AdamW update there, and an all-gather sends the new weights to all
-ranks. That is the traffic of an all-reduce, which consists of the same two steps. Bytes per parameter and
-rank, with R ranks:
+Rank r owns the r-th shard of every slice (bucket) of the arena. A reduce-scatter gives it the sum
+of that shard's gradients, it alone makes the AdamW update there, and an all-gather sends the new
+weights to all ranks. That is the traffic of an all-reduce, which consists of the same two steps.
+Bytes per parameter and rank, with R ranks:
 
                              weights    gradients    moments    bf16 copy
     fp32                     4          4            8                       16
@@ -11,9 +12,10 @@ rank, with R ranks:
     bf16                     4          4            8          2            18
     bf16, ZeRO-1             4 / R      4            8 / R      2            6 + 12 / R
 
-Muon needs whole matrices: `whole_matrices` cuts slices between them and gives each to one rank, so that every rank has about
-the same number of operations of Newton-Schulz. The rest of the arena is divided as for AdamW, and the traffic is the same.
-A moving average of the weights is divided like the moments.
+Muon needs whole matrices: `whole_matrices` cuts slices between them and gives each to one rank, so
+that every rank has about the same number of operations of Newton-Schulz. The rest of the arena is
+divided as for AdamW, and the traffic is the same. A moving average of the weights is divided like
+the moments.
 """
 
 from types import SimpleNamespace
@@ -33,17 +35,20 @@ from .collectives import Pieces, Slices, equal_shards
 
 
 class ShardedAdamW(AdamW):
-    """AdamW on this rank's shard of every slice; the new weights of a slice are sent while the next one is computed.
+    """AdamW on this rank's shard of every slice; the new weights of a slice are sent while the next
+    one is computed.
 
-    In fp32 the forward pass reads the float32 weights, so every rank has all of them. In bf16 it reads the
-    bf16 copy and the few float32 norm weights, so these are sent, and only the optimizer needs the float32
-    weights of matrices: `release` keeps each only on its owner, `restore` gathers all of them for a
-    checkpoint.
+    In fp32 the forward pass reads the float32 weights, so every rank has all of them. In bf16 it
+    reads the bf16 copy and the few float32 norm weights, so these are sent, and only the optimizer
+    needs the float32 weights of matrices: `release` keeps each only on its owner, `restore` gathers
+    all of them for a checkpoint.
 
     slices: of the arena, each communicated separately.  own: of each slice, what this rank owns.
-    master: (n,) float32, the weights of the owned shards, concatenated; None in fp32.  norms: all norm weights.
-    guarded: whether `changed` is kept up to date, for --check-ranks. What a rank owns exists once, so there is no other copy to
-    compare it with; and the all-gather makes a wrong weight of its owner identical on all ranks.
+    master: (n,) float32, the weights of the owned shards, concatenated; None in fp32.
+    norms: all norm weights.
+    guarded: whether `changed` is kept up to date, for --check-ranks. What a rank owns exists once,
+    so there is no other copy to compare it with; and the all-gather makes a wrong weight of its
+    owner identical on all ranks.
     changed: (1,) int32, becomes 1 when weights or moments on this rank change between two updates.
     """
 
@@ -57,7 +62,9 @@ class ShardedAdamW(AdamW):
     ):
         own = [collectives.own(model.arena.grads, a, b) for a, b in slices]
         super().__init__(model, **options, owned=[part for parts in own for part in parts])
-        self.collectives, self.slices, self.own = collectives, slices, own
+        self.collectives = collectives
+        self.slices = slices
+        self.own = own
         self.master: Array = None
         self.norms: Array = None
         self.release()
@@ -85,9 +92,13 @@ class ShardedAdamW(AdamW):
         for _, p in self.model.storage():
             offset: Any = p.offset  # set by the arena
             first = offset - arena.n_decay
-            p._data = p.half if p.decay else self.norms[first : first + p.size].reshape(p.shape)
+            if p.decay:
+                p._data = p.half
+            else:
+                p._data = self.norms[first : first + p.size].reshape(p.shape)
         if is_gpu(arena.half):
-            cupy().get_default_memory_pool().free_all_blocks()  # a captured step has a separate pool
+            # a captured step has a separate pool
+            cupy().get_default_memory_pool().free_all_blocks()
 
     def restore(self) -> None:
         """Gather all float32 weights: the opposite of release. Every rank must call it."""
@@ -106,10 +117,13 @@ class ShardedAdamW(AdamW):
 
     def owned_weights(self) -> tuple[Array, bool]:
         """As AdamW.owned_weights."""
-        return (self.arena.weights, False) if self.master is None else (self.master, True)
+        if self.master is None:
+            return (self.arena.weights, False)
+        return (self.master, True)
 
     def advance(self) -> np.ndarray:
-        """As AdamW.advance. Weights that were assigned, or a state that was loaded, are no change."""
+        """As AdamW.advance. Weights that were assigned, or a state that was loaded, are no
+        change."""
         fresh = self.summed_version != self.arena.version.count
         hyper = super().advance()  # starts a moving average
         if fresh:
@@ -124,8 +138,11 @@ class ShardedAdamW(AdamW):
         self._sum_state(self.expected)
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
-        """Update what this rank owns of each slice, then start the all-gather of its new weights."""
-        first, n_decay, excluded = 0, self.arena.n_decay, self.excluded()
+        """Update what this rank owns of each slice, then start the all-gather of its new
+        weights."""
+        first = 0
+        n_decay = self.arena.n_decay
+        excluded = self.excluded()
         for (a, b), own in zip(self.slices, self.own):
             for start, end in own:
                 self.update_trained(start, end, first, hyper_3, factor_1, excluded)
@@ -141,7 +158,7 @@ class ShardedAdamW(AdamW):
                 self.collectives.all_gather(self.norms, a - n_decay, b - n_decay, idle=True)
 
     def _state(self) -> list[Array]:
-        """The arrays that only an update may change."""
+        """Return the arrays that only an update may change."""
         optional = [x for x in (self.master, self.ema) if x is not None]
         return [*self.in_use(), *optional, self.m, self.v]
 
@@ -157,28 +174,32 @@ class ShardedAdamW(AdamW):
             compare(self.sums, self.expected, self.changed)
 
     def in_use(self) -> list[Array]:
-        """The weights that every rank must hold identically."""
+        """Return the weights that every rank must hold identically."""
         if self.master is None:
             return [self.arena.weights]
         half: Array = self.arena.half
         return [half[: self.arena.n_decay], self.norms]
 
     def clip(self, max_norm: float) -> tuple[Array, Array]:
-        """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the same bits on all."""
-        self._compare_state()  # before gather_1: after it, other ranks may already send new weights here
+        """As optim.clip. The sums of squares of the shards are added in the order of the ranks: the
+        same bits on all."""
+        # before gather_1: after it, other ranks may already send new weights here
+        self._compare_state()
         grads: Array = self.arena.grads
         square = sum_of_squares(*(grads[start:end] for start, end in self.owned))
         stats = norm_and_factor(self.collectives.gather_1(square), max_norm)
         return stats[:1], stats[1:]
 
     def gather_moments(self) -> SimpleNamespace:
-        """m, v and ema of the whole arena in host memory on rank 0 (None elsewhere), and t. Every rank must call it."""
-        m, v = self._gathered(self.m), self._gathered(self.v)
+        """m, v and ema of the whole arena in host memory on rank 0 (None elsewhere), and t. Every
+        rank must call it."""
+        m = self._gathered(self.m)
+        v = self._gathered(self.v)
         ema = None if self.ema is None else self._gathered(self.ema)
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
     def _gathered(self, own_n: Array) -> np.ndarray | None:
-        """What the ranks own, as in the arena, on rank 0."""
+        """Return what the ranks own, as in the arena, on rank 0."""
         parts = self.collectives.ranks.gather_on_rank_0(to_numpy(own_n))
         if parts is None:
             return None
@@ -193,7 +214,8 @@ class ShardedAdamW(AdamW):
         return whole
 
     def set_moments(self, whole: Any) -> None:
-        """The opposite of gather_moments. whole: m, v and ema of the whole arena and t, the same on every rank."""
+        """Do the opposite of gather_moments. whole: m, v and ema of the whole arena and t, the
+        same on every rank."""
         for mine, array in ((self.m, whole.m), (self.v, whole.v), (self.ema, whole.ema)):
             if mine is None:
                 continue
@@ -202,21 +224,26 @@ class ShardedAdamW(AdamW):
                 mine.set(values)
             else:
                 mine[...] = values
-        self.t, self.summed_version = whole.t, -1
+        self.t = whole.t
+        self.summed_version = -1
 
 
 class ShardedMuon(Muon, ShardedAdamW):
-    """Muon on this rank's matrices, AdamW on its shards of the rest. slices: of `whole_matrices`."""
+    """Muon on this rank's matrices, AdamW on its shards of the rest. slices: of
+    `whole_matrices`."""
 
 
 def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slices, Pieces]:
-    """-> slices that cover the arena, the last ones first; and of those that are not divided evenly, the pieces.
+    """Return slices that cover the arena, the last ones first; and of those that are not divided
+    evenly, the pieces.
 
-    A piece of a slice with matrices of Muon is one of them, with the gap behind it. Such a slice has about nbytes bytes, but at
-    least as many pieces as there are ranks: with copy engines its ranks copy at the same time. The largest pieces of a slice are
-    given away first, each to the rank that has the fewest operations so far.
+    A piece of a slice with matrices of Muon is one of them, with the gap behind it. Such a slice
+    has about nbytes bytes, but at least as many pieces as there are ranks: with copy engines its
+    ranks copy at the same time. The largest pieces of a slice are given away first, each to the
+    rank that has the fewest operations so far.
     """
-    arena, ours = model.arena, muon_matrices(model)
+    arena = model.arena
+    ours = muon_matrices(model)
     ordered = sorted((p for _, p in model.storage()), key=lambda p: p.offset)
     ends = [*(p.offset for p in ordered[1:]), arena.grads.size]
     runs: list[tuple[int, int, list[tuple[int, int]]]] = []  # (start, end, [(start, flops)])
@@ -242,7 +269,8 @@ def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slice
                         (*shard, r) for r, shard in enumerate(equal_shards(a, b, world))
                     ]
             continue
-        stop, group = end, []
+        stop = end
+        group = []
         for i, (at, work) in reversed(list(enumerate(matrices))):
             group.append((at, matrices[i + 1][0] if i + 1 < len(matrices) else end, work))
             if i == 0 or (4 * (stop - at) >= nbytes and len(group) >= world):
@@ -253,13 +281,14 @@ def whole_matrices(model: Transformer, world: int, nbytes: float) -> tuple[Slice
                     owned.append((a, b, rank))
                 slices.append((at, stop))
                 pieces[at, stop] = sorted(owned)
-                stop, group = at, []
+                stop = at
+                group = []
     return slices, pieces
 
 
 def cut(a: int, b: int, world: int, nbytes: float) -> Slices:
-    """Cut [a, b) from its end into slices of about nbytes bytes. `world` ranks can divide each evenly, but the last one only if
-    they can divide [a, b).
+    """Cut [a, b) from its end into slices of about nbytes bytes. `world` ranks can divide each
+    evenly, but the last one only if they can divide [a, b).
     """
     unit = arena_unit(world)
     step = max(1, round(nbytes / 4 / unit)) * unit

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.batches import Shuffled
+from ..data.batches import Batch, Shuffled
 from ..data.chat_template import ChatTemplate
 from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
@@ -35,18 +35,19 @@ class Prompt:
 def read_prompts(
     files: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[Prompt]:
-    """The prompts of .jsonl files, which may be globs. Raises UserError, which names file and line."""
-    found: list[Prompt] = []
+    """Return the prompts of .jsonl files, which may be globs. Raises UserError, which names file
+    and line."""
+    prompts: list[Prompt] = []
     for file in record_files(files):
-        before = len(found)
+        before = len(prompts)
         for record in json_records(file):
             ids = tokenizer.encode(_text(record, template))
             if "messages" not in record.non_null:
                 ids = beginning(tokenizer) + ids
-            found.append(Prompt(record.where, ids, record.fields))
-        if len(found) == before:
+            prompts.append(Prompt(record.where, ids, record.fields))
+        if len(prompts) == before:
             raise UserError(f"{file} has no prompts: give a file that is not empty")
-    return found
+    return prompts
 
 
 def _text(record: Record, template: ChatTemplate | None) -> str:
@@ -66,22 +67,43 @@ def _text(record: Record, template: ChatTemplate | None) -> str:
 
 
 class Prompts:
-    """Prompts with the interface of a data.dataset.Corpus. A batch of B completions has B / group prompts.
+    """Prompts with the interface of a data.dataset.Corpus. A batch of B completions has B / group
+    prompts.
 
-    train, val: the prompts.  skipped: those left out, because they are too long.  group: completions per prompt.
+    train, val: the prompts.
+    skipped: those left out, because they are too long.
+    group: completions per prompt.
     stop: the tokens that end a completion.
     """
 
-    split, bigram_bpb, left_out = "documents", None, ()
+    split = "documents"
+    bigram_bpb = None
+    left_out = ()
 
     def __init__(
-        self, name: str, files: int, train: list[Prompt], val: list[Prompt], skipped: int, tokenizer: Tokenizer, group: int,
-        task: "Task", stop: frozenset[int],
-    ):  # fmt: skip
-        self.name, self.files, self.skipped, self.tokenizer = name, files, skipped, tokenizer
-        self.train, self.val, self.group, self.task, self.stop = train, val, group, task, stop
+        self,
+        name: str,
+        files: int,
+        train: list[Prompt],
+        val: list[Prompt],
+        skipped: int,
+        tokenizer: Tokenizer,
+        group: int,
+        task: "Task",
+        stop: frozenset[int],
+    ):
+        self.name = name
+        self.files = files
+        self.skipped = skipped
+        self.tokenizer = tokenizer
+        self.train = train
+        self.val = val
+        self.group = group
+        self.task = task
+        self.stop = stop
         self.documents = len(train) + len(val)
-        self.vocab_size, self.token_lengths = tokenizer.vocab_size, tokenizer.token_lengths
+        self.vocab_size = tokenizer.vocab_size
+        self.token_lengths = tokenizer.token_lengths
         self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
         self.bytes = int(sum(self.token_lengths[x.ids].sum() for x in (*train, *val)))
         lines = ([x.ids, x.fields] for x in (*train, *val))
@@ -94,21 +116,25 @@ class Prompts:
         return max(len(x.ids) for x in (*self.train, *self.val))
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> Shuffled:
-        """Which prompts each step has: in every epoch all of them, in another order."""
+        """Return which prompts each step has: in every epoch all of them, in another order."""
         return Shuffled(len(self.train), B // self.group, T, seed, rank, world)
 
-    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, ...]]:
-        """The prompts that are held out, as rows of ids and targets (B, longest of the batch); at most n batches of B."""
-        found = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
-        rows = [Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in found]  # fmt: skip
+    def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
+        """Return the prompts that are held out, as rows of ids and targets (B, longest of the
+        batch); at most n batches of B."""
+        prompts = [x for x in self.val if len(x.ids) > 1][: n * B] or self.val[:1]
+        rows = [
+            Example(x.where, np.array(x.ids, np.int32), np.ones(len(x.ids), bool)) for x in prompts
+        ]
         groups = [rows[i : i + B] for i in range(0, len(rows), B)]
-        return [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1)[:2] for g in groups]
+        batches = [rows_of([[x] for x in g], max(len(x.ids) - 1 for x in g) or 1) for g in groups]
+        return [batch._replace(starts=None) for batch in batches]
 
 
 # ----------------------------------------------------------------------------- rewards
 class Task:
-    """The function MODULE:FUNCTION. It is called with the line of a prompt and the texts of its completions, and returns one
-    number for each:
+    """The function MODULE:FUNCTION. It is called with the line of a prompt and the texts of its
+    completions, and returns one number for each:
 
         def reward(record: dict, completions: list[str]) -> list[float]
 
@@ -120,7 +146,8 @@ class Task:
         self.function = find_function("--task", name, "my_task:reward")
 
     def rewards(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """One reward for each completion. Raises UserError if the function fails or returns something else."""
+        """Return one reward for each completion. Raises UserError if the function fails or returns
+        something else."""
         say = f"the task {self.name} {{}} for {prompt.where}: fix the function"
         try:
             found = self.function(dict(prompt.fields), list(completions))

@@ -1,72 +1,67 @@
 """Reinforcement learning with GRPO: the options, the rollouts, the step, and the run.
 
-A step has three parts. The engine (serving/engine.py) draws completions with the model that is trained: the same object, the same
-memory, in the same process. The task rewards them. Then come --updates optimizer steps over them (grpo.py).
+A step has three parts. The engine (serving/engine.py) draws completions with the model that is
+trained: the same object, the same memory, in the same process. The task rewards them. Then come
+--updates optimizer steps over them (grpo.py).
 
-With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the log-probability of a token.
-So the ratio of the first update is exactly 1 and the KL between the two exactly 0. Every step checks this. Without it,
-metrics.jsonl shows how far the two drift apart: ratio_error, rollout_kl.
+With --exact, rollouts and training compute in batch-invariant mode: both give the same bits for the
+log-probability of a token. So the ratio of the first update is exactly 1 and the KL between the two
+exactly 0. Every step checks this. Without it, metrics.jsonl shows how far the two drift apart:
+ratio_error, rollout_kl.
 
-Random numbers of a completion follow from the seed, the number of its prompt in the run and its number in the group. So a resumed
-run draws the same completions.
+Random numbers of a completion follow from the seed, the number of its prompt in the run and its
+number in the group. So a resumed run draws the same completions.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from ..cli import say
-from ..config import RESUME_KEYS, Preset
+from ..data.batches import Batch
 from ..data.chat_template import ChatTemplate
-from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
-from ..device import Array, cache_folder, to_device, to_numpy
+from ..device import Array, to_device, to_numpy
 from ..errors import UserError
 from ..formats.adapters import source_of
 from ..formats.huggingface import read_config
 from ..formats.manifest import tensor_checksum
-from ..formats.saved_runs import folders, model_folder
+from ..formats.saved_runs import model_folder
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
-from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
-from ..parallel.ranks import Ranks
-from ..parallel.watchdog import AbortOnError
+from ..run_options import RESUME_KEYS
 from ..serving.engine import Engine
 from ..serving.pretrained import stop_tokens
 from ..serving.requests import Completion
-from ..training import run_folder
-from ..training.run import Run, StepResult
-from ..training.single_process import SINGLE_PROCESS, SingleProcess
+from ..training.run import Run, StepResult, each_array
+from ..training.single_device import SingleDevice
+from ..training.single_process import SingleProcess
 from ..tuning.examples import Example
-from ..tuning.finetune import AdapterConfig, hold_out, train_from
+from ..tuning.finetune import AdapterOptions, hold_out, model_source, train_from
 from ..tuning.rows import rows_of
 from .grpo import Surrogate, advantages_of, surrogate
 from .prompts import Prompt, Prompts, Task, read_prompts
 
-Config = TypeVar("Config", bound="ReinforceConfig")
 KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
 
 
 @dataclass(frozen=True)
-class ReinforceConfig(AdapterConfig):
-    """One run of reinforcement learning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
+class ReinforceConfig(AdapterOptions):
+    """One run of reinforcement learning, of the model in --init."""
 
-    preset: str = "reinforce"  # the name of the run's folder, if no --name is given
     data: tuple[str, ...] = ()
     """.jsonl files, with "prompt" or "messages" in every line, and what the task reads"""
-    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the texts
+    # the function that rewards completions, MODULE:FUNCTION; it gets a line of the data and the
+    # texts
     task: str = ""
-    # .jsonl files to validate on; none: a share of --data
-    val_data: tuple[str, ...] = ()
-    val_share: float = 0.05  # of the prompts in --data, held out without --val-data
     group: int = 8  # completions per prompt
     max_new_tokens: int = 64  # per completion, at most
     batch: int | None = 64  # completions per step
@@ -74,30 +69,33 @@ class ReinforceConfig(AdapterConfig):
     updates: int = 1  # optimizer steps with the completions of a step
     lr: float | None = 1e-6  # peak learning rate
     warmup: int | None = 0  # steps of linear warm-up
-    weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
-    # a token's probability ratio may differ from 1 by this in the direction of its advantage; beyond, it has no gradient
+    # a token's probability ratio may differ from 1 by this in the direction of its advantage;
+    # beyond, it has no gradient
     clip_ratio: float = 0.2
     kl: float = 0.0  # weight of the KL divergence to the reference; 0: no reference
     reference: str | None = None  # folder of the reference; none: --init
     scale_rewards: bool = True  # divide advantages by the standard deviation of their group
-    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without it, the drift is measured
+    # batch-invariant mode: log-probabilities of rollouts and training have the same bits; without
+    # it, the drift is measured
     exact: bool = True
     rollout_batch: int = 64  # sequences that are generated at the same time
     eval_batches: int = 8  # validation: at most so many times the prompts of a step
-    # a step cannot be captured in a CUDA graph, because the loss is computed on the host
-    graph: bool = False
     sample_prompt: str = ""  # of the hint at the end
 
-    def presets(self) -> dict[str, Preset]:
-        """Only one, without a shape: --init has it."""
-        return {"reinforce": Preset({}, {})}
+    fp8_head: ClassVar[bool] = False
+    # a step cannot be captured in a CUDA graph, because the loss is computed on the host
+    graph: ClassVar[bool] = False
+
+    def default_name(self, gpu: bool) -> str:
+        """Return the name of the run's folder if no --name is given."""
+        return "reinforce"
 
     def resume_keys(self) -> tuple[str, ...]:
-        """Those of training and KEYS."""
+        """Return those of training and KEYS."""
         return (*RESUME_KEYS, *KEYS)
 
     def may_change(self) -> set[str]:
-        """Those of training, and the reference."""
+        """Return those of training, and the reference."""
         return super().may_change() | {"reference"}
 
     def validate(self) -> None:
@@ -105,7 +103,8 @@ class ReinforceConfig(AdapterConfig):
         super().validate()
         if self.precision == "fp8":
             raise UserError(
-                "--precision fp8 is not supported here, where log-probabilities are compared: choose bf16"
+                "--precision fp8 is not supported here, where log-probabilities are compared: "
+                "choose bf16"
             )
         if not (self.init or self.resume):
             raise UserError("there is no model to train: give its folder with --init")
@@ -115,7 +114,8 @@ class ReinforceConfig(AdapterConfig):
             least = 2 if name == "group" else 1
             if getattr(self, name) < least:
                 raise UserError(
-                    f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be at least {least}, got "
+                    f"{getattr(self, name)}"
                 )
         if not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
@@ -123,12 +123,30 @@ class ReinforceConfig(AdapterConfig):
             raise UserError(f"--kl must be a number and not negative, got {self.kl}")
         if self.reference and not self.kl and not self.resume:
             raise UserError("--reference needs --kl: give its weight, or neither")
-        if not 0 < self.val_share < 1:
-            raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
-        if self.graph:
-            raise UserError(
-                "--graph does not apply: leave it out, the loss is computed on the host"
-            )
+
+
+@dataclass(frozen=True)
+class PreparedConfig(ReinforceConfig):
+    """A ReinforceConfig with what the prompts decide."""
+
+    seq_len: int = 0  # tokens of the longest prompt and of --max-new-tokens
+
+
+class Rollouts(NamedTuple):
+    """Completions of this rank's prompts, one a row. All arrays: (batch / ranks, longest of the
+    batch).
+
+    ids, targets: prompt and completion; the targets of the prompt are -100.
+    drawn: the log-probability of each token when it was drawn.
+    advantages: of the completion, at each of its tokens.
+    reference: the log-probabilities of the reference; None without --kl.
+    """
+
+    ids: Any
+    targets: Any
+    drawn: Any
+    advantages: Any
+    reference: Any = None
 
 
 class ReinforceRun(Run):
@@ -140,13 +158,15 @@ class ReinforceRun(Run):
     corpus: Any
     config: Any
     loader: Any
+    command = "reinforce"
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        c, device = self.config, self.model.device
+        c = self.config
+        device = self.model.device
         self.task, self.stop = self.corpus.task, self.corpus.stop
-        most = min(c.rollout_batch, c.batch // self.ranks.world)
-        self.engine = Engine(self.model, most, c.seq_len, batch_invariant=c.exact)
+        max_batch = min(c.rollout_batch, c.batch // self.ranks.world)
+        self.engine = Engine(self.model, max_batch, c.seq_len, batch_invariant=c.exact)
         self.reference: Transformer | None = None
         if c.kl:
             folder = model_folder(Path(c.reference or c.init), say)
@@ -159,63 +179,70 @@ class ReinforceRun(Run):
         self.tokens = 0
 
     @property
-    def program(self) -> str:
-        return "python -m xtrain.reinforce"
-
-    @property
     def step_tokens(self) -> int:
         return self.tokens
 
     def resume_options(self) -> dict[str, Any]:
         adapter = dict(self.model.adapter or {})
         adapter.pop("base_model_name_or_path", None)
-        reference = {"reference": self.reference_sha256} if self.reference else {}
+        if self.reference:
+            reference = {"reference": self.reference_sha256}
+        else:
+            reference = {}
         return super().resume_options() | {"stop": sorted(self.stop)} | adapter | reference
 
     # ------------------------------------------------------------------------- rollouts
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """Completions of each prompt, one prompt after the other. Raises UserError if logits are NaN."""
-        self.beat()
-        ids, most = [x.ids for x in prompts], self.config.max_new_tokens
-        found = self.engine.generate(ids, most, stop=self.stop, **options)
-        if any(x.reason == "nan" for x in found):
+        """Draw completions of each prompt, one prompt after the other. Raises UserError if logits
+        are NaN."""
+        self.parallel.report_progress()
+        ids = [x.ids for x in prompts]
+        max_new_tokens = self.config.max_new_tokens
+        completions = self.engine.generate(ids, max_new_tokens, stop=self.stop, **options)
+        if any(x.reason == "nan" for x in completions):
             raise UserError(
-                f"the model's logits are NaN after step {self.done}: resume from an earlier checkpoint with a smaller --lr "
+                f"the model's logits are NaN after step {self.done}: resume from an earlier "
+                "checkpoint with a smaller --lr "
                 "(--resume --allow-change lr)"
             )
-        return found
+        return completions
 
     def text(self, completion: list[int]) -> str:
-        """A completion without the token that ended it."""
+        """Return a completion without the token that ended it."""
         ended = completion[-1:] and completion[-1] in self.stop
         return self.corpus.tokenizer.decode(completion[:-1] if ended else completion)
 
     def rewards(
         self, prompts: list[Prompt], completions: list[Completion], group: int
     ) -> np.ndarray:
-        """-> (prompts, group) float64. Raises UserError from the task."""
+        """Return the rewards, (prompts, group) float64. Raises UserError from the task."""
         texts = [self.text(x) for x in completions]
-        rows = [self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)]  # fmt: skip
+        rows = [
+            self.task.rewards(x, texts[i * group : (i + 1) * group]) for i, x in enumerate(prompts)
+        ]
         return np.array(rows)
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """Draw completions and reward them. -> ids, targets, log-probabilities when drawn, advantages, and with --kl those of the
-        reference: (batch / ranks, longest of the batch)"""
+    def next_batch(self) -> Rollouts:
+        """Draw completions and reward them."""
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
-        # temperature 1: the tokens are drawn from the distribution whose log-probabilities training computes
+        # temperature 1: the tokens are drawn from the distribution whose log-probabilities training
+        # computes
         completions = self.generate(
-            prompts, temperature=1.0, seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
-            logprobs=0, n=c.group,
-        )  # fmt: skip
+            prompts,
+            temperature=1.0,
+            seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
+            logprobs=0,
+            n=c.group,
+        )
         rewards = self.rewards(prompts, completions, c.group)
-        of = [x for x in prompts for _ in range(c.group)]
-        rows = [example(x, completion) for x, completion in zip(of, completions)]
+        prompt_of_row = [x for x in prompts for _ in range(c.group)]
+        rows = [example(x, completion) for x, completion in zip(prompt_of_row, completions)]
         ids, targets, _ = rows_of([[x] for x in rows], max(len(x.ids) - 1 for x in rows))
         drawn, advantages = (np.zeros(ids.shape, np.float32) for _ in range(2))
         scaled = advantages_of(rewards, c.scale_rewards).reshape(-1)
-        for row, (prompt, completion) in enumerate(zip(of, completions)):
+        for row, (prompt, completion) in enumerate(zip(prompt_of_row, completions)):
             start = len(prompt.ids) - 1
             drawn[row, start : start + len(completion)] = [x for x, _ in completion.logprobs or ()]
             advantages[row] = scaled[row]
@@ -228,28 +255,36 @@ class ReinforceRun(Run):
         total, tokens, same, n = self.ranks.sum([float(x) for x in sums])
         self.tokens = ids.size * self.ranks.world
         self.rollout_numbers = {
-            "reward": total / n, "completion_tokens": tokens / n, "equal_groups": same * c.group / n,
-        }  # fmt: skip
-        batch = ids, targets, drawn, advantages
-        return batch if self.reference is None else (*batch, self.reference_logprobs(ids, targets))
+            "reward": total / n,
+            "completion_tokens": tokens / n,
+            "equal_groups": same * c.group / n,
+        }
+        if self.reference is None:
+            reference = None
+        else:
+            reference = self.reference_logprobs(ids, targets)
+        return Rollouts(ids, targets, drawn, advantages, reference)
 
     @no_grad()
     def reference_logprobs(self, ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """(B, T) float32"""
         assert self.reference is not None
-        found = []
+        parts = []
         with batch_invariant(self.config.exact):
-            for rows, _ in self.micro_batches(len(ids)):
-                found.append(to_numpy(self.reference.logprobs(ids[rows], targets[rows]).data))
-        return np.concatenate(found)
+            for part, _ in self.micro_batches(Batch(ids, targets)):
+                parts.append(to_numpy(self.reference.logprobs(part.ids, part.targets).data))
+        return np.concatenate(parts)
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
-        """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not hold."""
-        self.beat()
+        """Rollouts, rewards, updates. Raises UserError if the task fails, or if --exact does not
+        hold."""
+        self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
-        losses, norms, numbers = [], [], {}
+        losses = []
+        norms = []
+        numbers = {}
         clipped = tokens = 0.0
         for i in range(self.config.updates):
             self.measured = []
@@ -271,173 +306,172 @@ class ReinforceRun(Run):
         return StepResult(self.done, mean[0], mean[1], self.optimizer.lr, extra)
 
     def first_update(self) -> dict[str, float]:
-        """How far rollouts and training are apart, and the KL to the reference. Raises UserError if --exact does not hold."""
+        """Return how far rollouts and training are apart, and the KL to the reference. Raises
+        UserError if --exact does not hold."""
         error = max(self.ranks.gather(max(x.ratio_error for x in self.measured)))
-        sums = [sum(getattr(x, name) for x in self.measured) for name in ("kl", "tokens", "reference_kl")]  # fmt: skip
+        sums = [
+            sum(getattr(x, name) for x in self.measured)
+            for name in ("kl", "tokens", "reference_kl")
+        ]
         kl, tokens, reference_kl = self.ranks.sum(sums)
         if self.config.exact and (error or kl) and np.isfinite(error):
             raise UserError(
-                f"step {self.done + 1}: training computes other log-probabilities than the rollouts had (ratio off by {error:.3g}), so "
+                f"step {self.done + 1}: training computes other log-probabilities than the "
+                f"rollouts had (ratio off by {error:.3g}), so "
                 "the model or the machine is not batch-invariant: use --no-exact"
             )
         numbers = {"ratio_error": error, "rollout_kl": kl / tokens}
-        return numbers if self.reference is None else {**numbers, "reference_kl": reference_kl / tokens}  # fmt: skip
+        if self.reference is None:
+            return numbers
+        return {**numbers, "reference_kl": reference_kl / tokens}
 
-    def train_step(self, hyper: Array, inv_count: Array, *batch: Array) -> tuple[Array, Array]:
+    def train_step(self, hyper: Array, inv_count: Array, batch: Rollouts) -> tuple[Array, Array]:
         with batch_invariant(self.config.exact):
-            return super().train_step(hyper, inv_count, *batch)
+            return super().train_step(hyper, inv_count, batch)
 
-    def loss(self, batch: Any, *inv_count: Array) -> Tensor:
-        """The clipped loss of some rows of `next_batch`."""
-        c, device = self.config, self.model.device
-        ids, targets, *host = batch
-        logprobs = self.model.logprobs(ids, targets)
-        drawn, advantages, *reference = map(to_numpy, host)
-        found = surrogate(
-            to_numpy(logprobs.data), drawn, advantages, to_numpy(targets) != IGNORE, float(to_numpy(inv_count[0])[0]), c.clip_ratio,
-            c.kl, *reference,
-        )  # fmt: skip
-        self.measured.append(found)
-        return F.with_gradient(logprobs, found.loss, to_device(found.dlogprobs, device))
+    def loss(self, batch: Rollouts, inv_count: Array) -> Tensor:  # type: ignore[override]
+        """Return the clipped loss of some rows of `next_batch`."""
+        logprobs = self.model.logprobs(batch.ids, batch.targets)
+        host = each_array(batch, to_numpy)
+        result = surrogate(
+            to_numpy(logprobs.data),
+            host.drawn,
+            host.advantages,
+            host.targets != IGNORE,
+            float(to_numpy(inv_count)[0]),
+            self.config.clip_ratio,
+            self.config.kl,
+            host.reference,
+        )
+        self.measured.append(result)
+        gradient = to_device(result.dlogprobs, self.model.device)
+        return F.with_gradient(logprobs, result.loss, gradient)
 
     # ------------------------------------------------------------------------- measurements
     def report_validation(self, log: Any) -> None:
-        """The mean reward of the most likely completions of prompts that are held out. The best checkpoint has the largest."""
+        """Log the mean reward of the most likely completions of prompts that are held out. The
+        best checkpoint has the largest."""
         c, r = self.config, self.ranks
         prompts = self.corpus.val[: c.eval_batches * (c.batch // c.group)]
         mine = prompts[r.rank :: r.world]
         completions = self.generate(mine) if mine else []
-        total = float(self.rewards(mine, completions, 1).sum()) if mine else 0.0
+        total = 0.0
+        if mine:
+            total = float(self.rewards(mine, completions, 1).sum())
         reward = r.sum([total])[0] / len(prompts)
         self.val_loss = self.done, -reward
         sentence = f"validation reward {reward:.4f}, of {len(prompts)} prompts at temperature 0"
         log.measured(self.done, {"val_reward": reward}, sentence)
 
     def sample(self) -> str:
-        """The most likely completion of the first prompt that is held out, and its reward."""
+        """Return the most likely completion of the first prompt that is held out, and its
+        reward."""
         prompt = self.corpus.val[0]
         (completion,) = self.generate([prompt])
         (reward,) = self.task.rewards(prompt, [self.text(completion)])
         return f"{self.corpus.tokenizer.decode([*prompt.ids, *completion])}\nreward {reward:g}"
 
 
-@dataclass(frozen=True)
-class ParallelReinforceConfig(ReinforceConfig, ParallelConfig):
-    """Reinforcement learning on several ranks. --batch counts the completions of all."""
-
-
-class ParallelReinforceRun(ReinforceRun, ParallelRun):
-    """The same on several ranks: each draws, rewards and trains its share of the prompts."""
-
-    @property
-    def program(self) -> str:
-        return f"{ParallelRun.program.fget(self)} reinforce"  # type: ignore[attr-defined]
-
-
 def digest_of(model: Transformer) -> str:
-    """SHA-256 of the names and weights of a model, in the precision that it has here."""
+    """Return SHA-256 of the names and weights of a model, in the precision that it has here."""
     sums = {name: tensor_checksum(to_numpy(x.data)) for name, x in model.named_parameters()}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each completion of it a stream."""
+    """Return the seed of the rollouts of the run's `number`-th prompt; Engine.generate gives each
+    completion of it a stream."""
     return int(np.random.default_rng([seed % 2**64, number]).integers(2**63))
 
 
 def example(prompt: Prompt, completion: list[int]) -> Example:
-    """Prompt and completion; the completion is trained."""
+    """Return prompt and completion; the completion is trained."""
     ids = np.array([*prompt.ids, *completion], np.int32)
     return Example(prompt.where, ids, np.arange(len(ids)) >= len(prompt.ids))
 
 
 # ----------------------------------------------------------------------------- a whole run
-def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Prompts]:
-    """-> the config with every option that the prompts decide, and the prompts with the task. Raises UserError, on every rank."""
-    c = config
-    c.validate()
-    for option in ("tokenizer", "vocab_size", "seq_len"):
-        if getattr(c, option) is not None and not c.resume:
-            raise UserError(
-                f"--{option.replace('_', '-')} does not apply: leave it out, model and prompts decide it"
-            )
-    if c.text_key != "text":
-        raise UserError(
-            '--text-key does not apply: leave it out, a prompt is in "prompt" or "messages"'
-        )
-    given = c.data
-    c = replace(c, data=ranks.on_rank_0(lambda: from_standard_input(given, cache_folder())))
+def prepare(config: ReinforceConfig, ranks: SingleProcess) -> tuple[PreparedConfig, Prompts]:
+    """Return the config with every option that the prompts decide, and the prompts with the task.
+
+    Raises UserError, on every rank.
+    """
+    config.validate()
+    c, folder = model_source(config, ranks)
     if c.reference and not c.resume:  # a run may get newer checkpoints while this one trains
         reference = Path(c.reference)
         c = replace(c, reference=str(ranks.on_rank_0(lambda: model_folder(reference, say))))
     task = Task(c.task)
     if c.batch and c.batch % (c.group * ranks.world):
-        factors = (
-            f"--group {c.group}" if ranks.world == 1 else f"--group {c.group} x {ranks.world} ranks"
-        )
+        factors = f"--group {c.group}"
+        if ranks.world > 1:
+            factors += f" x {ranks.world} ranks"
         raise UserError(f"--batch {c.batch} is not a multiple of {factors}: choose one that is")
+    room = read_config(folder).max_seq_len - c.max_new_tokens
+    corpus = _read(c, folder, task, room)
+    if corpus.skipped and ranks.rank == 0:
+        say(
+            f"xtrain.reinforce: {corpus.skipped} prompts are longer than {room} tokens and were "
+            "left out"
+        )
+    steps = c.steps or 200
+    decided = {
+        "seq_len": corpus.longest + c.max_new_tokens,
+        "steps": steps,
+        "batch": c.batch or 64,
+        **c.intervals(steps),
+    }
+    return PreparedConfig(**(vars(c) | decided)), corpus
 
-    def source() -> Path:
-        run = run_folder.to_resume(c)
-        resumes = c.resume and bool(folders(run))  # then the model may be gone from --init
-        return model_folder(run if resumes else Path(c.init or ""), say)
 
-    folder = ranks.on_rank_0(source)
+def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
+    """Return the prompts of --data and --val-data. Raises UserError.
+
+    folder: of the model.
+    room: the tokens that a prompt may have.
+    """
     texts = source_of(folder, "tokenizer.json")
-    context, tokenizer = read_config(folder).max_seq_len, Tokenizer.load(texts)
-    template, stop = ChatTemplate.load(texts), stop_tokens(folder, tokenizer)
+    tokenizer = Tokenizer.load(texts)
+    template = ChatTemplate.load(texts)
+    stop = stop_tokens(folder, tokenizer)
     if tokenizer.eos_token_id is not None:
         stop |= {tokenizer.eos_token_id}
-    room, skipped = context - c.max_new_tokens, 0
+    skipped = 0
 
     def read(files: tuple[str, ...]) -> list[Prompt]:
         nonlocal skipped
-        found = read_prompts(files, tokenizer, template)
-        kept = [x for x in found if len(x.ids) <= room]
-        skipped += len(found) - len(kept)
+        prompts = read_prompts(files, tokenizer, template)
+        kept = [x for x in prompts if len(x.ids) <= room]
+        skipped += len(prompts) - len(kept)
         if not kept:
             raise UserError(
-                f"{', '.join(files)}: no prompt leaves room for --max-new-tokens {c.max_new_tokens} in the model's context of {context}: "
+                f"{', '.join(files)}: no prompt leaves room for --max-new-tokens "
+                f"{c.max_new_tokens} in the model's context of {room + c.max_new_tokens}: "
                 "give a smaller number"
             )
         return kept
 
-    train, val = read(c.data), read(c.val_data) if c.val_data else []
-    if not val:
+    train = read(c.data)
+    if c.val_data:
+        val = read(c.val_data)
+    else:
         train, val = hold_out(train, c.val_share, "prompt")
-    if skipped and ranks.rank == 0:
-        say(f"xtrain.reinforce: {skipped} prompts are longer than {room} tokens and were left out")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
-    corpus = Prompts(name, files, train, val, skipped, tokenizer, c.group, task, stop)
-    steps, batch = c.steps or 200, c.batch or 64
-    each = max(1, -(-steps // 10))
-    filled = replace(
-        c, seq_len=corpus.longest + c.max_new_tokens, steps=steps, batch=batch, eval_every=c.eval_every or each,
-        sample_every=c.sample_every or steps, save_every=c.save_every or max(1, -(-steps // 3)),
-    )  # fmt: skip
-    return filled, corpus
+    return Prompts(name, files, train, val, skipped, tokenizer, c.group, task, stop)
 
 
-def reinforce(config: ReinforceConfig, console: Console | None = None, **more: Any) -> Path:
-    """A whole run, with checkpoints and its report. -> its folder. Raises UserError.
-
-    more: write_report and evaluation of training.loop.train.
-    """
-    config, more["corpus"] = prepare(config, SINGLE_PROCESS)
-    return train_from(config, SINGLE_PROCESS, console, ReinforceRun, **more)
-
-
-def reinforce_parallel(
-    config: ParallelReinforceConfig,
-    ranks: Ranks,
+def reinforce(
+    config: ReinforceConfig,
     console: Console | None = None,
-    guard: AbortOnError | None = None,
-    **more: Any,
+    parallel: SingleDevice | None = None,
+    **outside: Any,
 ) -> Path:
-    """The same on several ranks; every rank must call this. guard, more: see parallel.ddp.train_parallel."""
-    if ranks.world == 1:
-        return reinforce(for_one_rank(config, ReinforceConfig), console, **more)
-    config, more["corpus"] = prepare(config, ranks)
-    with parallel_runs(config, ranks, guard, ParallelReinforceRun) as make_run:
-        return train_from(config, ranks, console, make_run, **more)
+    """Make a whole run, with checkpoints and its report, and return its folder. Raises UserError.
+
+    Several ranks draw, reward and train their shares of the prompts.
+    parallel, outside: as of training.loop.train.
+    """
+    parallel = parallel or SingleDevice()
+    prepared, corpus = prepare(config, parallel.ranks)
+    return train_from(prepared, console, parallel, ReinforceRun, corpus=corpus, **outside)

@@ -92,7 +92,8 @@ def finish(folder: Path, run: Any, warn: Callable[[str], None]) -> None:
     An error is only a warning: the run is saved.
     """
     try:
-        ((ids, _, *starts),) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        (arrays,) = run.corpus.val_batches(1, 1, min(MOST_TOKENS, run.config.seq_len))
+        ids, _, *starts = (x for x in arrays if x is not None)
         if starts:  # the first of several documents
             ids = ids[:, starts[0][0] == 0]
         write_sentence(folder, look(run.model, run.corpus.tokenizer, ids[0].tolist(), run.done))

@@ -1,1 +1,2 @@
-"""One training run: the step, the loop, checkpoints, logs, preemption, and advice when memory runs out."""
+"""One training run: the step, the loop, checkpoints, logs, preemption, and advice when memory runs
+out."""

@@ -3,18 +3,21 @@
     runs/NAME/checkpoints/step-000200/
         config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
         optimizer.safetensors                                 both moments of each tensor, float32: m.NAME, v.NAME (AdamW; with
-                                                              Muon m is the momentum, v zero); in fp8 training also
-                                                              fp8.scale (nn/fp8.py)
+                                                              Muon m is the momentum, v zero); in
+                                                              fp8 training also fp8.scale
+                                                              (nn/fp8.py)
         ema/                                                  with --ema: the model again, with the average of its weights
         state.json                                            step, position in the data, options: formats/saved_runs.py
         manifest.json                                         a checksum of every file and tensor: formats/manifest.py
 
-No state of a random generator is stored: initialisation, the order of the text and samples follow from the seed, and the order
-of an epoch from (seed, epoch). model.safetensors holds the float32 weights, also of a run in bf16 or fp8.
+No state of a random generator is stored: initialisation, the order of the text and samples follow
+from the seed, and the order of an epoch from (seed, epoch). model.safetensors holds the float32
+weights, also of a run in bf16 or fp8.
 
-`snapshot` copies the state to host memory; training waits only for that. `write` writes it to a temporary folder next to its
-final one, reads it back, syncs it to disk and renames it. So a checkpoint is either complete or absent, and later damage
-is detected. Its contents do not depend on how parameters are packed or padded in memory, or on the number of ranks.
+`snapshot` copies the state to host memory; training waits only for that. `write` writes it to a
+temporary folder next to its final one, reads it back, syncs it to disk and renames it. So a
+checkpoint is either complete or absent, and later damage is detected. Its contents do not depend on
+how parameters are packed or padded in memory, or on the number of ranks.
 """
 
 import contextlib
@@ -55,10 +58,11 @@ TEMPORARY = ".step-*.tmp"  # checkpoints that are being written, or whose writer
 # ----------------------------------------------------------------------------- copying the state
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the state in host memory, which later steps do not change. Another thread may write it.
+    """A copy of the state in host memory, which later steps do not change. Another thread may write
+    it.
 
-    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving average. moments: all of
-    OPTIMIZER.
+    tensors, moments, ema: {name: array in the Hugging Face shape}; ema is empty without a moving
+    average. moments: all of OPTIMIZER.
     wait(): blocks until the copies have arrived.
     """
 
@@ -89,17 +93,24 @@ class Snapshot:
 def snapshot(
     model: Transformer, moments: Any, state: dict[str, Any], tokenizer: Any, copies: HostCopies
 ) -> Snapshot:
-    """Copy everything that a checkpoint holds. moments: an object with m, v and ema of the whole arena, and t (AdamW).
+    """Copy everything that a checkpoint holds. moments: an object with m, v and ema of the whole
+    arena, and t (AdamW).
 
-    The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in use.
+    The arrays belong to `copies`: make the next snapshot with it only when this one is no longer in
+    use.
     """
     w, m, v = (
         copies(name, array)
         for name, array in (("w", model.arena.weights), ("m", moments.m), ("v", moments.v))
     )
     fp8 = model.fp8
-    scales = {"fp8.scale": copies("fp8", fp8.scale_S)} if fp8 is not None and fp8.ready else {}
-    ema = {} if moments.ema is None else dict(model.views(copies("ema", moments.ema)))
+    scales = {}
+    if fp8 is not None and fp8.ready:
+        scales = {"fp8.scale": copies("fp8", fp8.scale_S)}
+    if moments.ema is None:
+        ema = {}
+    else:
+        ema = dict(model.views(copies("ema", moments.ema)))
     return Snapshot(
         config=model.config,
         tensors=dict(model.views(w)),
@@ -123,7 +134,8 @@ def snapshot(
 
 # ----------------------------------------------------------------------------- writing
 def write(run: Path, snapshot: Snapshot) -> Path:
-    """Write run/checkpoints/step-NNNNNN. -> its folder. Raises UserError on failure, and leaves nothing behind."""
+    """Write run/checkpoints/step-NNNNNN. -> its folder. Raises UserError on failure, and leaves
+    nothing behind."""
     folder = run / "checkpoints" / f"step-{snapshot.state['step']:06d}"
     new = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -171,7 +183,8 @@ def _write_files(folder, snapshot):
 
 
 def _aside(folder):
-    """The name of a checkpoint before it is removed: if the removal is interrupted, the rest does not look like a checkpoint."""
+    """Return the name of a checkpoint before it is removed: if the removal is interrupted, the rest
+    does not look like a checkpoint."""
     return folder.with_name(f".{folder.name}.old.tmp")
 
 
@@ -187,32 +200,34 @@ def _remove(path):
 
 
 def prune(run: Path, newest: int, keep: int) -> None:
-    """Remove old checkpoints after checkpoint `newest` was written: keep the last `keep` and the one with the best validation
-    loss. keep=0: keep all.
+    """Remove old checkpoints after checkpoint `newest` was written: keep the last `keep` and the
+    one with the best validation loss. keep=0: keep all.
 
-    Checkpoints newer than `newest` are deleted: they were unusable when the run resumed from an earlier one. A checkpoint to
-    which the user has added files stays.
+    Checkpoints newer than `newest` are deleted: they were unusable when the run resumed from an
+    earlier one. A checkpoint to which the user has added files stays.
     """
-    found = folders(run)
-    past = [folder for folder in found if step_of(folder) <= newest]
+    checkpoints = folders(run)
+    past = [folder for folder in checkpoints if step_of(folder) <= newest]
     kept = set(past[-keep:] if keep else past)
     kept |= {best for best in [_best(past)] if best is not None}
-    for folder in found:
+    for folder in checkpoints:
         if folder not in kept:
             _remove_checkpoint(folder)
     _remove_strays(run / "checkpoints")
 
 
 def make_room(run: Path, step: int, needed: int) -> str | None:
-    """On a disk too full for the checkpoint of `step`, of `needed` bytes: remove an older one. -> its name, or None if none may
-    be removed, or if it would not fit without all of them.
+    """On a disk too full for the checkpoint of `step`, of `needed` bytes: remove an older one. ->
+    its name, or None if none may be removed, or if it would not fit without all of them.
 
-    The newest undamaged one before `step` always stays, and those that cannot be read at the moment, or to which the user has
-    added files. Removed first are damaged ones after it, then the oldest; last the one with the best validation loss.
+    The newest undamaged one before `step` always stays, and those that cannot be read at the
+    moment, or to which the user has added files. Removed first are damaged ones after it, then the
+    oldest; last the one with the best validation loss.
     """
-    found, damaged = folders(run), []
-    while found:
-        newest = found.pop()
+    checkpoints = folders(run)
+    damaged = []
+    while checkpoints:
+        newest = checkpoints.pop()
         try:
             open_checkpoint(newest)
             if step_of(newest) < step:
@@ -223,8 +238,8 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
             damaged.append(newest)
     else:
         return None
-    best = _best(found)
-    spare = [*damaged, *sorted(found, key=lambda folder: folder == best)]
+    best = _best(checkpoints)
+    spare = [*damaged, *sorted(checkpoints, key=lambda folder: folder == best)]
     spare = [folder for folder in spare if not _has_unlisted(folder)]
     if shutil.disk_usage(run).free + sum(map(_bytes, spare)) < needed:
         return None
@@ -232,19 +247,27 @@ def make_room(run: Path, step: int, needed: int) -> str | None:
 
 
 def too_little_room(run: Path, needed: int, keep: int, left: int) -> str | None:
-    """A sentence if the disk has no room for the checkpoints of a run: `keep`, the best one, and one that is being written.
+    """Return a sentence if the disk has no room for the checkpoints of a run: `keep`, the best one,
+    and one that is being written.
 
     needed: bytes of a checkpoint.  left: the number of checkpoints that the run has still to write.
     """
     with contextlib.suppress(OSError):
         there = folders(run)
-        most = min(keep + 2, len(there) + left) if keep else len(there) + left
+        if keep:
+            needed_at_once = min(keep + 2, len(there) + left)
+        else:
+            needed_at_once = len(there) + left
         fit = (shutil.disk_usage(run).free + sum(map(_bytes, there))) // needed
-        if fit < most:
-            kept = f"--keep {keep}, the best and the one being written" if keep else "--keep 0"
+        if fit < needed_at_once:
+            options = "--keep 0"
+            if keep:
+                options = f"--keep {keep}, the best and the one being written"
             return (
-                f"the disk of {run} has room for {fit} of the {most} checkpoints of {needed / 1e9:.3g} GB that this run needs "
-                f"({kept}): make room or choose a smaller --keep, else the oldest are removed when the disk is full"
+                f"the disk of {run} has room for {fit} of the {needed_at_once} checkpoints of "
+                f"{needed / 1e9:.3g} GB that this run needs "
+                f"({options}): make room or choose a smaller --keep, else the oldest are removed "
+                "when the disk is full"
             )
     return None
 
@@ -256,7 +279,7 @@ def _bytes(folder):
 
 
 def _remove_checkpoint(folder):
-    """-> is it gone?"""
+    """Remove it unless the user has added files. Return whether it is gone."""
     with contextlib.suppress(OSError):  # the next call tries again
         if not _has_unlisted(folder):
             _remove(folder.rename(_aside(folder)))
@@ -274,7 +297,8 @@ def _has_unlisted(folder):
 
 
 def _best(past):
-    """The checkpoint with the lowest validation loss that was measured at its own step; the earlier of two equal ones."""
+    """Return the checkpoint with the lowest validation loss that was measured at its own step; the
+    earlier of two equal ones."""
     losses = {}
     for folder in past:
         with contextlib.suppress(UserError):
@@ -286,38 +310,53 @@ def _best(past):
 
 # ----------------------------------------------------------------------------- loading
 def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
-    """Fill model and optimizer. Raises UserError if the files are damaged or belong to another model.
+    """Fill model and optimizer. Raises UserError if the files are damaged or belong to another
+    model.
 
-    optimizer: AdamW, or any object with m, v and ema of the whole arena, and t. A run that was saved without a moving average
-    begins it with the weights. Names and shapes are checked first: if they do not fit, model and optimizer are unchanged.
+    optimizer: AdamW, or any object with m, v and ema of the whole arena, and t. A run that was
+    saved without a moving average begins it with the weights. Names and shapes are checked first:
+    if they do not fit, model and optimizer are unchanged.
     """
-    path, moments = saved.folder / OPTIMIZER, {"m": optimizer.m, "v": optimizer.v}
+    path = saved.folder / OPTIMIZER
+    moments = {"m": optimizer.m, "v": optimizer.v}
     stored = read_header(path)
     for letter, array in moments.items():
         for name, view in model.views(array):
             tensor = stored.get(f"{letter}.{name}")
             if tensor is None or tensor.shape != view.shape:
                 raise UserError(
-                    f"{path} does not belong to this model ({letter}.{name}): resume with the options of that run"
+                    f"{path} does not belong to this model ({letter}.{name}): resume with the "
+                    "options of that run"
                 )
     averaged = saved.folder / EMA
     has_average = optimizer.ema is not None and averaged.is_dir()
-    average = huggingface.tensors_for(model, averaged) if has_average else {}
+    if has_average:
+        average = huggingface.tensors_for(model, averaged)
+    else:
+        average = {}
     huggingface.load_into(model, saved.folder)
     huggingface.read_companions(model, saved.folder)
     for letter, array in moments.items():
         values = np.zeros(array.shape, np.float32)
         for name, view in model.views(values):
             view[...] = stored[f"{letter}.{name}"].read()
-        array[...] = to_device(values, model.device) if is_gpu(array) else values
+        if is_gpu(array):
+            array[...] = to_device(values, model.device)
+        else:
+            array[...] = values
     if optimizer.ema is not None:
         values = to_numpy(model.arena.weights).copy()
         for name, view in model.views(values):
             if has_average:
                 view[...] = average[name].read()
-        optimizer.ema[...] = to_device(values, model.device) if is_gpu(optimizer.ema) else values
-    scale, fp8 = stored.get("fp8.scale"), model.fp8
-    # none, or for other matrices: after --allow-change precision or fp8_head. The first step measures then
+        if is_gpu(optimizer.ema):
+            optimizer.ema[...] = to_device(values, model.device)
+        else:
+            optimizer.ema[...] = values
+    scale = stored.get("fp8.scale")
+    fp8 = model.fp8
+    # none, or for other matrices: after --allow-change precision or fp8_head. The first step
+    # measures then
     if fp8 is not None and scale is not None and scale.shape == fp8.scale_S.shape:
         fp8.load(scale.read())
     optimizer.t = saved.state["optimizer_step"]

@@ -1,8 +1,9 @@
 """Writes checkpoints on a thread while training continues.
 
-Training waits only while the state is copied to host memory, and for the previous checkpoint if that is still being written.
-On a full disk old checkpoints are removed, but never the newest good one. An error on the thread is reported in the next step:
-a disk that is still full is a warning, and the run continues with the checkpoints it has; any other error ends the run.
+Training waits only while the state is copied to host memory, and for the previous checkpoint if
+that is still being written. On a full disk old checkpoints are removed, but never the newest good
+one. An error on the thread is reported in the next step: a disk that is still full is a warning,
+and the run continues with the checkpoints it has; any other error ends the run.
 """
 
 import errno
@@ -25,7 +26,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: Path, keep: int, warn: Callable[[str], None]):
-        self.run, self.keep, self.warn = run, keep, warn
+        self.run = run
+        self.keep = keep
+        self.warn = warn
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.failed = False  # is there an error that `check` has not reported yet?
@@ -38,10 +41,12 @@ class CheckpointWriter:
         flush_logs: Callable[[], bool] = lambda: True,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the state with make_snapshot() and write it on the thread; None: another rank writes.
+        """Copy the state with make_snapshot() and write it on the thread; None: another rank
+        writes.
 
-        flush_logs() -> False means that the logs up to this step could not be written, so the checkpoint is not written either.
-        The thread calls afterwards() once the checkpoint is written.
+        flush_logs() -> False means that the logs up to this step could not be written, so the
+        checkpoint is not written either. The thread calls afterwards() once the checkpoint is
+        written.
         """
         self.wait()
         self.check()
@@ -75,7 +80,9 @@ class CheckpointWriter:
 
     def check(self) -> None:
         """Report an error of the thread: warn about a full disk, raise any other."""
-        error, self.error, self.failed = self.error, None, False
+        error = self.error
+        self.error = None
+        self.failed = False
         if isinstance(error, DiskFull):
             self.warn(f"{error}; training continues, {self._last_checkpoint()}")
         elif error is not None:
@@ -89,8 +96,10 @@ class CheckpointWriter:
         self.check()
 
     def _last_checkpoint(self):
-        found = saved_runs.folders(self.run)
-        return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+        checkpoints = saved_runs.folders(self.run)
+        if checkpoints:
+            return f"the last checkpoint is {checkpoints[-1]}"
+        return "there is no checkpoint yet"
 
     def _write(self, snapshot, afterwards):
         started = time.monotonic()
@@ -101,7 +110,8 @@ class CheckpointWriter:
             checkpoint.prune(self.run, snapshot.state["step"], self.keep)
             afterwards()
         except BaseException as error:
-            self.error, self.failed = error, True
+            self.error = error
+            self.failed = True
         self.seconds = max(self.seconds, time.monotonic() - started)
 
     def _write_and_make_room(self, snapshot):
@@ -122,7 +132,8 @@ class CheckpointWriter:
         return name is not None
 
     def _check_folders(self):
-        """A folder may have vanished together with its disk: do not create it again without its logs."""
+        """A folder may have vanished together with its disk: do not create it again without its
+        logs."""
         for folder in (self.run, self.run / "checkpoints") if self.has_written else (self.run,):
             if not folder.is_dir():
                 raise cannot_write(folder, FileNotFoundError(errno.ENOENT, "it is gone"))

@@ -12,7 +12,8 @@ def is_number(x: Any) -> bool:
 
 
 def loss_png(metrics: list[dict[str, Any]], title: str) -> bytes:
-    """Training loss, its running mean and validation loss over the steps, as a PNG. metrics: lines of metrics.jsonl."""
+    """Return training loss, its running mean and validation loss over the steps, as a PNG. metrics:
+    lines of metrics.jsonl."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -22,7 +23,8 @@ def loss_png(metrics: list[dict[str, Any]], title: str) -> bytes:
     validation = [(m["step"], m["val_loss"]) for m in metrics if is_number(m.get("val_loss"))]
     if training:
         axes.plot(*zip(*training), lw=0.6, alpha=0.4, color="tab:blue")
-        smooth, mean = [], training[0][1]
+        smooth = []
+        mean = training[0][1]
         for step, loss in training:
             mean += SMOOTHING * (loss - mean)
             smooth.append((step, mean))

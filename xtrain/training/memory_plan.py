@@ -1,17 +1,20 @@
-"""The memory of a training step, planned: run the step with arrays that have no values, and count bytes.
+"""The memory of a training step, planned: run the step with arrays that have no values, and count
+bytes.
 
-A MetaArray has the shape, the dtype and the lifetime of a CuPy array, but no memory (PyTorch calls this a meta tensor). Inside
-`planning()` such arrays replace CuPy's (device.use_array_module): the model, autograd and every launcher run as on a GPU, and
-an observer of launches starts no kernel. The plan follows from which arrays the step allocates and when it frees them. It
-takes milliseconds for any model size, needs no GPU, and has no separate formula for activations that could disagree with
-the code.
+A MetaArray has the shape, the dtype and the lifetime of a CuPy array, but no memory (PyTorch calls
+this a meta tensor). Inside `planning()` such arrays replace CuPy's (device.use_array_module): the
+model, autograd and every launcher run as on a GPU, and an observer of launches starts no kernel.
+The plan follows from which arrays the step allocates and when it frees them. It takes milliseconds
+for any model size, needs no GPU, and has no separate formula for activations that could disagree
+with the code.
 
     peak       the largest number of bytes in arrays at one time
     reserved   what CuPy's memory pool reserves on the GPU for that: it splits and joins blocks, and holes remain
 
 The steps are eager, as the first ones of a run are. A captured step allocates the same arrays.
 
-Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured), and for several GPUs NCCL's buffers.
+Outside the pool are the CUDA context and the kernels' code (OUTSIDE, measured), and for several
+GPUs NCCL's buffers.
 """
 
 import bisect
@@ -27,6 +30,7 @@ import numpy as np
 
 from .. import device
 from ..config import ModelConfig, TrainConfig
+from ..data.batches import Batch
 from ..kernels.gemm import WORKSPACE
 from ..kernels.runtime.launch import LaunchEvent, observe_launches
 from ..nn.autograd import Tensor
@@ -61,10 +65,10 @@ KINDS = {  # what an op's forward allocates; ops that are not listed go by their
 
 # ----------------------------------------------------------------------------- what a graph keeps
 def saved_bytes(root: Tensor) -> int:
-    """Bytes that the graph behind `root` keeps for backward.
+    """Return bytes that the graph behind `root` keeps for backward.
 
-    A view counts as the array that it belongs to, and each array once. Leaves (parameters and the tensors at the start)
-    do not count.
+    A view counts as the array that it belongs to, and each array once. Leaves (parameters and the
+    tensors at the start) do not count.
     """
     kept: dict[int, int] = {}
     leaves: set[int] = set()
@@ -109,7 +113,9 @@ class Block:
 class Pool:
     """CuPy's memory pool: best fit, the rest of a block is split off, free neighbours are joined.
 
-    reserved: bytes taken from the GPU.  most: its maximum so far.  free_blocks: (size, serial number, block), sorted.
+    reserved: bytes taken from the GPU.
+    most: its maximum so far.
+    free_blocks: (size, serial number, block), sorted.
     """
 
     def __init__(self) -> None:
@@ -117,7 +123,8 @@ class Pool:
         self.free_blocks: list[tuple[int, int, Block]] = []
 
     def allocate(self, size: int) -> Block:
-        """The smallest free block of at least `size` bytes, split to that size; else a new one from the GPU."""
+        """Return the smallest free block of at least `size` bytes, split to that size; else a new
+        one from the GPU."""
         i = bisect.bisect_left(self.free_blocks, size, key=lambda entry: entry[0])
         if i == len(self.free_blocks):
             self.reserved += size
@@ -125,11 +132,11 @@ class Pool:
             return Block(size)
         block = self._remove(self.free_blocks[i][2])
         if block.size > size:
-            rest = Block(block.size - size, block, block.right)
-            if rest.right is not None:
-                rest.right.left = rest
-            block.size, block.right = size, rest
-            self._add(rest)
+            remainder = Block(block.size - size, block, block.right)
+            if remainder.right is not None:
+                remainder.right.left = remainder
+            block.size, block.right = size, remainder
+            self._add(remainder)
         return block
 
     def free(self, block: Block) -> None:
@@ -150,7 +157,8 @@ class Pool:
         for block in (left, right):
             if block.entry:
                 self._remove(block)
-        left.size, left.right = left.size + right.size, right.right
+        left.size = left.size + right.size
+        left.right = right.right
         if right.right is not None:
             right.right.left = left
         return left
@@ -174,13 +182,16 @@ Scope = tuple[str, str, str]  # op, way, layer
 class Meter:
     """Counts the bytes of MetaArrays by kind, and remembers the peak.
 
-    live, now: bytes, in all and by kind.  peak, kinds: their values at the peak.  op: what was running at the peak.
+    live, now: bytes, in all and by kind.
+    peak, kinds: their values at the peak.
+    op: what was running at the peak.
     kept: bytes by kind when the first backward began.
     timeline: (scope, bytes by kind) after every change, recorded while it is a list.
     """
 
     def __init__(self, logits_width: int):
-        self.pool, self.logits_width = Pool(), logits_width
+        self.pool = Pool()
+        self.logits_width = logits_width
         self.now: Counter[str] = Counter()
         self.live = self.peak = 0
         self.kinds: dict[str, int] = {}
@@ -190,7 +201,8 @@ class Meter:
         self.timeline: list[tuple[Scope, dict[str, int]]] | None = None
 
     def kind_of(self, shape: tuple, itemsize: int) -> str:
-        """The kind of memory that an array of this shape is, if it is allocated now. itemsize: bytes of a number"""
+        """Return the kind of memory that an array of this shape is, if it is allocated now.
+        itemsize: bytes of a number"""
         op, way, _ = self.scopes[-1]
         if op and itemsize == 1:
             return "fp8 codes"
@@ -198,7 +210,9 @@ class Meter:
             return "logits"
         if not op:
             return "other"
-        return KINDS.get(op, op) if way == "forward" else "gradients of activations"
+        if way == "forward":
+            return KINDS.get(op, op)
+        return "gradients of activations"
 
     def change(self, kind: str, size: int) -> None:
         """Count an allocation of `size` bytes, or with a negative size its release."""
@@ -213,7 +227,7 @@ class Meter:
 
     @contextlib.contextmanager
     def observe(self, op: Op) -> Iterator[None]:
-        """An observer of ops: allocations inside belong to `op`."""
+        """Return an observer of ops: allocations inside belong to `op`."""
         if op.way == "backward" and not self.kept:
             self.kept = dict(self.now)
         self.scopes.append((op.name, op.way, op.layer))
@@ -227,7 +241,8 @@ class Allocation:
     """Memory that one or several MetaArrays share. It is freed with the last of them."""
 
     def __init__(self, meter: Meter, shape: tuple, itemsize: int):
-        self.meter, self.kind = meter, meter.kind_of(shape, itemsize)
+        self.meter = meter
+        self.kind = meter.kind_of(shape, itemsize)
         self.size = -(-math.prod(shape) * itemsize // UNIT) * UNIT
         self.block = meter.pool.allocate(self.size) if self.size else None
         meter.change(self.kind, self.size)
@@ -246,7 +261,8 @@ class Allocation:
 
 # ----------------------------------------------------------------------------- arrays without memory
 class MetaArray:
-    """The part of cupy.ndarray that xtrain's GPU path uses, without values. Anything else raises AttributeError.
+    """The part of cupy.ndarray that xtrain's GPU path uses, without values. Anything else raises
+    AttributeError.
 
     Views share the memory of the array, other results are new allocations, as in CuPy.
     """
@@ -257,8 +273,12 @@ class MetaArray:
     def __init__(
         self, allocation: Allocation, shape: tuple, dtype: Any, strides: tuple | None = None
     ):
-        self.allocation, self.shape, self.dtype = allocation, tuple(shape), np.dtype(dtype)
-        self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), self.dtype.itemsize
+        self.allocation = allocation
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.ndim = len(shape)
+        self.size = math.prod(shape)
+        self.itemsize = self.dtype.itemsize
         self.nbytes, dense = self.size * self.itemsize, _dense(shape, self.itemsize)
         self.strides = dense if strides is None else strides
         apart = [s for s, n in zip(self.strides, shape) if n > 1]
@@ -271,25 +291,27 @@ class MetaArray:
         return MetaArray(allocation, self.shape, dtype)
 
     def copy(self) -> "MetaArray":
-        """A new dense array."""
+        """Return a new dense array."""
         return self._new()
 
     def astype(self, dtype, copy: bool = True) -> "MetaArray":
-        """A new array of another dtype; with copy=False the array itself if it has that dtype."""
+        """Return a new array of another dtype; with copy=False the array itself if it has that
+        dtype."""
         return self if not copy and self.dtype == dtype else self._new(dtype)
 
     def view(self, dtype) -> "MetaArray":
-        """The same bytes as another dtype; the last axis changes its length."""
+        """Return the same bytes as another dtype; the last axis changes its length."""
         *outer, last = self.shape
         return MetaArray(
             self.allocation, (*outer, last * self.itemsize // np.dtype(dtype).itemsize), dtype
         )
 
     def reshape(self, *shape) -> "MetaArray":
-        """A view if the strides allow it, else a copy. Raises ValueError if the sizes differ."""
+        """Return a view if the strides allow it, else a copy. Raises ValueError if the sizes
+        differ."""
         shape = shape[0] if isinstance(shape[0], tuple) else shape
-        known = math.prod(n for n in shape if n != -1)
-        shape = tuple(self.size // known if n == -1 else n for n in shape)
+        given_size = math.prod(n for n in shape if n != -1)
+        shape = tuple(self.size // given_size if n == -1 else n for n in shape)
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} into {shape}")
         if not self.flags.c_contiguous:
@@ -321,7 +343,8 @@ class MetaArray:
 
 
 def _strides_without_copy(x, shape):
-    """The strides of x seen in another shape, None if that needs a copy. NumPy's rule, applied to a one-byte array."""
+    """Return the strides of x seen in another shape, None if that needs a copy. NumPy's rule,
+    applied to a one-byte array."""
     view = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), x.shape, x.strides).view()
     try:
         view.shape = shape
@@ -335,7 +358,8 @@ def _dense(shape, itemsize):
 
 
 class _MetaCupy:
-    """The part of cupy that xtrain uses, with MetaArrays. (Without reference cycles: autograd's cache is freed with it.)"""
+    """The part of cupy that xtrain uses, with MetaArrays. (Without reference cycles: autograd's
+    cache is freed with it.)"""
 
     def __init__(self, meter: Meter):
         self.meter = meter
@@ -366,7 +390,8 @@ def _as_strided(x, shape, strides):
 
 @contextlib.contextmanager
 def planning(logits_width: int) -> Iterator[Meter]:
-    """Inside, arrays on the device "gpu" are MetaArrays, with or without a GPU, and no kernel is launched.
+    """Inside, arrays on the device "gpu" are MetaArrays, with or without a GPU, and no kernel is
+    launched.
 
     logits_width: arrays (N, logits_width) count as logits.
     """
@@ -388,8 +413,12 @@ def planning(logits_width: int) -> Iterator[Meter]:
 class Plan:
     """The memory of one training step on one GPU, in bytes.
 
-    peak: in arrays.  reserved: by CuPy's pool.  kinds: by kind, at the peak.  op: what is running at the peak.
-    kept: by kind, when the first backward begins.  timeline: ((op, way, layer), bytes by kind) over the last step.
+    peak: in arrays.
+    reserved: by CuPy's pool.
+    kinds: by kind, at the peak.
+    op: what is running at the peak.
+    kept: by kind, when the first backward begins.
+    timeline: ((op, way, layer), bytes by kind) over the last step.
     """
 
     peak: int
@@ -414,21 +443,30 @@ def plan(
 ) -> Plan:
     """Plan the training step of a model.
 
-    batch: sequences per forward pass.  seq_len: tokens per sequence.  accumulate: forward passes per optimizer step.
-    precision, recompute: as in Transformer.  lora: rank of adapters on all matrices of a frozen model, 0 for none.
+    batch: sequences per forward pass.
+    seq_len: tokens per sequence.
+    accumulate: forward passes per optimizer step.
+    precision, recompute: as in Transformer.
+    lora: rank of adapters on all matrices of a frozen model, 0 for none.
     optimizer, ema, fp8_head: as in TrainConfig.
     Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
         shape = config, batch, seq_len, precision, recompute
         run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
-        arena, made = run.model.arena, run.optimizer
+        arena = run.model.arena
+        made = run.optimizer
         frozen: Any = getattr(run.model, "base_arena", SimpleNamespace(weights=None, half=None))
         for name, array in (
-            ("frozen weights", frozen.weights), ("frozen weights", frozen.half),
-            ("weights", arena.weights), ("bf16 copy of the weights", arena.half), ("gradients", arena.grads),
-            ("moments", made.m), ("moments", made.v), ("moving average", made.ema),
-        ):  # fmt: skip
+            ("frozen weights", frozen.weights),
+            ("frozen weights", frozen.half),
+            ("weights", arena.weights),
+            ("bf16 copy of the weights", arena.half),
+            ("gradients", arena.grads),
+            ("moments", made.m),
+            ("moments", made.v),
+            ("moving average", made.ema),
+        ):
             if array is not None:
                 array.allocation.rename(name)
         timeline: list[tuple[Scope, dict[str, int]]] = []
@@ -454,25 +492,35 @@ def measure(
     ema: float = 0.0,
     fp8_head: bool = False,
 ) -> int:
-    """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with Plan.reserved."""
+    """Run the same steps on the GPU -> the most bytes that CuPy's pool reserved, to compare with
+    Plan.reserved."""
     gpu = device.cupy().cuda
     pool = gpu.MemoryPool()  # the workspace of cuBLAS comes from the default pool
     with gpu.using_allocator(pool.malloc):
         shape = config, batch, seq_len, precision, recompute
         run = _run(*shape, accumulate, lora, optimizer, ema, fp8_head)
-        most = 0
+        peak = 0
         for _ in range(STEPS):
             pool.free_all_blocks()
             _step(run)
-            most = max(most, pool.total_bytes())
-        return most + WORKSPACE
+            peak = max(peak, pool.total_bytes())
+        return peak + WORKSPACE
 
 
 def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimizer, ema, fp8_head):
     c = TrainConfig(
-        batch=batch * accumulate, micro_batch=batch, seq_len=seq_len, steps=2, lr=1e-3, warmup=0,
-        precision=precision, recompute=recompute, graph=False, optimizer=optimizer, ema=ema,
-    )  # fmt: skip
+        batch=batch * accumulate,
+        micro_batch=batch,
+        seq_len=seq_len,
+        steps=2,
+        lr=1e-3,
+        warmup=0,
+        precision=precision,
+        recompute=recompute,
+        graph=False,
+        optimizer=optimizer,
+        ema=ema,
+    )
     if lora:
         options = config, None, "gpu", precision, recompute
         model: Transformer = (adapted := AdaptedTransformer(*options, trainable=False))
@@ -486,21 +534,23 @@ def _run(config, batch, seq_len, precision, recompute, accumulate, lora, optimiz
 
 
 def _step(run):
-    c, zeros = run.config, device.cupy().zeros
-    batch = (zeros((c.batch, c.seq_len), np.int32) for _ in range(2))
+    c = run.config
+    zeros = device.cupy().zeros
+    batch = Batch(*(zeros((c.batch, c.seq_len), np.int32) for _ in range(2)))
     hyper = device.to_device(run.optimizer.advance(), "gpu")
-    run.train_step(hyper, zeros(1, np.float32), *batch)
+    run.train_step(hyper, zeros(1, np.float32), batch)
 
 
 def parameters(config: ModelConfig) -> int:
-    """The number of parameters in the arena, padding included."""
+    """Return the number of parameters in the arena, padding included."""
     with planning(config.padded_vocab_size):
         return Transformer(config, None, "gpu").arena.weights.size
 
 
 def zero1(plan: Plan, ranks: int) -> float:
-    """Bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32 master weights among them
-    (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all weights, because the forward pass reads them.
+    """Return bytes reserved on each of `ranks` GPUs that divide moments, moving average and float32
+    master weights among them (Rajbhandari et al. 2020, stage 1). In fp32 every rank keeps all
+    weights, because the forward pass reads them.
     """
     divided = plan.kinds["moments"] + plan.kinds.get("moving average", 0)
     if "bf16 copy of the weights" in plan.kinds:
@@ -509,10 +559,13 @@ def zero1(plan: Plan, ranks: int) -> float:
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
-    """The largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if none fits."""
-    low, high = 0, 1
+    """Return the largest batch up to about `most` for which fits(batch) is True, by bisection; 0 if
+    none fits."""
+    low = 0
+    high = 1
     while high <= most and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -520,7 +573,8 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
 
 
 def measured_timeline(step: Callable[[], Any]) -> list[int]:
-    """Run step() on the GPU -> bytes in use in CuPy's default pool, before and after each allocation and release."""
+    """Run step() on the GPU -> bytes in use in CuPy's default pool, before and after each
+    allocation and release."""
     cp = device.cupy()
     points = [cp.get_default_memory_pool().used_bytes()]
 

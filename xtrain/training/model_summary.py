@@ -8,20 +8,26 @@ from ..nn.model import Transformer
 
 
 def describe(config: ModelConfig) -> str:
-    """-> "Qwen3-style, 12 layers, width 384, ..." """
+    """Return "Qwen3-style, 12 layers, width 384, ..." """
     kind = f"{config.family}-style, " if config.family else ""
     return (
-        f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x {config.head_dim} "
+        f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x "
+        f"{config.head_dim} "
         f"({config.n_kv_heads} for keys), MLP {config.hidden_dim}, vocabulary {config.vocab_size}"
     )
 
 
 def parameter_table(model: Transformer) -> Table:
-    """Number of parameters by part. Embedding and head are apart from the core: a large vocabulary dominates small models."""
+    """Return the number of parameters by part. Embedding and head are apart from the core: a large
+    vocabulary dominates small models."""
     frozen = frozen_parameters(model)
     marks = {
-        "norm": "norms", "embed": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "MLP",
-    }  # fmt: skip
+        "norm": "norms",
+        "embed": "embedding",
+        "lm_head": "head",
+        "self_attn": "attention",
+        "mlp": "MLP",
+    }
     groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
     for name, tensor in frozen or model.named_parameters():
         kind = next((group for mark, group in marks.items() if mark in name), "other")

@@ -1,8 +1,10 @@
-"""NaN and infinity in training: which steps are skipped, losses that jump, and the op in which a NaN appeared first.
+"""NaN and infinity in training: which steps are skipped, losses that jump, and the op in which a
+NaN appeared first.
 
-A step whose loss or gradient norm is not finite changes nothing (kernels/skip_nonfinite.py decides this on the device). After
---max-skips such steps in a row the run stops. The weights are then still those before the first of them, so
-`first_nonfinite` can repeat the step op by op and check every result.
+A step whose loss or gradient norm is not finite changes nothing (kernels/skip_nonfinite.py decides
+this on the device). After --max-skips such steps in a row the run stops. The weights are then still
+those before the first of them, so `first_nonfinite` can repeat the step op by op and check every
+result.
 """
 
 import contextlib
@@ -17,9 +19,11 @@ from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
 
 # number of earlier losses that a new one is compared with: at most, at least
-SPIKE_WINDOW, SPIKE_LEAST = 50, 20
+SPIKE_WINDOW = 50
+SPIKE_LEAST = 20
 CHUNK = 1 << 24  # elements checked at a time: bounds the temporary memory
-# dtype: (unsigned integer of its size, mask that clears the sign, bits of infinity; the bits of NaN are larger)
+# dtype: (unsigned integer of its size, mask that clears the sign, bits of infinity; the bits of NaN
+# are larger)
 BITS = {
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
@@ -28,7 +32,8 @@ BITS = {
 
 
 def unsound(loss: float, norm: float) -> str | None:
-    """Why the device skipped the step with this loss and gradient norm; None if it did not."""
+    """Return why the device skipped the step with this loss and gradient norm; None if it did
+    not."""
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -36,10 +41,11 @@ def unsound(loss: float, norm: float) -> str | None:
 
 
 def spike(before: list[float], loss: float, limit: float) -> float | None:
-    """How many standard deviations a loss lies above the mean of the losses before it, or None if at most `limit`.
+    """Return how many standard deviations a loss lies above the mean of the losses before it, or
+    None if at most `limit`.
 
-    limit 0: always None. The standard deviation counts as at least a thousandth of the mean: otherwise a tiny change of an
-    almost constant loss would be a spike.
+    limit 0: always None. The standard deviation counts as at least a thousandth of the mean:
+    otherwise a tiny change of an almost constant loss would be a spike.
     """
     window = before[-SPIKE_WINDOW:]
     if not limit or len(window) < SPIKE_LEAST:
@@ -55,9 +61,11 @@ class _Found(Exception):
 
 
 def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
-    """Find the first array with NaN or infinity in a step -> its description, None if all are finite.
+    """Find the first array with NaN or infinity in a step -> its description, None if all are
+    finite.
 
-    step: runs forward and backward eagerly. The weights are checked first, then the results of every op in the order of
+    step: runs forward and backward eagerly. The weights are checked first, then the results of
+    every op in the order of
     computation: outputs of forward, gradients from backward (for parameters the sums so far).
     """
     model.arena.refresh()  # the bf16 copy, if there is one
@@ -99,7 +107,8 @@ def _names(model):
 
 
 def count_nonfinite(x: Any) -> str | None:
-    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not floating-point arrays pass."""
+    """ "3 NaN and 1 infinite of 64 values", or None if all are finite. Objects that are not
+    floating-point arrays pass."""
     if not hasattr(x, "strides") or x.dtype.name not in BITS:
         return None
     word, magnitude, infinity = BITS[x.dtype.name]
@@ -109,4 +118,6 @@ def count_nonfinite(x: Any) -> str | None:
         bits = flat[i : i + CHUNK] & magnitude
         bad += int((bits >= infinity).sum())
         infinite += int((bits == infinity).sum())
-    return f"{bad - infinite} NaN and {infinite} infinite of {flat.size} values" if bad else None
+    if bad:
+        return f"{bad - infinite} NaN and {infinite} infinite of {flat.size} values"
+    return None

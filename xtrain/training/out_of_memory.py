@@ -1,4 +1,5 @@
-"""Out of memory: the allocation that failed and where, what a step needs, and which options would need less."""
+"""Out of memory: the allocation that failed and where, what a step needs, and which options would
+need less."""
 
 import contextlib
 import gc
@@ -25,7 +26,8 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig known by then."""
+    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig known
+    by then."""
     try:
         yield
     except Exception as error:
@@ -42,11 +44,15 @@ def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterat
 # ----------------------------------------------------------------------------- advice
 def _advice(config, shape, device) -> list[str]:
     try:
-        model = read_config(Path(config.init)) if config.init else _model(config, shape)
+        if config.init:
+            model = read_config(Path(config.init))
+        else:
+            model = _model(config, shape)
         return explain(config, model, device)
     except (MemoryError, UserError, ValueError):
         return [
-            "use a smaller --micro-batch, --seq-len or model; `python -m xtrain.profile --plan` shows what they need"
+            "use a smaller --micro-batch, --seq-len or model; `python -m xtrain.profile --plan` "
+            "shows what they need"
         ]
 
 
@@ -55,13 +61,21 @@ def _model(config, shape):
 
 
 def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
-    """Lines: the memory plan of a step, and options that would need less. config: resolved.  device: "cpu" or "gpu"."""
-    c, available = config, _available_bytes(device)
+    """Return lines: the memory plan of a step, and options that would need less. config: resolved.
+    device: "cpu" or "gpu"."""
+    c = config
+    available = _available_bytes(device)
     plan = _plan(model, c)
-    at_least = "at least " if device == "cpu" else ""  # the NumPy references allocate temporaries
-    has = "" if available is None else f", {_gb(available)} are available"
+    # the NumPy references allocate temporaries
+    at_least = ""
+    if device == "cpu":
+        at_least = "at least "
+    has = ""
+    if available is not None:
+        has = f", {_gb(available)} are available"
     lines = [
-        f"a step of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute {c.recompute}, needs "
+        f"a step of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute "
+        f"{c.recompute}, needs "
         f"{at_least}{_gb(_whole(plan, device))}{has}:"
     ]
     kinds = sorted(plan.kinds.items(), key=lambda item: -item[1])
@@ -73,13 +87,18 @@ def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
         needed = _whole(_plan(model, changed), device)
         if needed > _whole(plan, device):
             continue
-        fits = "" if available is None else "fits" if needed <= available else "does not fit"
+        if available is None:
+            fits = ""
+        elif needed <= available:
+            fits = "fits"
+        else:
+            fits = "does not fit"
         lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
     return lines
 
 
 def _less(c, model, device):
-    """-> (option, the config with it, its cost)"""
+    """Yield (option, the config with it, its cost)."""
     rows = [n for n in range(1, c.micro_batch + 1) if c.micro_batch % n == 0]
     if c.precision == "fp8":
         rows = [n for n in rows if n * c.seq_len % TILE == 0]
@@ -115,8 +134,10 @@ def _whole(plan, device):
 
 
 def _available_bytes(device):
-    """All memory of the GPU, or the free memory of the machine; None if unknown."""
-    return cupy().cuda.runtime.memGetInfo()[1] if device == "gpu" else free_memory()
+    """Return all memory of the GPU, or the free memory of the machine; None if unknown."""
+    if device == "gpu":
+        return cupy().cuda.runtime.memGetInfo()[1]
+    return free_memory()
 
 
 def _gb(n):

@@ -1,8 +1,9 @@
-"""How long each phase of a training step takes. Timestamps are taken at the phase boundaries; nothing waits for the GPU.
+"""How long each phase of a training step takes. Timestamps are taken at the phase boundaries;
+nothing waits for the GPU.
 
-On a CPU a timestamp is `time.perf_counter()`. On a GPU it is an event on the current stream, so "data" is the time for
-which the GPU waited for the batch. A step that is replayed from a CUDA graph is a single phase; `python -m
-xtrain.profile` measures its parts.
+On a CPU a timestamp is `time.perf_counter()`. On a GPU it is an event on the current stream, so
+"data" is the time for which the GPU waited for the batch. A step that is replayed from a CUDA graph
+is a single phase; `python -m xtrain.profile` measures its parts.
 """
 
 import sys
@@ -28,12 +29,13 @@ class NoPhaseTimer:
 class PhaseTimer(NoPhaseTimer):
     """Measures the phases of training steps.
 
-    captured: the step is a CUDA graph, so its phases are CAPTURED_PHASES; otherwise they are EAGER_PHASES. `begin` ignores
-    phases that are not among them.
+    captured: the step is a CUDA graph, so its phases are CAPTURED_PHASES; otherwise they are
+    EAGER_PHASES. `begin` ignores phases that are not among them.
     """
 
     def __init__(self, device: str, captured: bool):
-        self.gpu, self.phases = device == "gpu", CAPTURED_PHASES if captured else EAGER_PHASES
+        self.gpu = device == "gpu"
+        self.phases = CAPTURED_PHASES if captured else EAGER_PHASES
         self.timestamps: list[tuple[str | None, Any]] = []  # (phase that begins or None, time)
 
     def begin(self, phase: str) -> None:
@@ -44,7 +46,8 @@ class PhaseTimer(NoPhaseTimer):
         self.timestamps.append((None, self._now()))
 
     def read(self, steps: int) -> dict[str, float]:
-        """-> {phase: ms per step}, over the `steps` steps since the last read. The GPU must have finished them."""
+        """Return {phase: ms per step}, over the `steps` steps since the last read. The GPU must
+        have finished them."""
         ms = dict.fromkeys(self.phases, 0.0)
         for (phase, start), (_, end) in zip(self.timestamps, self.timestamps[1:]):
             if phase is not None:
@@ -53,14 +56,19 @@ class PhaseTimer(NoPhaseTimer):
         return ms
 
     def _now(self):
-        return cupy().cuda.get_current_stream().record() if self.gpu else time.perf_counter()
+        if self.gpu:
+            return cupy().cuda.get_current_stream().record()
+        return time.perf_counter()
 
     def _elapsed_ms(self, start, end):
-        return cupy().cuda.get_elapsed_time(start, end) if self.gpu else 1e3 * (end - start)
+        if self.gpu:
+            return cupy().cuda.get_elapsed_time(start, end)
+        return 1e3 * (end - start)
 
 
 def memory_bytes(device: str) -> int | None:
-    """Peak memory so far: on a GPU that of CuPy's pools, on a CPU the process's resident memory; None if unknown."""
+    """Return peak memory so far: on a GPU that of CuPy's pools, on a CPU the process's resident
+    memory; None if unknown."""
     if device == "gpu":
         return memory_peak_bytes(device)
     try:

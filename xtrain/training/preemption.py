@@ -1,8 +1,9 @@
 """Stop early, with a checkpoint: on a signal, or before the time limit of a job.
 
-On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP (the terminal was closed) the current step is finished, a checkpoint is written
-and the program exits with code 0. A second SIGINT exits at once. Before the first step there is nothing to save, so any of
-these signals exits at once. A SIGHUP that was ignored when the program started (nohup) stays ignored.
+On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP (the terminal was closed) the current step is
+finished, a checkpoint is written and the program exits with code 0. A second SIGINT exits at once.
+Before the first step there is nothing to save, so any of these signals exits at once. A SIGHUP that
+was ignored when the program started (nohup) stays ignored.
 """
 
 import math
@@ -21,7 +22,8 @@ LONGEST_START = 600  # seconds; a process that seems older has inconsistent cloc
 
 
 def _process_age() -> float:
-    """Seconds since this process started. (Importing libraries may take a noticeable part of a job's time.)"""
+    """Return seconds since this process started. (Importing libraries may take a noticeable part of
+    a job's time.)"""
     try:
         with open("/proc/self/stat") as file:
             started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -42,7 +44,8 @@ def _is_ignored(number: int) -> bool:
 
 
 class StopRequest:
-    """Catches signals and watches the time limit: `with StopRequest(limit) as stop`, then `stop.after_step()` per step.
+    """Catches signals and watches the time limit: `with StopRequest(limit) as stop`, then
+    `stop.after_step()` per step.
 
     limit: seconds from the start of the program, None for no limit.  now: a clock in seconds.
     reason: the signal's name or "--time-limit" once a stop was requested, else "".
@@ -50,7 +53,9 @@ class StopRequest:
 
     def __init__(self, limit: float | None = None, now: Callable[[], float] = time.monotonic):
         self.limit, self.now = limit, now
-        self.requested, self.training, self.reason = False, False, ""
+        self.requested = False
+        self.training = False
+        self.reason = ""
         self.last_step: float | None = None  # when the last step ended
         self.slowest_step = self.slowest_save = 0.0
         self.previous_handlers: dict[int, Any] = {}
@@ -72,15 +77,18 @@ class StopRequest:
     def _on_signal(self, number, frame):
         if not self.training or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
-        self.requested, self.reason = True, signal.Signals(number).name
+        self.requested = True
+        self.reason = signal.Signals(number).name
 
     def begin(self, checkpoint_bytes: float) -> None:
         """Training begins: from now on a signal waits for the end of the step."""
-        self.training, self.last_step = True, None
+        self.training = True
+        self.last_step = None
         self.slowest_save = checkpoint_bytes / BYTES_PER_SECOND
 
     def after_step(self, save_seconds: float = 0.0) -> bool:
-        """Call after every step. -> is it time to stop?   save_seconds: time of the slowest checkpoint so far."""
+        """Call after every step. -> is it time to stop?   save_seconds: time of the slowest checkpoint so
+        far."""
         now = self.now()
         if self.last_step is not None:  # the first step compiles kernels: it does not count
             self.slowest_step = max(self.slowest_step, now - self.last_step)
@@ -89,7 +97,8 @@ class StopRequest:
             # twice the slowest step and checkpoint, as a margin
             needed = EXIT_SECONDS + 2 * (self.slowest_step + self.slowest_save)
             if now - STARTED + needed >= self.limit:
-                self.requested, self.reason = True, "--time-limit"
+                self.requested = True
+                self.reason = "--time-limit"
         return self.requested
 
 
@@ -97,12 +106,12 @@ def parse_seconds(text: str | None) -> float | None:
     """ "5400", "90:00", "1:30:00" or "0-01:30:00" (Slurm's format) -> 5400.0. Raises UserError."""
     if text is None:
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d*)?)", text)
-    if found is None or (found[1] is not None and found[3] is None):
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+(?:\.\d*)?)", text)
+    if match is None or (match[1] is not None and match[3] is None):
         raise UserError(
             f"--time-limit {text!r} is not a time: give seconds, MM:SS, HH:MM:SS or D-HH:MM:SS"
         )
-    value = math.fsum(float(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1)))
+    value = math.fsum(float(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1)))
     if value <= 0:
         raise UserError(f"--time-limit must be positive, got {text}")
     return value

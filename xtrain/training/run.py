@@ -1,17 +1,20 @@
-"""One training run: model, optimizer and data, the training step, and the state that a checkpoint holds."""
+"""One training run: model, optimizer and data, the training step, and the state that a checkpoint
+holds."""
 
 import functools
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import blas
-from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig
+from ..config import SHAPES, ModelConfig, ResolvedConfig, TrainConfig, may_change
+from ..data.batches import Batch
 from ..data.dataset import Corpus
 from ..device import Array, HostCopies, device_name, free_cached, to_device, to_numpy
 from ..errors import UserError
@@ -31,12 +34,17 @@ from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
 from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
-from .single_process import SINGLE_PROCESS, SingleProcess
+
+
+def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the batch, a NamedTuple, with the results of the function in place of its arrays."""
+    return type(batch)(*(None if array is None else function(array) for array in batch))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still on the device."""
+    """The results of one step. loss (this rank's share) and grad_norm: (1,) arrays that are still
+    on the device."""
 
     step: int  # counts from 1
     loss: Array
@@ -49,45 +57,59 @@ class StepResult:
 class Run:
     """Model, optimizer and data of one training run, and the training step.
 
-    Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate` or `sample`
-    (lessons/howto/change_the_model.md). With several ranks: parallel.ddp.ParallelRun.
+    Derive from it to change the model, `make_optimizer`, `learning_rate`, `next_batch`, `validate`
+    or `sample` (lessons/howto/change_the_model.md).
 
-    done: steps so far.  val_loss: (step, loss) of the last validation.  skipped: skipped steps, as far as the host has read
-    the numbers.  beat(), rest(): tell a watchdog that the run makes progress, and that training is over.
+    parallel: how the steps are divided among the ranks: a SingleDevice, the default, or a
+    DataParallel.
+    done: steps so far.
+    val_loss: (step, loss) of the last validation.
+    skipped: skipped steps, as far as the host has read the numbers.
     """
+
+    command = "train"  # the command that can continue the run
 
     def __init__(
         self,
         config: ResolvedConfig,
         model: Transformer,
         corpus: Corpus,
-        ranks: SingleProcess = SINGLE_PROCESS,
+        parallel: SingleDevice | None = None,
     ):
         c = config
-        self.config, self.model, self.corpus, self.ranks = config, model, corpus, ranks
-        self.parallel = self.make_parallel()
+        self.config = config
+        self.model = model
+        self.corpus = corpus
+        self.parallel = parallel or SingleDevice()
+        self.parallel.attach(config, model)
+        self.ranks = ranks = self.parallel.ranks
         self.optimizer = self.make_optimizer()
         self.loader = corpus.loader(c.batch, c.seq_len, c.seed, ranks.rank, ranks.world)
         self.done = 0
         self.val_loss: tuple[int, float] | None = None
         # skipped steps in a row: counted on the device, and the value that the host has read
         self.skips_in_a_row = zeros(model.arena.grads, 1, np.int32)
-        self.skips_in_a_row_read = self.skipped = 0
+        self.skips_in_a_row_read = 0
+        self.skipped = 0
         self.host_copies = HostCopies()
-        self.beat: Callable[[], None] = lambda: None
-        self.rest: Callable[[], None] = lambda: None
         self.phase_timer = NoPhaseTimer()
         captured = c.graph and model.device != "cpu"
-        self.on_device = capture(self.train_step, model.arena) if captured else self.eagerly
+        if captured:
+            self.on_device = capture(self.train_step, model.arena)
+        else:
+            self.on_device = self.eagerly
         self.to_compile = model.device == "gpu" and ranks.world == 1 and self.is_stateless()
 
     @property
     def program(self) -> str:
-        """The command that continues the run, without its options."""
-        return "python -m xtrain.train"
+        """The command line that continues the run, without its options."""
+        launcher = ""
+        if self.ranks.world > 1:
+            launcher = f"mpirun -n {self.ranks.world} "
+        return f"{launcher}python -m xtrain.{self.command}"
 
     def make_optimizer(self) -> AdamW:
-        """AdamW or Muon with the options of this run."""
+        """Return AdamW or Muon with the options of this run."""
         c = self.config
         options: dict[str, Any] = dict(
             lr=c.lr,
@@ -98,14 +120,11 @@ class Run:
         )
         return self.parallel.make_optimizer(c.optimizer, **options)
 
-    def make_parallel(self) -> SingleDevice:
-        """How this run's steps are divided among the ranks."""
-        return SingleDevice(self.config, self.model, self.ranks)
-
     # ------------------------------------------------------------------------- one step
     def step(self) -> StepResult:
-        """One optimizer step: batch, learning rate, `train_step` on the device. No value is read back."""
-        self.beat()
+        """Make one optimizer step: batch, learning rate, `train_step` on the device. No value is
+        read back."""
+        self.parallel.report_progress()
         self.phase_timer.begin("data")
         batch = self.next_batch()
         if self.to_compile:
@@ -119,26 +138,29 @@ class Run:
         counts = None if fp8 is None else fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
-    def update(self, batch: Sequence[np.ndarray]) -> tuple[Array, Array]:
+    def update(self, batch: Any) -> tuple[Array, Array]:
         """Update the weights once. batch: see `next_batch`.  -> as `train_step`"""
-        inv_count = self.parallel.inverse_target_count(batch[1])
+        inv_count = self.parallel.inverse_target_count(batch.targets)
         self.phase_timer.begin("step")
         self.optimizer.lr = self.learning_rate()
         hyper = self.optimizer.advance()
-        return self.on_device(hyper, inv_count, *batch)  # eager, or a CUDA graph
+        return self.on_device(hyper, inv_count, batch)  # eager, or a CUDA graph
 
     @np.errstate(all="ignore")  # steps that are not finite are expected, and skipped below
-    def train_step(self, hyper: Array, inv_count: Array, *batch: Array) -> tuple[Array, Array]:
-        """The part of a step that runs on the device. It reads no value back, so a CUDA graph can capture it.
+    def train_step(self, hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, Array]:
+        """Run the part of a step that runs on the device. It reads no value back, so a CUDA graph
+        can capture it.
 
-        hyper: AdamW.advance().  inv_count: 1 / number of targets of the whole batch, (1,).  batch: see `next_batch`.
-        -> this rank's share of the loss, gradient norm of the whole model; (1,)
+        hyper: AdamW.advance().
+        inv_count: 1 / number of targets of the whole batch, (1,).
+        batch: see `next_batch`. -> this rank's share of the loss, gradient norm of the whole model;
+        (1,)
         """
         self.model.zero_grad()
         losses = []
-        for rows, last in self.micro_batches(batch[0].shape[0]):
+        for part, last in self.micro_batches(batch):
             self.phase_timer.begin("forward")
-            loss = self.loss([x[rows] for x in batch], inv_count)
+            loss = self.loss(part, inv_count)
             self.phase_timer.begin("backward")
             self.parallel.backward(loss, last)  # after the last: gradients are sums over all ranks
             losses.append(loss.data.reshape(1))
@@ -150,25 +172,29 @@ class Run:
         self.optimizer.apply(hyper, factor)
         return total, norm
 
-    def noted_step(self, batch: Sequence[np.ndarray]) -> dict[tuple, Specialization]:
-        """What a step with this batch launches and has not been compiled. Its kernels do not run; only gradients change.
+    def noted_step(self, batch: Any) -> dict[tuple, Specialization]:
+        """Return what a step with this batch launches and has not been compiled. Its kernels do not
+        run; only gradients change.
 
-        Compiled together these kernels take about as long as the slowest of them. Otherwise each is compiled when it runs first.
+        Compiled together these kernels take about as long as the slowest of them. Otherwise each is
+        compiled when it runs first.
         """
-        self.model.arena.refresh()  # a launch that must happen: inside, the copy would count as written
+        # a launch that must happen: inside, the copy would count as written
+        self.model.arena.refresh()
         hyper = np.zeros(self.optimizer.hyper_size, np.float32)
         inv_count = np.ones(1, np.float32)
         fp8 = self.model.fp8
         ready = fp8 is not None and fp8.ready
         with note_launches() as found:
-            self.eagerly(hyper, inv_count, *batch)
+            self.eagerly(hyper, inv_count, batch)
         if fp8 is not None:
             fp8.ready = ready
         free_cached(self.model.device)
         return found
 
     def is_stateless(self) -> bool:
-        """Whether a forward pass is known to change nothing: true of xtrain's classes, unknown of a user's."""
+        """Return whether a forward pass is known to change nothing: true of xtrain's classes,
+        unknown of a user's."""
         parts = (self, self.optimizer, *(module for _, module in self.model.modules()))
         package = __name__.split(".")[0]
         return all(type(part).__module__.split(".")[0] == package for part in parts)
@@ -183,38 +209,47 @@ class Run:
         """The tokens of a step, of all ranks."""
         return self.config.batch * self.config.seq_len
 
-    def loss(self, batch: Sequence[Array], *inv_count: Array) -> Tensor:
-        """The loss of a micro-batch. batch: some rows of `next_batch`.  inv_count: as in `train_step`; none: of these rows."""
-        ids, targets, *starts = batch
-        documents = {"starts": starts[0]} if starts else {}
-        return self.model.loss(ids, targets, *inv_count, **documents)
+    def loss(self, batch: Any, inv_count: Array | None = None) -> Tensor:
+        """Return the loss of a micro-batch.
 
-    def micro_batches(self, batch: int) -> Iterator[tuple[slice, bool]]:
-        """-> (rows of a micro-batch, is it the last one?)"""
-        for start in range(0, batch, self.config.micro_batch):
+        batch: some rows of `next_batch`.
+        inv_count: as in `train_step`; None: of these rows.
+        """
+        return self.model.loss(batch.ids, batch.targets, inv_count, batch.starts)
+
+    def micro_batches(self, batch: Any) -> Iterator[tuple[Any, bool]]:
+        """Yield (a micro-batch of the batch, is it the last one?)."""
+        n = batch.ids.shape[0]
+        for start in range(0, n, self.config.micro_batch):
             end = start + self.config.micro_batch
-            yield slice(start, end), end >= batch
+            yield each_array(batch, itemgetter(slice(start, end))), end >= n
 
-    def eagerly(self, *inputs: np.ndarray) -> tuple[Array, Array]:
-        """`train_step`, kernel by kernel."""
-        return self.train_step(*(to_device(x, self.model.device) for x in inputs))
+    def eagerly(self, hyper: np.ndarray, inv_count: np.ndarray, batch: Any) -> tuple[Array, Array]:
+        """Run `train_step` kernel by kernel."""
+        move = lambda x: to_device(x, self.model.device)
+        return self.train_step(move(hyper), move(inv_count), each_array(batch, move))
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step; self.done steps have been made."""
+        """Return the learning rate of the next step; self.done steps have been made."""
         c = self.config
-        decay = Decay(c.decay_fraction, c.decay_shape) if c.schedule == "wsd" else COSINE
+        if c.schedule == "wsd":
+            decay = Decay(c.decay_fraction, c.decay_shape)
+        else:
+            decay = COSINE
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio, decay)
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets (batch / ranks, T), and if a row holds several documents, their starts (Transformer.loss).
+    def next_batch(self) -> Any:
+        """Return this rank's rows of the next batch.
 
-        A derived class may return more arrays of as many rows, if its `loss` reads them.
+        A derived class may return another NamedTuple, of `ids`, `targets` and more arrays of as
+        many rows, if its `loss` reads them.
         """
-        return self.loader.next_batch()
+        return Batch(*self.loader.next_batch())
 
     # ------------------------------------------------------------------------- measurements
     def layer_norms(self) -> dict[str, float]:
-        """Gradient norms of the last step before clipping: embedding, each layer, last norm, head, other modules."""
+        """Return the gradient norms of the last step before clipping: embedding, each layer, last
+        norm, head, other modules."""
         squares = self._layer_squares()
         sums = self.parallel.sum_over_owners(list(squares.values()))
         return {name: float(np.sqrt(x)) for name, x in zip(squares, sums)}
@@ -225,24 +260,30 @@ class Run:
             name = _group(prefix + next(iter(p.parts)))
             sums.setdefault(name, 0.0)
             for start, end in self.optimizer.owned:
-                a, b = max(start, p.offset), min(end, p.offset + p.size)
+                a = max(start, p.offset)
+                b = min(end, p.offset + p.size)
                 if a < b:
                     sums[name] += float(to_numpy(sum_of_squares(self.model.arena.grads[a:b]))[0])
         return sums
 
     @no_grad()
     def validate(self) -> tuple[float, float]:
-        """-> (mean loss in nats per token, bits per byte) over the fixed validation batches."""
-        c, ranks, nats, tokens, lengths = self.config, self.ranks, 0.0, 0.0, 0.0
+        """Return (mean loss in nats per token, bits per byte) over the fixed validation batches."""
+        c = self.config
+        ranks = self.ranks
+        nats = 0.0
+        tokens = 0.0
+        lengths = 0.0
         share = c.batch // ranks.world
-        for batch in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
-            for i in range(share * ranks.rank, share * (ranks.rank + 1), c.micro_batch):
-                self.beat()
-                rows = [x[i : i + c.micro_batch] for x in batch]
-                counted = rows[1][rows[1] != IGNORE]
+        own_rows = slice(share * ranks.rank, share * (ranks.rank + 1))
+        for arrays in self.corpus.val_batches(c.eval_batches, c.batch, c.seq_len):
+            batch = each_array(Batch(*arrays), itemgetter(own_rows))
+            for part, _ in self.micro_batches(batch):
+                self.parallel.report_progress()
+                counted = part.targets[part.targets != IGNORE]
                 if not counted.size:  # the last batch may have fewer rows
                     continue
-                nats += self.loss(rows).item() * counted.size
+                nats += self.loss(part).item() * counted.size
                 tokens += counted.size
                 lengths += int(self.corpus.token_lengths[counted].sum())
         nats, tokens, lengths = ranks.sum([nats, tokens, lengths])
@@ -255,8 +296,10 @@ class Run:
         log.validation(self.done, loss, bpb, self.corpus.bigram_bpb)
 
     def sample(self) -> str:
-        """The prompt continued with temperature 0.8, top-k 50; if that fails, the reason: training continues."""
-        c, tokenizer = self.config, self.corpus.tokenizer
+        """Return the prompt continued with temperature 0.8, top-k 50; if that fails, the reason:
+        training continues."""
+        c = self.config
+        tokenizer = self.corpus.tokenizer
         longest = self.model.config.max_seq_len
         try:
             prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
@@ -268,17 +311,23 @@ class Run:
 
     # ------------------------------------------------------------------------- saving and resuming
     def resume_options(self) -> dict[str, Any]:
-        """The options that determine the numbers: a resumed run must have the same values, unless --allow-change names them."""
-        # only a ParallelConfig has grad_comm
-        options = {name: getattr(self.config, name, "fp32") for name in self.config.resume_keys()}
+        """Return the options that determine the numbers: a resumed run must have the same values,
+        unless --allow-change names them."""
+        options = {name: getattr(self.config, name) for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
         text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
-        variation = {"variation": self.model.variation} if self.model.variation else {}
+        if self.model.variation:
+            variation = {"variation": self.model.variation}
+        else:
+            variation = {}
         return {**options, **text, **self.model.config.to_dict(), **variation}
 
     def made_on(self) -> dict[str, Any]:
-        """The hardware and ranks of the run, on a CPU also its BLAS threads. If they change, the last bits may differ."""
-        on_cpu = {"blas_threads": blas.threads()} if self.model.device == "cpu" else {}
+        """Return the hardware and ranks of the run, on a CPU also its BLAS threads. If they change,
+        the last bits may differ."""
+        on_cpu = {}
+        if self.model.device == "cpu":
+            on_cpu = {"blas_threads": blas.threads()}
         return {
             **on_cpu,
             "device": device_name(self.model.device),
@@ -289,14 +338,16 @@ class Run:
     def save(self, folder: Path) -> Path | None:
         """Write a checkpoint now. -> its folder, None on a rank that does not write."""
         snapshot = self.snapshot({})
-        return None if snapshot is None else checkpoint.write(folder, snapshot)
+        if snapshot is None:
+            return None
+        return checkpoint.write(folder, snapshot)
 
     def snapshot(self, log_lengths: dict[str, int]) -> Snapshot | None:
         """Copy the state after the last step to host memory, on rank 0; every rank must call this.
 
         log_lengths: {file name: bytes}, to which a run that resumes from here cuts the files back.
         """
-        self.beat()
+        self.parallel.report_progress()
         with self.parallel.full_moments(self.optimizer) as moments:
             if self.ranks.rank > 0:
                 return None
@@ -305,7 +356,7 @@ class Run:
             return checkpoint.snapshot(self.model, moments, state, tokenizer, self.host_copies)
 
     def _state(self, log_lengths):
-        """The contents of state.json."""
+        """Return the contents of state.json."""
         step, loss = self.val_loss or (None, np.nan)
         return {
             "step": self.done,
@@ -319,7 +370,8 @@ class Run:
         }
 
     def resume(self, saved: Saved, warn: Callable[[str], None] = lambda sentence: None) -> None:
-        """Continue from a checkpoint. Raises UserError if an option differs that must stay the same."""
+        """Continue from a checkpoint. Raises UserError if an option differs that must stay the
+        same."""
         made_on = saved.state["made_on"]
         changed = option_changes(saved.state["options"], self.resume_options())
         if made_on.get("ranks") != self.ranks.world:  # the share of each rank has another size
@@ -330,7 +382,8 @@ class Run:
         self.parallel.load(saved, self.optimizer)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
             warn(
-                "the text or its division into sequences has changed: reading restarts at its beginning"
+                "the text or its division into sequences has changed: reading restarts at its "
+                "beginning"
             )
         else:
             self.loader.load_state_dict(saved.state["loader"])
@@ -359,11 +412,7 @@ class Run:
                 "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
             )
         # no option can make the weights fit another shape, or adapters of another rank
-        if (
-            may
-            and not changed.keys() & set(SHAPES)
-            and self.config.may_change().issuperset(changed)
-        ):
+        if may and not changed.keys() & set(SHAPES) and may_change(self.config).issuperset(changed):
             advice.append(f"or allow the change: --allow-change {' '.join(may)}")
         raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
@@ -371,31 +420,35 @@ class Run:
     def explain(self, step: int) -> str:
         """After max_skips skipped steps: repeat the forward and backward of `step`, op by op.
 
-        -> where the first non-finite value appeared. Every rank must call it; all get the same answer.
+        -> where the first non-finite value appeared. Every rank must call it; all get the same
+        answer.
         """
         self.on_device = self.eagerly  # frees the memory of a captured step
         gc.collect()
         self.loader.position -= (self.done - step + 1) * self.loader.B
         batch = self.next_batch()
-        inv_count = self.parallel.inverse_target_count(batch[1])
-        inputs = [to_device(x, self.model.device) for x in (inv_count, *batch)]
-        found = self.ranks.gather(first_nonfinite(self.model, lambda: self._gradients(*inputs)))
-        for rank, where in enumerate(found):
+        move = lambda x: to_device(x, self.model.device)
+        inv_count = move(self.parallel.inverse_target_count(batch.targets))
+        batch = each_array(batch, move)
+        places = self.ranks.gather(
+            first_nonfinite(self.model, lambda: self._gradients(inv_count, batch))
+        )
+        for rank, where in enumerate(places):
             if where is not None:
-                return where if len(found) == 1 else f"rank {rank}: {where}"
-        everywhere = "" if len(found) == 1 else " on every rank"
+                return where if len(places) == 1 else f"rank {rank}: {where}"
+        everywhere = "" if len(places) == 1 else " on every rank"
         return (
-            f"every result is finite{everywhere} when the step is repeated: the gradient norm is too large, or the error "
+            f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
+            "too large, or the error "
             "is not reproducible"
         )
 
     @np.errstate(all="ignore")
-    def _gradients(self, inv_count, *batch):
-        """Forward and backward of `train_step`, without communication."""
+    def _gradients(self, inv_count, batch):
+        """Run forward and backward of `train_step`, without communication."""
         self.model.zero_grad()
-        for rows, _ in self.micro_batches(batch[0].shape[0]):
-            loss = self.loss([x[rows] for x in batch], inv_count)
-            self.parallel.backward(loss, last=False)
+        for part, _ in self.micro_batches(batch):
+            self.parallel.backward(self.loss(part, inv_count), last=False)
 
     def close(self) -> None:
         """Release the captured steps, then the communicator that they use."""
@@ -407,13 +460,28 @@ class Run:
 def capture(
     train_step: Callable[..., tuple[Array, ...]], arena: Arena
 ) -> Callable[..., tuple[Array, ...]]:
-    """train_step as a CUDA graph. Its results are copied, because the next replay overwrites them."""
-    graphed = Graphed(train_step, arena)
-    return lambda *inputs: tuple(x.copy() for x in graphed(*inputs))
+    """Return train_step as CUDA graphs, one for each kind and shape of batch.
+
+    Its results are copied, because the next replay overwrites them.
+    """
+
+    def step_of(kind, names, hyper, inv_count, *arrays):
+        return train_step(hyper, inv_count, kind(**dict(zip(names, arrays))))
+
+    graphed = Graphed(step_of, arena)
+
+    def replay(hyper: Array, inv_count: Array, batch: Any) -> tuple[Array, ...]:
+        arrays = {name: x for name, x in batch._asdict().items() if x is not None}
+        variant = (type(batch), tuple(arrays))
+        results = graphed(hyper, inv_count, *arrays.values(), variant=variant)
+        return tuple(x.copy() for x in results)
+
+    return replay
 
 
 def _group(name):
-    """The group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight" -> "layer 3"."""
+    """Return the group of a parameter by its Hugging Face name: "model.layers.3.mlp.up_proj.weight"
+    -> "layer 3"."""
     words = name.split(".")
     if "layers" in words:
         return f"layer {words[words.index('layers') + 1]}"
@@ -424,10 +492,10 @@ def _group(name):
 def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # older checkpoints lack the newer options; their runs used what are the defaults now
-    known = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
     new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
-    known |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
-    then = {name: default for name, default in known.items() if name in now} | then
+    defaults |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
+    then = {name: default for name, default in defaults.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {
         name: f"{name} was {then.get(name)}, is {now.get(name)}"

@@ -1,4 +1,5 @@
-"""The folder of a run: choosing it, locking it, and config.json in it. An existing run is never overwritten."""
+"""The folder of a run: choosing it, locking it, and config.json in it. An existing run is never
+overwritten."""
 
 import contextlib
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..cli import say
-from ..config import ModelConfig, ResolvedConfig, TrainConfig, preset_name
+from ..config import ModelConfig, ResolvedConfig, TrainConfig
 from ..data.dataset import Corpus
 from ..device import device_name, resolve_device
 from ..errors import UserError
@@ -27,20 +28,22 @@ from ..formats import saved_runs
 from ..formats.manifest import MANIFEST
 from ..formats.saved_runs import Saved
 from ..json_files import read_json
+from ..run_options import RunOptions
 from ..version import VERSION
 from .single_process import SINGLE_PROCESS, SingleProcess
 
 LEFT_OUT_SHOWN = 5  # files that are not used, named on the terminal
 GIT_SECONDS = 10  # a commit is worth no longer wait
 COMPILERS = ("numba", "numba-cuda", "numba-cuda-mlir")  # of the kernels
-Options = TypeVar("Options", bound=TrainConfig)
+Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass(frozen=True)
 class RunFolder:
     """Where a run is written.
 
-    saved: the checkpoint to resume from.  contents: what the folder held when it was chosen (see `_contents`).
+    saved: the checkpoint to resume from.
+    contents: what the folder held when it was chosen (see `_contents`).
     first_options: the run's options in config.json, as far as they are known.
     """
 
@@ -49,28 +52,34 @@ class RunFolder:
     contents: tuple[str, ...] = ()
     first_options: dict[str, Any] = field(default_factory=dict)
 
-    def tokenizer(self, config: TrainConfig) -> str | None:
-        """The tokenizer.json to use, None to train one. A run keeps its checkpoint's, unless --tokenizer names another."""
-        same = config.tokenizer in (None, self.first_options.get("tokenizer"))
+    def tokenizer(self, given: str | None) -> str | None:
+        """Return the tokenizer.json to use, None to train one.
+
+        A run keeps its checkpoint's, unless --tokenizer names another.
+        given: --tokenizer.
+        """
+        same = given in (None, self.first_options.get("tokenizer"))
         if self.saved is None or not same:
-            return config.tokenizer
+            return given
         return str(self.saved.folder / "tokenizer.json")
 
 
 def choose(config: ResolvedConfig, name: str | None, warn: Callable[[str], None]) -> RunFolder:
-    """Choose the folder from --out, --name and --resume. name: --name as given; None: the first free name is chosen.
+    """Choose the folder from --out, --name and --resume. name: --name as given; None: the first
+    free name is chosen.
 
     Raises UserError if the folder of a given name is taken, or holds no checkpoint to resume from.
     """
     path = first = Path(config.out) / config.name
     if config.resume:
         path = _last_path(first, name)
-        contents, saved = _contents(path), None
+        contents = _contents(path)
+        saved = None
         if contents and not saved_runs.folders(path):
             warn(f"{path} holds no checkpoint yet: the run starts from its beginning")
         else:
             saved = saved_runs.newest(path, warn)
-        return RunFolder(path, saved, contents, _stored_options(path, TrainConfig) or {})
+        return RunFolder(path, saved, contents, _stored_options(path, type(config)) or {})
     if name is not None and _contents(path):
         raise UserError(
             f"{path} already exists: add --resume to continue that run, or choose another --name"
@@ -87,26 +96,29 @@ def claim(
     warn: Callable[[str], None],
     stack: contextlib.ExitStack,
 ) -> RunFolder:
-    """Lock the folder until `stack` is left. If another process has written there since `choose`, choose again."""
+    """Lock the folder until `stack` is left. If another process has written there since `choose`,
+    choose again."""
     while True:
         with contextlib.ExitStack() as attempt:
             _lock(folder.path, attempt)
             if _contents(folder.path) == folder.contents:
                 stack.push(attempt.pop_all())
                 return folder
-        before, folder = folder, choose(config, name, warn)
+        before = folder
+        folder = choose(config, name, warn)
         if before.saved and not folder.saved:  # the model is about to be filled from it
             raise UserError(f"{before.saved.folder} is gone: start again")
 
 
 def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
-    """-> the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of rank 0 to resume from."""
+    """Return the folder. Raises UserError, on every rank, if a rank does not see the checkpoint of
+    rank 0 to resume from."""
     if folder.saved:
         path = folder.saved.folder
         manifest = path / MANIFEST
-        found = ranks.gather(digest(manifest) if manifest.is_file() else None)
-        for rank, seen in enumerate(found):
-            if seen != found[0]:
+        digests = ranks.gather(digest(manifest) if manifest.is_file() else None)
+        for rank, seen in enumerate(digests):
+            if seen != digests[0]:
                 sees = "does not see" if seen is None else "sees another"
                 raise UserError(
                     f"rank {rank} {sees} {path}: give a folder --out that all machines share"
@@ -115,19 +127,25 @@ def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
 
 
 def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
-    """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init may be gone.
+    """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init
+    may be gone.
 
     Raises UserError if --vocab-size asks for another tokenizer.
     """
-    saved, first = folder.saved, folder.first_options
+    saved = folder.saved
+    first = folder.first_options
     if saved is None:
         return config
-    init, was = config.init or first.get("init"), first.get("vocab_size", config.vocab_size)
-    if not init and folder.tokenizer(config) != config.tokenizer and config.vocab_size != was:
-        raise UserError(
-            f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: omit --vocab-size, because a run keeps "
-            "its tokenizer"
-        )
+    init = config.init or first.get("init")
+    if not init and isinstance(config, TrainConfig):
+        was = first.get("vocab_size", config.vocab_size)
+        keeps_tokenizer = folder.tokenizer(config.tokenizer) != config.tokenizer
+        if keeps_tokenizer and config.vocab_size != was:
+            raise UserError(
+                f"cannot resume {saved.folder}: vocab_size was {was}, is {config.vocab_size}: "
+                "omit --vocab-size, "
+                "because a run keeps its tokenizer"
+            )
     precision = config.precision
     if precision == "auto":
         precision = saved.state["options"].get("precision")
@@ -136,19 +154,29 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
 
 
 # ----------------------------------------------------------------------------- the command line of a run that continues
-# Options that config.json does not decide: how this process ends, where the run is; blas_threads is in the checkpoint.
+# Options that config.json does not decide: how this process ends, where the run is; blas_threads is
+# in the checkpoint.
 NOT_STORED = (
-    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name", "blas_threads",
-)  # fmt: skip
+    "resume",
+    "allow_change",
+    "stop_at",
+    "time_limit",
+    "debug",
+    "verify_data",
+    "out",
+    "name",
+    "blas_threads",
+)
 
 
 def parse_options(
     parse: Callable[[Options | None], Options], ranks: SingleProcess = SINGLE_PROCESS
 ) -> Options:
-    """The options of a command line. With --resume, those that it does not give are the run's own, in its config.json.
+    """Return the options of a command line. With --resume, those that it does not give are the
+    run's own, in its config.json.
 
-    parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder: others may not see it. Raises
-    UserError.
+    parse(defaults) parses it; defaults None: those of the class. Rank 0 reads the run's folder:
+    others may not see it. Raises UserError.
     """
     given = parse(None)
     if not given.resume:
@@ -165,15 +193,16 @@ def parse_options(
     return replace(config, allow_change=(*config.allow_change, *same))
 
 
-def to_resume(config: TrainConfig) -> Path:
-    """The folder of the run that --resume continues."""
+def to_resume(config: RunOptions) -> Path:
+    """Return the folder of the run that --resume continues."""
     gpu = resolve_device(config.device) == "gpu"
-    first = Path(config.out) / (config.name or preset_name(config, gpu))
+    first = Path(config.out) / (config.name or config.default_name(gpu))
     return _last_path(first, config.name)
 
 
 def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
-    """-> the options of the run that is to be resumed, none if they are unknown; the changes that were allowed before"""
+    """Return the options of the run to resume, none if they are unknown; the changes that
+    were allowed before"""
     path = to_resume(given)
     stored = _stored_options(path, type(given))
     if stored is None:
@@ -190,23 +219,24 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
-    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of ranks."""
+    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of
+    ranks."""
     machine = read_json(path / "config.json").get("machine")
     ranks = machine.get("ranks") if isinstance(machine, dict) else None
     if "dp" not in stored:
         ranks = ranks or 1
     numbers: list[Any] = [stored.get("batch"), ranks, stored.get("micro_batch")]
-    known = all(type(x) is int for x in numbers)
-    return not known or numbers[0] == numbers[1] * numbers[2]
+    all_whole = all(type(x) is int for x in numbers)
+    return not all_whole or numbers[0] == numbers[1] * numbers[2]
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """Return the versions of those that are installed."""
+    versions = {}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def write_config(
@@ -222,16 +252,25 @@ def write_config(
         "train": asdict(config),
         "model": model.to_dict(),
         "data": {
-            "name": corpus.name, "files": corpus.files, "skipped": corpus.skipped, "documents": corpus.documents,
-            "bytes": corpus.bytes, "sha256": corpus.sha256, "train_tokens": corpus.train_tokens,
-            "val_tokens": corpus.val_tokens, "bigram_bpb": corpus.bigram_bpb, "vocab_size": corpus.vocab_size,
+            "name": corpus.name,
+            "files": corpus.files,
+            "skipped": corpus.skipped,
+            "documents": corpus.documents,
+            "bytes": corpus.bytes,
+            "sha256": corpus.sha256,
+            "train_tokens": corpus.train_tokens,
+            "val_tokens": corpus.val_tokens,
+            "bigram_bpb": corpus.bigram_bpb,
+            "vocab_size": corpus.vocab_size,
         },
         "machine": {"device": device_name(device), "system": platform.platform(), "ranks": ranks},
         "versions": {
-            "xtrain": VERSION, "python": platform.python_version(), "numpy": np.__version__,
+            "xtrain": VERSION,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
             **_installed(COMPILERS),
         },
-    }  # fmt: skip
+    }
     path = folder / "config.json"
     for stray in folder.glob("*.tmp"):  # left behind by a killed process
         with contextlib.suppress(OSError):
@@ -243,7 +282,8 @@ def write_config(
 
 
 def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
-    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its path, or None."""
+    """Write left_out.txt, if the files that are not used are too many for the terminal. -> its
+    path, or None."""
     path = folder / "left_out.txt"
     try:
         path.unlink(missing_ok=True)  # of an earlier start
@@ -259,41 +299,53 @@ def write_left_out(folder: Path, left_out: Sequence[str]) -> Path | None:
 
 
 def record_start(folder: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Append a line to starts.jsonl: when and how this process starts or continues the run after `step`. Raises UserError.
+    """Append a line to starts.jsonl: when and how this process starts or continues the run after
+    `step`. Raises UserError.
 
-    commit: of the git repository that contains the working directory, null if there is none.  changed: do its tracked files
-    differ from the commit?
+    commit: of the git repository that contains the working directory, null if there is none.
+    changed: do its tracked files differ from the commit?
     """
     program, *rest = sys.orig_argv or [""]
     commit, changed = _commit()
     line = {
-        "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": shlex.join([Path(program).name, *rest]),
-        "commit": commit, "changed": changed, "xtrain": VERSION,
-    }  # fmt: skip
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([Path(program).name, *rest]),
+        "commit": commit,
+        "changed": changed,
+        "xtrain": VERSION,
+    }
     if not Journal(folder / "starts.jsonl").write(json.dumps(line) + "\n"):
         warn(f"no space left to write {folder / 'starts.jsonl'}")
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the working directory, and whether tracked files were changed since; None: there is no repository."""
+    """Return the commit of the working directory, and whether tracked files were changed since;
+    None: there is no repository."""
     git = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(
-            git, capture_output=True, text=True, errors="replace", timeout=GIT_SECONDS, stdin=subprocess.DEVNULL,
+            git,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )  # fmt: skip
+        )
     except (OSError, subprocess.SubprocessError):  # there is no git, or it takes too long
         return None, None
-    found = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
-    if done.returncode or not found:
+    match = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", done.stdout, re.M)
+    if done.returncode or not match:
         return None, None
-    return found[1], any(not line.startswith("#") for line in done.stdout.splitlines())
+    return match[1], any(not line.startswith("#") for line in done.stdout.splitlines())
 
 
 def _contents(path: Path) -> tuple[str, ...]:
-    """Names that make `path` the folder of a run, and those of its checkpoints; () if it is not one."""
-    found = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
-    return (*found, *(folder.name for folder in saved_runs.folders(path)))
+    """Return names that make `path` the folder of a run, and those of its checkpoints; () if it is
+    not one."""
+    files = [name for name in ("config.json", "checkpoints") if os.path.exists(path / name)]
+    return (*files, *(folder.name for folder in saved_runs.folders(path)))
 
 
 def _next_path(path: Path, first: Path) -> Path:
@@ -303,23 +355,25 @@ def _next_path(path: Path, first: Path) -> Path:
 
 
 def _last_path(first: Path, name: str | None) -> Path:
-    """The folder of the run to resume: `first`, or if no --name is given, the last of its successors."""
+    """Return the folder of the run to resume: `first`, or if no --name is given, the last of its
+    successors."""
     path = first
     while name is None and _contents(_next_path(path, first)):
         path = _next_path(path, first)
     return path
 
 
-def _stored_options(path: Path, kind: type[TrainConfig]) -> dict[str, Any] | None:
-    """The options in config.json that `kind` has and whose type is right; None if there are none."""
+def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None:
+    """Return the options in config.json that `kind` has and whose type is right; None if there are
+    none."""
     with contextlib.suppress(UserError):
         options = read_json(path / "config.json").get("train")
         if isinstance(options, dict):
             hints = get_type_hints(kind)
-            found = {n: x for n, x in options.items() if n in hints and _has_type(x, hints[n])}
-            return {
-                n: tuple(x) if isinstance(x, list) else x for n, x in found.items()
-            } | _one_path(options)
+            names = {f.name for f in fields(kind)} & set(options)
+            kept = {n: options[n] for n in names if _has_type(options[n], hints[n])}
+            tuples = {n: tuple(x) for n, x in kept.items() if isinstance(x, list)}
+            return kept | tuples | _one_path(options)
     return None
 
 
@@ -330,7 +384,8 @@ def _one_path(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str, ...]."""
+    """Is a value from JSON of this type? hint: a type, a union of types, a Literal, or tuple[str,
+    ...]."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts
@@ -349,7 +404,8 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
     except Busy as busy:
         advice = f"; {busy}" if str(busy) else ""
         raise UserError(
-            f"{path} is being written by another process: wait for it, or choose another --name{advice}"
+            f"{path} is being written by another process: wait for it, or choose another "
+            f"--name{advice}"
         ) from None
     except OSError as error:
         raise cannot_write(path, error) from error

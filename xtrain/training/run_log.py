@@ -2,11 +2,13 @@
 
 config.json     the resolved options, the model's shape, the corpus (size, hash), versions, machine
 metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validations val_loss, val_bpb; of the files of
-                --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped" says why a step
-                changed nothing, "spike" by how many standard deviations a loss exceeds the ones before it
+                --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped"
+                says why a step changed nothing, "spike" by how many standard deviations a loss
+                exceeds the ones before it
 layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
 timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory, seconds
-                that the run has taken, without the time between a stop and --resume; different in every run
+                that the run has taken, without the time between a stop and --resume; different in
+                every run
 starts.jsonl    each start of the run: its command line, and the commit of the working directory (run_folder.py)
 trackers.json   the identity of the logged run of --log (trackers.py)
 samples.txt     generated text
@@ -42,7 +44,8 @@ LINES_WITHOUT_TERMINAL = 20  # lines over a run, about, that replace the progres
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one step, read back from the device. skipped: why it changed nothing, None if it did not.
+    """The numbers of one step, read back from the device. skipped: why it changed nothing, None if
+    it did not.
 
     extra: further numbers, which are logged and shown.
     """
@@ -56,25 +59,30 @@ class StepNumbers:
 
 
 class RunLog:
-    """Terminal and log files of one run. If the output is a pipe or a file, single lines replace the progress bar.
+    """Terminal and log files of one run. If the output is a pipe or a file, single lines replace
+    the progress bar.
 
-    state: state.json of the checkpoint that the run resumes from, {} for a new run. Later steps are cut off the log files.
+    state: state.json of the checkpoint that the run resumes from, {} for a new run. Later steps are
+    cut off the log files.
     """
 
     def __init__(
         self, folder: Path, config: ResolvedConfig, state: dict[str, Any], console: Console
     ):
-        self.folder, self.steps, self.console = folder, config.steps, console
+        self.folder = folder
+        self.steps = config.steps
+        self.console = console
         for path in (folder / name for name in LOGS):
             if os.path.lexists(path) and not path.is_file():  # opening a pipe would block forever
                 raise UserError(f"{path} is not a file: move it away")
-        self.spike_z, self.first_step = config.spike_z, state.get("step", 0)
+        self.spike_z = config.spike_z
+        self.first_step = state.get("step", 0)
         self.every = max(1, self.steps // LINES_WITHOUT_TERMINAL)
         self.metrics: list[dict[str, Any]] = _cut_jsonl(folder / "metrics.jsonl", self.first_step)
         timing = _cut_jsonl(folder / "timing.jsonl", self.first_step)
         _cut_jsonl(folder / "layers.jsonl", self.first_step)
-        known = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
-        self.seconds_before = max(known, default=0.0)  # of the run before it was resumed
+        seconds = [t["seconds"] for t in timing if is_number(t.get("seconds"))]
+        self.seconds_before = max(seconds, default=0.0)  # of the run before it was resumed
         _truncate(folder / "samples.txt", state.get("logs", {}).get("samples.txt", 0))
         missing = self.first_step - len({m["step"] for m in self.metrics if "loss" in m})
         if missing > 0:
@@ -110,7 +118,8 @@ class RunLog:
         self.console.print(f"[yellow]warning[/]: {escape(text)}", highlight=False, soft_wrap=True)
 
     def step(self, numbers: StepNumbers, timing: dict[str, Any], ended: float) -> None:
-        """Log one step. timing: the fields of its line in timing.jsonl.  ended: when it ended, by time.perf_counter."""
+        """Log one step. timing: the fields of its line in timing.jsonl.
+        ended: when it ended, by time.perf_counter."""
         n = numbers
         metrics: dict[str, Any] = {"step": n.step, "loss": n.loss}
         metrics |= {"grad_norm": n.grad_norm, "lr": n.lr, **n.extra}
@@ -123,7 +132,8 @@ class RunLog:
             if z := spike(losses, n.loss, self.spike_z):
                 metrics["spike"] = round(z, 3)
                 self.warn(
-                    f"step {n.step}: the loss jumps to {n.loss:.4f}, {z:.1f} standard deviations above the previous losses"
+                    f"step {n.step}: the loss jumps to {n.loss:.4f}, {z:.1f} standard deviations "
+                    "above the previous losses"
                 )
         self.record("metrics.jsonl", metrics)
         seconds = self.seconds_before + max(0.0, ended - self.started)
@@ -131,7 +141,10 @@ class RunLog:
         self._show(n, timing)
 
     def _show(self, n, timing):
-        mfu = f"  MFU {100 * timing['mfu']:4.1f} %" if timing.get("mfu") else ""
+        if timing.get("mfu"):
+            mfu = f"  MFU {100 * timing['mfu']:4.1f} %"
+        else:
+            mfu = ""
         shown = {k: x for k, x in n.extra.items() if not k.startswith("fp8_")}
         extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in shown.items())
         extra += "".join(fp8_text(name, n.extra) for name in ("fp8_clamped", "fp8_nonfinite"))
@@ -150,7 +163,9 @@ class RunLog:
         self.record("layers.jsonl", {"step": step, **norms})
 
     def validation(self, step: int, loss: float, bpb: float, bigram_bpb: float | None) -> None:
-        """Log a validation. loss: nats per token.  bpb: bits per byte.  bigram_bpb: those of the byte-bigram model, if known."""
+        """Log a validation. loss: nats per token.
+        bpb: bits per byte.
+        bigram_bpb: those of the byte-bigram model, if known."""
         self.record("metrics.jsonl", {"step": step, "val_loss": loss, "val_bpb": bpb})
         verdict = ""
         if bigram_bpb is not None:
@@ -195,20 +210,23 @@ class RunLog:
         self.append(name, json.dumps(line) + "\n")
 
     def append(self, name: str, text: str) -> None:
-        """Append text to a log file. On a full disk the text is kept in memory, and a warning is printed once."""
+        """Append text to a log file. On a full disk the text is kept in memory, and a warning is
+        printed once."""
         written = self.files[name].write(text)
         if not written and not self.full:
             self.warn(
-                f"no space left to write {self.folder / name}: training continues, the lines are kept until there is space"
+                f"no space left to write {self.folder / name}: training continues, the lines are "
+                "kept until there is space"
             )
         self.full = any(file.pending for file in self.files.values())  # one may have room left
 
     def flush(self) -> bool:
-        """Write the pending lines. -> is everything in the files? A checkpoint must not be newer than its logs."""
+        """Write the pending lines. -> is everything in the files? A checkpoint must not be newer
+        than its logs."""
         return all([file.flush() for file in self.files.values()])
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the files that cannot be cut back by steps."""
+        """Return bytes of the files that cannot be cut back by steps."""
         file = self.files["samples.txt"]
         return {"samples.txt": file.size + len(file.pending)}
 
@@ -224,15 +242,17 @@ class RunLog:
 
 
 def fp8_text(name: str, numbers: dict[str, float]) -> str:
-    """A count of fp8 numbers for the terminal, with the kind of tensor that has most of them: "fp8 clamped 12 (down_proj x 9)  ";
-    "" if it is 0.
+    """Return a count of fp8 numbers for the terminal, with the kind of tensor that has most of
+    them: "fp8 clamped 12 (down_proj x 9)  "; "" if it is 0.
     """
     if not numbers.get(name):
         return ""
     parts = {k.removeprefix(name + "_"): x for k, x in numbers.items() if k.startswith(name + "_")}
-    most = max(parts, key=lambda kind: parts[kind])
-    module, _, matrix = most.rpartition("_")
-    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[most]:,.0f})  "
+    largest = max(parts, key=lambda kind: parts[kind])
+    module, _, matrix = largest.rpartition("_")
+    return (
+        f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[largest]:,.0f})  "
+    )
 
 
 class NullRunLog:
@@ -247,18 +267,20 @@ class NullRunLog:
     __exit__ = step = layers = validation = tasks = measured = sample = picture = _nothing
 
     def flush(self) -> bool:
-        """-> True: nothing is pending."""
+        """Return True: nothing is pending."""
         return True
 
     def lengths(self) -> dict[str, int]:
-        """-> {}: there are no files."""
+        """Return {}: there are no files."""
         return {}
 
 
 def _cut_jsonl(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Cut a .jsonl file back to the steps up to last_step: the run repeats the later ones. -> the lines that remain.
+    """Cut a .jsonl file back to the steps up to last_step: the run repeats the later ones. -> the
+    lines that remain.
 
-    Lines that are not records are removed: the unfinished last line of a killed process, or damaged lines.
+    Lines that are not records are removed: the unfinished last line of a killed process, or damaged
+    lines.
     """
     if not path.exists():
         return []

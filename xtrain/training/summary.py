@@ -22,10 +22,13 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
     reason = f" ({stop.reason})" if stop.reason else ""
-    state = "done" if finished else f"stopped after step {run.done}{reason}"
-    page = (
-        f"python -m xtrain.report {quote(folder)}" if stop.reason else str(folder / "report.html")
-    )
+    state = "done"
+    if not finished:
+        state = f"stopped after step {run.done}{reason}"
+    if stop.reason:
+        page = f"python -m xtrain.report {quote(folder)}"
+    else:
+        page = str(folder / "report.html")
     lines = [
         f"{state}. What next:",
         *([] if finished else [f"continue this run         {_how_to_continue(run, folder)}"]),
@@ -40,14 +43,17 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     change = run.model.change
     if run.model.variation and not change:
         return [
-            f"use it from Python        build the model again, then model.load_weights({str(last)!r})"
+            "use it from Python        build the model again, then "
+            f"model.load_weights({str(last)!r})"
         ]
     prompt = quote(run.config.sample_prompt or "Once upon")
     option = f" --change {quote(change)}" if change else ""
     argument = f", change={change!r}" if change else ""
     return [
-        f"train further             python -m xtrain.train --init {quote(last)}{option} --data FILE_OR_FOLDER",
-        f"generate text             python -m xtrain.generate --model {quote(folder)}{option} {prompt}",
+        f"train further             python -m xtrain.train --init {quote(last)}{option} --data "
+        "FILE_OR_FOLDER",
+        f"generate text             python -m xtrain.generate --model {quote(folder)}{option} "
+        f"{prompt}",
         f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r}{argument})",
     ]
 
@@ -57,10 +63,15 @@ def _how_to_continue(run: Run, folder: Path) -> str:
     if type(run).__module__.split(".")[0] != "xtrain":  # a class of the user
         return "the same program with resume=True"
     out = "" if c.out == "runs" else f" --out {quote(c.out)}"
-    steps = f" --steps N --allow-change steps, N larger than {done}" if done > c.steps else ""
+    if done > c.steps:
+        steps = f" --steps N --allow-change steps, N larger than {done}"
+    else:
+        steps = ""
     return f"{run.program}{out} --name {quote(folder.relative_to(c.out))} --resume{steps}"
 
 
 def quote(text: str | Path) -> str:
     """Quote one word for the shell of this machine."""
-    return subprocess.list2cmdline([str(text)]) if os.name == "nt" else shlex.quote(str(text))
+    if os.name == "nt":
+        return subprocess.list2cmdline([str(text)])
+    return shlex.quote(str(text))

@@ -1,8 +1,10 @@
-"""Experiment trackers, --log: the numbers of a run in Weights & Biases, trackio or TensorBoard, through their own libraries.
+"""Experiment trackers, --log: the numbers of a run in Weights & Biases, trackio or TensorBoard,
+through their own libraries.
 
-A run keeps one identity, in trackers.json of its folder, so --resume continues the same logged run. Steps that a resumed run
-repeats have the values that they had before. An error of a library switches its tracker off with one warning; the run continues.
-Where the numbers go is the library's own matter: WANDB_MODE=offline, WANDB_PROJECT, TRACKIO_DIR, TRACKIO_SPACE_ID and so on.
+A run keeps one identity, in trackers.json of its folder, so --resume continues the same logged run.
+Steps that a resumed run repeats have the values that they had before. An error of a library
+switches its tracker off with one warning; the run continues. Where the numbers go is the library's
+own matter: WANDB_MODE=offline, WANDB_PROJECT, TRACKIO_DIR, TRACKIO_SPACE_ID and so on.
 """
 
 import importlib
@@ -21,17 +23,24 @@ PROJECT = "xtrain"
 
 
 class Wandb:
-    """Weights & Biases. It drops steps below the last one that it has, which a resumed run repeats."""
+    """Weights & Biases. It drops steps below the last one that it has, which a resumed run
+    repeats."""
 
-    module, package = "wandb", "wandb"
+    module = "wandb"
+    package = "wandb"
 
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         settings = library.Settings(console="off")  # the terminal belongs to the progress bar
         self.run = library.init(
-            project=project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=config,
+            project=project,
+            name=folder.name,
+            id=identity,
+            resume="allow",
+            dir=str(folder),
+            config=config,
             settings=settings,
-        )  # fmt: skip
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log numbers of a step."""
@@ -45,7 +54,8 @@ class Wandb:
 class Trackio:
     """trackio. It finds a run by its name alone, so the name contains the identity."""
 
-    module, package = "trackio", "trackio"
+    module = "trackio"
+    package = "trackio"
 
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         name = f"{folder.name}-{identity}"
@@ -64,16 +74,19 @@ class Trackio:
 
 
 class TensorBoard:
-    """TensorBoard's files, in RUN/tensorboard. It hides what it has of steps that a resumed run repeats (purge_step)."""
+    """TensorBoard's files, in RUN/tensorboard. It hides what it has of steps that a resumed run
+    repeats (purge_step)."""
 
-    module, package = "tensorboardX", "tensorboardX"
+    module = "tensorboardX"
+    package = "tensorboardX"
 
     def __init__(self, library: Any, folder: Path, identity: str, first_step: int, config: Any):
         # the suffix: a file of the same second would be overwritten
         self.writer = library.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None,
+            str(folder / "tensorboard"),
+            purge_step=first_step + 1 if first_step else None,
             filename_suffix=f".{first_step}",
-        )  # fmt: skip
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log numbers of a step."""
@@ -93,17 +106,16 @@ KINDS: dict[str, type[Wandb] | type[Trackio] | type[TensorBoard]] = {
 
 
 def library(name: str) -> Any:
-    """The module of a tracker, a key of KINDS. Raises UserError if its package is not installed."""
+    """Return the module of a tracker, a key of KINDS. Raises UserError if its package is not
+    installed."""
     kind = KINDS[name]
     try:
         return importlib.import_module(kind.module)
     except ImportError as error:
         missing = (error.name or kind.module).partition(".")[0]
-        what = (
-            "a package that is not installed"
-            if missing == kind.module
-            else f"{missing}, which cannot be imported ({error})"
-        )
+        what = "a package that is not installed"
+        if missing != kind.module:
+            what = f"{missing}, which cannot be imported ({error})"
         raise UserError(f"--log {name} needs {what}: `pip install {kind.package}`") from None
 
 
@@ -116,13 +128,19 @@ def check_installed(names: tuple[str, ...]) -> None:
 class Trackers:
     """The trackers of one run. Errors of a library are a warning.
 
-    names: keys of KINDS.  first_step: the step that the run resumes from, 0 for a new run.  config: what is logged about the run.
+    names: keys of KINDS.
+    first_step: the step that the run resumes from, 0 for a new run.
+    config: what is logged about the run.
     """
 
     def __init__(
-        self, names: tuple[str, ...], folder: Path, first_step: int, config: Any,
+        self,
+        names: tuple[str, ...],
+        folder: Path,
+        first_step: int,
+        config: Any,
         warn: Callable[[str], None],
-    ):  # fmt: skip
+    ):
         self.warn = warn
         self.open: dict[str, Any] = {}
         if not names:
@@ -157,13 +175,13 @@ class Trackers:
 
 
 def _identity(folder: Path, warn: Callable[[str], None]) -> str:
-    """The identity of the logged run: that in trackers.json, or a new one."""
+    """Return the identity of the logged run: that in trackers.json, or a new one."""
     path = folder / "trackers.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))["id"]
-        if not (isinstance(known, str) and known.isalnum() and len(known) <= 64):
+        run_id = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if not (isinstance(run_id, str) and run_id.isalnum() and len(run_id) <= 64):
             raise ValueError("not an identity")
-        return known
+        return run_id
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,12 +1,14 @@
-"""Training examples from .jsonl files: which tokens a conversation has, and which of them are trained.
+"""Training examples from .jsonl files: which tokens a conversation has, and which of them are
+trained.
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}    the assistant's turns
     {"prompt": ..., "completion": ...}                                                         the completion
     {"text": ...}                                                                              everything
 
-A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is trained. A template without
-them is rendered message by message: what an assistant's message adds to the text of the messages before it and of the
-generation prompt is trained, with the token that ends the turn. That needs a template whose text only grows; this is checked.
+A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is
+trained. A template without them is rendered message by message: what an assistant's message adds to
+the text of the messages before it and of the generation prompt is trained, with the token that ends
+the turn. That needs a template whose text only grows; this is checked.
 """
 
 import hashlib
@@ -28,7 +30,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Example:
-    """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.  prompt: the tokens before it."""
+    """ids (n,) int32, the tokens.  trained (n,) bool: what the model shall say.
+    prompt: the tokens before it."""
 
     where: str  # file and line
     ids: np.ndarray
@@ -44,17 +47,21 @@ class Example:
 
 
 def digest(examples: Iterable[Example]) -> str:
-    """sha256 of the tokens and of which of them are trained."""
-    found = hashlib.sha256()
+    """Return sha256 of the tokens and of which of them are trained."""
+    checksum = hashlib.sha256()
     for x in examples:
-        found.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
-    return found.hexdigest()
+        checksum.update(len(x.ids).to_bytes(8, "little") + x.ids.tobytes() + x.trained.tobytes())
+    return checksum.hexdigest()
 
 
 def read_examples(
-    files: Sequence[str | Path], tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str = "text"
-) -> Iterator[Example]:  # fmt: skip
-    """The examples of .jsonl files, which may be globs. text_key: the field in place of "text".
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    text_key: str = "text",
+) -> Iterator[Example]:
+    """Return the examples of .jsonl files, which may be globs. text_key: the field in place of
+    "text".
 
     Raises UserError, which names file and line.
     """
@@ -65,7 +72,10 @@ def read_examples(
             try:
                 ids, trained = _tokens(record, tokenizer, template, text_key)
             except UserError as error:
-                where = "" if str(error).startswith(record.where) else f"{record.where}: "
+                if str(error).startswith(record.where):
+                    where = ""
+                else:
+                    where = f"{record.where}: "
                 raise UserError(f"{where}{error}") from None
             yield Example(record.where, np.array(ids, np.int32), np.array(trained, bool))
         if empty:
@@ -79,7 +89,8 @@ def _tokens(
     if "messages" in fields:
         if template is None:
             raise UserError(
-                "the model's folder has no chat template, which messages need: add chat_template.jinja to it, or give "
+                "the model's folder has no chat template, which messages need: add "
+                "chat_template.jinja to it, or give "
                 '"prompt" and "completion"'
             )
         return _conversation(record, tokenizer, template)
@@ -92,35 +103,39 @@ def _tokens(
     if text_key in fields:
         ids = begin + tokenizer.encode(record.text(text_key)) + [tokenizer.eot_id]
         return ids, [False] + [True] * (len(ids) - 1)
-    hint = ' (rename "conversations" and its fields)' if "conversations" in fields else ""
+    hint = ""
+    if "conversations" in fields:
+        hint = ' (rename "conversations" and its fields)'
     raise UserError(
-        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": add one of them, or choose the field '
+        f'{record.where} has neither "messages" nor "prompt" and "completion" nor "{text_key}": '
+        "add one of them, or choose the field "
         f"of the text with --text-key{hint}"
     )
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The token that begins every text, if the tokenizer puts one there."""
+    """Return the token that begins every text, if the tokenizer puts one there."""
     around = tokenizer.encode("", special=True)
     return [x for x in around[:1] if x == tokenizer.bos_token_id]
 
 
 # ----------------------------------------------------------------------------- conversations
 def _messages(record: Record) -> list[dict[str, Any]]:
-    """The checked messages of a record. Raises UserError."""
-    found = record.fields["messages"]
-    if not isinstance(found, list) or not found:
+    """Return the checked messages of a record. Raises UserError."""
+    messages = record.fields["messages"]
+    if not isinstance(messages, list) or not messages:
         raise UserError(
             f'{record.where}: "messages" must be a list of messages: fix or remove the line'
         )
-    for i, message in enumerate(found, 1):
+    for i, message in enumerate(messages, 1):
         name = f"message {i}"
         if not isinstance(message, dict) or "role" not in message:
             raise UserError(f'{record.where}: {name} needs "role" and "content": add them')
         role = message["role"]
         if role not in ROLES:
             raise UserError(
-                f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of {', '.join(ROLES)}"
+                f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of "
+                f"{', '.join(ROLES)}"
             )
         if role == "assistant" and message.get("tool_calls") and not message.get("content"):
             continue
@@ -128,17 +143,19 @@ def _messages(record: Record) -> list[dict[str, Any]]:
             raise UserError(f'{record.where}: {name} has no "content": add it')
         needs_text = role in ("assistant", "user")
         record.check_text(message["content"], f'"content" of {name} ({role})', not needs_text)
-    if all(message["role"] != "assistant" for message in found):
+    if all(message["role"] != "assistant" for message in messages):
         raise UserError(
-            f"{record.where} has no message of the assistant, so nothing to train: add one, or remove the line"
+            f"{record.where} has no message of the assistant, so nothing to train: add one, or "
+            "remove the line"
         )
-    return found
+    return messages
 
 
 def _conversation(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
-    messages, tools = _messages(record), record.fields.get("tools")
+    messages = _messages(record)
+    tools = record.fields.get("tools")
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
     else:
@@ -156,7 +173,8 @@ def _conversation(
             trained[i] = True
     if not any(trained[1:]):
         raise UserError(
-            f"{record.where}: the chat template renders nothing of the assistant: remove the line, or use another template"
+            f"{record.where}: the chat template renders nothing of the assistant: remove the "
+            "line, or use another template"
         )
     return ids, trained
 
@@ -164,16 +182,20 @@ def _conversation(
 def _growing(
     record: Record, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
 ) -> tuple[str, list[Span]]:
-    """-> the text, and what each message of the assistant adds. Raises UserError if the text does not only grow."""
-    text, spans = template.render(messages, False, tools), []
+    """Return the text, and what each message of the assistant adds. Raises UserError if the text
+    does not only grow."""
+    text = template.render(messages, False, tools)
+    spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before = template.render(messages[:i], True, tools) if i else ""
             after = template.render(messages[: i + 1], False, tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
-                    f"{record.where}: the chat template changes the text before message {i + 1} when more messages follow, so "
-                    "what the model says is unknown: mark it in the template with {% generation %}, or give one answer per line"
+                    f"{record.where}: the chat template changes the text before message {i + 1} "
+                    "when more messages follow, so "
+                    "what the model says is unknown: mark it in the template with {% generation "
+                    "%}, or give one answer per line"
                 )
             spans.append((len(before), len(after)))
     return text, spans

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from ..cli import say
-from ..config import Preset, TrainConfig
+from ..data.batches import Batch
 from ..data.chat_template import ChatTemplate
 from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
@@ -19,15 +19,15 @@ from ..device import cache_folder
 from ..errors import UserError
 from ..formats.adapters import base_folder, check_writable, is_adapter, source_of
 from ..formats.huggingface import as_ids, read_config
-from ..formats.saved_runs import Saved, folders, model_folder
+from ..formats.saved_runs import folders, model_folder
 from ..kernels.fp8 import TILE
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
-from ..parallel.ddp import ParallelConfig, ParallelRun, for_one_rank, parallel_runs
-from ..parallel.ranks import Ranks
-from ..parallel.watchdog import AbortOnError
+from ..run_options import OptimizerOptions, ParallelOptions, RowOptions
 from ..training import loop, run_folder
 from ..training.run import Run
-from ..training.single_process import SINGLE_PROCESS, SingleProcess
+from ..training.single_device import SingleDevice
+from ..training.single_process import SingleProcess
+from ..training.start import Start, check_fit
 from .examples import Example, digest, read_examples
 from .rows import RowLoader, packed, rows_of
 
@@ -38,22 +38,29 @@ SAMPLE_TOKENS = 200
 
 
 @dataclass(frozen=True)
-class AdapterConfig(TrainConfig):
-    """A training of all weights, or of adapters."""
+class AdapterOptions(ParallelOptions, OptimizerOptions):
+    """What fine-tuning and reinforcement learning share: a model in --init, all of whose weights or
+    adapters are trained."""
 
     lora: int = 0  # rank of LoRA adapters on the frozen model; 0: train all weights
     # the adapters' product is multiplied by this / rank; none: twice the rank
     lora_alpha: float | None = None
     # all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_targets: tuple[str, ...] = ("all",)
+    # the run is written to OUT/NAME; none: the name of the command
+    name: str | None = None
+    # .jsonl files to validate on; none: a share of --data
+    val_data: tuple[str, ...] = ()
+    val_share: float = 0.05  # of --data, held out without --val-data
     eval_every: int | None = None  # steps between validations; none: a tenth of all steps
     # steps between generated samples; none: only at the end
     sample_every: int | None = None
     # steps between checkpoints (one is always written at the end); none: a third of all steps
     save_every: int | None = None
+    weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
 
     def validate(self) -> None:
-        """Raises UserError on a value out of range."""
+        """Raise UserError on a value out of range."""
         super().validate()
         if self.lora < 0:
             raise UserError(f"--lora must be a positive rank, or 0 for none, got {self.lora}")
@@ -63,62 +70,68 @@ class AdapterConfig(TrainConfig):
             self.adapters("")
         if self.lora and self.precision == "fp8":
             raise UserError("--precision fp8 is not supported with --lora: choose bf16")
+        if not 0 < self.val_share < 1:
+            raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
+
+    def intervals(self, steps: int) -> dict[str, int]:
+        """Return the steps between validations, samples and checkpoints, of a run of so many
+        steps."""
+        return {
+            "eval_every": self.eval_every or max(1, -(-steps // 10)),
+            "sample_every": self.sample_every or steps,
+            "save_every": self.save_every or max(1, -(-steps // 3)),
+        }
 
     def adapters(self, base: str) -> Lora:
-        """What --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises UserError."""
-        targets = TARGETS if self.lora_targets == ("all",) else self.lora_targets
-        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
+        UserError."""
+        targets = self.lora_targets
+        if targets == ("all",):
+            targets = TARGETS
+        alpha = self.lora_alpha
+        if alpha is None:
+            alpha = 2.0 * self.lora
         return Lora(self.lora, alpha, targets, base)
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(AdapterConfig):
-    """One fine-tuning. Options about the shape of the model or its tokenizer do not apply: --init has both."""
+class FinetuneConfig(AdapterOptions, RowOptions):
+    """One fine-tuning of the model in --init."""
 
-    preset: str = "finetune"  # the name of the run's folder, if no --name is given
     data: tuple[str, ...] = ()
     """.jsonl files, with "messages", "prompt" and "completion", or "text" in every line"""
-    # .jsonl files to validate on; none: a share of --data
-    val_data: tuple[str, ...] = ()
-    val_share: float = 0.05  # of the examples in --data, held out without --val-data
     epochs: float = 3.0  # how often each example is read, without --steps
     # examples that are longer than --seq-len: leave them out, cut them, or stop
     too_long: Literal["skip", "cut", "error"] = "skip"
-    # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in the example
+    # several examples in a row of --seq-len tokens, instead of one and padding. Attention stays in
+    # the example
     pack: bool = False
-    # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16 examples
+    # rows per optimizer step, summed over all ranks; none: 16, with --pack as many as hold about 16
+    # examples
     batch: int | None = None
     steps: int | None = None  # optimizer steps; none: those of --epochs
     lr: float | None = None  # peak learning rate; none: 1e-5, with --lora 2e-4
     warmup: int | None = None  # steps of linear warm-up; none: a thirtieth of all steps
-    weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
-    # tokens per row; none: the longest example that the model accepts and the data have, rounded up, with --pack 2048 if the
-    # model accepts it
+    # tokens per row; none: the longest example that the model accepts and the data have, rounded
+    # up, with --pack 2048 if the model accepts it
     seq_len: int | None = None
     # the user's message of the generated samples; none: the first example that is held out
     sample_prompt: str = ""
     sample_tokens: int = SAMPLE_TOKENS  # at most, per sample
 
-    def presets(self) -> dict[str, Preset]:
-        """Only one, without a shape: --init has it."""
-        return {"finetune": Preset({}, {})}
+    def default_name(self, gpu: bool) -> str:
+        """Return the name of the run's folder if no --name is given."""
+        return "finetune"
 
     def validate(self) -> None:
-        """Raises UserError on a value out of range."""
+        """Raise UserError on a value out of range."""
         super().validate()
         if not (self.init or self.resume):
             raise UserError("there is no model to fine-tune: give its folder with --init")
         if not self.data:
             raise UserError("there is nothing to train on: give .jsonl files with --data")
-        if not 0 < self.val_share < 1:
-            raise UserError(f"--val-share must be between 0 and 1, got {self.val_share}")
         if not 0 < self.epochs < 1e6:
             raise UserError(f"--epochs must be a positive number, got {self.epochs}")
-
-
-@dataclass(frozen=True)
-class ParallelFinetuneConfig(FinetuneConfig, ParallelConfig):
-    """One fine-tuning on several ranks."""
 
 
 Config = TypeVar("Config", bound=FinetuneConfig)
@@ -128,20 +141,38 @@ Item = TypeVar("Item")
 class Conversations:
     """Examples with the interface of a data.dataset.Corpus.
 
-    train, val: the examples.  skipped: those left out, because they are too long.  seq_len: T of the longest in use.
+    train, val: the examples.
+    skipped: those left out, because they are too long.
+    seq_len: T of the longest in use.
     pack: several examples in a row.
     """
 
-    split, bigram_bpb, left_out = "documents", None, ()
+    split = "documents"
+    bigram_bpb = None
+    left_out = ()
 
     def __init__(
-        self, name: str, files: int, train: list[Example], val: list[Example], skipped: int,
-        tokenizer: Tokenizer, template: ChatTemplate | None, pack: bool = False,
-    ):  # fmt: skip
-        self.name, self.files, self.skipped, self.tokenizer = name, files, skipped, tokenizer
-        self.train, self.val, self.template, self.pack = train, val, template, pack
+        self,
+        name: str,
+        files: int,
+        train: list[Example],
+        val: list[Example],
+        skipped: int,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        pack: bool = False,
+    ):
+        self.name = name
+        self.files = files
+        self.skipped = skipped
+        self.tokenizer = tokenizer
+        self.train = train
+        self.val = val
+        self.template = template
+        self.pack = pack
         self.documents = len(train) + len(val)
-        self.vocab_size, self.token_lengths = tokenizer.vocab_size, tokenizer.token_lengths
+        self.vocab_size = tokenizer.vocab_size
+        self.token_lengths = tokenizer.token_lengths
         self.train_tokens, self.val_tokens = (sum(len(x.ids) for x in xs) for xs in (train, val))
         ids = (x.ids for x in (*train, *val))
         self.bytes = int(sum(self.token_lengths[x].sum() for x in ids))
@@ -152,66 +183,75 @@ class Conversations:
         return max(len(x.ids) - 1 for x in (*self.train, *self.val))
 
     def rows(self, examples: list[Example], T: int, seed: int = 0) -> list[list[int]]:
-        """Which examples each row of T tokens holds."""
+        """Return which examples each row of T tokens holds."""
         if self.pack:
             return packed([len(x.ids) - 1 for x in examples], T, seed)
         return [[i] for i in range(len(examples))]
 
     def loader(self, B: int, T: int, seed: int = 0, rank: int = 0, world: int = 1) -> RowLoader:
-        """Endless shuffled batches of B rows of T tokens. With several ranks, each reads its share of the rows."""
+        """Return endless shuffled batches of B rows of T tokens. With several ranks, each reads its
+        share of the rows."""
         groups = self.rows(self.train, T, seed)
         return RowLoader(self.train, groups, self.pack, B, T, seed, rank, world)
 
-    def val_batches(self, n: int, B: int, T: int) -> list[tuple[np.ndarray, ...]]:
-        """At most n batches of examples that are held out, always the same, as `loader` has them; (B, longest of the batch)."""
+    def val_batches(self, n: int, B: int, T: int) -> list[Batch]:
+        """Return at most n batches of examples that are held out, always the same, as `loader` has
+        them; (B, longest of the batch)."""
         examples = [x.cut(T) for x in self.val]
         groups = [[examples[i] for i in group] for group in self.rows(examples, T)]
-        wanted = min(n * B, len(groups))
-        chosen = [groups[i * len(groups) // wanted] for i in range(wanted)]
-        batches = [chosen[i : i + B] for i in range(0, wanted, B)]
+        n_rows = min(n * B, len(groups))
+        chosen = [groups[i * len(groups) // n_rows] for i in range(n_rows)]
+        batches = [chosen[i : i + B] for i in range(0, n_rows, B)]
         longest = [max(sum(len(x.ids) - 1 for x in group) for group in batch) for batch in batches]
-        arrays = [rows_of(batch, T) for batch, T in zip(batches, longest)]
-        return [xs if self.pack else xs[:2] for xs in arrays]
+        rows = [rows_of(batch, T) for batch, T in zip(batches, longest)]
+        if self.pack:
+            return rows
+        return [batch._replace(starts=None) for batch in rows]
 
     @cached_property
     def stop(self) -> frozenset[int]:
         """The special tokens at the end of what is trained: those that end an answer."""
-        found: set[int] = set()
+        last_tokens: set[int] = set()
         for x in self.train[:100]:
-            found |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
-        return frozenset(found & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
+            last_tokens |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
+        return frozenset(last_tokens & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
 
 
 def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
-    """Read --data and --val-data. source: the model's folder.  context: the model's. Raises UserError."""
+    """Read --data and --val-data. source: the model's folder.
+    context: the model's. Raises UserError."""
     source = source_of(source, "tokenizer.json")
-    c, tokenizer = config, Tokenizer.load(source)
+    c = config
+    tokenizer = Tokenizer.load(source)
     template = ChatTemplate.load(source)
     limit = min(c.seq_len or context, context)
     longer = 0
 
     def read(files: tuple[str, ...]) -> list[Example]:
         nonlocal longer
-        found = []
+        kept = []
         for x in read_examples(files, tokenizer, template, c.text_key):
             if len(x.ids) - 1 > limit:
                 longer += 1
                 if c.too_long == "error":
                     raise UserError(
-                        f"{x.where} has {len(x.ids)} tokens, more than --seq-len {limit}: shorten it, or give --too-long skip or cut"
+                        f"{x.where} has {len(x.ids)} tokens, more than --seq-len {limit}: shorten "
+                        "it, or give --too-long skip or cut"
                     )
                 x = x.cut(limit)
                 if c.too_long == "skip" or not x.trained[1:].any():  # nothing to train is left
                     continue
-            found.append(x)
-        if not found:
+            kept.append(x)
+        if not kept:
             raise UserError(
-                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} tokens: give a larger --seq-len"
+                f"{', '.join(files)}: no example is left, all {longer} are longer than {limit} "
+                "tokens: give a larger --seq-len"
                 + (", or --too-long cut" if c.too_long == "skip" else "")
             )
-        return found
+        return kept
 
-    examples, val = read(c.data), read(c.val_data) if c.val_data else []
+    examples = read(c.data)
+    val = read(c.val_data) if c.val_data else []
     if not val:
         examples, val = hold_out(examples, c.val_share, "example")
     name = ", ".join(Path(file).name for file in c.data)
@@ -220,38 +260,38 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
-    """The config with every option that the data decide. context: the model's."""
-    c, examples = config, len(corpus.train)
-    wanted = max(corpus.seq_len, min(PACKED_ROW, corpus.train_tokens) if c.pack else 0)
+    """Return the config with every option that the data decide. context: the model's."""
+    c = config
+    longest = corpus.seq_len
+    if c.pack:
+        longest = max(longest, min(PACKED_ROW, corpus.train_tokens))
     unit = TILE if c.precision == "fp8" else UNIT
-    seq_len = c.seq_len or min(-(-wanted // unit) * unit, context)
+    seq_len = c.seq_len or min(-(-longest // unit) * unit, context)
     rows = len(corpus.rows(corpus.train, seq_len, c.seed))
-    batch = c.batch or -(-max(1, round(EXAMPLES * rows / examples)) // world) * world
+    rows_of_16 = max(1, round(EXAMPLES * rows / len(corpus.train)))
+    batch = c.batch or -(-rows_of_16 // world) * world
     steps = c.steps or max(1, math.ceil(c.epochs * rows / batch))
-    each = max(1, -(-steps // 10))
-    return replace(
-        c, seq_len=seq_len, batch=batch, steps=steps, lr=c.lr or (2e-4 if c.lora else 1e-5), eval_every=c.eval_every or each,
-        warmup=min(steps // 30, max(0, steps - 2)) if c.warmup is None else c.warmup,
-        sample_every=c.sample_every or steps, save_every=c.save_every or max(1, -(-steps // 3)),
-    )  # fmt: skip
+    lr = c.lr or (2e-4 if c.lora else 1e-5)
+    warmup = c.warmup
+    if warmup is None:
+        warmup = min(steps // 30, max(0, steps - 2))
+    decided: dict[str, Any] = c.intervals(steps)
+    return replace(c, seq_len=seq_len, batch=batch, steps=steps, lr=lr, warmup=warmup, **decided)
 
 
 class FinetuneRun(Run):
     """A Run on examples, which samples as a chat."""
 
     corpus: Any
+    command = "finetune"
 
-    def __init__(self, config: Any, model: Any, corpus: Any, *ranks: Any):
-        super().__init__(config, model, corpus, *ranks)
-        known = as_ids(model.special_tokens.get("eos_token_id"))
-        if not corpus.stop <= known:  # of a base model, which does not know the end of a turn
-            stop = sorted(known | corpus.stop)
+    def __init__(self, config: Any, model: Any, corpus: Any, *parallel: Any):
+        super().__init__(config, model, corpus, *parallel)
+        end_tokens = as_ids(model.special_tokens.get("eos_token_id"))
+        if not corpus.stop <= end_tokens:  # of a base model, which does not know the end of a turn
+            stop = sorted(end_tokens | corpus.stop)
             model.special_tokens = model.special_tokens | {"eos_token_id": stop}
             model.generation = model.generation or {}
-
-    @property
-    def program(self) -> str:
-        return "python -m xtrain.finetune"
 
     @property
     def document_tokens(self) -> float:
@@ -262,15 +302,18 @@ class FinetuneRun(Run):
 
     def resume_options(self) -> dict[str, Any]:
         """With --pack: the examples share rows. With --lora: what is trained."""
-        more: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
+        options: dict[str, Any] = {"pack": True} if self.corpus.pack else {}
         if lora := getattr(self.model, "lora", None):
             targets = sorted(lora.targets)
-            more |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
-        return super().resume_options() | more
+            options |= {"lora": lora.r, "lora_alpha": lora.alpha, "lora_targets": targets}
+        return super().resume_options() | options
 
     def sample(self) -> str:
-        """The answer to --sample-prompt, or to the first example that is held out; if that fails, the reason."""
-        c, corpus, tokenizer = self.config, self.corpus, self.corpus.tokenizer
+        """Return the answer to --sample-prompt, or to the first example that is held out; if that
+        fails, the reason."""
+        c = self.config
+        corpus = self.corpus
+        tokenizer = self.corpus.tokenizer
         context = self.model.config.max_seq_len
         try:
             prompt = corpus.val[0].prompt.tolist()
@@ -289,116 +332,108 @@ class FinetuneRun(Run):
             return f"(no sample: {error})"
 
 
-class ParallelFinetuneRun(FinetuneRun, ParallelRun):
-    """The same on several ranks."""
-
-    @property
-    def program(self) -> str:
-        return f"{ParallelRun.program.fget(self)} finetune"  # type: ignore[attr-defined]
-
-
-def finetune(config: FinetuneConfig, console: Console | None = None, **more: Any) -> Path:
-    """A whole fine-tuning, with checkpoints and its report. -> the run's folder. Raises UserError.
-
-    more: write_report and evaluation of training.loop.train.
-    """
-    config, more["corpus"] = prepare(config, SINGLE_PROCESS)
-    return train_from(config, SINGLE_PROCESS, console, FinetuneRun, **more)
-
-
-def finetune_parallel(
-    config: ParallelFinetuneConfig,
-    ranks: Ranks,
+def finetune(
+    config: FinetuneConfig,
     console: Console | None = None,
-    guard: AbortOnError | None = None,
-    **more: Any,
+    parallel: SingleDevice | None = None,
+    **outside: Any,
 ) -> Path:
-    """The same on several ranks; every rank must call this. guard, more: see parallel.ddp.train_parallel."""
-    if ranks.world == 1:
-        return finetune(for_one_rank(config, FinetuneConfig), console, **more)
-    config, more["corpus"] = prepare(config, ranks)
-    with parallel_runs(config, ranks, guard, ParallelFinetuneRun) as make_run:
-        return train_from(config, ranks, console, make_run, **more)
+    """Make a whole fine-tuning, with checkpoints and its report, and return the run's folder.
+    Raises UserError.
+
+    parallel, outside: as of training.loop.train.
+    """
+    parallel = parallel or SingleDevice()
+    config, corpus = prepare(config, parallel.ranks)
+    return train_from(config, console, parallel, FinetuneRun, corpus=corpus, **outside)
 
 
 def train_from(
-    config: AdapterConfig,
-    ranks: SingleProcess,
+    config: AdapterOptions,
     console: Console | None,
+    parallel: SingleDevice,
     make_run: Callable[..., Run],
     **more: Any,
 ) -> Path:
-    """training.loop.train, of all weights of --init or of adapters."""
-    make_model = adapted if config.lora else None
-    return loop.train(config, console, ranks, make_run, make_model=make_model, **more)
+    """Call training.loop.train for all weights of --init, or for adapters."""
+    if config.lora:
+        more["make_model"] = adapted
+    return loop.train(config, console, parallel, make_run, **more)
 
 
 def hold_out(items: list[Item], share: float, what: str) -> tuple[list[Item], list[Item]]:
-    """-> items to train on and to validate on, the same for every seed. share: of the second.  what: one item is called.
+    """Return items to train on and to validate on, the same for every seed. share: of the second.
+    what: one item is called.
 
     Raises UserError if there is only one.
     """
     if len(items) < 2:
         raise UserError(f"one {what} cannot be trained on and held out: give more, or --val-data")
     n = min(max(1, round(share * len(items))), len(items) - 1)
-    held = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
+    chosen = set(np.random.default_rng(0).permutation(len(items))[:n].tolist())
     return (
-        [x for i, x in enumerate(items) if i not in held],
-        [x for i, x in enumerate(items) if i in held],
+        [x for i, x in enumerate(items) if i not in chosen],
+        [x for i, x in enumerate(items) if i in chosen],
     )
 
 
-def adapted(
-    config: Any, shape: Any, corpus: Any, saved: Saved | None, device: str, world: int
-) -> AdaptedTransformer:
-    """The frozen model of --init with new adapters, which a checkpoint then fills. Raises UserError."""
-    folder = base_folder(saved.folder) if saved else Path(config.init)
+def adapted(start: Start, corpus: Any, world: int) -> AdaptedTransformer:
+    """Return the frozen model of --init with new adapters, which a checkpoint then fills. Raises
+    UserError."""
+    config: Any = start.config
+    if start.saved:
+        folder = base_folder(start.saved.folder)
+    else:
+        folder = Path(config.init)
     if is_adapter(folder):
         raise UserError(
             f"{folder} holds adapters: merge them with `xtrain export --merge`, then train new ones"
         )
     check_writable(folder)
-    model = cast(
-        AdaptedTransformer,
-        AdaptedTransformer.from_pretrained(
-            folder, device, config.precision, trainable=False, change=config.change
-        ),
+    loaded = AdaptedTransformer.from_pretrained(
+        folder, start.device, config.precision, trainable=False, change=config.change
     )
+    model = cast(AdaptedTransformer, loaded)
     model.recompute = config.recompute
-    loop.check_fit(model, config, corpus)
+    check_fit(model, config, corpus)
     model.adapt(config.adapters(str(folder.resolve())), config.seed, world)
     return model
 
 
-def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
-    """-> the config with every option that the data decide, and the data. Raises UserError, on every rank."""
-    config.validate()
-    for option in ("tokenizer", "vocab_size"):
-        if getattr(config, option) is not None and not config.resume:
-            raise UserError(
-                f"--{option.replace('_', '-')} does not apply: leave it out, the model in --init has a tokenizer"
-            )
+def model_source(config: AdapterOptions, ranks: SingleProcess) -> tuple[Any, Path]:
+    """Return the config with its data in files, and the folder of the model: a run may continue
+    when --init is gone.
 
-    given = config.data
-    copied = ranks.on_rank_0(lambda: from_standard_input(given, cache_folder()))
-    config = replace(config, data=copied)
+    Raises UserError, on every rank.
+    """
+    copied = ranks.on_rank_0(lambda: from_standard_input(config.data, cache_folder()))
 
     def source() -> Path:
         run = run_folder.to_resume(config)
-        resumes = config.resume and bool(folders(run))  # then the model may be gone from --init
-        return model_folder(run if resumes else Path(config.init or ""), say)
+        if config.resume and folders(run):
+            return model_folder(run, say)
+        return model_folder(Path(config.init or ""), say)
 
-    folder = ranks.on_rank_0(source)
+    return replace(config, data=copied), ranks.on_rank_0(source)
+
+
+def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations]:
+    """Return the config with every option that the data decide, and the data. Raises UserError, on
+    every rank."""
+    config.validate()
+    config, folder = model_source(config, ranks)
     context = read_config(folder).max_seq_len
     if config.seq_len and config.seq_len > context:
         raise UserError(
-            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose a shorter one"
+            f"--seq-len {config.seq_len} is longer than the model's max_seq_len {context}: choose "
+            "a shorter one"
         )
     corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
     if corpus.skipped and ranks.rank == 0:
         what = "cut or left out" if config.too_long == "cut" else "left out"
         limit = min(config.seq_len or context, context)
         say(
-            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were {what}"
+            f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were "
+            f"{what}"
         )
     return filled(config, corpus, context, ranks.world), corpus

@@ -3,40 +3,40 @@
     one per row     [ a a a a a . . . . ]        ids of padding 0, its targets -100
     packed          [ a a a a a b b b . ]        starts  [ 0 0 0 0 0 5 5 5 8 ]
 
-An example of n tokens has n - 1 inputs, each with the next token as its target; targets that are not trained are -100.
-`starts` has for each input the column at which its example begins: attention must not look further back, and positions
-count from there. Padding is an example of its own.
+An example of n tokens has n - 1 inputs, each with the next token as its target; targets that are
+not trained are -100. `starts` has for each input the column at which its example begins: attention
+must not look further back, and positions count from there. Padding is an example of its own.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from ..data.batches import Shuffled
+from ..data.batches import Batch, Shuffled
 from ..kernels.cross_entropy import IGNORE
 from .examples import Example
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-
-def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Arrays:
-    """One row per group of examples -> ids, targets, starts (rows, T) int32. The inputs of a group must fit into T."""
+def rows_of(groups: Sequence[Sequence[Example]], T: int) -> Batch:
+    """Return one row of T tokens per group of examples. The inputs of a group must fit into T."""
     ids = np.zeros((len(groups), T), np.int32)
-    targets, starts = np.full_like(ids, IGNORE), np.zeros_like(ids)
+    targets = np.full_like(ids, IGNORE)
+    starts = np.zeros_like(ids)
     for row, group in enumerate(groups):
-        at = 0
+        start = 0
         for x in group:
-            end = at + len(x.ids) - 1
-            ids[row, at:end] = x.ids[:-1]
-            targets[row, at:end] = np.where(x.trained[1:], x.ids[1:], IGNORE)
-            starts[row, at:end] = at
-            at = end
-        starts[row, at:] = at
-    return ids, targets, starts
+            end = start + len(x.ids) - 1
+            ids[row, start:end] = x.ids[:-1]
+            targets[row, start:end] = np.where(x.trained[1:], x.ids[1:], IGNORE)
+            starts[row, start:end] = start
+            start = end
+        starts[row, start:] = start
+    return Batch(ids, targets, starts)
 
 
 def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
-    """Divide examples among rows by first fit, in an order drawn with `seed`. -> the examples of each row
+    """Divide examples among rows by first fit, in an order drawn with `seed`. -> the examples of
+    each row
 
     lengths: the inputs of each example, at most T.
     """
@@ -57,7 +57,8 @@ def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
 class RowLoader(Shuffled):
     """Endless shuffled batches of rows.
 
-    groups: which examples each row holds.  packed: batches have a third array, `starts`.
+    groups: which examples each row holds.
+    packed: several; batches have `starts`.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class RowLoader(Shuffled):
         world: int = 1,
     ):
         super().__init__(len(groups), B, T, seed, rank, world)
-        self.examples, self.groups, self.packed = examples, groups, packed
+        self.examples = examples
+        self.groups = groups
+        self.packed = packed
 
-    def next_batch(self) -> tuple[np.ndarray, ...]:
-        """-> ids, targets, and if packed starts: (B / world, T) int32"""
+    def next_batch(self) -> Batch:
+        """Return the next batch: (B / world, T)."""
         chosen = [self.groups[self.order(e)[w]] for e, w in self.next_windows()]
-        arrays = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
-        return arrays if self.packed else arrays[:2]
+        batch = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
+        return batch if self.packed else batch._replace(starts=None)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from xtrain.parallel.ddp import ParallelConfig
+from xtrain.config import TrainConfig
+from xtrain.parallel.ddp import DataParallel
 from xtrain.parallel.ranks import Ranks
 from xtrain.parallel.watchdog import AbortOnError
 from xtrain.training.run_log import RunLog
+from xtrain.training.single_device import SingleDevice
 
 RunLog.picture = lambda self: (
     None
@@ -27,13 +29,18 @@ def options(out, **more):
         "precision": "fp32",
     }  # fmt: skip
     defaults["warmup"] = max(0, min(2, more.get("steps", 10) - 2))
-    return ParallelConfig(**{**defaults, **more})
+    return TrainConfig(**{**defaults, **more})
 
 
 def some_ranks(n):
     """Ranks of the first n processes, None on the others."""
     comm = WORLD.Split(0 if n > WORLD.rank else MPI.UNDEFINED)
     return Ranks(comm) if comm != MPI.COMM_NULL else None
+
+
+def divided(ranks):
+    """How a run of these ranks is divided among them, None: of a single process."""
+    return DataParallel(ranks) if ranks is not None and ranks.world > 1 else SingleDevice()
 
 
 def wait():

@@ -5,7 +5,7 @@ import sys
 import time
 
 import numpy as np
-from common import options, run_checks, some_ranks, wait
+from common import divided, options, run_checks, some_ranks, wait
 
 from xtrain.config import ModelConfig
 from xtrain.data.dataset import prepare
@@ -16,7 +16,7 @@ from xtrain.nn import functional
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW, Muon
 from xtrain.parallel.collectives import HostCollectives
-from xtrain.parallel.ddp import ParallelRun, buckets
+from xtrain.parallel.ddp import buckets
 from xtrain.parallel.zero import ShardedAdamW, ShardedMuon, whole_matrices
 from xtrain.training.run import Run
 
@@ -32,7 +32,7 @@ def make_run(folder, ranks, batch=8, recompute="none", tied=False, some_ignored=
     corpus = prepare(config.data, config.vocab_size)
     shape = ModelConfig(vocab_size=corpus.vocab_size, tie_embeddings=tied, **SHAPE)
     model = Transformer(shape, 5, config.device, config.precision, recompute, world)
-    run = ParallelRun(config, model, corpus, ranks) if ranks else Run(config, model, corpus)
+    run = Run(config, model, corpus, divided(ranks))
     if some_ignored:  # a different number on every rank
         next_batch = run.loader.next_batch
         run.loader.next_batch = lambda: ignore(*next_batch())

@@ -15,8 +15,8 @@ import numpy as np
 from common import WORLD, options
 
 from xtrain.ddp import main as ddp_main
-from xtrain.parallel import ddp
 from xtrain.parallel.collectives import HostCollectives
+from xtrain.training.run import Run
 
 AT_STEP = 3
 
@@ -45,7 +45,7 @@ def fail(folder, fault):
 def inject(folder, fault, rank, place):
     if WORLD.rank != rank:
         return
-    step, join = ddp.ParallelRun.step, HostCollectives.join
+    step, join = Run.step, HostCollectives.join
     run = None
 
     def failing_step(self):
@@ -60,7 +60,7 @@ def inject(folder, fault, rank, place):
             fail(folder, fault)
         join(self)
 
-    ddp.ParallelRun.step, HostCollectives.join = failing_step, failing_join
+    Run.step, HostCollectives.join = failing_step, failing_join
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import sys
 
 import numpy as np
-from common import options, run_checks, some_ranks, wait
+from common import divided, options, run_checks, some_ranks, wait
 from rich.console import Console
 
 from xtrain.config import ModelConfig
@@ -18,8 +18,8 @@ from xtrain.formats.tensor_file import read_header
 from xtrain.nn.fp8 import SPACING
 from xtrain.nn.model import Transformer
 from xtrain.parallel.collectives import HostCollectives
-from xtrain.parallel.ddp import ParallelRun, train_parallel
 from xtrain.train import train
+from xtrain.training import loop
 from xtrain.training.run import Run
 
 Transformer._check_precision = lambda *_: None
@@ -36,7 +36,7 @@ def make_run(folder, ranks, micro=None, **more):
     corpus = prepare(config.data, config.vocab_size)
     shape = ModelConfig(vocab_size=corpus.vocab_size, **SHAPE)
     model = Transformer(shape, 5, "cpu", "fp8", world=world)
-    return ParallelRun(config, model, corpus, ranks) if ranks else Run(config, model, corpus)
+    return Run(config, model, corpus, divided(ranks))
 
 
 def steps(run, n=3):
@@ -121,7 +121,7 @@ def train_on(n, config):
     run = (
         None
         if ranks is None
-        else train_parallel(config, ranks, SILENT, write_report=lambda *_: None)
+        else loop.train(config, SILENT, divided(ranks), write_report=lambda *_: None)
     )
     wait()
     return run

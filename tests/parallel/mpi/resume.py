@@ -14,7 +14,7 @@ import time
 import types
 
 import numpy as np
-from common import TEXT, WORLD, options, run_checks, some_ranks, wait
+from common import TEXT, WORLD, divided, options, run_checks, some_ranks, wait
 from rich.console import Console
 
 from xtrain.config import ModelConfig
@@ -23,13 +23,13 @@ from xtrain.errors import UserError
 from xtrain.formats import saved_runs
 from xtrain.nn import functional as F
 from xtrain.nn.model import Transformer
-from xtrain.parallel.ddp import ParallelRun, train_parallel
 from xtrain.parallel.watchdog import Watchdog
-from xtrain.reinforcement.reinforce import ParallelReinforceConfig, reinforce_parallel
+from xtrain.reinforcement.reinforce import ReinforceConfig, reinforce
 from xtrain.report import page as report
 from xtrain.train import train
-from xtrain.training import checkpoint
-from xtrain.tuning.finetune import ParallelFinetuneConfig, finetune_parallel
+from xtrain.training import checkpoint, loop
+from xtrain.training.run import Run
+from xtrain.tuning.finetune import FinetuneConfig, finetune
 
 SILENT = Console(quiet=True)
 NO_REPORT = dict(write_report=lambda *about: None)
@@ -47,7 +47,7 @@ def losses(run):
 def train_on(n, config):
     """-> the run's folder; only on the first n processes"""
     ranks = some_ranks(n)
-    run = None if ranks is None else train_parallel(config, ranks, SILENT, **NO_REPORT)
+    run = None if ranks is None else loop.train(config, SILENT, divided(ranks), **NO_REPORT)
     wait()
     return run
 
@@ -85,7 +85,7 @@ def loaded_state(run, kind):
                 corpus = prepare(TEXT, config.vocab_size)
                 shape = checkpoint.huggingface.read_config(saved.folder).to_dict()
                 model = Transformer(ModelConfig(**shape), 9, "cpu", world=n)
-                again = ParallelRun(config, model, corpus, ranks)
+                again = Run(config, model, corpus, divided(ranks))
                 again.parallel.load(saved, again.optimizer)
                 again.save(run.parent / config.name)
                 if ranks.rank == 0:
@@ -114,7 +114,7 @@ def the_same_world_is_byte_exact(folder):
 @contextlib.contextmanager
 def wrong_on_rank(rank, op, steps, value):
     """On one rank, the first number of an op's result is replaced in these steps."""
-    step, forward = ParallelRun.step, op.forward
+    step, forward = Run.step, op.forward
     now = []
 
     def noting_step(run):
@@ -127,9 +127,9 @@ def wrong_on_rank(rank, op, steps, value):
             result.reshape(-1)[0] = value
         return result
 
-    ParallelRun.step, op.forward = noting_step, staticmethod(wrong)
+    Run.step, op.forward = noting_step, staticmethod(wrong)
     yield
-    ParallelRun.step, op.forward = step, staticmethod(forward)
+    Run.step, op.forward = step, staticmethod(forward)
 
 
 def a_bad_step_is_skipped_by_all(folder):
@@ -155,7 +155,7 @@ def the_rank_is_named(folder):
         with wrong_on_rank(1, F.Attention, (4, 5, 6), np.inf):
             try:
                 ranks = some_ranks(2)
-                assert ranks is None or train_parallel(at, ranks, SILENT, **NO_REPORT) is None
+                assert ranks is None or loop.train(at, SILENT, divided(ranks), **NO_REPORT) is None
             except UserError as error:
                 assert "the last at step 5" in str(error), error
                 assert "rank 1: layer 0, Attention, forward (0 NaN and 1 infinite" in str(error), (
@@ -185,31 +185,31 @@ def all_ranks_wait_for_the_report(folder):
     ranks = some_ranks(2)
     if ranks is not None:
         config = options(folder / "report", steps=1)
-        run = train_parallel(config, ranks, SILENT, write_report=slowly)
+        run = loop.train(config, SILENT, divided(ranks), write_report=slowly)
         assert (run / "report.html").exists() and not watched, watched
     wait()
 
 
 def one_rank_is_asked_to_stop(folder):
     """All ranks stop, and rank 0 writes no report: there may be no time for it."""
-    step = ParallelRun.step
+    step = Run.step
 
     def asked(run):
         if WORLD.rank == 1 and run.done == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return step(run)
 
-    ParallelRun.step, said = asked, io.StringIO()
+    Run.step, said = asked, io.StringIO()
     ranks = some_ranks(2)
     if ranks is not None:
         config, console = (
             options(folder / "asked", steps=9),
             Console(file=said, quiet=ranks.rank > 0),
         )
-        run = train_parallel(config, ranks, console, write_report=report.finish)
+        run = loop.train(config, console, divided(ranks), write_report=report.finish)
         assert saved_runs.newest(run).step == 2 and not (run / "report.html").exists()
         assert ranks.rank or "stopped after step 2 (requested on another rank)" in said.getvalue()
-    ParallelRun.step = step
+    Run.step = step
     wait()
 
 
@@ -228,11 +228,11 @@ def fine_tuning(folder):
     def tuned(name, n, **more):
         ranks = some_ranks(n)
         shape = dict(steps=6, eval_every=3, save_every=3, sample_tokens=2, lr=1e-3, device="cpu")
-        config = ParallelFinetuneConfig(
+        config = FinetuneConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
             pack=True, batch=4, seq_len=16, **shape, **more,
         )  # fmt: skip
-        run = finetune_parallel(config, ranks, SILENT, **NO_REPORT) if ranks else None
+        run = finetune(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
         wait()
         return run
 
@@ -256,11 +256,11 @@ def reinforcement(folder):
     def reinforced(name, n, **more):
         ranks = some_ranks(n)
         shape = dict(steps=4, eval_every=2, save_every=2, group=2, batch=8, max_new_tokens=4)
-        config = ParallelReinforceConfig(
+        config = ReinforceConfig(
             init=str(folder / "alone" / "run"), data=(str(data),), out=str(folder), name=name,
             task="a_task:reward", lr=1e-5, device="cpu", **shape, **more,
         )  # fmt: skip
-        run = reinforce_parallel(config, ranks, SILENT, **NO_REPORT) if ranks else None
+        run = reinforce(config, SILENT, divided(ranks), **NO_REPORT) if ranks else None
         wait()
         return run
 
