@@ -238,7 +238,6 @@ def test_refused():
     for options, message in (
         (dict(kv_cache="int4"), "kv_cache 'int4' is not known: choose full, fp8"),
         (dict(kv_cache="fp8", batch_invariant=True), "batch_invariant and kv_cache 'fp8' cannot be combined"),
-        (dict(kv_cache="fp8", one_kernel=True), "one_kernel and kv_cache 'fp8' cannot be combined"),
         (dict(kv_cache="fp8", cache_bytes=100), "the KV cache would have room for 0 tokens"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):

@@ -51,7 +51,6 @@ from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
-from . import one_kernel as one_kernels
 from .blocks import MIN_COPIED, ROOT, BlockPool, Prefix, block_key, block_keys
 from .paged_cache import KINDS as CACHE_KINDS
 from .paged_cache import PagedCache
@@ -147,12 +146,8 @@ class Engine:
     trainable=False, and can only be served from then on. "full": the model stays as it is.
     kv_cache: "fp8" stores keys and values in one byte per number, with a scale per token and head (kernels/decoding/kv_codes.py):
     with 12 and more layers the same memory holds 1.6 to 1.8 times the tokens of bf16, and decoding reads half the bytes of the
-    cache. On a GPU for models in bf16 with heads of 32, 64 or 128 channels; not with batch_invariant or one_kernel. "full": in
+    cache. On a GPU for models in bf16 with heads of 32, 64 or 128 channels; not with batch_invariant. "full": in
     the dtype of the model.
-    one_kernel: decode up to 8 sequences by one kernel per step instead of five per layer (kernels/step/step_kernel.py), for
-    unquantized models without windows. Off by default: on an H100 it reaches 0.94 of the tokens per second with one sequence and
-    1.04 with 8 (135 M parameters; 0.6 B: 0.88 and 0.99), and each size of the batch compiles a kernel of its own
-    (known_issues.md). The last bits of the logits differ from the usual step's.
     graph: capture the decoding step as a CUDA graph (GPU only).  prefill_tokens: prompt tokens in one forward pass, at most;
     longer prompts are computed in several chunks; None: 8192 on a GPU, else 512.
     Memory of the KV cache: enough for max_batch sequences of max_seq_len tokens, but on a GPU at most what is left of the share
@@ -190,7 +185,6 @@ class Engine:
         warm_up: bool = False,
         weights: str = "full",
         prefill_interval: int | None = None,
-        one_kernel: bool = False,
         kv_cache: str = "full",
     ):
         if not isinstance(model, Transformer):
@@ -225,17 +219,10 @@ class Engine:
         self.max_prefill_tokens, self.prefill_interval = prefill_tokens, prefill_interval
         if kv_cache not in CACHE_KINDS:
             raise UserError(f"kv_cache {kv_cache!r} is not known: choose {', '.join(CACHE_KINDS)}")
-        stored = (("weights", weights), ("kv_cache", kv_cache))
-        others = ["batch_invariant"] if batch_invariant else []
-        others += [f"{name} {kind!r}" for name, kind in stored if kind != "full"]
-        if one_kernel and others:
-            raise UserError(f"one_kernel and {others[0]} cannot be combined: leave one of them out")
         if batch_invariant and kv_cache != "full":
             raise UserError(
                 f"batch_invariant and kv_cache {kv_cache!r} cannot be combined: leave one of them out"
             )
-        if one_kernel:
-            one_kernels.check_model(model, max_batch)
         self.cache = PagedCache(model, self.max_seq_len, block_tokens, kv_cache)
         if cache_bytes is not None:
             self._check_room(cache_bytes // self.cache.block_bytes)
@@ -249,8 +236,6 @@ class Engine:
         self._check_room(n_blocks)
         self.cache.allocate(n_blocks)
         self.cache_bytes = self.cache.nbytes
-        self.one_kernel = one_kernel
-        self.one_kernel_steps: dict[int, one_kernels.DecodingStep] = {}  # by the size of the batch
         self.trace: collections.deque[Step] = collections.deque(maxlen=TRACE_STEPS)
         self.steps = self.submitted = 0
         self.last_prefill = -1  # number of the last step that had one
@@ -875,22 +860,11 @@ class Engine:
         batch, columns, ids_B = self.batch, self.batch.first(b), self.batch.ids[:b]
         lengths_B = columns["lengths"]
         tables_BM = batch.device_tables[:b]
-        if self.one_kernel and one_kernels.fits(b):
-            logits = self._one_kernel_step(b)(ids_B, lengths_B, tables_BM)
-        else:
-            sequences = self.cache.decode(lengths_B, tables_BM, batch.edges[: b + 1])
-            logits = self.model.logits(self.model.hidden(ids_B, sequences)).data
+        sequences = self.cache.decode(lengths_B, tables_BM, batch.edges[: b + 1])
+        logits = self.model.logits(self.model.hidden(ids_B, sequences)).data
         logprobs = self._sample(logits, ids_B, columns, penalized, scored)
         advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
         return logprobs
-
-    def _one_kernel_step(self, b: int) -> Callable[..., Array]:
-        """The step for a batch of b. A model whose modules were replaced has another arena, and the step is made again."""
-        arena, step = self.model.arena, self.one_kernel_steps.get(b)
-        arena.refresh()
-        if step is None or step.weights.small is not arena.weights:
-            step = self.one_kernel_steps[b] = one_kernels.make_step(self.model, self.cache, b)
-        return step
 
     def _ready_to_decode(self, step: Step) -> list[Request]:
         """The active requests that get another token, each with a block for it; others are preempted if there are none left."""
