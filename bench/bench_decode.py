@@ -45,7 +45,7 @@ from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
 from xtrain.nn.quantized import linear_weights, quantize_weights
-from xtrain.serving.engine import graph_size
+from xtrain.serving.scheduler import graph_size
 
 SHAPE = dict(
     vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=8192,
@@ -120,7 +120,7 @@ def ours(model, prompts, new, one_kernel=False, kv_cache="full"):
 
 def step_ms(engine, B, T):
     """Milliseconds of GPU time of a decoding step alone: the graph, replayed with T tokens in every slot."""
-    batch = engine.batch
+    batch = engine.runner.batch
     batch.clear()
     batch.host["lengths"][:B], batch.host["temperature"][:B] = T, 0
     each = batch.host_tables.shape[1]
@@ -128,7 +128,7 @@ def step_ms(engine, B, T):
 
     def step():
         batch.upload()  # back to length T
-        engine.graphed(variant=(graph_size(B, engine.max_batch), False, False))
+        engine.runner.graphed(variant=(graph_size(B, engine.max_batch), False, False))
 
     step()
     return gpu_ms(step, runs=20, flush=False)[0], step

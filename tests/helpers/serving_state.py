@@ -5,11 +5,11 @@ from xtrain.serving.blocks import block_key
 
 def check_nothing_is_used(engine):
     """No request, slot or block is left over, and all that can be found of the cache is what its blocks hold."""
-    assert not engine.unfinished_requests and not engine.pending_requests
-    assert not engine.prefilling_requests and not engine.active_requests
-    assert not engine.steps_in_flight
-    assert sorted(engine.free_slots) == list(range(engine.max_batch))
-    pool = engine.pool
+    assert not engine.scheduler.unfinished and not engine.scheduler.waiting
+    assert not engine.scheduler.prefilling and not engine.scheduler.decoding
+    assert not engine.runner.in_flight
+    assert sorted(engine.scheduler.free_slots) == list(range(engine.max_batch))
+    pool = engine.scheduler.pool
     assert pool.references == [0] * pool.size
     assert sorted([*pool.free, *pool.cached]) == list(range(pool.size)), "a block is lost or twice"
     assert pool._contents.keys() == pool.cached.keys()
