@@ -352,7 +352,7 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
 def test_a_server_that_is_open_to_all_says_so(folder, monkeypatch, capsys, host, key, warned):
     monkeypatch.delenv("XTRAIN_API_KEY", raising=False)
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: None)
-    options = listen.Options(str(folder), host=host, api_key=key, device="cpu")
+    options = listen.Options(model=str(folder), host=host, api_key=key, device="cpu")
     listen.serve(options)
     text = "".join(capsys.readouterr())
     assert ("--host 0.0.0.0 without --api-key: every machine" in text) == warned, text

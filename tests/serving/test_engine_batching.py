@@ -432,10 +432,3 @@ def test_a_failure_in_the_middle_loses_no_slot(model, monkeypatch):
     assert state(served) == ([], 0, [0, 1])
     monkeypatch.setattr(served.cache, "prefill", prefill)
     assert served.generate([[1, 2], [3]], 4) == expected
-
-
-def test_graph_sizes_cover_every_batch():
-    for most in (1, 3, 8, 12, 32):
-        for b in range(1, most + 1):
-            assert b <= scheduler.graph_size(b, most) <= min(most, max(2 * b, b + 7))
-    assert len({scheduler.graph_size(b, 32) for b in range(1, 33)}) == 7

@@ -38,7 +38,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ..errors import UserError
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
-from .options import EngineOptions, described
+from .options import EngineOptions, described, engine_parameters
 from .paged_cache import PagedCache, affordable_blocks, check_room
 from .requests import Completion, Request, Step, make_requests, make_scoring_requests
 from .runner import Runner
@@ -63,18 +63,8 @@ def _with_arguments_of(
 def _with_options(
     options: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Transformer, P], None]]:
-    """The decorated constructor takes a model and the arguments of `options`, for type checkers and for `help`."""
-    own = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ("self", "model")
-    ]
-    parameters = own + list(inspect.signature(options).parameters.values())
-
-    def decorate(constructor: Any) -> Any:
-        constructor.__signature__ = inspect.Signature(parameters)
-        return constructor
-
-    return decorate
+    """For type checkers: the decorated constructor takes a model and the arguments of `options`."""
+    return lambda constructor: constructor
 
 
 class Engine:
@@ -89,8 +79,13 @@ class Engine:
     and after a preemption: products have a fixed number of rows, and decoding uses the attention of prefill.
 
     New weights are detected if AdamW has written them or if they are assigned as `parameter.data = x`; if they are written in
-    place, call `forget_prefixes`. Quantized weights need a model made with trainable=False, which can only be served from then
-    on. The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
+    place, call `forget_prefixes`. Weights in int8 or fp8 (nn/quantized.py) need a model made with trainable=False, which can only
+    be served from then on: half of bf16's memory, and decoding reads half the bytes. A cache in fp8
+    (kernels/decoding/kv_codes.py) is for models in bf16 with heads of 32, 64 or 128 channels if they are on a GPU, not for
+    batch-invariant mode: with 12 and more layers it holds 1.6 to 1.8 times the tokens of bf16 in the same memory.
+
+    The cache has blocks for max_batch sequences of max_seq_len tokens, if there is memory; if sequences need more, some are
+    preempted. The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
 
     Raises UserError for an invalid option, or if there is not enough memory for one sequence of max_seq_len tokens.
     """
@@ -291,9 +286,11 @@ class Engine:
 
         continuations: None: every token of the prompts but the first, which nothing precedes.
         top: also report so many of the most likely tokens at each place, at most 20.
-        Nothing is sampled. Sequences are computed together, and what several of them begin with is computed once. Other threads may generate at
-        the same time. The last token of a sequence is only predicted: there may be max_seq_len + 1. Raises UserError, before
-        anything is computed, for an empty prompt or continuation, for a sequence that is too long, or for an id that is no token.
+
+        Nothing is sampled. Sequences are computed together, and what several of them begin with is computed once. Other threads
+        may generate at the same time. The last token of a sequence is only predicted: there may be max_seq_len + 1. Raises
+        UserError, before anything is computed, for an empty prompt or continuation, for a sequence that is too long, or for an
+        id that is no token.
         """
         requests = make_scoring_requests(prompts, continuations, self.config, self.max_seq_len, top)
         self._compute(requests)
@@ -385,4 +382,12 @@ class Engine:
                 pass
 
 
-Engine.__doc__ = f"{Engine.__doc__}\nArguments: the model, and\n\n{described()}\n"
+def _document(kind: type) -> None:
+    """Let `help` show the options, with their texts."""
+    self, model = list(inspect.signature(kind.__init__).parameters.values())[:2]
+    signature = inspect.Signature([self, model, *engine_parameters()])
+    kind.__init__.__signature__ = signature  # type: ignore[attr-defined]
+    kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{described()}\n"
+
+
+_document(Engine)

@@ -6,6 +6,8 @@ class Options(ModelOptions):
 Engine(model, **engine_arguments(options))
 """
 
+import inspect
+import textwrap
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -20,6 +22,7 @@ from .paged_cache import KINDS as CACHE_KINDS
 # computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
+SERVED_TOKENS = 8192  # of a sequence in `serve` and `chat`, if the model supports more
 BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 
 # ----------------------------------------------------------------------------- options that commands have, too
@@ -39,15 +42,13 @@ BatchInvariant = Annotated[
 Weights = Annotated[
     Literal["full", "int8", "fp8"],
     Doc(
-        "int8, fp8: matrices in one byte per weight, with a scale per row (the model is changed, and can only be served from then "
-        "on); full: as precision says"
+        "int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says"
     ),
 ]
 KVCache = Annotated[
     Literal["full", "fp8"],
     Doc(
-        "fp8: keys and values in one byte per number, with a scale per token and head, on a GPU for models in bf16; full: as "
-        "precision says"
+        "fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says"
     ),
 ]
 PrefillInterval = Annotated[
@@ -91,13 +92,10 @@ class EngineOptions:
     ] = None
     gpu_memory: Annotated[
         float,
-        Doc(
-            "share of the GPU's memory that may be in use with the KV cache, which has room for max_batch sequences of max_seq_len "
-            "tokens if it can. If sequences need more, some are preempted"
-        ),
+        Doc("share of the GPU's memory that may be in use, including the KV cache"),
     ] = 0.9
     cache_bytes: Annotated[int | None, Doc("bytes of the KV cache, at most; none: no limit")] = None
-    block_tokens: Annotated[int, Doc("tokens of a block of the KV cache: 16, 32, 64, ...")] = (
+    block_tokens: Annotated[int, Doc("tokens of a block of the KV cache: 16, 32, 64 or so on")] = (
         BLOCK_TOKENS
     )
     warm_up: Annotated[
@@ -146,6 +144,11 @@ class EngineOptions:
         return sizes
 
 
+def chosen_seq_len(max_seq_len: int | None, context: int) -> int:
+    """Return the max_seq_len of `serve` and `chat` for a model that supports `context`: they allocate all of it at the start."""
+    return min(context, SERVED_TOKENS) if max_seq_len is None else max_seq_len
+
+
 def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
@@ -163,9 +166,16 @@ def engine_arguments(options: Any) -> dict[str, Any]:
 
 
 def described() -> str:
-    """Return the options of an engine, one a line, with their texts."""
-    lines = []
+    """Return a paragraph for each option of an engine: its name and its text."""
+    paragraphs = []
     for name, kind in get_type_hints(EngineOptions, include_extras=True).items():
         (text,) = [x.documentation for x in kind.__metadata__ if isinstance(x, Doc)]
-        lines.append(f"    {name}: {text}.")
-    return "\n".join(lines)
+        paragraphs.append(textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    "))
+    return "\n".join(paragraphs)
+
+
+def engine_parameters() -> list[inspect.Parameter]:
+    """Return the parameters of EngineOptions as a reader wants them: without the texts."""
+    kinds = get_type_hints(EngineOptions)
+    parameters = inspect.signature(EngineOptions).parameters.values()
+    return [parameter.replace(annotation=kinds[parameter.name]) for parameter in parameters]

@@ -147,6 +147,8 @@ class Runner:
                 work.decoding
             ):  # before prefill, which puts first tokens into slots that are idle here
                 self.launch_decoding(work.decoding, work.grown)
+            else:
+                self.batch_requests = []  # a preempted sequence may come back alone, in another place
             if work.prefill is not None:
                 self._launch_prefill(work.prefill)
         self.newest = len(self.in_flight) - before
