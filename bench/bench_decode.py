@@ -46,7 +46,7 @@ from xtrain.formats.huggingface import config_to_hf
 from xtrain.inspect.kernel_times import NoTimes, cupti_times
 from xtrain.kernels.cast import cast_fwd
 from xtrain.nn.quantized import linear_weights, quantize_weights
-from xtrain.serving.engine import graph_size
+from xtrain.serving.scheduler import graph_size
 
 SHAPE = dict(
     vocab_size=32000,
@@ -168,7 +168,7 @@ def step_ms(engine, B, T):
 
     It is the graph, replayed with T tokens in every slot.
     """
-    batch = engine.batch
+    batch = engine.runner.batch
     batch.clear()
     batch.host["lengths"][:B] = T
     batch.host["temperature"][:B] = 0
@@ -177,7 +177,7 @@ def step_ms(engine, B, T):
 
     def step():
         batch.upload()  # back to length T
-        engine.graphed(variant=(graph_size(B, engine.max_batch), False, False))
+        engine.runner.graphed(variant=(graph_size(B, engine.max_batch), False, False))
 
     step()
     return gpu_ms(step, runs=20, flush=False)[0], step

@@ -40,7 +40,7 @@ import tyro
 import xtrain
 from xtrain.server.app import Limits
 from xtrain.server.listen import Address, serve_engine
-from xtrain.serving.engine import PREFILL_INTERVAL
+from xtrain.serving.options import PREFILL_INTERVAL
 from xtrain.serving.pretrained import Texts
 from xtrain.serving.requests import make_requests
 
@@ -203,13 +203,13 @@ def arriving_alone(
     submitted = 0
     waiting = []
     start = time.perf_counter()
-    while submitted < o.requests or engine.unfinished_requests or engine.steps_in_flight:
+    while submitted < o.requests or engine.busy:
         now = time.perf_counter() - start
         while submitted < o.requests and times[submitted] <= now:
             engine.submit(requests[submitted])
             waiting.append(submitted)
             submitted += 1
-        if not engine.step() and not engine.unfinished_requests and submitted < o.requests:
+        if not engine.step() and not engine.busy and submitted < o.requests:
             time.sleep(max(0.0, times[submitted] - (time.perf_counter() - start)))
         now = time.perf_counter() - start
         first += [1e3 * (now - times[i]) for i in waiting if requests[i].completion]

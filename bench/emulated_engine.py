@@ -1,4 +1,5 @@
-"""An Engine without a GPU whose steps take as long as on one (bench_server.py --emulate).
+"""An Engine without a GPU whose steps take as long as on one, to measure what surrounds the engine
+(bench_server.py --emulate).
 
 The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute
 nothing. Launching one takes CPU time in Python, which holds the interpreter's lock; then the
@@ -14,6 +15,7 @@ import numpy as np
 
 import xtrain
 from xtrain.nn.autograd import Tensor
+from xtrain.serving.runner import Runner
 
 DECODE_LAUNCH = 1e-3  # seconds of the host: one CUDA graph, and the copies around it
 PREFILL_LAUNCH = 25e-3  # 28 layers, about 400 launches
@@ -38,38 +40,37 @@ class EmulatedModel(xtrain.Transformer):
         return Tensor(np.zeros((len(x.data), 8), np.float32))
 
 
-class EmulatedEngine(xtrain.Engine):
-    """Take Engine's arguments without the model."""
+class EmulatedRunner(Runner):
+    """Launches nothing, but takes the time."""
+
+    run_ahead = True
 
     def __init__(self, *args: Any, **options: Any):
-        shape = dict(vocab_size=151936, dim=2, n_layers=1, n_heads=1, head_dim=2, hidden_dim=2)
-        config = xtrain.ModelConfig(**shape, max_seq_len=2048)
-        model = EmulatedModel(config, device="cpu", trainable=False)
-        super().__init__(model, *args, prefill_tokens=8192, **options)
-        self.run_ahead = True
+        super().__init__(*args, **options)
         self.gpu_done = 0.0
         self.now = time.perf_counter
         self.sleep = time.sleep
-        model.launched = self._launch_prefill
 
     def _pass(self, host: float, gpu: float) -> None:
-        """Launch a forward pass: begins after the previous, ends after its last launch."""
-        begin, end = self.now(), time.thread_time() + host
+        """Launch a forward pass: it begins when the previous one has ended, and ends after its last
+        launch."""
+        begin = self.now()
+        end = time.thread_time() + host
         while time.thread_time() < end:
             pass
         self.gpu_done = max(max(self.gpu_done, begin) + gpu, self.now() + gpu / 28)
 
-    def _launch_prefill(self, tokens: int) -> None:
+    def launch_tokens(self, tokens: int) -> None:
         self._pass(PREFILL_LAUNCH, tokens * PREFILL_EACH)
 
-    def _decode(self, b: int, penalized: bool, scored: bool) -> tuple:
+    def decode(self, b: int, penalized: bool, scored: bool) -> tuple:
         self._pass(DECODE_LAUNCH, DECODE_BASE + b * DECODE_EACH)
         return ()
 
-    def _sample(self, *args: Any) -> tuple:
+    def sample(self, *args: Any) -> tuple:
         return ()
 
-    def _read_ids_later(self, requests: list) -> Callable[[], list[int]]:
+    def read_ids_later(self, requests: list, slots: list[int]) -> Callable[[], list[int]]:
         done = self.gpu_done
         n = len(requests)
 
@@ -78,3 +79,16 @@ class EmulatedEngine(xtrain.Engine):
             return [1] * n
 
         return wait_for_ids
+
+
+class EmulatedEngine(xtrain.Engine):
+    """Takes Engine's arguments without the model."""
+
+    runner_type = EmulatedRunner
+
+    def __init__(self, *args: Any, **options: Any):
+        shape = dict(vocab_size=151936, dim=2, n_layers=1, n_heads=1, head_dim=2, hidden_dim=2)
+        config = xtrain.ModelConfig(**shape, max_seq_len=2048)
+        model = EmulatedModel(config, device="cpu", trainable=False)
+        super().__init__(model, *args, prefill_tokens=8192, **options)
+        model.launched = self.runner.launch_tokens

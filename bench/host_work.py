@@ -24,24 +24,28 @@ STOP = 1
 LENGTHS = [1 + 7919 * i % 11 for i in range(COMPLETIONS)]  # tokens of each completion
 
 
-class IdleEngine(emulated_engine.EmulatedEngine):
+class IdleRunner(emulated_engine.EmulatedRunner):
     """Its tokens are those that make each completion as long as LENGTHS says."""
 
     def _pass(self, host: float, gpu: float) -> None:
         pass
 
-    def _sample(self, logits: Any, ids: Any, batch: Any, penalized: bool, scored: bool) -> tuple:
+    def sample(self, logits: Any, ids: Any, batch: Any, penalized: bool, scored: bool) -> tuple:
         n = len(ids)
         return np.zeros(n, np.float32), np.zeros((n, 20), np.int32), np.zeros((n, 20), np.float32)
 
-    def _decode(self, b: int, penalized: bool, scored: bool) -> tuple:
-        return self._sample(None, range(b), None, penalized, scored)
+    def decode(self, b: int, penalized: bool, scored: bool) -> tuple:
+        return self.sample(None, range(b), None, penalized, scored)
 
-    def _read_ids_later(self, requests: list) -> Callable[[], list[int]]:
-        drawn = [len(r.completion) + r.in_flight + 1 for r in requests]
+    def read_ids_later(self, requests: list, slots: list[int]) -> Callable[[], list[int]]:
+        drawn = [r.drawn for r in requests]
         lengths = [LENGTHS[r.seed + (r.random_stream >> 32)] for r in requests]
         ids = [STOP if n == length else STOP + 1 for n, length in zip(drawn, lengths)]
         return lambda: ids
+
+
+class IdleEngine(emulated_engine.EmulatedEngine):
+    runner_type = IdleRunner
 
 
 def rollouts(length: int, n: int) -> tuple[Callable[[], list], IdleEngine]:

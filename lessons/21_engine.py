@@ -463,9 +463,11 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 from xtrain.kernels.decoding import sampling_kernels as _sampling_kernels
 from xtrain.serving import text_stream
 from xtrain.serving.engine import Engine
+from xtrain.serving.runner import Runner
+from xtrain.serving.scheduler import Scheduler
 
 lesson.source(_sampling_kernels.make_advance_kernel)
-lesson.source(Engine._decode)
+lesson.source(Runner.decode)
 
 # %% [markdown]
 # One step of the engine admits waiting requests, decodes, computes the next part of their prompts,
@@ -476,8 +478,9 @@ lesson.source(Engine._decode)
 
 # %%
 lesson.source(Engine._step)
-lesson.source(Engine._collect)
-lesson.source(Engine._end_if_finished)
+lesson.source(Runner.arrived)
+lesson.source(Scheduler._take_tokens)
+lesson.source(Scheduler._end_if_finished)
 
 # %% [markdown]
 # The next function uses the idea of 21.3 for all requests at once. The cache consists of blocks of 64
@@ -486,7 +489,7 @@ lesson.source(Engine._end_if_finished)
 # ones is copied. (When the weights change, no cached keys can be reused.)
 
 # %%
-lesson.source(Engine._assign_blocks)
+lesson.source(Scheduler._assign_blocks)
 
 # %% [markdown]
 # Your 21.4 is in the next two functions. They also handle a *stop string*, such as the start of the

@@ -412,7 +412,7 @@ lesson.figures.timeline(spans, "sequences decoded and prompt tokens computed", "
 # %%
 from xtrain.kernels.decoding import kv_cache
 from xtrain.serving import blocks
-from xtrain.serving.engine import Engine
+from xtrain.serving.scheduler import Scheduler
 
 lesson.source(kv_cache.make_block_table)
 lesson.source(blocks.BlockPool.allocate)
@@ -424,8 +424,8 @@ lesson.source(blocks.block_keys)
 # already knows then that it will write to it.
 
 # %%
-lesson.source(Engine._make_room)
-lesson.source(Engine._assign_blocks)
+lesson.source(Scheduler._make_room)
+lesson.source(Scheduler._assign_blocks)
 
 # %% [markdown]
 # ## What did not help

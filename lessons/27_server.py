@@ -286,7 +286,7 @@ def watched(functions):
 
 
 def until_idle():
-    while engine.unfinished_requests or engine.steps_in_flight:
+    while engine.busy:
         time.sleep(0.01)
 
 
@@ -297,10 +297,10 @@ stages = {
     "tokenizer": (loaded.tokenizer, "encode"),
     "options, limits": (app_module, "make_requests"),
     "into the queue": (server.engine, "submit"),
-    "admission": (engine, "_admit"),
-    "prefill": (engine, "_prefill"),
-    "decode": (engine, "_launch"),
-    "sampling": (engine, "_sample"),
+    "admission": (engine.scheduler, "_admit"),
+    "prefill": (engine.runner, "_launch_prefill"),
+    "decode": (engine.runner, "launch_decoding"),
+    "sampling": (engine.runner, "sample"),
     "news": (engine_loop.EngineLoop, "_report"),
     "wake the requests": (server.engine, "_round"),
     "ids to text": (engine_client.Job, "_add"),
@@ -563,7 +563,7 @@ run(ask(body | {"stop": None, "max_tokens": 200, "temperature": 2, "seed": 1}, l
 until_idle()
 print("computed far less than 200 tokens:", engine.decoded_tokens - before < 100)
 print(
-    "free slots:", sorted(engine.free_slots), " sequences that wait:", len(engine.pending_requests)
+    "free slots:", sorted(engine.scheduler.free_slots), " sequences that wait:", len(engine.scheduler.waiting)
 )
 
 # %% [markdown]

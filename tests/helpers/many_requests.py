@@ -98,15 +98,17 @@ def measure(n, device):
         random_model(small(**SHAPE), device=device), 8, 64, block_tokens=16, prefill_tokens=64, cache_bytes=8 << 11,
         warm_up=True,  # a kernel that is compiled later would look like growth
     )  # fmt: skip
-    engine.trace = collections.deque(maxlen=50)  # a full trace of 4096 steps would look like growth
+    engine.scheduler.trace = collections.deque(
+        maxlen=50
+    )  # a full trace of 4096 steps would look like growth
     draw, tracing = np.random.default_rng(0), tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start()
     try:
         reasons = serve(engine, n // 4, draw)
-        first = usage(engine.submitted, device)
+        first = usage(engine.scheduler.submitted, device)
         reasons += serve(engine, n - n // 4, draw)
-        last = usage(engine.submitted, device)
+        last = usage(engine.scheduler.submitted, device)
     finally:
         if not tracing:
             tracemalloc.stop()
@@ -136,7 +138,7 @@ def main():
     print(first, last, sep="\n")
     print(
         f"{dict(reasons)}; {engine.steps:,} steps, {engine.reused_tokens:,} tokens shared, {time.perf_counter() - start:.0f} s; "
-        f"all {engine.pool.size} blocks are free or can be found again"
+        f"all {engine.scheduler.pool.size} blocks are free or can be found again"
     )
     return grown(first, last) or 0
 

@@ -6,33 +6,42 @@ from checks import to_host
 from xtrain import Engine, batch_invariant
 from xtrain.device import to_device
 from xtrain.kernels.decoding.logprobs import token_logprobs
+from xtrain.serving.runner import Runner
 
 
-class Observed(Engine):
-    """logits: those from which the engine has drawn, (V,) float32, by request id and number of the token."""
+class ObservedRunner(Runner):
+    """logits: those from which it has drawn, (V,) float32, by request id and number of the token."""
 
     def __init__(self, *args, **options):
-        super().__init__(*args, batch_invariant=True, graph=False, **options)
+        super().__init__(*args, **options)
         self.logits = {}
 
     def note(self, requests, rows):
-        logits = to_host(self.last)[:, : self.config.vocab_size]
+        logits = to_host(self.last)[:, : self.model.config.vocab_size]
         for request, row in zip(requests, rows):
             # A preempted request may have drawn this token already, in a step whose result was discarded: the same bits.
             key = request.request_id, len(request.completion) + request.in_flight - 1
             assert np.array_equal(self.logits.setdefault(key, logits[row].copy()), logits[row])
 
-    def _sample(self, logits, *rest):
+    def sample(self, logits, *rest):
         self.last = logits.copy()
-        return super()._sample(logits, *rest)
+        return super().sample(logits, *rest)
 
-    def _draw_first_tokens(self, requests, logits):
-        super()._draw_first_tokens(requests, logits)
+    def draw_first_tokens(self, requests, logits):
+        super().draw_first_tokens(requests, logits)
         self.note(requests, range(len(requests)))
 
-    def _launch(self, requests, step):
-        super()._launch(requests, step)
+    def launch_decoding(self, requests, grown):
+        super().launch_decoding(requests, grown)
         self.note(requests, [r.slot for r in requests])
+
+
+class Observed(Engine):
+    runner_type = ObservedRunner
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, batch_invariant=True, graph=False, **options)
+        self.logits = self.runner.logits
 
 
 def trained_logits(model, sequences):

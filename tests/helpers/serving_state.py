@@ -4,12 +4,16 @@ from xtrain.serving.blocks import block_key
 
 
 def check_nothing_is_used(engine):
+    assert not engine.runner.in_flight
+    check_scheduler_is_empty(engine.scheduler)
+
+
+def check_scheduler_is_empty(scheduler):
     """No request, slot or block is left over, and all that can be found of the cache is what its blocks hold."""
-    assert not engine.unfinished_requests and not engine.pending_requests
-    assert not engine.prefilling_requests and not engine.active_requests
-    assert not engine.steps_in_flight
-    assert sorted(engine.free_slots) == list(range(engine.max_batch))
-    pool = engine.pool
+    assert not scheduler.unfinished and not scheduler.waiting
+    assert not scheduler.prefilling and not scheduler.decoding
+    assert sorted(scheduler.free_slots) == list(range(scheduler.limits.max_batch))
+    pool = scheduler.pool
     assert pool.references == [0] * pool.size
     assert sorted([*pool.free, *pool.cached]) == list(range(pool.size)), "a block is lost or twice"
     assert pool._contents.keys() == pool.cached.keys()

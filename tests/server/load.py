@@ -111,7 +111,7 @@ def run(folder: Path, requests: int, streams: int) -> str:
     seconds = time.perf_counter() - start
     end = time.monotonic() + 10
     left = lambda: (
-        engine.unfinished_requests, engine.max_batch - len(engine.free_slots), engine.pool.size - engine.pool.available,
+        engine.scheduler.unfinished, engine.max_batch - len(engine.scheduler.free_slots), engine.scheduler.pool.size - engine.scheduler.pool.available,
         app.state.server.waiting, len(app.state.server.engine.jobs), max(0, len(os.listdir("/proc/self/fd")) - files),
     )  # fmt: skip
     while any(left()) and time.monotonic() < end:

@@ -67,7 +67,7 @@ class Served:
 
     @property
     def idle(self):
-        return not self.engine.unfinished_requests and len(self.engine.free_slots) == 2
+        return not self.engine.scheduler.unfinished and len(self.engine.scheduler.free_slots) == 2
 
 
 def until(condition, seconds=20):
@@ -204,8 +204,8 @@ def test_a_disconnect_frees_the_slot(served, stream):
     with socket.create_connection((host, port)) as connection:
         line = "POST /v1/chat/completions HTTP/1.1\r\n"
         connection.sendall((line + head + "\r\n").encode() + request.content)
-        until(lambda: served.engine.active_requests)
-        running = list(served.engine.active_requests)
+        until(lambda: served.engine.scheduler.decoding)
+        running = list(served.engine.scheduler.decoding)
     until(lambda: served.idle)
     assert {r.completion.reason for r in running} == {"cancelled"}
     assert all(len(r.completion) < 200 for r in running)
@@ -342,7 +342,7 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     until(lambda: served.idle)
-    assert served.engine.pool.available == served.engine.pool.size
+    assert served.engine.scheduler.pool.available == served.engine.scheduler.pool.size
     until(lambda: served.server.config.app.state.server.waiting == 0)
 
 
@@ -352,7 +352,7 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
 def test_a_server_that_is_open_to_all_says_so(folder, monkeypatch, capsys, host, key, warned):
     monkeypatch.delenv("XTRAIN_API_KEY", raising=False)
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: None)
-    options = listen.Options(str(folder), host=host, api_key=key, device="cpu")
+    options = listen.Options(model=str(folder), host=host, api_key=key, device="cpu")
     listen.serve(options)
     text = "".join(capsys.readouterr())
     assert ("--host 0.0.0.0 without --api-key: every machine" in text) == warned, text

@@ -35,7 +35,7 @@ def sides():
     yield engine, ours
     ours.close()
     thread.join(20)
-    assert not thread.is_alive() and len(engine.free_slots) == 2
+    assert not thread.is_alive() and len(engine.scheduler.free_slots) == 2
 
 
 def until(condition, seconds=30):
@@ -61,7 +61,7 @@ def test_news_wait_until_they_are_wanted_and_are_then_merged(sides):
     engine, connection = sides
     want = Engine(engine.model, 1).generate([[1], [2]], [9, 5])
     connection.send(("submit", 7, requests(engine, 9, 5)))
-    until(lambda: engine.steps and not engine.unfinished_requests)
+    until(lambda: engine.steps and not engine.scheduler.unfinished)
     assert not connection.poll(0.05)  # the HTTP side has not asked
     connection.send(("more",))
     news, figures = receive(connection)
@@ -93,7 +93,7 @@ def test_a_cancelled_sequence_frees_its_slot_and_has_no_news(sides):
     connection.send(("submit", 0, requests(engine, longest, 3)))
     connection.send(("cancel", 0, 0))
     connection.send(("cancel", 5, 0))  # of a job that has ended
-    until(lambda: engine.submitted and not engine.unfinished_requests)
+    until(lambda: engine.scheduler.submitted and not engine.scheduler.unfinished)
     connection.send(("more",))
     news, figures = receive(connection)
     assert [n[1] for n in news] == [1] and figures.slots_used == 0

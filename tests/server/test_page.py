@@ -336,11 +336,11 @@ def test_an_engine_a_key_and_a_model_without_a_template(browser, folder):
         say(browser, "def g")
         browser.wait("turns.length == 2 && turns[1].text")
         browser.press("Escape")
-        until(lambda: not engine.unfinished_requests and len(engine.free_slots) == 2)
+        until(lambda: not engine.scheduler.unfinished and len(engine.scheduler.free_slots) == 2)
         browser.wait(DONE.format(2))
         browser.wait("$('figure-speed').values?.length > 2")
         assert browser.evaluate("$('figure-blocks').querySelector('b').textContent").endswith(
-            f"of {engine.pool.size}"
+            f"of {engine.scheduler.pool.size}"
         )
         assert browser.evaluate("$('engine-error').hidden")
         shot(browser, "engine")

@@ -270,7 +270,7 @@ def test_an_interrupted_answer_is_kept(folder):
     text = next(reply) + next(reply)
     reply.close()
     assert talk.messages[-1]["content"].startswith(text)
-    assert talk.engine.step() == [] and not talk.engine.active_requests
+    assert talk.engine.step() == [] and not talk.engine.scheduler.decoding
     list(talk.reply("x", max_new_tokens=3))
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
 

@@ -289,7 +289,7 @@ def test_a_graph_changes_no_token(make, slots):
     captured, eager = Engine(model, slots), Engine(model, slots, graph=False)
     for _ in range(2):
         assert captured.generate(MANY, **options) == eager.generate(MANY, **options)
-    assert any(r.graph for r in captured.graphed.recordings.values())
+    assert any(r.graph for r in captured.runner.graphed.recordings.values())
     free = eager.generate(MANY, **options)
     stop = [free[0][1], free[5][3]]
     assert captured.generate(MANY, **options, stop=stop) == eager.generate(
@@ -313,6 +313,6 @@ def test_all_memory_is_allocated_at_the_start():
     model = half(EVEN["qwen3"])
     engine = Engine(model, 4)
     engine.generate(MANY, 8)
-    before = engine.cache.arrays[0].data.ptr, engine.graphed.pool.total_bytes()
+    before = engine.cache.arrays[0].data.ptr, engine.runner.graphed.pool.total_bytes()
     engine.generate(MANY, 8)
-    assert before == (engine.cache.arrays[0].data.ptr, engine.graphed.pool.total_bytes())
+    assert before == (engine.cache.arrays[0].data.ptr, engine.runner.graphed.pool.total_bytes())

@@ -50,7 +50,7 @@ def test_any_model_and_any_requests(data):
     for _ in range(2):  # the second time with a cache that has been used
         new = draw(st.lists(st.integers(1, 25), min_size=len(prompts), max_size=len(prompts)))
         seeds = list(range(len(prompts)))
-        first, warmth = engine.submitted, draw(st.sampled_from([0.0, 1.3]))
+        first, warmth = engine.scheduler.submitted, draw(st.sampled_from([0.0, 1.3]))
         logprobs = draw(st.sampled_from([None, 2]))
         out = engine.generate(prompts, new, warmth, seed=seeds, logprobs=logprobs)
         check(model, engine, prompts, out, first)

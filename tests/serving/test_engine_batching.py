@@ -6,13 +6,16 @@ import sys
 import numpy as np
 import pytest
 from checks import GPU
+from run_ahead import AheadRunner
 from twins import random_model, small
 
 from xtrain import Engine, UserError
-from xtrain.serving import engine, paged_cache
+from xtrain.serving import engine, paged_cache, runner, scheduler
+from xtrain.serving.options import PREFILL_INTERVAL
 from xtrain.serving.requests import REASONS
 
 CONFIG = small(head_dim=16)
+FILES = {module.__file__ for module in (engine, runner, scheduler)}
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +27,9 @@ def model():
 def way(request, monkeypatch):
     """Run every test twice: also as on a GPU, where a step is launched before the ids of the previous one arrive, with idle
     entries in the batch, and where new requests wait for several steps."""
-    make = Engine.__init__
-
-    def ahead(self, *args, **options):
-        make(self, *args, **options)
-        self.run_ahead = True
-        if self.graphed is None:
-            self.graphed = lambda variant: self._decode(*variant)
-
     if request.param == "ahead":
-        monkeypatch.setattr(Engine, "__init__", ahead)
-        monkeypatch.setitem(engine.PREFILL_INTERVAL, "cpu", engine.PREFILL_INTERVAL["gpu"])
+        monkeypatch.setattr(Engine, "runner_type", AheadRunner)
+        monkeypatch.setitem(PREFILL_INTERVAL, "cpu", PREFILL_INTERVAL["gpu"])
     return request.param
 
 
@@ -43,16 +38,20 @@ def test_steps_run_ahead(model, way):
     stream = served.stream([[1, 2], [3], [4]], 6)
     for _ in range(4):
         next(stream)
-    assert len(served.steps_in_flight) == (1 if served.run_ahead else 0)
-    assert served.run_ahead == (way == "ahead" or model.device == "gpu")
+    assert len(served.runner.in_flight) == (1 if served.runner.run_ahead else 0)
+    assert served.runner.run_ahead == (way == "ahead" or model.device == "gpu")
     list(stream)
-    assert not served.steps_in_flight
+    assert not served.runner.in_flight
 
 
 def state(served):
     """-> active requests, number of pending requests, free slots, after the step that removes cancelled requests"""
     assert served.step() == []
-    return served.active_requests, len(served.pending_requests), sorted(served.free_slots)
+    return (
+        served.scheduler.decoding,
+        len(served.scheduler.waiting),
+        sorted(served.scheduler.free_slots),
+    )
 
 
 def happened(served, what):
@@ -80,7 +79,7 @@ def test_a_pending_prompt_is_admitted_at_the_step_after_a_slot_frees(model):
     for name, n in enumerate(wanted):
         steps, first = [s for s, x in happened(served, "decoded") if x == name], admitted[name][0]
         assert steps == list(range(first + 1, first + n))
-        assert ended[name] == first + n - 1 + served.run_ahead  # its last token arrives
+        assert ended[name] == first + n - 1 + served.runner.run_ahead  # its last token arrives
     assert all(len(step.decoded) <= 2 for step in served.trace)
     alone = [Engine(model, 1).generate([p], n)[0] for p, n in zip(prompts, wanted)]
     assert out == alone
@@ -106,13 +105,13 @@ def test_an_idle_engine_admits_at_once(model):
     for _ in range(2):
         before = served.steps
         served.generate([[1, 2]], 3)
-        assert served.steps - before == 3 + served.run_ahead
+        assert served.steps - before == 3 + served.runner.run_ahead
 
 
 def test_all_pending_prompts_are_prefilled_together(model):
     served = Engine(model, 4)
     served.generate([[1, 2], [3], [4, 5, 6], [7]], 3)
-    assert [step.prefilled for step in served.trace] == [7, 0, 0] + [0] * served.run_ahead
+    assert [step.prefilled for step in served.trace] == [7, 0, 0] + [0] * served.runner.run_ahead
     assert served.prefilled_tokens == 7 and served.decoded_tokens == 4 * 2
 
 
@@ -123,7 +122,7 @@ def test_tokens_are_returned_as_they_are_generated(model):
     assert [[t for i, t in seen if i == n] for n in range(3)] == [
         list(c) for c in stream.completions
     ]
-    if not served.run_ahead:
+    if not served.runner.run_ahead:
         assert [i for i, _ in seen] == [0, 1, 0, 1, 1, 2, 1, 2]
     first = next(iter(served.stream([[1, 2]], 4)))
     assert first == (0, stream.completions[0][0])
@@ -174,7 +173,7 @@ def test_cancelling_and_leaving_early_free_the_slots(model):
     assert len(stream.completions[0]) == 1 and state(served) == ([], 0, [0, 1])
     stream = served.stream([[1, 2], [3], [4]], 10)
     next(stream)
-    assert len(served.active_requests) == 2 and len(served.pending_requests) == 1
+    assert len(served.scheduler.decoding) == 2 and len(served.scheduler.waiting) == 1
     stream.close()
     assert state(served) == ([], 0, [0, 1])
     assert [c.reason for c in stream.completions] == ["cancelled"] * 3
@@ -192,7 +191,11 @@ def test_a_stream_that_was_never_started(model):
     cancelled.cancel(0)
     assert closed.completions[0].reason == "cancelled" and list(closed) == []
     assert [number for number, _ in cancelled] == [1, 1, 1]
-    assert served.submitted == 1 and served.prefilled_tokens == 1 and served.free_slots == [0]
+    assert (
+        served.scheduler.submitted == 1
+        and served.prefilled_tokens == 1
+        and served.scheduler.free_slots == [0]
+    )
 
 
 @pytest.mark.parametrize("when", ["prefill", "decode"])
@@ -213,7 +216,7 @@ def test_cancelling_in_the_middle_of_a_step(model, monkeypatch, when):
     list(forgotten)
     assert [c.reason for c in forgotten.completions] == ["cancelled", "length"]
     assert forgotten.completions[1] == Engine(model, 1).generate([[8]], 10)[0]
-    assert sorted(served.free_slots) == [0, 1, 2] and not served.active_requests
+    assert sorted(served.scheduler.free_slots) == [0, 1, 2] and not served.scheduler.decoding
 
 
 def test_nan_logits_end_the_sequence(way):
@@ -279,7 +282,7 @@ def test_invalid_requests(model, options, words):
     with pytest.raises(UserError) as caught:
         served.generate(**({"prompts": [[1, 2]]} | options))
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert not served.trace and len(served.free_slots) == 2
+    assert not served.trace and len(served.scheduler.free_slots) == 2
 
 
 @pytest.mark.parametrize(
@@ -316,10 +319,10 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
     served = Engine(model, 2, prefill_interval=1)
     first, second = served.stream([[1, 2]], 12), served.stream([[4, 5, 6]], 12)
     next(first), next(second), next(first), next(second)
-    real, left = Engine._read_ids_later, [1]
+    real, left = served.runner.read_ids_later, [1]
 
-    def read_ids_later(self, requests):
-        then = real(self, requests)
+    def read_ids_later(*args):
+        then = real(*args)
 
         def wait():
             if left.pop() if left else 0:
@@ -329,26 +332,32 @@ def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
         return wait
 
     served.step()  # collects the step in flight, if there is one
-    monkeypatch.setattr(Engine, "_read_ids_later", read_ids_later)
+    monkeypatch.setattr(served.runner, "read_ids_later", read_ids_later)
     with pytest.raises(KeyboardInterrupt):
         list(first)
     list(second)
-    assert second.completions == alone and not served.active_requests and not served.steps_in_flight
+    assert (
+        second.completions == alone
+        and not served.scheduler.decoding
+        and not served.runner.in_flight
+    )
 
 
 def interrupt_at(model, at, visit):
-    """Ctrl-C before line `at` of engine.py runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
+    """Ctrl-C before line `at` of the engine runs for the `visit`-th time. -> the lines that ran; the state afterwards"""
     served, lines = Engine(model, 4), []
     second = served.stream([[4, 5, 6]], 4, presence_penalty=1.0, logprobs=1)
     first = served.stream([[1, 2], [3]], 2, n=2)
     next(second)
 
     def watch(frame, event, _):
-        if frame.f_code.co_filename != engine.__file__:
+        file = frame.f_code.co_filename
+        if file not in FILES:
             return None
         if event == "line":
-            lines.append(frame.f_lineno)
-            if frame.f_lineno == at and lines.count(at) == visit:
+            line = (file, frame.f_lineno)
+            lines.append(line)
+            if line == at and lines.count(at) == visit:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return watch
@@ -372,7 +381,7 @@ def test_ctrl_c_between_any_two_statements(way):
     model = random_model(small(head_dim=16, n_layers=1), device="cpu")
     alone = Engine(model, 2).generate([[4, 5, 6]], 4, presence_penalty=1.0)
     expected = (alone[0], [], 0, [0, 1, 2, 3])
-    lines, result = interrupt_at(model, 0, 0)
+    lines, result = interrupt_at(model, None, 0)
     assert result == expected and len(set(lines)) > 100
     for line in sorted(set(lines)):
         visit = 1 if way == "ahead" else lines.count(line)  # the first or the last time
@@ -423,10 +432,3 @@ def test_a_failure_in_the_middle_loses_no_slot(model, monkeypatch):
     assert state(served) == ([], 0, [0, 1])
     monkeypatch.setattr(served.cache, "prefill", prefill)
     assert served.generate([[1, 2], [3]], 4) == expected
-
-
-def test_graph_sizes_cover_every_batch():
-    for most in (1, 3, 8, 12, 32):
-        for b in range(1, most + 1):
-            assert b <= engine.graph_size(b, most) <= min(most, max(2 * b, b + 7))
-    assert len({engine.graph_size(b, 32) for b in range(1, 33)}) == 7

@@ -63,9 +63,9 @@ def test_full_blocks_are_shared_and_the_last_one_is_not(model):
     engine, prompt = Engine(model, 4, block_tokens=S), prompt_of(2 * S + 3)
     engine.submit(*make_requests([prompt], CONFIG, 64, (), [3], max_new_tokens=9, n=3))
     engine.step()
-    tables = [request.blocks for request in engine.active_requests]
+    tables = [request.blocks for request in engine.scheduler.decoding]
     assert len({*map(tuple, (t[:2] for t in tables))}) == 1 and len({t[2] for t in tables}) == 3
-    assert [engine.pool.references[b] for b in tables[0]] == [3, 3, 1]
+    assert [engine.scheduler.pool.references[b] for b in tables[0]] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
@@ -107,7 +107,7 @@ def test_cancelling_the_one_that_computes_the_prompt(model):
     engine.submit(*stream.requests)
     engine.step()
     stream.cancel(0)
-    while engine.unfinished_requests:
+    while engine.scheduler.unfinished:
         engine.step()
     assert stream.completions[1:] == alone(model, prompt, 3, 6)[1:]
     assert stream.completions[0].reason == "cancelled" and stream.completions[0] == []
@@ -146,7 +146,7 @@ def test_new_weights_in_the_middle_of_a_prompt(model):
     engine.step()
     for _, p in mine.named_parameters():
         p.data = p.data[::-1].copy()
-    while engine.unfinished_requests:
+    while engine.scheduler.unfinished:
         engine.step()
     expected = Engine(mine, 1, batch_invariant=True).generate([prompt], 6)
     assert requests[1].completion == expected[0]

@@ -106,7 +106,7 @@ def tiny(model, blocks, **options):
     one = Engine(model, 1, 48, block_tokens=16, kv_cache="fp8").cache_bytes // 3
     options = dict(prefill_tokens=7, block_tokens=16, cache_bytes=blocks * one) | options
     engine = Engine(model, 4, 48, kv_cache="fp8", **options)
-    assert engine.pool.size == blocks
+    assert engine.scheduler.pool.size == blocks
     return engine
 
 

@@ -5,7 +5,7 @@ from checks import only_slow
 from many_requests import grown, measure
 from twins import DEVICE
 
-import xtrain.serving.engine as engine_module
+from xtrain.serving.scheduler import Scheduler
 
 
 @pytest.mark.parametrize("n", [500, pytest.param(20_000, marks=[pytest.mark.slow, only_slow])])
@@ -18,8 +18,8 @@ def test_requests_leave_nothing_behind(n):
 
 def test_a_leak_is_found(monkeypatch):
     """The measure is no good if it does not see one small object per request."""
-    kept, end = [], engine_module.Engine._end
+    kept, end = [], Scheduler._end
     leak = lambda self, request, reason: (kept.append([request]), end(self, request, reason))
-    monkeypatch.setattr(engine_module.Engine, "_end", leak)
+    monkeypatch.setattr(Scheduler, "_end", leak)
     _, first, last, _ = measure(500, DEVICE)
     assert "has grown" in grown(first, last)

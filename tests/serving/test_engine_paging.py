@@ -10,6 +10,7 @@ import pytest
 from checks import rng
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_ahead import AheadEngine
 from serving_state import check_nothing_is_used
 from test_engine_transformers import CONFIGS, greedy
 from twins import random_model, small, twin
@@ -58,13 +59,14 @@ def alone(prompt, max_new_tokens, temperature, seed, penalty):
     return list(answer), answer.reason
 
 
-def tiny(model, batch_invariant, blocks=BLOCKS, **options):
+def tiny(model, batch_invariant, blocks=BLOCKS, ahead=False, **options):
     """An engine whose cache has a few blocks, far fewer than its slots need."""
     probe = Engine(model, 1, LONGEST, block_tokens=BLOCK)
     one = probe.cache_bytes // (LONGEST // BLOCK)
     options = dict(prefill_tokens=7, block_tokens=BLOCK, cache_bytes=blocks * one) | options
-    engine = Engine(model, MAX_BATCH, LONGEST, batch_invariant, **options)
-    assert engine.pool.size == blocks
+    kind = AheadEngine if ahead else Engine
+    engine = kind(model, MAX_BATCH, LONGEST, batch_invariant, **options)
+    assert engine.scheduler.pool.size == blocks
     return engine
 
 
@@ -93,10 +95,7 @@ def play(engine, events):
 
 
 def check(events, batch_invariant, ahead):
-    engine = tiny(model(), batch_invariant)
-    if ahead:  # as on a GPU: a step is launched before the ids of the previous one arrive
-        engine.run_ahead = True
-        engine.graphed = lambda variant: engine._decode(*variant)
+    engine = tiny(model(), batch_invariant, ahead=ahead)
     sent, cancelled = play(engine, events)
     for i, (asked, completion) in enumerate(sent):
         tokens, why = alone(tuple(asked[0]), *asked[1:])
@@ -136,7 +135,7 @@ def test_a_stream_in_which_everything_happens(batch_invariant, ahead):
     engine, sent = check(events, batch_invariant, ahead)
     reasons = [completion.reason for _, completion in sent]
     assert reasons.count("cancelled") > 5 and reasons.count("length") > 15
-    assert sum(step.prefilled == engine.max_prefill_tokens for step in engine.trace) > 20
+    assert sum(step.prefilled == engine.sizes.prefill_tokens for step in engine.trace) > 20
     assert sum(len(step.preempted) for step in engine.trace) > 5
     assert engine.reused_tokens > 100
 

@@ -18,7 +18,7 @@ from twins import random_model, small
 
 from xtrain import Engine, UserError
 from xtrain.kernels.decoding.sampling import sample_ref
-from xtrain.serving import engine as engine_module
+from xtrain.serving import runner as runner_module
 
 __all__ = ["way"]  # every test also as on a GPU
 CONFIG = small(n_layers=1, head_dim=16, max_seq_len=48)
@@ -113,7 +113,7 @@ def test_a_slot_moves_while_its_sequence_has_penalties(model):
     slots = []
     stream = served.stream(prompts, lengths, **options)
     for _ in stream:
-        slots += [r.slot for r in served.active_requests if r is stream.requests[7]]
+        slots += [r.slot for r in served.scheduler.decoding if r is stream.requests[7]]
     assert slots[0] == 7 and slots[-1] == 0
     assert stream.completions[7] == expected(model, [8], n, **options)
 
@@ -197,10 +197,10 @@ def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
         raise AssertionError("not asked for")
 
     for name in ("token_logprobs", "apply_penalties", "count_tokens"):
-        monkeypatch.setattr(engine_module, name, refuse)
+        monkeypatch.setattr(runner_module, name, refuse)
     served = Engine(model, 2)
     served.generate([[1], [2]], 4, temperature=1.0, min_p=0.1)
-    assert served.penalties is None
+    assert served.runner.penalties is None
     for option in (dict(logprobs=0), dict(presence_penalty=0.1)):
         with pytest.raises(AssertionError, match="not asked for"):
             served.generate([[1]], 2, **option)

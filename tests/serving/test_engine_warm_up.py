@@ -11,6 +11,8 @@ from twins import random_model, small
 from xtrain import Engine, Transformer
 from xtrain.kernels.runtime import launch as _launch
 from xtrain.kernels.runtime.launch import note_launches
+from xtrain.serving.runner import Runner
+from xtrain.serving.warm_up import warm_up
 
 WIDE = dict(vocab_size=64, dim=64, n_layers=2, head_dim=16, hidden_dim=96, max_seq_len=400)
 MODELS = {
@@ -47,10 +49,14 @@ NAMES = (
 request = st.tuples(length, st.integers(1, 6), *map(st.sampled_from, CHOICES))
 
 
-def make(model, device, **options):
+def make(model, device, kind=Engine, **options):
     config, precision, batch_invariant = MODELS[model]
     weights = Transformer(config, None, device, precision, trainable=False)
-    return Engine(weights, MAX_BATCH, 400, batch_invariant, prefill_tokens=300, **options)
+    return kind(weights, MAX_BATCH, 400, batch_invariant, prefill_tokens=300, **options)
+
+
+def every_shape(engine):
+    engine.runner.every_shape(engine.sizes.prefill_tokens)
 
 
 @functools.cache
@@ -58,7 +64,7 @@ def in_simulator(model):
     """-> an engine, and what it compiles at its start. Its kernels do not run, so all its tokens are 0."""
     engine = make(model, "sim")
     with note_launches() as known:
-        engine._every_shape()
+        every_shape(engine)
     return engine, known
 
 
@@ -92,16 +98,25 @@ def test_every_number_of_rows(model):
         assert needed and needed.keys() <= known.keys(), n
 
 
-def test_a_forgotten_shape_is_found(monkeypatch):
+class Forgetful(Runner):
+    """Compiles nothing for 3 rows."""
+
+    def prefill_shape(self, n):
+        return n == 3 or super().prefill_shape(n)
+
+    def decode(self, b, *how):
+        return b == 3 or super().decode(b, *how)
+
+
+class ForgetfulEngine(Engine):
+    runner_type = Forgetful
+
+
+def test_a_forgotten_shape_is_found():
     """A product of 3 rows has a kernel of its own in float32."""
-    engine = make("fp32", "sim")
-    prefill, decode = Engine._prefill_shape, Engine._decode
-    monkeypatch.setattr(Engine, "_prefill_shape", lambda self, n: n == 3 or prefill(self, n))
+    engine = make("fp32", "sim", kind=ForgetfulEngine)
     with note_launches() as known:
-        monkeypatch.setattr(
-            Engine, "_decode", lambda self, b, *how: b == 3 or decode(self, b, *how)
-        )
-        engine._every_shape()
+        every_shape(engine)
     with note_launches() as needed:
         engine.generate([[1] * 3], 1)
     missing = {s.kernel.py_func.__name__ for key, s in needed.items() if key not in known}
@@ -112,20 +127,32 @@ def refuse(*args, **options):
     raise AssertionError("must not be called here")
 
 
-def test_nothing_stays_of_the_warm_up(monkeypatch):
+class NoShapes(Runner):
+    def every_shape(self, prefill_tokens):
+        pass
+
+
+class NoShapesEngine(Engine):
+    runner_type = NoShapes
+
+
+def test_nothing_stays_of_the_warm_up():
     """On the CPU, where there is nothing to compile."""
-    monkeypatch.setattr(Engine, "_every_shape", lambda self: None)
     model = random_model(small(head_dim=16), device="cpu")
-    engine, fresh = Engine(model, 3, 40), Engine(model, 3, 40)
+    engine, fresh = NoShapesEngine(model, 3, 40), Engine(model, 3, 40)
     assert engine.ready == ""
-    engine.graphed = refuse  # a graph would keep the addresses of what the warm-up frees
-    engine._warm_up()
-    assert engine.graphed is refuse
-    engine.graphed = None
-    assert engine.ready.startswith("0 kernels compiled, ready in ")
-    assert (engine.steps, engine.submitted, len(engine.trace)) == (0, 0, 0)
+    engine.runner.graphed = refuse  # a graph would keep the addresses of what the warm-up frees
+    ready = warm_up(engine)
+    assert engine.runner.graphed is refuse
+    engine.runner.graphed = None
+    assert ready.startswith("0 kernels compiled, ready in ")
+    assert (engine.steps, engine.scheduler.submitted, len(engine.trace)) == (0, 0, 0)
     assert engine.prefilled_tokens == engine.reused_tokens == engine.decoded_tokens == 0
-    assert engine.pool.available == len(engine.pool.free) == engine.pool.size
+    assert (
+        engine.scheduler.pool.available
+        == len(engine.scheduler.pool.free)
+        == engine.scheduler.pool.size
+    )
     prompts = [[0, 0, 5], [0, 0], [7] * 20, [3]]
     options = dict(max_new_tokens=8, temperature=[0, 1, 0, 1], seed=3)
     assert engine.generate(prompts, **options) == fresh.generate(prompts, **options)

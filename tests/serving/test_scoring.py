@@ -9,7 +9,7 @@ from twins import small
 
 from xtrain import Engine, Transformer, UserError
 from xtrain.nn.autograd import inference
-from xtrain.serving import engine as engine_file
+from xtrain.serving import scoring
 from xtrain.serving.requests import make_requests
 
 CONFIG = small(n_layers=2, vocab_size=97, max_seq_len=96)
@@ -54,7 +54,10 @@ def test_continuations(model):
         for scores, *pair in zip(found, prompts, continuations):
             check(model, scores, *pair)
             assert all(len(x) == top for x in scores.top)
-    assert engine.pool.available == engine.pool.size and not engine.unfinished_requests
+    assert (
+        engine.scheduler.pool.available == engine.scheduler.pool.size
+        and not engine.scheduler.unfinished
+    )
 
 
 def test_every_token_of_the_prompts(model):
@@ -97,12 +100,12 @@ def test_together_with_generation_in_a_tight_cache(model, data):
         engine.step()
     for scores, *pair in zip(engine.logprobs(prompts, continuations, 2), prompts, continuations):
         check(model, scores, *pair)
-    while engine.unfinished_requests:
+    while engine.scheduler.unfinished:
         engine.step()
     alone = [Engine(model, 3, 90, **options).generate([p], 20)[0] for p in others]
     if options["batch_invariant"]:
         assert stream.completions == alone
-    assert engine.pool.available == engine.pool.size
+    assert engine.scheduler.pool.available == engine.scheduler.pool.size
 
 
 def bytes_per_token():
@@ -113,7 +116,7 @@ def bytes_per_token():
 def test_few_rows_of_logits_at_a_time(model, monkeypatch):
     prompt, continuation = [1, 2, 3], list(range(30))
     want = Engine(model, 1, 90).logprobs([prompt], [continuation], 3)[0]
-    monkeypatch.setitem(engine_file.LOGIT_ROWS, "cpu", 7)
+    monkeypatch.setitem(scoring.LOGIT_ROWS, "cpu", 7)
     got = Engine(model, 1, 90).logprobs([prompt], [continuation], 3)[0]
     np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
     check(model, got, prompt, continuation)
@@ -121,12 +124,15 @@ def test_few_rows_of_logits_at_a_time(model, monkeypatch):
 
 def test_cancelled_and_interrupted(model, monkeypatch):
     engine = Engine(model, 2, 90, prefill_tokens=16)
-    monkeypatch.setattr(engine, "_take_scores", lambda step: 1 / 0)
+    monkeypatch.setattr(engine.scheduler, "_take_scores", lambda new: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.logprobs([[1] * 40], [[2] * 20])
     monkeypatch.undo()
     check(model, engine.logprobs([[1] * 40], [[2] * 20])[0], [1] * 40, [2] * 20)
-    assert engine.pool.available == engine.pool.size and not engine.unfinished_requests
+    assert (
+        engine.scheduler.pool.available == engine.scheduler.pool.size
+        and not engine.scheduler.unfinished
+    )
 
 
 def test_nan():
@@ -152,7 +158,7 @@ def test_bad_input(model, arguments, message):
     engine = Engine(model, 1, 90)
     with pytest.raises(UserError, match=message):
         engine.logprobs(*arguments)
-    assert not engine.unfinished_requests
+    assert not engine.scheduler.unfinished
     # The last token is only predicted, so there may be one more than max_seq_len.
     check(model, engine.logprobs([[1] * 60], [[1] * 31])[0], [1] * 60, [1] * 31)
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -16,7 +16,9 @@ from ..cli import say
 from ..console import PrintableConsole
 from ..errors import UserError
 from ..nn.quantized import quantize_weights
-from ..serving.pretrained import Pretrained, load
+from ..serving.options import BatchInvariant, KVCache, MaxBatch, Weights
+from ..serving.pretrained import ModelOptions, Pretrained
+from ..serving.text_generation import MaxNewTokens
 from .benchmarks import KINDS
 from .exams import ChoiceExam, ClozeExam, Exam, QuestionExam, TextExam, together
 from .results import Result, table, write_json
@@ -27,10 +29,9 @@ LESS_MEMORY = "use a smaller --max-batch, a smaller --context, --precision bf16,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """Evaluate a model on files of test items."""
 
-    model: str  # a Hugging Face folder, or the folder of an xtrain run
     # files: a text, or .jsonl and .csv whose fields say what they are (lessons/howto/evaluate.md)
     tasks: tuple[str, ...]
     shots: int = 0  # solved examples in front of each prompt
@@ -39,22 +40,16 @@ class Options:
     limit: int | None = None  # only the first items of each file
     context: int | None = None  # tokens of a sequence, at most; none: what the model supports
     stride: int | None = None  # tokens between two windows of a text; none: half the context
-    max_new_tokens: int = 256  # of a generated answer, at most
+    max_new_tokens: MaxNewTokens = 256
     # end a generated answer before this text, instead of the task's own; may be given several times
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     # a regular expression that finds the answer in a generated text, instead of the task's own
     extract: str | None = None
     json: str | None = None  # write all numbers to this file
-    max_batch: int = 32  # sequences at a time
-    # the numbers of an item do not depend on the other items, not even by rounding
-    batch_invariant: bool = False
-    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
-    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
-    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
-    weights: Literal["full", "int8", "fp8"] = "full"
-    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
-    kv_cache: Literal["full", "fp8"] = "full"
+    max_batch: MaxBatch = 32
+    batch_invariant: BatchInvariant = False
+    weights: Weights = "full"
+    kv_cache: KVCache = "full"
 
 
 def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Result]:
@@ -66,7 +61,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     o = options
     _check(o)
     tasks = read_tasks(o)
-    p = pretrained or load(o.model, o.device, o.precision, o.change)
+    p = pretrained or o.load()
     quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]

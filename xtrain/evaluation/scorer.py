@@ -14,6 +14,7 @@ import numpy as np
 from ..device import free_cached
 from ..errors import UserError
 from ..serving.engine import Engine
+from ..serving.options import KVCache
 from ..serving.pretrained import Pretrained
 from ..serving.text_generation import text_chunks
 from ..serving.text_stream import TextStream
@@ -51,7 +52,7 @@ class Scorer:
     context: int
     max_batch: int = 32
     batch_invariant: bool = False
-    kv_cache: str = "full"
+    kv_cache: KVCache = "full"
     _engine: Engine | None = field(default=None, repr=False)
 
     # ------------------------------------------------------------------------- text to tokens
@@ -102,9 +103,12 @@ class Scorer:
         if self._engine is None or self._engine.max_seq_len < longest:
             self._engine = None  # its cache is free before the next one is allocated
             self._engine = Engine(
-                self.pretrained.model, self.max_batch, longest, self.batch_invariant,
+                self.pretrained.model,
+                self.max_batch,
+                longest,
+                self.batch_invariant,
                 kv_cache=self.kv_cache,
-            )  # fmt: skip
+            )
         return self._engine
 
     def close(self) -> None:

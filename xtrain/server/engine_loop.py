@@ -43,11 +43,19 @@ class Figures:
 
     @classmethod
     def of(cls, e: Engine) -> "Figures":
-        """Those of an engine."""
+        """Return the figures of an engine."""
+        s = e.scheduler
         return cls(
-            e.max_batch, e.max_batch - len(e.free_slots), len(e.pending_requests), e.pool.size, e.pool.available,
-            e.steps, e.prefilled_tokens, e.reused_tokens, e.decoded_tokens,
-        )  # fmt: skip
+            slots=e.max_batch,
+            slots_used=e.max_batch - len(s.free_slots),
+            pending=len(s.waiting),
+            blocks=s.pool.size,
+            blocks_available=s.pool.available,
+            steps=s.steps,
+            prompt_tokens=s.prefilled_tokens,
+            reused_tokens=s.reused_tokens,
+            decoded_tokens=s.decoded_tokens,
+        )
 
 
 class EngineLoop:
@@ -102,7 +110,7 @@ class EngineLoop:
         until = 0.0
         while not self.stopped:
             seconds: float | None = None
-            if self.engine.unfinished_requests or self.engine.steps_in_flight:
+            if self.engine.busy:
                 until = until or time.perf_counter() + ADMISSION_SECONDS
                 seconds = max(0.0, until - time.perf_counter()) if self.arriving else 0.0
             if not self.connection.poll(seconds):

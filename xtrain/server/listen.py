@@ -9,50 +9,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..cli import say
 from ..config import ModelConfig
 from ..errors import UserError
 from ..serving.engine import Engine
-from ..serving.pretrained import Texts, load, load_texts
+from ..serving.options import (
+    BatchInvariant,
+    KVCache,
+    MaxBatch,
+    MaxSeqLen,
+    PrefillInterval,
+    Weights,
+    chosen_seq_len,
+    engine_arguments,
+)
+from ..serving.pretrained import ModelOptions, Texts, load_texts
 from .engine_loop import EngineLoop
 
-MAX_SEQ_LEN = 8192  # tokens, if --max-seq-len is not given and the model supports more
 CANNOT_LISTEN = 3  # exit code of the HTTP process
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights int8"
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
     """Serve a model over HTTP with OpenAI's API."""
 
-    model: str  # a Hugging Face folder, or the folder of an xtrain run
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
     port: int = 8000  # of the HTTP server, 1 to 65535
     # what clients must send; none: the variable XTRAIN_API_KEY of the environment, if it is set
     api_key: str | None = None
     name: str | None = None  # of the model for clients; none: the folder's
-    max_batch: int = 32  # sequences at a time, the others wait
-    # tokens of a sequence, prompt and answer; none: what the model supports, at most 8192
-    max_seq_len: int | None = None
-    # while answers are computed, admit new requests every so many steps: more tokens per second, a later first token;
-    # none: 8 on a GPU, else 1
-    prefill_interval: int | None = None
+    max_batch: MaxBatch = 32
+    max_seq_len: MaxSeqLen = None
+    prefill_interval: PrefillInterval = None
     max_queue: int = 256  # sequences that may wait; more are refused with 429
     max_body: int = 4 << 20  # bytes of a request
     timeout: float = 600.0  # seconds for a request
     drain: int = 30  # seconds that running answers get after SIGTERM
-    # an answer does not depend on the other requests, not even by rounding
-    batch_invariant: bool = False
-    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
-    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
-    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
-    weights: Literal["full", "int8", "fp8"] = "full"
-    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
-    kv_cache: Literal["full", "fp8"] = "full"
+    batch_invariant: BatchInvariant = False
+    weights: Weights = "full"
+    kv_cache: KVCache = "full"
 
 
 def serve(options: Options) -> None:
@@ -76,13 +75,9 @@ def serve(options: Options) -> None:
     api_key = os.environ.get("XTRAIN_API_KEY") if o.api_key is None else o.api_key
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
-    p = load(o.model, o.device, o.precision, o.change)
-    context = p.model.config.context
-    size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(
-        p.model, o.max_batch, size, o.batch_invariant, warm_up=True,
-        prefill_interval=o.prefill_interval, weights=o.weights, kv_cache=o.kv_cache,
-    )  # fmt: skip
+    p = o.load()
+    size = chosen_seq_len(o.max_seq_len, p.model.config.context)
+    engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
     ready = f"; {engine.ready}" if engine.ready else ""

@@ -4,42 +4,36 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..cli import print_text, say
 from ..errors import UserError
 from .engine import Engine
-from .pretrained import Pretrained, load
+from .options import KVCache, MaxSeqLen, Weights, chosen_seq_len, engine_arguments
+from .pretrained import ModelOptions, Pretrained
 from .requests import Completion, make_requests
-from .text_generation import SamplingOptions, is_text, text_chunks
+from .text_generation import (
+    MaxNewTokens,
+    SamplingOptions,
+    Temperature,
+    TopP,
+    is_text,
+    text_chunks,
+)
 from .text_stream import TextStream
-
-# Tokens, if --max-seq-len is not given and the model supports more: the whole cache is allocated at the start.
-MAX_SEQ_LEN = 8192
 
 
 @dataclass(frozen=True)
-class Options(SamplingOptions):
+class Options(SamplingOptions, ModelOptions):
     """Chat with a model in the terminal."""
 
-    model: str  # a Hugging Face folder, or the folder of an xtrain run
     system: str | None = None  # instructions at the start of the conversation
-    max_new_tokens: int = 1024  # per answer
-    temperature: float = 0.7  # 0: always the most likely token
-    # draw among this many of the most likely tokens (at most 1024); none: all
-    top_k: int | None = None
-    # draw among the fewest tokens that together have this share of the probability
-    top_p: float = 0.9
-    seed: int = 0  # the same seed and the same input give the same answers
-    # tokens of the whole conversation; none: what the model supports, at most 8192
-    max_seq_len: int | None = None
-    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
-    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
-    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
-    weights: Literal["full", "int8", "fp8"] = "full"
-    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
-    kv_cache: Literal["full", "fp8"] = "full"
+    max_new_tokens: MaxNewTokens = 1024
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.9
+    max_seq_len: MaxSeqLen = None
+    weights: Weights = "full"
+    kv_cache: KVCache = "full"
 
 
 class ContextFull(UserError):
@@ -140,22 +134,19 @@ def chat(options: Options) -> None:
     o = options
     if not is_text(o.system or ""):
         raise UserError("--system is not valid UTF-8: give text")
-    pretrained = load(o.model, o.device, o.precision, o.change)
-    template, context = pretrained.template, pretrained.model.config.context
-    size = min(context, MAX_SEQ_LEN) if o.max_seq_len is None else o.max_seq_len
-    engine = Engine(
-        pretrained.model, 1, size, reuse_prefix=True, weights=o.weights, kv_cache=o.kv_cache
-    )
+    pretrained = o.load()
+    template = pretrained.template
+    context = pretrained.model.config.context
+    size = chosen_seq_len(o.max_seq_len, context)
+    engine = Engine(pretrained.model, **engine_arguments(o) | dict(max_batch=1, max_seq_len=size))
     conversation = Conversation(pretrained, engine, o.system)
     notes = [] if template else ["no chat template: the model continues what you type"]
     notes += [] if template or not o.system else ["--system is ignored: it needs a chat template"]
     notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
-    sampling: dict[str, Any] = dict(
-        max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
-        **o.shared(),
-    )  # fmt: skip
+    sampling = o.stream_arguments()
     # Report invalid options before the user types.
-    make_requests([[0]], pretrained.model.config, size, (), o.seed, **sampling)
+    make_requests([[0]], pretrained.model.config, size, (), **sampling)
+    seed = sampling.pop("seed")
     notes += [engine.ready] if engine.ready else []
     say("; ".join([f"{pretrained.folder}; {engine.describe()}", *notes]))
     while True:
@@ -166,7 +157,7 @@ def chat(options: Options) -> None:
             if line.strip() == "/reset":
                 conversation.reset()
             elif line.strip():
-                _answer(conversation, line, sampling, o.seed)
+                _answer(conversation, line, sampling, seed)
         except KeyboardInterrupt:  # perhaps meant for an answer that has just ended: keep the chat
             if not sys.stdin.isatty():
                 raise

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import Array, to_device
+from ..device import Array, cupy, free_cached, to_device
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
 from ..kernels.attention.decode_attention import CODE_WIDTHS, decode_attention
@@ -209,10 +209,11 @@ class PagedCache:
         cos, sin = (to_device(x, self.model.device) for x in tables)
         return cos, sin
 
-    def stretched(self, length: int) -> bool:
-        """True if a prompt of `length` tokens has its own RoPE angles: dynamic scaling, beyond the trained length."""
+    @property
+    def trained_length(self) -> int | None:
+        """With dynamic scaling, a prompt of more tokens has RoPE angles of its own; None: no prompt has."""
         c = self.model.rotary.config
-        return c.rope_type == "dynamic" and length > c.max_seq_len
+        return c.max_seq_len if c.rope_type == "dynamic" else None
 
     # ------------------------------------------------------------------------- forward passes
     def prefill(
@@ -225,7 +226,7 @@ class PagedCache:
         ids: the new tokens of all sequences, packed.  blocks: of each sequence, with room for the new tokens.
         wanted: the rows (tokens) whose logits are wanted.
         prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were generated before a preemption,
-        have the angles of decoding. A prompt beyond the trained length (`stretched`) must be the only sequence.
+        have the angles of decoding. A prompt beyond the trained length must be the only sequence.
         """
         A, N = len(lengths), len(ids)
         M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
@@ -243,7 +244,8 @@ class PagedCache:
         )
         tables_AM = tables.reshape(A, M)
         cos_sin = self.tables
-        if prompt_length is not None and self.stretched(prompt_length):
+        trained = self.trained_length
+        if prompt_length is not None and trained is not None and prompt_length > trained:
             stretched = self._tables_for(prompt_length, prompt_length)
             cos, sin = (_join(a, b[prompt_length:]) for a, b in zip(stretched, self.tables))
             cos_sin = cos, sin
@@ -356,6 +358,28 @@ def _observed_heads(model: Transformer) -> list[Heads]:
     with inference():
         model.hidden(ids, sequences)
     return found
+
+
+def affordable_blocks(
+    cache: PagedCache, n_blocks: int, gpu_memory: float, cache_bytes: int | None
+) -> int:
+    """Return how many blocks there may be, at most n_blocks: see the options of the same names (options.py)."""
+    limits = [] if cache_bytes is None else [cache_bytes]
+    if cache.model.device == "gpu":
+        free_cached("gpu")
+        free, total = cupy().cuda.runtime.memGetInfo()
+        limits.append(int(gpu_memory * total) - (total - free))
+    return min([n_blocks, *(max(limit, 0) // cache.block_bytes for limit in limits)])
+
+
+def check_room(cache: PagedCache, n_blocks: int) -> None:
+    """Raise UserError if so many blocks cannot hold one sequence."""
+    tokens = n_blocks * cache.S
+    if tokens < cache.capacity:
+        raise UserError(
+            f"the KV cache would have room for {tokens} tokens, one sequence may have {cache.capacity}: choose a smaller "
+            "max_seq_len, or give it more memory (gpu_memory, cache_bytes)"
+        )
 
 
 def _join(a: Array, b: Array) -> Array:

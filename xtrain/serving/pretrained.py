@@ -22,6 +22,20 @@ from ..nn.model import Transformer, choose_precision
 TOKENIZER = "tokenizer.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model of a command."""
+
+    model: str  # a Hugging Face folder, or the folder of an xtrain run
+    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
+
+    def load(self) -> "Pretrained":
+        """Load the model and what belongs to it. Raises UserError."""
+        return load(self.model, self.device, self.precision, self.change)
+
+
 @dataclass(frozen=True)
 class Texts:
     """What a folder says about text, as returned by `load_texts`: everything but the model."""
@@ -57,14 +71,14 @@ def load(
 ) -> Pretrained:
     """Load model, tokenizer and stop tokens from a Hugging Face folder or from an xtrain run.
 
-    device: "auto" (the GPU if there is one), "cpu" or "gpu".  precision: "auto" (nn.model.choose_precision), "fp32" or "bf16".
-    change: MODULE:FUNCTION, with which the model was trained (Transformer.changed).
+    folder: its name, the `model` of ModelOptions, which describes the other arguments, too.
     The tokenizer is checked before the weights are read.
     Raises UserError if anything is missing, damaged or not supported.
     """
     if not str(folder):  # --model "$UNSET": Path("") would be the current folder
         raise UserError("the name of the model's folder is empty: give one")
-    folder, device = model_folder(Path(folder), say), resolve_device(device)
+    folder = model_folder(Path(folder), say)
+    device = resolve_device(device)
     config = huggingface.read_config(folder)
     chosen, obstacle = choose_precision(precision, device, config.head_dim)
     if obstacle and device == "gpu":
@@ -87,10 +101,9 @@ def load_texts(folder: Path) -> Texts:
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """-> the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer.
-    Without any, only the limit of tokens ends an answer.
+    """Return the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer.
 
-    Raises UserError if one of the files enables beam search.
+    Without any, only the limit of tokens ends an answer. Raises UserError if one of the files enables beam search.
     """
     for name in (huggingface.GENERATION, huggingface.CONFIG):
         path = source_of(folder, name) / name

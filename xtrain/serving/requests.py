@@ -1,15 +1,13 @@
-"""Requests: the checks of the caller's arguments, and the state of each sequence on the host and on the device."""
+"""Requests: the checks of the caller's arguments, and the state of each sequence."""
 
-import collections
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from ..config import ModelConfig
-from ..device import Array, cupy, mapped_array, to_device
 from ..errors import UserError
 from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
@@ -25,6 +23,16 @@ REASONS = {  # why a sequence ended
     "cancelled": "it was cancelled",
     "nan": "the model's logits are NaN",
 }
+
+
+class State(enum.Enum):
+    """Where a request is on its way through the engine. A preempted request waits again."""
+
+    WAITING = "for a slot and blocks"
+    PREFILLING = "it has them, and tokens without keys and values"
+    DECODING = "it gets one token a step"
+    ENDED = "it has a result, and neither slot nor blocks"
+
 
 # The log-probability of a token; (token, log-probability) of the most likely ones.
 TokenLogprobs = tuple[float, list[tuple[int, float]]]
@@ -69,21 +77,32 @@ class Request:
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
+    state: State = State.WAITING
     # the tokens that the completion has at most: max_new_tokens, or less in a short context
     room: int = 0
-    slot: int = -1  # entry of the decode batch
+    slot: int = -1  # entry of the decode batch; -1: none
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
     cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
     in_flight: int = 0  # tokens that are launched and that the host does not know yet
     # of the blocks of the first tokens; replaced, never changed, because requests share the list; empty: it shares no blocks
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
-    weights_version: int = -1  # of the model, when the request was admitted
+    weights_version: int | None = None  # of the model, when the request was last admitted
 
     @property
     def tokens(self) -> list[int]:
         """The sequence so far."""
         return self.prompt + self.completion
+
+    @property
+    def length(self) -> int:
+        """How many tokens the sequence has so far."""
+        return len(self.prompt) + len(self.completion)
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens of the answer have been launched."""
+        return len(self.completion) + self.in_flight
 
     @property
     def reusable(self) -> list[int]:
@@ -286,125 +305,3 @@ def _checked_tokens(name: str, tokens: Any, config: ModelConfig) -> list[int]:
             f"{name} holds the token {outside[0]}: ids must be from 0 to {config.vocab_size - 1}"
         )
     return ids
-
-
-# ----------------------------------------------------------------------------- on the device
-class DecodeBatch:
-    """The state that sampling and the decoding step read and write: some numbers for each of up to B sequences, and their
-    block tables.
-
-    Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The columns are views of one block
-    of memory, so one copy uploads all of them. On the device the decoding step itself updates them, as the host does its own.
-    The last tokens, `ids`, are on the device only: a step needs them before the host knows them.
-
-    host, device: the columns by name, each (B,).  tables: (B, M) on the host and on the device.
-    """
-
-    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot: its list of penalties, -1: none.
-    COLUMNS: ClassVar[dict[str, type]] = {
-        "seed": np.int64, "random_stream": np.int64, "lengths": np.int32, "step": np.int32,
-        "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
-        "penalty_slot": np.int32,
-    }  # fmt: skip
-
-    # those that a Request has too, and that stay as they are
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        "seed", "random_stream", "temperature", "top_k", "top_p", "min_p"
-    )  # fmt: skip
-
-    def __init__(self, B: int, M: int, device: str):
-        nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
-        self.state, self.table = _Mirrored(nbytes, device), _Mirrored(4 * B * M, device)
-        self.host, self.device = (self._columns(x, B) for x in (self.state.host, self.state.device))
-        self.host_tables = self.table.host.view(np.int32).reshape(B, M)
-        self.device_tables: Array = self.table.device.view(np.int32).reshape(B, M)
-        self.ids: Array = to_device(np.zeros(B, np.int32), device)
-        self.edges: Array = to_device(np.arange(B + 1, dtype=np.int32), device)
-        self.device_name, self.tables_changed = device, False
-        self.host["top_p"][:] = 1
-        self.clear()
-
-    @classmethod
-    def _columns(cls, block: Array, B: int) -> dict[str, Array]:
-        columns, end = {}, 0
-        for name, dtype in cls.COLUMNS.items():
-            start, end = end, end + B * np.dtype(dtype).itemsize
-            columns[name] = block[start:end].view(dtype)
-        return columns
-
-    def clear(self) -> None:
-        """Mark all entries as idle, on the host."""
-        self.mark_idle_except([])
-
-    def write(self, requests: list[Request]) -> None:
-        """Write requests to the entries of their slots, on the host."""
-        host, slots = self.host, [r.slot for r in requests]
-        for name, values in zip(self.OPTIONS, zip(*map(_options, requests))):
-            host[name][slots] = values
-        host["penalty_slot"][slots] = [r.slot if r.penalties.active else -1 for r in requests]
-        self.host_tables[slots] = -1
-        longest = max([len(r.blocks) for r in requests])
-        rows = [r.blocks + [-1] * (longest - len(r.blocks)) for r in requests]
-        self.host_tables[slots, :longest] = rows
-        self.write_counters(requests, slots)
-
-    def write_counters(self, requests: list[Request], slots: list[int]) -> None:
-        """Write what every token changes, on the host."""
-        self.host["lengths"][slots] = [r.cached_tokens for r in requests]
-        self.host["step"][slots] = [len(r.completion) + r.in_flight for r in requests]
-
-    def mark_idle_except(self, slots: list[int]) -> None:
-        """Mark all other entries as idle, on the host."""
-        idle = np.ones(len(self.host_tables), bool)
-        idle[slots] = False
-        self.host["lengths"][idle] = self.host["penalty_slot"][idle] = -1
-        self.host_tables[idle] = -1
-
-    def upload(self) -> None:
-        """Copy the columns and the tables to the device."""
-        self.state.upload()
-        self.upload_tables()
-
-    def upload_tables(self) -> None:
-        self.table.upload()
-        self.tables_changed = False
-
-    def rows(self, slots: list[int]) -> dict[str, Array]:
-        """A copy of these entries of the host's columns, on the device."""
-        packed = np.concatenate([column[slots].view(np.uint8) for column in self.host.values()])
-        return self._columns(to_device(packed, self.device_name), len(slots))
-
-    def first(self, b: int) -> dict[str, Array]:
-        """The first b entries of every column, on the device."""
-        return {name: column[:b] for name, column in self.device.items()}
-
-
-_options = attrgetter(*DecodeBatch.OPTIONS)
-
-
-class _Mirrored:
-    """Bytes on the host and a copy on the device; `upload` copies. On a GPU it does not wait: the copy comes after the kernels
-    launched before it and before those launched after it, and the host may write on at once."""
-
-    BUFFERS = 4  # in pinned memory; one is used again when its copy has long ended
-
-    def __init__(self, nbytes: int, device: str):
-        self.host = np.zeros(nbytes, np.uint8)
-        self.device: Array = to_device(self.host.copy(), device)
-        self.buffers: collections.deque = collections.deque()
-        if device == "gpu":
-            for _ in range(self.BUFFERS):
-                event = cupy().cuda.Event(disable_timing=True)
-                event.record()
-                self.buffers.append((*mapped_array((nbytes,), np.uint8), event))
-
-    def upload(self) -> None:
-        if not self.buffers:
-            self.device[...] = self.host
-            return
-        memory, memory_gpu, copied = self.buffers[0]
-        copied.synchronize()
-        memory[...] = self.host
-        self.device[...] = memory_gpu
-        copied.record()
-        self.buffers.rotate(-1)

@@ -42,8 +42,8 @@ class Scores:
     def complete(self) -> bool:
         return self.known == len(self.logprobs)
 
-    def wanted(self, start: int, n: int) -> range:
-        """-> of the positions start .. start + n - 1, those whose logits are wanted"""
+    def scored_positions(self, start: int, n: int) -> range:
+        """Return those of the positions start .. start + n - 1 whose logits are scored."""
         return range(max(start, self.first - 1), start + n)
 
     def take(self, position: int, arrays: Sequence[np.ndarray], rows: slice) -> None:

@@ -4,67 +4,72 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
+from typing_extensions import Doc
 
 from ..cli import print_text, say
 from ..errors import UserError
 from .engine import Engine
-from .pretrained import Pretrained, load
+from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
+from .pretrained import ModelOptions, Pretrained
 from .requests import REASONS, Completion
 from .stream import Stream
 from .text_stream import TextStream
 
-MAX_BATCH = 32  # sequences at a time, if --max-batch is not given
 LESS_MEMORY = (
     "use a smaller model, a smaller --max-batch, fewer tokens, --precision bf16, or --weights int8"
 )
+# options with other defaults in other commands
+MaxNewTokens = Annotated[int, Doc("tokens of an answer, at most")]
+Temperature = Annotated[float, Doc("0: always the most likely token")]
+TopP = Annotated[
+    float, Doc("draw among the fewest tokens that together have this share of the probability")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Options that `generate` and `chat` share."""
 
+    # draw among this many of the most likely tokens (at most 1024); none: all
+    top_k: int | None = None
     # draw among tokens with at least this share of the most likely one's probability; 0: all
     min_p: float = 0.0
     # above 1: tokens of the prompt and the answer become less likely (logits divided or multiplied)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from the logits of tokens of the answer
     frequency_penalty: float = 0.0  # the same, once for each time that a token occurs
+    seed: int = 0  # the same seed and the same input give the same texts
 
-    def shared(self) -> dict[str, Any]:
-        """These options, as Engine.stream takes them."""
-        return {x.name: getattr(self, x.name) for x in fields(SamplingOptions)}
+    def stream_arguments(self) -> dict[str, Any]:
+        """Return the options of a command that Engine.stream has under the same name."""
+        names = [
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            *[x.name for x in fields(SamplingOptions)],
+        ]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
-class Options(SamplingOptions):
+class Options(SamplingOptions, ModelOptions):
     """Continue texts with a model."""
 
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional]  # texts to continue
-    model: str  # a Hugging Face folder, or the folder of an xtrain run
-    max_new_tokens: int = 128  # per prompt
-    temperature: float = 0.0  # 0: always the most likely token
-    # draw among this many of the most likely tokens (at most 1024); none: all
-    top_k: int | None = None
-    # draw among the fewest tokens that together have this share of the probability
-    top_p: float = 1.0
-    seed: int = 0  # the same seed gives the same texts
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
     samples: int = 1  # texts per prompt; at temperature 0 they are all the same
     # end before this text; may be given several times
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     stream: bool = False  # print while the text is generated
-    max_batch: int | None = None  # prompts at a time, the others wait; none: all, at most 32
-    # a text does not depend on the other prompts, not even by rounding
-    batch_invariant: bool = False
-    change: str | None = None  # MODULE:FUNCTION, with which the model was changed for its training
-    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that supports it
-    # int8, fp8: matrices in one byte per weight, with a scale per row; full: as precision says
-    weights: Literal["full", "int8", "fp8"] = "full"
-    # fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says
-    kv_cache: Literal["full", "fp8"] = "full"
+    max_batch: MaxBatch = 32
+    batch_invariant: BatchInvariant = False
+    weights: Weights = "full"
+    kv_cache: KVCache = "full"
 
 
 @dataclass(frozen=True)
@@ -77,22 +82,19 @@ class TextChunk:
 
 
 def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[list[str], Engine]:
-    """Continue options.prompts on stdout, and print a summary on stderr. -> (the new texts, the engine)
+    """Continue options.prompts on stdout, and print a summary on stderr. Return the new texts and the engine.
 
     pretrained: the model to use, instead of loading options.model.
     Raises UserError for invalid options, prompts or model folders.
     """
     o = options
     _check_texts(o)
-    p = pretrained or load(o.model, o.device, o.precision, o.change)
+    p = pretrained or o.load()
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
     prompts = [prompt for prompt in o.prompts for _ in range(o.samples)]
     engine = make_engine(p, tokens, o)
     start = time.perf_counter()
-    stream = engine.stream(
-        tokens, o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.seed, p.stop, n=o.samples,
-        **o.shared(),
-    )  # fmt: skip
+    stream = engine.stream(tokens, stop=p.stop, n=o.samples, **o.stream_arguments())
     if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
         say(
             "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
@@ -135,8 +137,9 @@ def is_text(argument: str) -> bool:
 
 
 def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
-    """An engine with only as much KV cache as these prompts (token ids) need. Raises UserError if one does not fit."""
-    context, lengths = p.model.config.context, [len(t) for t in tokens]
+    """Return an engine with only as much KV cache as these prompts (token ids) need. Raises UserError if one does not fit."""
+    context = p.model.config.context
+    lengths = [len(t) for t in tokens]
     longest = max(lengths)
     if 0 in lengths:
         raise UserError(
@@ -148,9 +151,8 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
             "shorten it"
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
-    max_batch = min(len(tokens) * o.samples, MAX_BATCH if o.max_batch is None else o.max_batch)
-    stored: dict[str, Any] = dict(weights=o.weights, kv_cache=o.kv_cache)
-    return Engine(p.model, max_batch, max_seq_len, o.batch_invariant, **stored)
+    sizes = dict(max_batch=min(len(tokens) * o.samples, o.max_batch), max_seq_len=max_seq_len)
+    return Engine(p.model, **engine_arguments(o) | sizes)
 
 
 def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:
@@ -158,7 +160,8 @@ def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:
 
     texts: one TextStream per prompt of the stream; afterwards they have the whole texts.
     """
-    unfinished, seen = set(range(len(texts))), [0] * len(texts)
+    unfinished = set(range(len(texts)))
+    seen = [0] * len(texts)
     for i, token in stream:
         seen[i] += 1
         text = texts[i].feed(token)
@@ -181,8 +184,10 @@ class Printer:
     """
 
     def __init__(self, prompts: Sequence[str]):
-        self.prompts, self.buffered = prompts, [""] * len(prompts)
-        self.complete, self.current = [False] * len(prompts), -1
+        self.prompts = prompts
+        self.buffered = [""] * len(prompts)
+        self.complete = [False] * len(prompts)
+        self.current = -1
         self._print_next_prompt()
 
     def _print_next_prompt(self):

@@ -1,0 +1,414 @@
+"""What the scheduler has chosen, on the device: prefill, decoding, sampling, and the copies of the results to the host.
+
+On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA graph, one per batch size, and all its inputs are
+on the device. The host launches a step before it knows the tokens of the previous one. If a sequence turns out to have ended,
+one wasted token is computed for it and discarded.
+"""
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..device import Array, cupy, is_gpu, mapped_array, to_device, to_numpy
+from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
+from ..kernels.decoding.penalties import MAX_BIASES, Penalties, apply_penalties, count_tokens
+from ..kernels.decoding.sampling import advance, sample
+from ..kernels.runtime.invariance import batch_invariant
+from ..nn.autograd import Tensor, inference
+from ..nn.cuda_graph import Graphed
+from ..nn.model import Transformer
+from .decode_batch import DecodeBatch
+from .paged_cache import PagedCache
+from .requests import Request, State, TokenLogprobs
+from .scheduler import graph_size
+from .scoring import LOGIT_ROWS
+from .work import NewScores, NewTokens, Prefill, ScoredChunk, Work
+
+LARGEST_PASS = 1025  # rows; no kernel is chosen because there are more
+
+
+@dataclass(frozen=True)
+class TokensInFlight:
+    """A launched pass that draws a token for each request.
+
+    logprobs: the results of token_logprobs, valid after wait_for_ids; empty if no request asks for them.
+    rows: the rows of the requests in these arrays.
+    """
+
+    requests: list[Request]
+    wait_for_ids: Callable[[], list[int]]
+    logprobs: list[np.ndarray]
+    rows: list[int]
+
+    def wait(self) -> NewTokens:
+        """Wait for the tokens."""
+        ids = self.wait_for_ids()
+        return NewTokens(self.requests, ids, self._token_logprobs())
+
+    def _token_logprobs(self) -> Iterable[TokenLogprobs | None]:
+        """Return what the Completion of each request says about its token; None if it was not asked for."""
+        if not self.logprobs:
+            return itertools.repeat(None)
+        counts = [r.logprobs for r in self.requests]
+        longest = max([n for n in counts if n is not None])
+        chosen, top_ids, top_values = self.logprobs
+        own = chosen[self.rows].tolist()
+        if longest == 0:
+            return [None if n is None else (x, []) for n, x in zip(counts, own)]
+        ids = top_ids[self.rows, :longest].tolist()
+        values = top_values[self.rows, :longest].tolist()
+        pairs = lambda ids, values: [(t, x) for t, x in zip(ids, values) if t >= 0]
+        rows = zip(counts, own, ids, values)
+        return [None if n is None else (x, pairs(t[:n], v[:n])) for n, x, t, v in rows]
+
+
+@dataclass(frozen=True)
+class ScoresInFlight:
+    """A launched pass whose log-probabilities the host has not read yet.
+
+    pieces: the results of token_logprobs, for some rows each.
+    """
+
+    chunks: list[ScoredChunk]
+    pieces: list[list[np.ndarray]]
+    wait_for_all: Callable[[], None]
+
+    def wait(self) -> NewScores:
+        """Wait for the log-probabilities."""
+        self.wait_for_all()
+        return NewScores(self.chunks, [np.concatenate(arrays) for arrays in zip(*self.pieces)])
+
+
+class Runner:
+    """Computes a Transformer's steps. The arguments of `launch` say what, `arrived` returns the results in order.
+
+    cache: with its arrays allocated.
+    graph: capture the decoding step as a CUDA graph, on a GPU.
+    in_flight: launched passes whose results have not been read.
+    penalties: of each slot; allocated when the first request has some.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        max_batch: int,
+        max_seq_len: int,
+        invariant: bool = False,
+        graph: bool = True,
+    ):
+        self.model = model
+        self.cache = cache
+        self.max_batch = max_batch
+        self.max_seq_len = max_seq_len
+        self.invariant = invariant
+        table_blocks = -(-max_seq_len // cache.S)
+        self.batch = DecodeBatch(max_batch, table_blocks, model.device)
+        self.penalties: Penalties | None = None
+        # What the batch on the device contains: its sequences, their slots, and the arguments of `decode`.
+        self.batch_requests: list[Request] = []
+        self.batch_slots: list[int] = []
+        self.batch_variant = (0, False, False)
+        self.in_flight: collections.deque[TokensInFlight | ScoresInFlight] = collections.deque()
+        self.newest = 0  # how many of them belong to the newest step
+        self.graphed: Callable[..., Any] | None = None
+        # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is read while the other is
+        # computed. The second name is the same memory as kernels see it.
+        self.device_to_host_ids: Any = None
+        self.device_to_host_ids_gpu: Any = None
+        on_gpu = model.device == "gpu"
+        if on_gpu:
+            ids = mapped_array((2, max_batch), np.int32)
+            self.device_to_host_ids, self.device_to_host_ids_gpu = ids
+        if on_gpu and graph:
+            self.graphed = Graphed(self.decode)
+
+    @property
+    def run_ahead(self) -> bool:
+        """True if the newest step stays in flight until the next one is launched.
+
+        Elsewhere than on a GPU a step has ended when its launch returns.
+        """
+        return self.model.device == "gpu"
+
+    def launch(self, work: Work) -> None:
+        """Start a step. Its results arrive later."""
+        before = len(self.in_flight)
+        with self.mode():
+            self.model.arena.refresh()
+            for copy in work.copies:
+                self.cache.copy_blocks(copy.targets, copy.sources, copy.n_tokens)
+            if (
+                work.decoding
+            ):  # before prefill, which puts first tokens into slots that are idle here
+                self.launch_decoding(work.decoding, work.grown)
+            else:
+                self.batch_requests = []  # a preempted sequence may come back alone, in another place
+            if work.prefill is not None:
+                self._launch_prefill(work.prefill)
+        self.newest = len(self.in_flight) - before
+
+    def arrived(self, everything: bool = False) -> Iterator[NewTokens | NewScores]:
+        """Wait for what has been launched, and return it in order, but not the newest step if that runs ahead."""
+        kept = 0 if everything or not self.run_ahead else self.newest
+        while len(self.in_flight) > kept:
+            new = self.in_flight[0].wait()
+            self.in_flight.popleft()
+            yield new
+
+    def forget(self) -> None:
+        """Forget what has been launched, and what the batch on the device contains."""
+        self.in_flight.clear()
+        self.batch_requests = []
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """Inside, forward passes are those of an engine."""
+        with inference(), batch_invariant(self.invariant):
+            yield
+
+    # ------------------------------------------------------------------------- decoding
+    def decode(self, b: int, penalized: bool, scored: bool) -> tuple[Array, ...]:
+        """Compute one token for each of the first b entries of the batch: the step that a CUDA graph records.
+
+        penalized, scored: does a request have penalties, and does one ask for log-probabilities? Returns these.
+        """
+        batch = self.batch
+        columns = batch.first(b)
+        ids_B = batch.ids[:b]
+        lengths_B = columns["lengths"]
+        sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
+        logits = self.model.logits(self.model.hidden(ids_B, sequences)).data
+        logprobs = self.sample(logits, ids_B, columns, penalized, scored)
+        advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
+        return logprobs
+
+    def launch_decoding(self, requests: list[Request], grown: list[Request]) -> None:
+        batch = self.batch
+        for request in grown:
+            batch.write_last_block(request)
+        if self.batch_requests != requests:
+            self._write_batch(requests)
+        elif grown:
+            batch.upload_tables()
+        variant = self.batch_variant
+        logprobs = self.graphed(variant=variant) if self.graphed else self.decode(*variant)
+        self._put_in_flight(requests, self.batch_slots, logprobs, self.batch_slots)
+
+    def _write_batch(self, requests: list[Request]) -> None:
+        """Make these sequences the batch on the device."""
+        slots = [r.slot for r in requests]
+        self.batch.mark_idle_except(slots)
+        # The counters of the requests are those after this step.
+        lengths = [r.cached_tokens - 1 for r in requests]
+        self.batch.write_counters(slots, lengths, _token_numbers(requests))
+        self.batch.upload()
+        size = max(slots) + 1
+        if self.model.device == "gpu":  # the same bits with a graph and without
+            size = graph_size(size, self.max_batch)
+        self.batch_variant = (size, *_extras(requests))
+        self.batch_slots = slots
+        self.batch_requests = requests
+
+    def compact(self, moved: list[tuple[Request, int]]) -> None:
+        """Move sequences to other slots: (request, earlier slot) of the first slots. No token is in flight."""
+        old_slots = [slot for _, slot in moved]
+        self.batch.ids[: len(moved)] = self.batch.ids[old_slots]
+        for request, old_slot in moved:
+            if request.slot != old_slot:
+                self._write_penalties(request)
+        decoding = [request for request, _ in moved if request.state is State.DECODING]
+        if decoding:
+            self.batch.write(decoding)
+        self.batch_requests = []
+
+    # ------------------------------------------------------------------------- prefill
+    def _launch_prefill(self, prefill: Prefill) -> None:
+        chunks = prefill.chunks
+        requests = [chunk.request for chunk in chunks]
+        ids_N, sequences = self.cache.prefill(
+            [token for chunk in chunks for token in chunk.tokens],
+            [len(chunk.tokens) for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            [request.blocks for request in requests],
+            prefill.rows or [0],
+            len(requests[0].prompt),
+        )
+        x_WC = self.model.hidden(ids_N, sequences).data
+        if prefill.copy is not None:
+            copy = prefill.copy
+            self.cache.copy_blocks(copy.targets, copy.sources, copy.n_tokens)
+        n_drawing = len(prefill.drawing)
+        if prefill.drawing:
+            logits = self.model.logits(Tensor(x_WC[:n_drawing])).data
+            self.draw_first_tokens(prefill.drawing, logits)
+        if prefill.scored:
+            self._score(prefill.scored, x_WC[n_drawing:])
+
+    def draw_first_tokens(self, requests: list[Request], logits: Array) -> None:
+        """Sample a token for each request, row by row of logits, and put it where the decoding step reads it."""
+        batch = self.batch
+        slots = [r.slot for r in requests]
+        batch.write(requests)
+        lengths = [r.cached_tokens for r in requests]
+        batch.write_counters(slots, lengths, _token_numbers(requests))
+        for request in requests:
+            self._write_penalties(request)
+        ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
+        logprobs = self.sample(logits, ids, batch.rows(slots), *_extras(requests))
+        batch.ids[slots] = ids
+        if self.device_to_host_ids_gpu is not None:
+            self.device_to_host_ids_gpu[_host_rows(requests), slots] = ids
+        self._put_in_flight(requests, slots, logprobs, list(range(len(requests))))
+
+    def _score(self, chunks: list[ScoredChunk], x_WC: Array) -> None:
+        """Launch the log-probabilities of the tokens that follow rows of x."""
+        targets: list[int] = []
+        n_top = 0
+        for chunk in chunks:
+            scores = chunk.request.scores
+            if scores is not None:
+                n = chunk.rows.stop - chunk.rows.start
+                targets += scores.tokens[chunk.position + 1 :][:n]
+                n_top = max(n_top, scores.n_top)
+        targets_W = to_device(np.array(targets, np.int32), self.model.device)
+        pieces = []
+        step = LOGIT_ROWS[self.model.device]
+        for low in range(0, len(targets), step):
+            rows = slice(low, min(low + step, len(targets)))
+            logits = self.model.logits(Tensor(x_WC[rows])).data
+            arrays = token_logprobs(logits, targets_W[rows], n_top, self.model.config.vocab_size)
+            pieces.append([_to_host_later(x) for x in arrays])
+        self.in_flight.append(ScoresInFlight(chunks, pieces, self._arrival()))
+
+    # ------------------------------------------------------------------------- sampling
+    def sample(
+        self, logits: Array, ids_B: Array, batch: dict[str, Array], penalized: bool, scored: bool
+    ) -> tuple[Array, ...]:
+        """Draw ids_B. Return what token_logprobs returns if `scored`, else nothing."""
+        vocab = self.model.config.vocab_size
+        slots_B = batch["penalty_slot"]
+        if penalized and self.penalties is not None:
+            apply_penalties(logits, self.penalties, slots_B)
+        sample(
+            logits,
+            ids_B,
+            batch["temperature"],
+            batch["top_k"],
+            batch["top_p"],
+            batch["seed"],
+            batch["random_stream"],
+            batch["step"],
+            vocab,
+            min_p_B=batch["min_p"],
+        )
+        if penalized and self.penalties is not None:
+            count_tokens(logits, self.penalties, slots_B, ids_B)
+        return token_logprobs(logits, ids_B, MAX_TOP, vocab) if scored else ()
+
+    def _write_penalties(self, request: Request) -> None:
+        """Write the request's tokens so far to its slot of the penalties, if it has any. None of them may be in flight."""
+        if not request.penalties.active:
+            return
+        if self.penalties is None:
+            length = self.max_seq_len + MAX_BIASES
+            self.penalties = Penalties.empty(self.batch.ids, self.max_batch, length)
+        self.penalties.set_slot(request.slot, request.penalties, request.prompt, request.completion)
+
+    # ------------------------------------------------------------------------- to the host
+    def _put_in_flight(
+        self,
+        requests: list[Request],
+        slots: list[int],
+        logprobs: tuple[Array, ...],
+        rows: list[int],
+    ) -> None:
+        copies = [
+            _to_host_later(x) for x in logprobs
+        ]  # before the event that wait_for_ids waits for
+        wait_for_ids = self.read_ids_later(requests, slots)
+        self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows))
+
+    def read_ids_later(self, requests: list[Request], slots: list[int]) -> Callable[[], list[int]]:
+        """Return a function that waits for the ids of the step just launched and returns them, one per request."""
+        if self.model.device != "gpu":
+            ids = to_numpy(self.batch.ids)[slots].tolist()
+            return lambda: ids
+        rows = _host_rows(requests)
+        wait = self._arrival()
+
+        def wait_for_ids() -> list[int]:
+            wait()
+            return self.device_to_host_ids[rows, slots].tolist()
+
+        return wait_for_ids
+
+    def _arrival(self) -> Callable[[], None]:
+        """Return a function that waits for everything launched so far."""
+        if self.model.device != "gpu":
+            return lambda: None
+        event = cupy().cuda.Event(disable_timing=True)
+        event.record()
+        return event.synchronize
+
+    # ------------------------------------------------------------------------- compiling before the first request
+    def every_shape(self, prefill_tokens: int) -> None:
+        """Run a forward pass of each kind that a request may cause, for note_launches: the results mean nothing.
+
+        Kernels are chosen by the number of rows, at most at powers of two, and up to 8 rows some are compiled for each number.
+        """
+        longest = min(prefill_tokens, self.max_batch * (self.max_seq_len - 1), LARGEST_PASS)
+        powers = [1 << i for i in range(3, longest.bit_length())]
+        rows = {*range(1, 9), *powers, *(n + 1 for n in powers), longest}
+        sizes: Iterable[int] = range(1, self.max_batch + 1)
+        if self.model.device == "gpu":
+            sizes = {graph_size(b, self.max_batch) for b in sizes}
+        self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 1)
+        with self.mode():
+            for size in sizes:
+                self.decode(size, True, True)
+            for n in sorted(n for n in rows if n <= longest):
+                self.prefill_shape(n)
+        self.penalties = None
+
+    def prefill_shape(self, n: int) -> None:
+        """Prefill n tokens in as many sequences as possible, each of which gets a token."""
+        A = min(n, self.max_batch)
+        lengths = [len(x) for x in np.array_split(np.zeros(n), A)]
+        tables = [[0] * -(-max(lengths) // self.cache.S)] * A
+        last = (np.cumsum(lengths) - 1).tolist()
+        ids_N, sequences = self.cache.prefill([0] * n, lengths, [0] * A, tables, last)
+        logits = self.model.logits(self.model.hidden(ids_N, sequences)).data
+        ids = to_device(np.zeros(A, np.int32), self.model.device)
+        self.sample(logits, ids, self.batch.rows(list(range(A))), True, True)
+
+
+def _extras(requests: list[Request]) -> tuple[bool, bool]:
+    """Return whether a request has penalties or a bias, and whether one asks for log-probabilities."""
+    penalized = any([request.penalties.active for request in requests])
+    scored = any([request.logprobs is not None for request in requests])
+    return penalized, scored
+
+
+def _token_numbers(requests: list[Request]) -> list[int]:
+    """Return the number of each request's newest launched token among the tokens of its answer."""
+    return [len(r.completion) + r.in_flight - 1 for r in requests]
+
+
+def _host_rows(requests: list[Request]) -> list[int]:
+    """Return the row of device_to_host_ids in which each request's newest token arrives, as `advance` writes it."""
+    return [number % 2 for number in _token_numbers(requests)]
+
+
+def _to_host_later(x: Array) -> np.ndarray:
+    """Return an array in host memory that has the values of x when the kernels launched so far, and the copy, have ended."""
+    if not is_gpu(x):
+        return to_numpy(x)
+    host, host_gpu = mapped_array(x.shape, x.dtype)
+    host_gpu[...] = x
+    return host
