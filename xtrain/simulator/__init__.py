@@ -5,40 +5,46 @@
     simulator.check(kernel, grid, block, *arrays_and_scalars, shared=0)    runs to the end, returns all findings
 
 Every CUDA thread is a Python generator over the kernel's own source. The threads of a block run one
-after the other, each up to its next barrier, shuffle or vote, and so do blocks. Numbers have the types
-that Numba gives them on a GPU (scalars.py). A finding is a KernelError: it names the kernel, block,
-threads, file and lines. Its subclasses:
+after the other, each up to its next barrier, shuffle or vote, and so do blocks. Numbers have the
+types that Numba gives them on a GPU (scalars.py). A finding is a KernelError: it names the kernel,
+block, threads, file and lines. Its subclasses:
 
     RaceError           a data race: two threads access the same element of shared or global memory,
                         at least one writes without an atomic, and neither a barrier nor syncwarp
                         orders the accesses; or threads of two blocks do; or two overlapping kernels
-    UninitializedError  a value that depends on memory that was never written reaches a store to global
-                        memory, an atomic, a branch, an index or a warp function (unset.py). If another
-                        thread writes the element before the next barrier, the report names both lines
+    UninitializedError  a value that depends on memory that was never written reaches a store to
+    global
+                        memory, an atomic, a branch, an index or a warp function (unset.py). If
+                        another thread writes the element before the next barrier, the report names
+                        both lines
     OutOfBoundsError    an index past the end, on any axis; a computed negative index
     DeadlockError       a barrier, a warp function or a waiting loop that some threads do not get past:
                         the report says where each group of threads waits
     AsyncError          an asynchronous copy or product (TMA, wgmma) whose result is used, or whose
                         operands are changed, before it is known to be complete; a descriptor that
-                        does not describe a tile (engines.py, kernels/primitives/hopper_simulated.py)
+                        does not describe a tile (engines.py,
+                        kernels/primitives/hopper_simulated.py)
     CollectiveError     a warp function in a block that is not whole warps, a mask without the
                         calling lane, a shuffle from a lane that does not take part
     KernelError         anything else: too much shared memory, an integer divided by zero, a Python
                         exception in the kernel
 
-Each finding has a `kind`, a key of KINDS, and a `severity`. A "warning" is defined on current GPUs but
-rarely meant: several threads that write the same value to one element, a computed negative index,
-which Numba counts from the end, threads that have exited before a barrier. `allow={"same_value_race"}`
-accepts a kind, `enable={"integer_overflow"}` adds one that is off by default.
+Each finding has a `kind`, a key of KINDS, and a `severity`. A "warning" is defined on current GPUs
+but rarely meant: several threads that write the same value to one element, a computed negative
+index, which Numba counts from the end, threads that have exited before a barrier.
+`allow={"same_value_race"}` accepts a kind, `enable={"integer_overflow"}` adds one that is off by
+default.
 
 A launcher runs its kernel here if its arguments are SimArrays: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 The array type selects the simulator; there is no mode and no flag.
 
-`record` does the same and keeps what each thread of a block did, to be stepped through as a page (recording.py, stepper.py).
+`record` does the same and keeps what each thread of a block did, to be stepped through as a page
+(recording.py, stepper.py).
 
 A kernel that Numba would not compile is a KernelError too, if its source, its types or its launch
 configuration show it: a shared array whose shape is computed, a list, an atomic on uint8
-(refused.py, thread.py). lessons/simulator.md lists what runs, what is refused and what is not modelled.
+(refused.py, thread.py). lessons/simulator.md lists what runs, what is refused and what is not
+modelled.
 
 Limits
 - Threads take turns where they wait, and every hundred iterations in a loop that accesses memory.
@@ -105,7 +111,8 @@ _HOME = {
 }
 
 
-# A name is imported at its first use: Numba takes half a second, which pytest without --simulate-cuda does not need.
+# A name is imported at its first use: Numba takes half a second, which pytest without
+# --simulate-cuda does not need.
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""`python -m simulate_cuda script.py arguments`: run a script, its Numba CUDA kernels in the simulator.
+"""`python -m simulate_cuda script.py arguments`: run a script, its Numba CUDA kernels in the
+simulator.
 
 -m NAME                        run a module instead
---allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas); report these, which are off by default
+--allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas); report
+these, which are off by default
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Running one kernel: `simulator.run` and `simulator.check`, and the arrays that select the simulator."""
+"""Running one kernel: `simulator.run` and `simulator.check`, and the arrays that select the
+simulator."""
 
 from collections.abc import Callable
 
@@ -15,7 +16,8 @@ from .unwritten import mark_unwritten, mark_written
 
 
 class SimArray(np.ndarray):
-    """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays too."""
+    """A NumPy array for which launchers run the kernel in the simulator. Views are SimArrays
+    too."""
 
     bf16_as_bits = True  # memory.is_bits
 
@@ -30,8 +32,8 @@ def sim(a) -> SimArray:
 
 
 def empty(shape, dtype=np.float64) -> SimArray:
-    """A SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses an element before one has
-    been written is reported (`unwritten_global`).
+    """A SimArray that nothing has written, as cuda.device_array makes it. A kernel that uses an
+    element before one has been written is reported (`unwritten_global`).
     """
     flat = poisoned(int(np.prod(shape)), np.dtype(dtype))
     return mark_unwritten(flat.view(SimArray).reshape(shape))
@@ -53,27 +55,31 @@ def run(
     """Run `grid` blocks of `block` threads in the simulator.
 
     kernel: a function compiled with @cuda.jit. grid, block: an int or a tuple of up to three ints.
-    args: NumPy arrays, which the kernel changes in place, and scalars; a Python int becomes int64, a
-    Python float float64. shared: bytes of dynamic shared memory.
+    args: NumPy arrays, which the kernel changes in place, and scalars; a Python int becomes int64,
+    a Python float float64. shared: bytes of dynamic shared memory.
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
-    allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they are not by default.
-    resident: so many blocks run at a time, as on a GPU that has room for no more; a block that waits for one that cannot start
-    is a DeadlockError. None: every block may start.
-    warn: called with every finding that is only a warning, after the run; without it a warning is raised, too.
-    processes: run the blocks in so many processes if they are independent and take long enough. Results and findings are the same
-    as in one process, which runs the blocks again if one has a finding, waits for another block, or accesses an element that a
-    block of another process changes, also by an atomic (processes.py).
+    allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they
+    are not by default.
+    resident: so many blocks run at a time, as on a GPU that has room for no more; a block that
+    waits for one that cannot start is a DeadlockError. None: every block may start.
+    warn: called with every finding that is only a warning, after the run; without it a warning is
+    raised, too.
+    processes: run the blocks in so many processes if they are independent and take long enough.
+    Results and findings are the same as in one process, which runs the blocks again if one has a
+    finding, waits for another block, or accesses an element that a block of another process
+    changes, also by an atomic (processes.py).
 
-    Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays then hold what was
-    written up to the error.
+    Raises the first finding: KernelError or a subclass (see the module's docstring); the arrays
+    then hold what was written up to the error.
     """
     with np.errstate(all="ignore"):
         reported = reported_kinds(allow, enable)
         launch = Launch(
             kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, resident=resident
         )
-        launch.keeps_warnings, launch.processes = warn is not None, checked(processes)
+        launch.keeps_warnings = warn is not None
+        launch.processes = checked(processes)
         try:
             launch.run()
         finally:
@@ -93,11 +99,13 @@ def check(
     enable=(),
     processes: int = 1,
 ) -> list[KernelError]:
-    """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`, `severity` ("error" or "warning"),
-    `sites` and `count`, the number of times that it occurred at these places.
+    """Run a kernel as `run` does, but to its end, and return all findings. Each has `kind`,
+    `severity` ("error" or "warning"), `sites` and `count`, the number of times that it occurred at
+    these places.
 
-    After a finding the run continues as a GPU might: a read out of bounds gives an arbitrary number, such a write
-    is dropped, threads that have exited count as arrived. A deadlock or an exception in the kernel ends the run.
+    After a finding the run continues as a GPU might: a read out of bounds gives an arbitrary
+    number, such a write is dropped, threads that have exited count as arrived. A deadlock or an
+    exception in the kernel ends the run.
     """
     with np.errstate(all="ignore"):
         try:
@@ -122,9 +130,11 @@ def record(
     enable=(),
     of: tuple[int, ...] = (0, 0, 0),
 ) -> Stepper:
-    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of the block.
+    """Run a kernel as `run` does, and keep what each thread of one block did. of: the position of
+    the block.
 
-    A KernelError is not raised: it is in the result's `error`, and the result is about the block in which it happened.
+    A KernelError is not raised: it is in the result's `error`, and the result is about the block in
+    which it happened.
     """
     stepper = Stepper(of)
     try:

@@ -2,9 +2,10 @@
 
 The threads of a block run one after the other, each up to the next place where it waits. When no
 thread can run, the warps whose warp function has all its lanes resume; if there are none, all
-threads resume together if they have reached the same barrier; if there are none, the threads that wait
-in a loop for a change of memory run again. A block in which nothing changes any more is parked, and the
-next block starts. When all blocks are parked and none makes progress, it is a deadlock.
+threads resume together if they have reached the same barrier; if there are none, the threads that
+wait in a loop for a change of memory run again. A block in which nothing changes any more is
+parked, and the next block starts. When all blocks are parked and none makes progress, it is a
+deadlock.
 """
 
 import contextlib
@@ -34,10 +35,15 @@ MAX_THREADS = 1024  # per block, on every GPU
 MAX_Z = 64  # threads of a block along z
 MAX_GRID_YZ = 65535  # blocks along y and along z; the limit along x is 2**31 - 1
 STATIC_SHARED = 48 * 1024  # bytes of cuda.shared.array(shape, dtype) in one block
-SPIN_ROUNDS = 50  # turns of the threads that wait in loops before other blocks run, although something changes
-# after these the other threads do not run on: an exception, such as that of a time limit, or a loop without end
+# turns of the threads that wait in loops before other blocks run, although something changes
+SPIN_ROUNDS = 50
+# after these the other threads do not run on: an exception, such as that of a time limit, or a loop
+# without end
 ENDING = ("error", "deadlock")
-EXITED = "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older GPUs the others wait forever"
+EXITED = (
+    "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older "
+    "GPUs the others wait forever"
+)
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
 
@@ -67,12 +73,16 @@ class Launch:
         collects=False,
         resident=None,
     ):
-        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue after a finding.
+        """reported: the kinds of findings to report, see errors.reported_kinds. collects: continue
+        after a finding.
         resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
-        self.reported = errors.reported_kinds() if reported is None else reported
+        if reported is None:
+            self.reported = errors.reported_kinds()
+        else:
+            self.reported = reported
         self.collects, self.resident = collects, resident
         self.found: dict = {}  # (kind, sites) -> KernelError
         self.changes = 0  # atomics that changed memory
@@ -86,13 +96,18 @@ class Launch:
                 )
             if isinstance(value, types.FunctionType):
                 raise KernelError(
-                    f"{self.name}: {name} is a Python function: decorate it with @cuda.jit(device=True)"
+                    f"{self.name}: {name} is a Python function: decorate it with "
+                    "@cuda.jit(device=True)"
                 )
             if isinstance(value, np.ndarray) and not _is_supported(value.dtype):
                 raise KernelError(
-                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not support"
+                    f"{self.name}: {name} is an array of {value.dtype}, which Numba does not "
+                    "support"
                 )
-        self.grid, self.block, self.dynamic, self.overlap = grid, block, int(shared), overlap
+        self.grid = grid
+        self.block = block
+        self.dynamic = int(shared)
+        self.overlap = overlap
         self.previous_writes, self.previous_args, self.previous_copies = Launch.last
         self.previous_extents = [
             *map(extent, _arrays_in(self.previous_args)),
@@ -107,14 +122,16 @@ class Launch:
         args = [_without_records(a, self.records) for a in args]
         arrays = global_arrays(_arrays_in(args), self.translated.views)
         self.memories = list(dict.fromkeys(a.memory for a in arrays))
-        self.given, remaining = args, iter(arrays)
+        self.given = args
+        remaining = iter(arrays)
         self.args = [_simulated(a, remaining) for a in args]
         x, y, z = map(int, block)
         self.positions = [Dim3(i, j, k) for k, j, i in np.ndindex(z, y, x)]
         self.epoch = 0  # counts the intervals between block barriers, over all blocks
         self.constants: dict = {}  # id of a NumPy array -> its copy in constant memory
         self.stored: dict = {}  # address of a tensor -> where copies of this launch stored to it
-        self.copies: dict = {}  # (first byte, end) of a tensor -> did a copy of this launch write it?
+        # (first byte, end) of a tensor -> did a copy of this launch write it?
+        self.copies: dict = {}
         self.observers = observers.current()
         self.let_next_early = False  # it called let_next_start before it waited itself: early.py
 
@@ -126,14 +143,18 @@ class Launch:
         elif self.block.z > MAX_Z:
             text = f"a block of {self.block} threads: the limit is {MAX_Z} along z"
         elif max(self.grid.y, self.grid.z) > MAX_GRID_YZ:
-            text = f"a grid of {self.grid} blocks: the limit is {MAX_GRID_YZ} along y and z; use x for the long axis"
+            text = (
+                f"a grid of {self.grid} blocks: the limit is {MAX_GRID_YZ} along y and z; use x "
+                "for the long axis"
+            )
         elif self.dynamic > SHARED:
             text = f"{shared} bytes of dynamic shared memory: the limit is {SHARED} per block"
         if text:
             raise KernelError(f"{self.name}: {text}")
 
     def report(self, kind, sites, make):
-        """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same places are counted."""
+        """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same
+        places are counted."""
         if kind not in self.reported:
             return
         if not (
@@ -147,7 +168,8 @@ class Launch:
             known.count += 1
 
     def findings(self) -> list[KernelError]:
-        """Run all blocks and return the findings. After one that leaves no sensible way to continue, it is the last."""
+        """Run all blocks and return the findings. After one that leaves no sensible way to
+        continue, it is the last."""
         try:
             self.run()
         except KernelError as error:
@@ -168,7 +190,8 @@ class Launch:
             if memory.unwritten is not None:
                 memory.unwritten.remove(memory.written)
         written = [(self.name, m.base, m.granule, m.written) for m in self.memories]
-        given, copies = list(self.given), dict(self.copies)
+        given = list(self.given)
+        copies = dict(self.copies)
         if self.let_next_early:
             written += self.previous_writes
             given += self.previous_args
@@ -197,14 +220,17 @@ class Launch:
         while self.resident is not None and len(parked) >= self.resident:
             parked = self._turn(parked)
         self.not_started -= 1
-        before, left = self.changes, self._advance(self.block_at(position))
+        before = self.changes
+        left = self._advance(self.block_at(position))
         if self.changes != before:  # a wait for too few arrivals ends here, before the others
             parked = [b for waiting in parked for b in self._advance(waiting)]
         return parked + left
 
     def _turn(self, parked) -> list:
-        """Run each of these blocks until it ends or is parked -> those that are parked. DeadlockError if nothing changes."""
-        before, waiting = self.changes, []
+        """Run each of these blocks until it ends or is parked -> those that are parked.
+        DeadlockError if nothing changes."""
+        before = self.changes
+        waiting = []
         progress = False
         for block in parked:
             waiting += self._advance(block)
@@ -244,8 +270,9 @@ class Launch:
         if not self.not_started:
             return ""
         return (
-            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} are resident at a time, and "
-            "they wait. A block may wait only for blocks that are resident together with it"
+            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} "
+            "are resident at a time, and they wait. A block may wait only for blocks that are "
+            "resident together with it"
         )
 
     def constant(self, values: np.ndarray):
@@ -279,24 +306,32 @@ def _without_records(value, records):
         return records[-1][1]
     if isinstance(value, tuple):
         values = [_without_records(v, records) for v in value]
-        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        if hasattr(value, "_fields"):
+            return type(value)(*values)
+        return tuple(values)
     return value
 
 
 def _simulated(value, arrays):
-    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for _arrays_in."""
+    """An argument as the kernel sees it. arrays: an iterator over the Arrays that stand for
+    _arrays_in."""
     if isinstance(value, np.ndarray):
         array = next(arrays)
-        return Record(array, 0) if value.ndim == 0 and value.dtype.names else array
+        if value.ndim == 0 and value.dtype.names:
+            return Record(array, 0)
+        return array
     if isinstance(value, tuple):
         values = [_simulated(v, arrays) for v in value]
-        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        if hasattr(value, "_fields"):
+            return type(value)(*values)
+        return tuple(values)
     return typed(value)
 
 
 @contextlib.contextmanager
 def _rare_collections():
-    """Raise the threshold of Python's garbage collector: there are many threads and records, and they live long."""
+    """Raise the threshold of Python's garbage collector: there are many threads and records, and
+    they live long."""
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], 50_000) if before[0] else 0, *before[1:])
     try:
@@ -333,18 +368,21 @@ class Block:
 
     # ------------------------------------------------------------------------- scheduling
     def advance(self) -> bool:
-        """Run until the block has ended (True) or until only another block can let it continue (False). Raises KernelError."""
+        """Run until the block has ended (True) or until only another block can let it continue
+        (False). Raises KernelError."""
         self.progress = False
         return next(self.running, True)
 
     def _run(self):
-        function, args = self.launch.translated.function, self.launch.args
+        function = self.launch.translated.function
+        args = self.launch.args
         for observer in self.launch.observers:
             observer.begin(self)
         if self.launch.translated.waits:
             for thread in self.threads:
                 thread.generator = function(thread, *args)
-            ready, rounds = self.threads, 0
+            ready = self.threads
+            rounds = 0
             while ready:
                 self._run_each(ready, _resume)
                 ready = self._resumable()
@@ -362,8 +400,8 @@ class Block:
             self._run_each(self.threads, function, *args)
         if self.launch.overlap and not self.waited:
             raise KernelError(
-                f"{self.launch.name}, block {self.position}: it may start before the previous kernel has ended, but it "
-                "never calls wait_for_previous"
+                f"{self.launch.name}, block {self.position}: it may start before the previous "
+                "kernel has ended, but it never calls wait_for_previous"
             )
         if self._engines is not None:
             self._engines.finish()
@@ -396,10 +434,15 @@ class Block:
         except KernelError as error:
             error.thread = thread.index
             # None: something else, or an asynchronous copy or a matrix product reads it
-            read = error.read if isinstance(error, UninitializedError) else None
-            # Does one of the others write the element that was read too early? An observer sees what they do anyway.
+            if isinstance(error, UninitializedError):
+                read = error.read
+            else:
+                read = None
+            # Does one of the others write the element that was read too early? An observer sees
+            # what they do anyway.
             if read is not None or (self.launch.observers and error.kind not in ENDING):
-                collects, self.launch.collects = self.launch.collects, True
+                collects = self.launch.collects
+                self.launch.collects = True
                 for other in others:
                     try:
                         _guarded(other, function, other, *args)
@@ -443,7 +486,9 @@ class Block:
 
     def _resumable_at_once(self):
         """The threads that resume from warp functions and polled requests."""
-        ready, last, self.eager = [], [], True
+        ready = []
+        last = []
+        self.eager = True
         for warp in self.warps:
             waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
             if waiting and getattr(waiting[0].request[0], "last", False):
@@ -458,7 +503,8 @@ class Block:
 
     def pass_grid(self):
         """All blocks have reached grid.sync(): the threads may resume."""
-        self.at_grid, self.progress = False, True
+        self.at_grid = False
+        self.progress = True
         self._meet([t for t in self.threads if t.request])
 
     def _spinning(self):
@@ -474,7 +520,8 @@ class Block:
         return changed
 
     def _poll_waiting(self, copies):
-        """The polled and warpgroup-wide requests that are satisfied. copies: if there are none, a copy completes first."""
+        """The polled and warpgroup-wide requests that are satisfied. copies: if there are none, a
+        copy completes first."""
         polling = [t for t in self.threads if t.request and isinstance(t.request[0], Waiting)]
         while polling:
             ready = [t for t in polling if not t.request[0].collective and _guarded(t, _poll, t)]
@@ -490,8 +537,8 @@ class Block:
     def _barrier(self, waiting) -> bool:
         """Release the barrier. Returns False if threads wait in a loop, which they may leave later.
 
-        Raises DeadlockError unless all threads wait at the same call with the same call stack. Threads that have exited count
-        as arrived.
+        Raises DeadlockError unless all threads wait at the same call with the same call stack.
+        Threads that have exited count as arrived.
         """
         path = _path(waiting[0])
         name, *_ = waiting[0].request
@@ -531,13 +578,18 @@ class Block:
             if thread.request is not None:
                 name, site, args = thread.request
                 masked = args and _of_warp(name)
-                mask = f" with mask {int(args[0]):#x}" if masked and not callable(name) else ""
+                if masked and not callable(name):
+                    mask = f" with mask {int(args[0]):#x}"
+                else:
+                    mask = ""
                 calls = "".join(f", called at {line}" for line in _lines(thread)[-2::-1])
                 place = f"wait in {site.what}{mask} at {site}{calls}"
             elif thread.left is not None and thread.left.function == self.launch.name:
-                site, place = thread.left, f"have returned at {thread.left}"
+                site = thread.left
+                place = f"have returned at {thread.left}"
             else:
-                site, place = None, "have reached the end of the kernel"
+                site = None
+                place = "have reached the end of the kernel"
             places.setdefault(place, []).append(thread)
             sites.append(site)
         groups = [
@@ -547,7 +599,8 @@ class Block:
         return DeadlockError(
             f"deadlock in {self.launch.name}, block {self.position}: "
             + (
-                f"its {len(self.threads)} threads do not all reach the same barrier or warp function\n"
+                f"its {len(self.threads)} threads do not all reach the same barrier or warp "
+                "function\n"
                 if not self._spinning()
                 else "a loop waits for a change of memory that no thread makes\n"
             )
@@ -561,13 +614,13 @@ class Block:
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):
-        """The array that the line `site` declares. Shape (0,): a view of the block's dynamic shared memory."""
+        """The array that the line `site` declares. Shape (0,): a view of the block's dynamic shared
+        memory."""
         if id(site) not in self.shared:
-            new = (
-                self._dynamic_array(dtype)
-                if shape == (0,)
-                else self._static_array(thread, site, shape, dtype)
-            )
+            if shape == (0,):
+                new = self._dynamic_array(dtype)
+            else:
+                new = self._static_array(thread, site, shape, dtype)
             self.shared[id(site)] = new
         return self.shared[id(site)]
 
@@ -576,9 +629,10 @@ class Block:
         self.static_bytes += new.flat.nbytes
         if self.static_bytes > STATIC_SHARED or self.static_bytes + self.launch.dynamic > SHARED:
             raise KernelError(
-                f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} static bytes up to {site} and "
-                f"{self.launch.dynamic} dynamic bytes; the limits are {STATIC_SHARED} static bytes and {SHARED} in total: "
-                "use dynamic shared memory, cuda.shared.array(0, ...) and shared=, for more",
+                f"too much shared memory {errors.where(thread, site)}: {self.static_bytes} static "
+                f"bytes up to {site} and {self.launch.dynamic} dynamic bytes; the limits are "
+                f"{STATIC_SHARED} static bytes and {SHARED} in total: use dynamic shared memory, "
+                "cuda.shared.array(0, ...) and shared=, for more",
                 (site,),
             )
         return new
@@ -586,7 +640,10 @@ class Block:
     def _dynamic_array(self, dtype):
         """All dynamic arrays of a block start at the same byte."""
         if self.dynamic is None:
-            granule = 1 if self.launch.translated.views else self.launch.translated.granule or 1
+            if self.launch.translated.views:
+                granule = 1
+            else:
+                granule = self.launch.translated.granule or 1
             self.dynamic = Memory("shared", granule), poisoned(self.launch.dynamic, np.uint8)
         memory, raw = self.dynamic
         flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -611,7 +668,8 @@ def _vote(thread, vote) -> bool:
 
 # ----------------------------------------------------------------------------- one thread
 def _explained(error):
-    """An uninitialized read with the thread that writes the element later, without a barrier in between, if there is one."""
+    """An uninitialized read with the thread that writes the element later, without a barrier in
+    between, if there is one."""
     by, memory, key, site, index = error.read
     later = memory.writes.get(key)
     found = error
@@ -645,8 +703,9 @@ def _warpgroup(threads):
     if len(heads) > 1 or len(threads) < WARPGROUP:
         sites = tuple(sorted({site for _, site in heads}))
         raise CollectiveError(
-            f"{sites[0].what} {errors.where(threads[0], sites[0])}: the 128 threads of a warpgroup must call the same "
-            f"function, but they wait at {' and '.join(map(str, sites))}",
+            f"{sites[0].what} {errors.where(threads[0], sites[0])}: the 128 threads of a "
+            "warpgroup must call the same function, but they wait at "
+            f"{' and '.join(map(str, sites))}",
             sites,
         )
     ((head, site),) = heads
@@ -671,7 +730,8 @@ def _locate(thread, error):
     """Raise a KernelError with the thread and the line for a Python exception in the kernel."""
     if isinstance(error, KernelError):
         return
-    site, trace = None, error.__traceback__
+    site = None
+    trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code.co_varnames[:1] == ("_t",):
@@ -679,7 +739,8 @@ def _locate(thread, error):
         trace = trace.tb_next
     if site is None:
         return
-    kind, place = type(error).__name__, errors.where(thread, site)
+    kind = type(error).__name__
+    place = errors.where(thread, site)
     text = str(error)
     if kind == "UnboundLocalError":
         text += ": the branch or loop that sets it was not taken; on a GPU its value is undefined"

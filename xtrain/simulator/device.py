@@ -1,4 +1,5 @@
-"""The simulated GPU: its device, context, streams and events. Every operation is complete when the call returns."""
+"""The simulated GPU: its device, context, streams and events. Every operation is complete when the
+call returns."""
 
 import asyncio
 import contextlib
@@ -59,7 +60,8 @@ class Event:
     """cuda.event(). Its times are those of the simulator on the CPU."""
 
     def __init__(self, timing: bool = True):
-        self.timing, self.time = timing, None
+        self.timing = timing
+        self.time = None
 
     def record(self, stream=0):
         self.time = time.perf_counter()
@@ -83,7 +85,8 @@ class Event:
 
 
 class Device:
-    """cuda.get_current_device(), cuda.gpus[0]. Attributes as on a GPU of compute capability 9.0, with few multiprocessors."""
+    """cuda.get_current_device(), cuda.gpus[0]. Attributes as on a GPU of compute capability 9.0,
+    with few multiprocessors."""
 
     id = 0
     name = b"simulated GPU"
@@ -224,7 +227,8 @@ DEVICES = Devices()
 
 
 class Linker:
-    """numba.cuda.cudadrv.driver.Linker, which programs ask whether code is optimized when it is linked."""
+    """numba.cuda.cudadrv.driver.Linker, which programs ask whether code is optimized when it is
+    linked."""
 
     lto = False
 
@@ -260,7 +264,8 @@ def require_context(function):
 
 
 def is_available():
-    """cuda.is_available, cuda.is_supported_version, cuda.is_float16_supported, cuda.is_bfloat16_supported"""
+    """cuda.is_available, cuda.is_supported_version, cuda.is_float16_supported,
+    cuda.is_bfloat16_supported"""
     return True
 
 

@@ -1,8 +1,9 @@
-"""Simulated device memory: what cuda.to_device, cuda.device_array and cuda.managed_array return while `simulate` is active.
+"""Simulated device memory: what cuda.to_device, cuda.device_array and cuda.managed_array return
+while `simulate` is active.
 
-A DeviceArray holds a NumPy array. It has the methods and the limits of Numba's DeviceNDArray: no arithmetic on the host, no
-arrays as indices, copies of contiguous arrays only. Unwritten memory holds NaN or bytes 0x7F, so a program that relies on zeros
-gets wrong results here too.
+A DeviceArray holds a NumPy array. It has the methods and the limits of Numba's DeviceNDArray: no
+arithmetic on the host, no arrays as indices, copies of contiguous arrays only. Unwritten memory
+holds NaN or bytes 0x7F, so a program that relies on zeros gets wrong results here too.
 """
 
 import math
@@ -23,7 +24,9 @@ _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 def array_core(a: np.ndarray) -> np.ndarray:
     """The view of an array without the repetitions along its broadcast axes."""
-    return a[(*(0 if s == 0 else slice(None) for s in a.strides), ...)] if a.size else a
+    if a.size:
+        return a[(*(0 if s == 0 else slice(None) for s in a.strides), ...)]
+    return a
 
 
 def allocate(size: int) -> np.ndarray:
@@ -45,7 +48,10 @@ def _new(shape, dtype, strides=None, order="C") -> np.ndarray:
     shape, strides, dtype = prepare_shape_strides_dtype(shape, strides, dtype, order)
     if dtype.hasobject:
         raise TypeError(f"an array of {dtype} cannot be on the device")
-    last = sum(s * (n - 1) for s, n in zip(strides, shape)) if math.prod(shape) else -dtype.itemsize
+    if math.prod(shape):
+        last = sum(s * (n - 1) for s, n in zip(strides, shape))
+    else:
+        last = -dtype.itemsize
     raw = allocate(last + dtype.itemsize)
     a = np.ndarray(shape, dtype, raw, strides=strides)
     if dtype.kind == "f":
@@ -61,7 +67,8 @@ class DeviceMemory:
     __cuda_memory__ = True
 
     def __init__(self, raw: np.ndarray):
-        self.raw, self.size = raw, raw.size
+        self.raw = raw
+        self.size = raw.size
 
     def __int__(self):
         return self.raw.__array_interface__["data"][0]
@@ -77,7 +84,8 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in simulated device memory. Indexing it gives views, and copies single elements to the host."""
+    """An array in simulated device memory. Indexing it gives views, and copies single elements to
+    the host."""
 
     __cuda_memory__ = True
     __cuda_ndarray__ = True
@@ -140,13 +148,12 @@ class DeviceArray:
         if self.ndim == 0 and self.dtype.names is not None:
             return dtype
         dense = 0 not in self.strides
-        layout = (
-            "C"
-            if dense and self.is_c_contiguous()
-            else "F"
-            if dense and self.is_f_contiguous()
-            else "A"
-        )
+        if dense and self.is_c_contiguous():
+            layout = "C"
+        elif dense and self.is_f_contiguous():
+            layout = "F"
+        else:
+            layout = "A"
         return frontend.types.Array(dtype, self.ndim, layout)
 
     def __array__(self, dtype=None, copy=None):
@@ -193,7 +200,8 @@ class DeviceArray:
         if source.size == 0:
             return
         sentry_contiguous(self.array)
-        ours, theirs = array_core(self.array), array_core(source)
+        ours = array_core(self.array)
+        theirs = array_core(source)
         if source is ary:  # on the host: any layout
             theirs = np.array(
                 theirs, order="C" if ours.flags.c_contiguous else "F", subok=True, copy=None
@@ -217,13 +225,15 @@ class DeviceArray:
         self.setitem(item, value)
 
     def setitem(self, item, value, stream=0):
-        left, right = self._at(item), np.asarray(host_view(value))
+        left = self._at(item)
+        right = np.asarray(host_view(value))
         if right.ndim > left.ndim:
             raise ValueError(f"Can't assign {right.ndim}-D array to {left.ndim}-D self")
         for axis, (n, m) in enumerate(zip(left.shape[::-1], right.shape[::-1]), 1):
             if m not in (1, n):
                 raise ValueError(
-                    f"Can't copy sequence with size {m} to array axis {left.ndim - axis} with dimension {n}"
+                    f"Can't copy sequence with size {m} to array axis {left.ndim - axis} with "
+                    f"dimension {n}"
                 )
         left[...] = right
         mark_written(left)
@@ -241,7 +251,8 @@ class DeviceArray:
 
     # ------------------------------------------------------------------------- views
     def reshape(self, *shape, order="C"):
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = shape[0]
         return self._view(self.array.reshape(shape, order=order))
 
     def ravel(self, order="C", stream=0):
@@ -304,7 +315,9 @@ def host_view(a):
     """The NumPy array in which a device array is simulated; any other object unchanged."""
     if isinstance(a, (DeviceArray, SharedArray)):
         return a.array
-    return as_cuda_array(a).array if is_cuda_array(a) else a
+    if is_cuda_array(a):
+        return as_cuda_array(a).array
+    return a
 
 
 # ----------------------------------------------------------------------------- functions of numba.cuda
@@ -347,9 +360,11 @@ def mapped_array_like(ary, stream=0, portable=False, wc=False):
 
 
 def _layout(ary) -> dict:
-    """Shape, dtype and strides of a new array whose axes lie in memory in the order of those of `ary`."""
+    """Shape, dtype and strides of a new array whose axes lie in memory in the order of those of
+    `ary`."""
     a = host_view(ary)
-    a = a if isinstance(a, np.ndarray) else np.broadcast_to(np.empty((), a.dtype), a.shape)
+    if not isinstance(a, np.ndarray):
+        a = np.broadcast_to(np.empty((), a.dtype), a.shape)
     strides = np.empty_like(a, subok=False).strides
     return {"shape": a.shape, "dtype": a.dtype, "strides": strides}
 
@@ -400,7 +415,8 @@ def as_cuda_array(obj, sync=True):
 
 
 def from_cuda_array_interface(desc, owner=None, sync=True):
-    """cuda.from_cuda_array_interface. The memory must be the simulator's: another library's is on a real GPU."""
+    """cuda.from_cuda_array_interface. The memory must be the simulator's: another library's is on a
+    real GPU."""
     if desc.get("mask") is not None:
         raise NotImplementedError("Masked arrays are not supported")
     shape, strides, dtype = prepare_shape_strides_dtype(
@@ -412,7 +428,11 @@ def from_cuda_array_interface(desc, owner=None, sync=True):
         low <= address and address + size <= end for low, end in _allocations.items()
     ):
         raise ValueError(
-            "the array is in the memory of a real GPU, which the simulator does not read: copy it to the host first"
+            "the array is in the memory of a real GPU, which the simulator does not read: copy it "
+            "to the host first"
         )
-    raw = np.asarray(_Bytes(address, size, owner)) if size else np.empty(0, np.uint8)
+    if size:
+        raw = np.asarray(_Bytes(address, size, owner))
+    else:
+        raw = np.empty(0, np.uint8)
     return DeviceArray.of(np.ndarray(shape, dtype, raw, strides=strides))

@@ -1,7 +1,9 @@
-"""Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and `kernel.forall(n)(...)` run in the simulator.
+"""Launches of Numba's dispatchers: `kernel[grid, block, stream, shared](...)` and
+`kernel.forall(n)(...)` run in the simulator.
 
-The functions here take the place of methods of numba.cuda.dispatcher (host.py), or of numba-cuda-mlir's MLIRDispatcher, so `self`
-is Numba's object, which may be older than the replacement.
+The functions here take the place of methods of numba.cuda.dispatcher (host.py), or of
+numba-cuda-mlir's MLIRDispatcher, so `self` is Numba's object, which may be older than the
+replacement.
 """
 
 import __future__
@@ -37,7 +39,8 @@ NO_MACHINE_CODE = "the simulator has no machine code"
 
 
 class KernelWarning(UserWarning):
-    """A finding that is defined on current GPUs, but rarely meant, such as a barrier that waits for threads that have exited."""
+    """A finding that is defined on current GPUs, but rarely meant, such as a barrier that waits for
+    threads that have exited."""
 
 
 def _warn(finding):
@@ -47,15 +50,20 @@ def _warn(finding):
 class Overload:
     """A signature of a kernel or of a device function, where Numba has the compiled code."""
 
-    objectmode, entry_point = False, None
+    objectmode = False
+    entry_point = None
 
     def __init__(self, frontend, argtypes, return_type):
         self.argtypes = argtypes
         self.signature = frontend.signature(return_type or frontend.types.void, *argtypes)
 
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
-        """How many blocks are resident at once on the simulated device, by its limits of blocks and threads."""
-        threads = math.prod(blockdim) if isinstance(blockdim, tuple) else blockdim
+        """How many blocks are resident at once on the simulated device, by its limits of blocks and
+        threads."""
+        if isinstance(blockdim, tuple):
+            threads = math.prod(blockdim)
+        else:
+            threads = blockdim
         each = min(BLOCKS_PER_MULTIPROCESSOR, DEVICE.MAX_THREADS_PER_MULTI_PROCESSOR // threads)
         return DEVICE.MULTIPROCESSOR_COUNT * each
 
@@ -99,9 +107,11 @@ def forall(self, *args):
 
 
 def launch(self, *args):
-    """_LaunchConfiguration.__call__: run the kernel. A KernelError is raised from the line that launches it."""
+    """_LaunchConfiguration.__call__: run the kernel. A KernelError is raised from the line that
+    launches it."""
     __tracebackhide__ = True  # in pytest's reports
-    kernel, options = self.dispatcher, self.dispatcher.targetoptions
+    kernel = self.dispatcher
+    options = self.dispatcher.targetoptions
     if options.get("device"):
         raise RuntimeError("Cannot compile a device function as a kernel")
     frontend = frontends.of(kernel)
@@ -119,7 +129,9 @@ def launch(self, *args):
     stepper = None if failed is None else Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
-            shared, grid, block = self.sharedmem, self.griddim, self.blockdim
+            shared = self.sharedmem
+            grid = self.griddim
+            block = self.blockdim
             run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **run_options)
     except KernelError as error:
         if failed is not None and stepper is not None:
@@ -135,7 +147,8 @@ def launch(self, *args):
 
 @dataclasses.dataclass
 class Configured:
-    """A kernel with its launch configuration, where numba-cuda-mlir has an object of compiled code."""
+    """A kernel with its launch configuration, where numba-cuda-mlir has an object of compiled
+    code."""
 
     dispatcher: object
     griddim: tuple[int, ...]
@@ -147,19 +160,25 @@ class Configured:
 
 
 # ----------------------------------------------------------------------------- generated code
-_exec, _numbers = builtins.exec, itertools.count()
+_exec = builtins.exec
+_numbers = itertools.count()
 _FUTURES = __future__.annotations.compiler_flag
 
 
 def exec_with_source(source, globals=None, locals=None, **more):
-    """builtins.exec, which keeps the text: the simulator reads a kernel's source, also if a program generates the kernel."""
+    """builtins.exec, which keeps the text: the simulator reads a kernel's source, also if a program
+    generates the kernel."""
     caller = sys._getframe(1)
     if globals is None:
         globals = caller.f_globals
         if locals is None:
-            # from Python 3.13 on, the f_locals of a function write to its variables, which exec does not
+            # from Python 3.13 on, the f_locals of a function write to its variables, which exec
+            # does not
             copied = caller.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info >= (3, 13)
-            locals = dict(caller.f_locals) if copied else caller.f_locals
+            if copied:
+                locals = dict(caller.f_locals)
+            else:
+                locals = caller.f_locals
     if isinstance(source, str):
         file = f"<generated code {next(_numbers)}>"
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -186,7 +205,9 @@ def _type_of(frontend, a):
     _, a = _hint(a)
     if is_cuda_array(a):
         a = auto_device(a)[0]
-    return a.type_in(frontend) if isinstance(a, DeviceArray) else frontend.typeof(a)
+    if isinstance(a, DeviceArray):
+        return a.type_in(frontend)
+    return frontend.typeof(a)
 
 
 def _hint(value):
@@ -200,15 +221,20 @@ def _hint(value):
 
 
 def _prepare(value, copies_back):
-    """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of the host."""
+    """An argument as `run` takes it. copies_back: functions to call after the kernel, for arrays of
+    the host."""
     kind, value = _hint(value)
     if isinstance(value, tuple):
         values = [_prepare(v, copies_back) for v in value]
-        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        if hasattr(value, "_fields"):
+            return type(value)(*values)
+        return tuple(values)
     if is_cuda_array(value):
         return host_view(value)
     if not isinstance(value, np.ndarray):
-        return value.copy() if isinstance(value, np.void) and kind == "in" else value
+        if isinstance(value, np.void) and kind == "in":
+            return value.copy()
+        return value
     device, _ = auto_device(value, copy=kind != "out")
     if kind != "in" and value.flags.writeable:
         copies_back.append(lambda: device.copy_to_host(value))
@@ -241,13 +267,22 @@ def _own_frames(trace):
 
 
 def _raised(error):
-    """The Python exception that a kernel with debug=True raised, worded as Numba does it; None if there is none."""
-    cause, raised = error.__cause__, None
-    trace = cause.__traceback__ if cause is not None else None
+    """The Python exception that a kernel with debug=True raised, worded as Numba does it; None if
+    there is none."""
+    cause = error.__cause__
+    raised = None
+    if cause is not None:
+        trace = cause.__traceback__
+    else:
+        trace = None
     while trace is not None:
-        thread, code = trace.tb_frame.f_locals.get("_t"), trace.tb_frame.f_code
+        thread = trace.tb_frame.f_locals.get("_t")
+        code = trace.tb_frame.f_code
         if thread is not None:
-            place = f"In function {code.co_name!r}, file {os.path.abspath(code.co_filename)}, line {trace.tb_lineno}"
+            place = (
+                f"In function {code.co_name!r}, file {os.path.abspath(code.co_filename)}, line "
+                f"{trace.tb_lineno}"
+            )
             position = f"tid={[*map(int, thread.threadIdx)]} ctaid={[*map(int, thread.blockIdx)]}"
             raised = type(cause)(f"{place}, {position}: {cause}")
         trace = trace.tb_next

@@ -1,12 +1,15 @@
-"""Programmatic dependent launch: what the threads of a kernel may access before they have waited for the previous kernel.
+"""Programmatic dependent launch: what the threads of a kernel may access before they have waited
+for the previous kernel.
 
-On a GPU such a kernel is launched with overlap (kernels/runtime/overlap.py) and calls wait_for_previous. Before that call it may
-read what the previous kernel does not write, and write what is not an argument of the previous kernel. The simulator runs the
-launches one after the other, so a mistake would not change the result: EarlyThread checks each access instead. wait_for_previous
+On a GPU such a kernel is launched with overlap (kernels/runtime/overlap.py) and calls
+wait_for_previous. Before that call it may read what the previous kernel does not write, and write
+what is not an argument of the previous kernel. The simulator runs the launches one after the other,
+so a mistake would not change the result: EarlyThread checks each access instead. wait_for_previous
 turns an EarlyThread into a Thread.
 
-If the previous kernel called let_next_start after its own wait, all kernels before it have ended. If it called let_next_start
-earlier, they may still run, and the accesses are checked against them too (Launch.last).
+If the previous kernel called let_next_start after its own wait, all kernels before it have ended.
+If it called let_next_start earlier, they may still run, and the accesses are checked against them
+too (Launch.last).
 """
 
 from . import errors
@@ -50,7 +53,8 @@ def _overlaps(ranges, low, high):
 
 
 def note_copy(thread, site, low, high, writes):
-    """Check and record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor in the bytes [low, high)."""
+    """Check and record an asynchronous copy (kernels/primitives/hopper.py) that accesses a tensor
+    in the bytes [low, high)."""
     launch = thread.block.launch
     if isinstance(thread, EarlyThread):
         if writes and _overlaps(launch.previous_extents, low, high):

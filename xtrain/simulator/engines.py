@@ -1,14 +1,17 @@
-"""The asynchronous engines of compute capability 9.0: the copy engine, the tensor cores of a warpgroup, and the mbarriers in
-shared memory that signal their completion.
+"""The asynchronous engines of compute capability 9.0: the copy engine, the tensor cores of a
+warpgroup, and the mbarriers in shared memory that signal their completion.
 
-Addressed shared memory (kernels/primitives/hopper.py) is tracked here in words of 4 bytes. Time is a vector clock (Lamport 1978;
-Mattern 1989) with one entry per thread, one per warp for the products that it waits for, and one per mbarrier. `known[t]` is what
-thread t knows of all entries: from a block barrier, from syncwarp, or from an mbarrier at which threads arrived or copies
-completed. An access is in order if its thread knows all earlier writes and reads of the same words, in whatever order the
-simulator happens to run them. `fenced[t]` is the part of `known[t]` that the asynchronous engines may see too: a thread's own
-stores enter it by fence.proxy.async ("Proxies" in the PTX manual).
+Addressed shared memory (kernels/primitives/hopper.py) is tracked here in words of 4 bytes. Time is
+a vector clock (Lamport 1978; Mattern 1989) with one entry per thread, one per warp for the products
+that it waits for, and one per mbarrier. `known[t]` is what thread t knows of all entries: from a
+block barrier, from syncwarp, or from an mbarrier at which threads arrived or copies completed. An
+access is in order if its thread knows all earlier writes and reads of the same words, in whatever
+order the simulator happens to run them. `fenced[t]` is the part of `known[t]` that the asynchronous
+engines may see too: a thread's own stores enter it by fence.proxy.async ("Proxies" in the PTX
+manual).
 
-A copy completes only when no thread can run. What it writes is unknown to a thread until the thread has waited for its mbarrier.
+A copy completes only when no thread can run. What it writes is unknown to a thread until the thread
+has waited for its mbarrier.
 """
 
 import numpy as np
@@ -23,13 +26,17 @@ NEVER = 2**30  # the time of a read that is still in flight
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all threads have arrived and all expected bytes have been copied.
+    """An mbarrier: a phase ends when all threads have arrived and all expected bytes have been
+    copied.
 
     maker: (thread, time) of its initialization.
     """
 
     def __init__(self, address, count, column, clocks, site, maker):
-        self.address, self.column, self.site, self.maker = address, column, site, maker
+        self.address = address
+        self.column = column
+        self.site = site
+        self.maker = maker
         self.count = self.pending = count
         self.bytes = self.phase = 0  # bytes still expected; phases completed
         self.fenced = False  # the copy engine sees its initial state
@@ -38,14 +45,18 @@ class Barrier:
         self.seen: dict[int, int] = {}  # thread -> phases that it knows to be complete
 
     def __str__(self):
-        return f"mbarrier at byte {self.address - BASE}: phase {self.phase}, {self.pending} arrivals and {self.bytes} bytes missing"
+        return (
+            f"mbarrier at byte {self.address - BASE}: phase {self.phase}, {self.pending} arrivals "
+            f"and {self.bytes} bytes missing"
+        )
 
 
 class Engines:
     """The asynchronous engines of one block, and the vector clocks that order their accesses."""
 
     def __init__(self, block):
-        self.block, self.threads = block, len(block.threads)
+        self.block = block
+        self.threads = len(block.threads)
         size = block.launch.dynamic // 4 * 4
         self.bytes = np.full(size, 0x7F, np.uint8)
         columns = self.threads + len(block.warps) + MAX_BARRIERS
@@ -53,13 +64,15 @@ class Engines:
         self.clocks = np.zeros((2, self.threads, columns), np.int32)
         self.clocks[0, range(self.threads), range(self.threads)] = 1
         words = size // 4
-        self.writer, self.when = np.full(words, -1, np.int32), np.zeros(words, np.int32)
+        self.writer = np.full(words, -1, np.int32)
+        self.when = np.zeros(words, np.int32)
         self.engine_wrote = np.zeros(words, bool)
         self.write_site = np.zeros(words, np.int32)
         self.sites: list = []
         self.site_numbers: dict = {}
         self.readers: dict = {}  # page -> {(first word, end, column): [time, site]}
-        # Which 16 bytes of which tensor a copy has written where: tensor and plane, row, column / 8, swizzle.
+        # Which 16 bytes of which tensor a copy has written where: tensor and plane, row, column /
+        # 8, swizzle.
         self.tags = np.full((4, size // 16), -1, np.int64)
         self.planes: dict = {}
         self.planes_of: dict = {}  # the reverse
@@ -67,7 +80,8 @@ class Engines:
         self.copies: list[tuple] = []  # in flight: (barrier, its phase, bytes, site)
         self.groups: list[list] = [[] for _ in block.warps]  # products in flight, per warp
         self.committed, self.completed = [0] * len(self.groups), [0] * len(self.groups)
-        self.named: dict = {}  # number of a bar.sync -> (threads that have arrived, threads that may pass)
+        # number of a bar.sync -> (threads that have arrived, threads that may pass)
+        self.named: dict = {}
         self.registers: dict = {}
 
     def tell(self, hook, *facts):
@@ -100,8 +114,8 @@ class Engines:
         first = int(address) - BASE
         if first < 0 or first + nbytes > len(self.bytes):
             raise OutOfBoundsError(
-                f"out of bounds {where(thread, site)}: {thread} uses bytes {first} to {first + nbytes} of shared memory at "
-                f"{site}, but the block has {len(self.bytes)}",
+                f"out of bounds {where(thread, site)}: {thread} uses bytes {first} to "
+                f"{first + nbytes} of shared memory at {site}, but the block has {len(self.bytes)}",
                 (site,),
                 thread=thread.index,
             )
@@ -132,11 +146,15 @@ class Engines:
             old = self.sites[self.write_site[words][k]]
             byte = 4 * int(np.arange(len(self.writer))[words][k])
             if self.engine_wrote[words][k]:
-                text = f"{does} byte {byte} while the copy started at {old} may be in flight: wait for its barrier"
+                text = (
+                    f"{does} byte {byte} while the copy started at {old} may be in flight: wait "
+                    "for its barrier"
+                )
                 raise self.error(thread, site, text, old)
             raise RaceError(
-                f"data race {where(thread, site)}: {thread} {does} byte {byte} of shared memory at {site}, thread "
-                f"{int(writer[k])} wrote it at {old}, and nothing orders the two accesses",
+                f"data race {where(thread, site)}: {thread} {does} byte {byte} of shared memory "
+                f"at {site}, thread {int(writer[k])} wrote it at {old}, and nothing orders the "
+                "two accesses",
                 (old, site),
                 thread=thread.index,
             )
@@ -145,7 +163,10 @@ class Engines:
             if hidden.any():
                 k = np.flatnonzero(hidden)[0]
                 old = self.sites[self.write_site[words][k]]
-                text = f"an asynchronous engine {does} what threads wrote at {old}: call fence_async in between"
+                text = (
+                    f"an asynchronous engine {does} what threads wrote at {old}: call fence_async "
+                    "in between"
+                )
                 raise self.error(thread, site, text, old)
 
     def _writes_known(self, first, end, known):
@@ -159,16 +180,17 @@ class Engines:
     def read(self, thread, first, end, clocks, site, engine, record=None):
         """Check and record a read. Returns its record, a list [time, site].
 
-        clocks: (known, fenced) of the reader. engine: "", "TMA" or "wgmma". record: (column, time) of the read; default: the
-        thread now.
+        clocks: (known, fenced) of the reader. engine: "", "TMA" or "wgmma". record: (column, time)
+        of the read; default: the thread now.
         """
         self.tell("touched", thread, first, end, site, READ, engine)
         words = slice(first, end)
         if self.writer[words].min() < 0:
             unwritten = np.flatnonzero(self.writer[words] < 0)
             raise UninitializedError(
-                f"uninitialized read {where(thread, site)}: {thread} reads byte {4 * (first + int(unwritten[0]))} of "
-                f"shared memory at {site}, which no thread has written",
+                f"uninitialized read {where(thread, site)}: {thread} reads byte "
+                f"{4 * (first + int(unwritten[0]))} of shared memory at {site}, which no thread "
+                "has written",
                 (site,),
                 thread=thread.index,
             )
@@ -180,7 +202,8 @@ class Engines:
         return mark
 
     def write(self, thread, first, end, clocks, site, engine=None):
-        """Check and record a write. engine: (column, time) of the completion of an asynchronous copy; None: an ordinary store."""
+        """Check and record a write. engine: (column, time) of the completion of an asynchronous
+        copy; None: an ordinary store."""
         self.tell("touched", thread, first, end, site, WRITE, "TMA" if engine else "")
         words = slice(first, end)
         self._check_writes(thread, first, end, clocks, site, "overwrites", engine is not None)
@@ -192,11 +215,12 @@ class Engines:
                     continue
                 if clocks[0][column] < time:
                     text = (
-                        f"overwrites bytes {4 * max(low, first)} to {4 * min(high, end)} of shared memory, which {old.what} "
-                        f"at {old} may still be reading"
+                        f"overwrites bytes {4 * max(low, first)} to {4 * min(high, end)} of shared "
+                        f"memory, which {old.what} at {old} may still be reading"
                     )
                     raise self.error(thread, site, text, old)
-                # The write covers the whole read within this page: later writes are ordered by this one.
+                # The write covers the whole read within this page: later writes are ordered by this
+                # one.
                 if first <= max(low, page * PAGE) and min(high, (page + 1) * PAGE) <= end:
                     del marks[key]
         own = thread.index, int(self.known[thread.index, thread.index])
@@ -225,16 +249,23 @@ class Engines:
                 barrier.fenced = True
 
     def barrier(self, thread, site, address, engine=False):
-        """The mbarrier at an address. Raises AsyncError if the thread (or the copy engine) may not use it yet."""
+        """The mbarrier at an address. Raises AsyncError if the thread (or the copy engine) may not
+        use it yet."""
         barrier = self.barriers.get(int(address))
         if barrier is None:
             raise self.error(thread, site, f"there is no mbarrier at byte {int(address) - BASE}")
         column, time = barrier.maker
         if self.known[thread.index, column] < time:
-            text = f"thread {column} initialized this mbarrier at {barrier.site}, and nothing orders the two accesses"
+            text = (
+                f"thread {column} initialized this mbarrier at {barrier.site}, and nothing orders "
+                "the two accesses"
+            )
             raise self.error(thread, site, text, barrier.site)
         if engine and not barrier.fenced:
-            text = f"the copy engine does not see the mbarrier initialized at {barrier.site}: call mbar_init_fence after it"
+            text = (
+                f"the copy engine does not see the mbarrier initialized at {barrier.site}: call "
+                "mbar_init_fence after it"
+            )
             raise self.error(thread, site, text, barrier.site)
         return barrier
 
@@ -242,7 +273,10 @@ class Engines:
         """mbarrier.arrive, with .expect_tx for nbytes."""
         barrier = self.barrier(thread, site, address)
         if barrier.pending == 0:
-            text = f"more than {barrier.count} arrivals in one phase, while {barrier.bytes} bytes are missing"
+            text = (
+                f"more than {barrier.count} arrivals in one phase, while {barrier.bytes} bytes are "
+                "missing"
+            )
             raise self.error(thread, site, text, barrier.site)
         barrier.gathered = np.maximum(barrier.gathered, self.clocks[:, thread.index])
         barrier.pending -= 1
@@ -266,13 +300,15 @@ class Engines:
         barrier.released[-1][0, barrier.column] = barrier.phase
 
     def try_wait(self, thread, site, address, parity):
-        """mbarrier.try_wait.parity. Returns True if the phase is complete; the thread then knows what the barrier released."""
+        """mbarrier.try_wait.parity. Returns True if the phase is complete; the thread then knows
+        what the barrier released."""
         barrier = self.barrier(thread, site, address)
         if int(parity) not in (0, 1):
             raise self.error(thread, site, f"a parity is 0 or 1, not {parity}")
         if barrier.phase & 1 == int(parity):
             return False
-        # The wait could have passed at the end of the first phase of this parity: the thread knows no more than that.
+        # The wait could have passed at the end of the first phase of this parity: the thread knows
+        # no more than that.
         seen = barrier.seen.get(thread.index, 0)
         seen += seen & 1 == int(parity)
         barrier.seen[thread.index] = seen
@@ -283,7 +319,8 @@ class Engines:
 
     # ------------------------------------------------------------------------- copies
     def begin_copy(self, thread, site, address, data, barrier, tag=None):
-        """Start an asynchronous copy of `data` to `address`. tag: (4, 16-byte chunks), what the bytes are (self.tags)."""
+        """Start an asynchronous copy of `data` to `address`. tag: (4, 16-byte chunks), what the
+        bytes are (self.tags)."""
         first, end = self.span(thread, address, len(data), site, 16)
         barrier = self.barrier(thread, site, barrier, engine=True)
         complete = barrier.column, barrier.phase + 1
@@ -304,7 +341,8 @@ class Engines:
         return True
 
     def begin_store(self, thread, site, address, nbytes):
-        """Start an asynchronous store. Returns the bytes at `address`, which it reads until wait_stores."""
+        """Start an asynchronous store. Returns the bytes at `address`, which it reads until
+        wait_stores."""
         first, end = self.span(thread, address, nbytes, site, 16)
         clocks = self.clocks[:, thread.index]
         mark = self.read(thread, first, end, clocks, site, "TMA", (thread.index, NEVER))
@@ -330,10 +368,15 @@ class Engines:
 
     # ------------------------------------------------------------------------- bar.sync
     def arrive_named(self, thread, site, number, count):
-        """bar.sync. Returns True if the thread may pass; the scheduler polls until all `count` threads have arrived."""
-        number, count = int(number), int(count)
+        """bar.sync. Returns True if the thread may pass; the scheduler polls until all `count`
+        threads have arrived."""
+        number = int(number)
+        count = int(count)
         if not 0 < number < 16 or count % 32 or not 0 < count <= self.threads:
-            text = f"bar.sync {number}, {count}: the number must be 1 to 15, the count whole warps of this block"
+            text = (
+                f"bar.sync {number}, {count}: the number must be 1 to 15, the count whole warps of "
+                "this block"
+            )
             raise self.error(thread, site, text)
         arrived, released = self.named.setdefault(number, ([], set()))
         if thread in released:
@@ -359,7 +402,10 @@ class Engines:
             reads = [m for m in thread.state.get("stores", ())]
             reads += [m for group in thread.state.get("store groups", ()) for m in group]
             if reads:
-                text = "the block ends while the copy reads its shared memory: call commit_stores and wait_stores"
+                text = (
+                    "the block ends while the copy reads its shared memory: call commit_stores and "
+                    "wait_stores"
+                )
                 raise self.error(thread, reads[0][1], text)
         for group, first in zip(self.groups, self.block.threads[::32]):
             if group:

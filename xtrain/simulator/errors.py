@@ -61,7 +61,8 @@ KINDS = {
 
 
 def reported_kinds(allow=(), enable=()) -> frozenset:
-    """The kinds that are reported: those that are on by default and those in `enable`, without those in `allow`."""
+    """The kinds that are reported: those that are on by default and those in `enable`, without
+    those in `allow`."""
     for kind in (*allow, *enable):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
@@ -69,8 +70,8 @@ def reported_kinds(allow=(), enable=()) -> frozenset:
 
 
 class KernelError(Exception):
-    """A finding: a kernel did what a GPU forbids or leaves undefined, or what is rarely meant. The message names the kernel, the
-    threads, the file and the lines.
+    """A finding: a kernel did what a GPU forbids or leaves undefined, or what is rarely meant. The
+    message names the kernel, the threads, the file and the lines.
 
     sites: the places in the source, in the order in which the message names them.
     kind: a key of KINDS. count: how often it was found at these places (simulator.check).
@@ -81,7 +82,9 @@ class KernelError(Exception):
     severity = property(lambda self: KINDS[self.kind].severity)
 
     def __init__(self, message: str, sites: tuple = (), kind: str = "", thread: int | None = None):
-        self.sites, self.count, self.thread = tuple(sites), 1, thread
+        self.sites = tuple(sites)
+        self.count = 1
+        self.thread = thread
         self.kind = kind or self.kind
         width = max((len(str(site)) for site in self.sites), default=0)
         for file, line, name in dict.fromkeys((s.file, s.line, str(s)) for s in self.sites):
@@ -91,7 +94,8 @@ class KernelError(Exception):
 
 
 class RaceError(KernelError):
-    """A data race: two threads access the same element, at least one writes it, and nothing orders the accesses."""
+    """A data race: two threads access the same element, at least one writes it, and nothing orders
+    the accesses."""
 
     kind = "race"
 
@@ -116,8 +120,8 @@ class DeadlockError(KernelError):
 
 
 class AsyncError(KernelError):
-    """The result of an asynchronous copy or product is used, or its operands are changed, before it is known to be complete;
-    or it reads data other than its descriptor describes.
+    """The result of an asynchronous copy or product is used, or its operands are changed, before it
+    is known to be complete; or it reads data other than its descriptor describes.
     """
 
     kind = "async"
@@ -141,7 +145,8 @@ def ranges(numbers) -> str:
 
 
 def caller():
-    """The thread whose kernel code runs now, and the Site of its current line; None outside a kernel.
+    """The thread whose kernel code runs now, and the Site of its current line; None outside a
+    kernel.
 
     For reports from arithmetic, which does not know its thread.
     """
@@ -158,32 +163,44 @@ def caller():
 def where(thread, site) -> str:
     """ "in block_sum (called by rmsnorm_fwd_kernel), block (0, 0, 0)" """
     kernel = thread.block.launch.name
-    caller = "" if site.function == kernel else f" (called by {kernel})"
+    caller = ""
+    if site.function != kernel:
+        caller = f" (called by {kernel})"
     return f"in {site.function}{caller}, block {thread.block.position}"
 
 
 def element(site, index) -> str:
     """ "scratch[3]" """
-    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(index, tuple):
+        index = (index,)
     text = ", ".join(map(str, index))
-    return f"element {text} in {site.what}" if site.what.endswith(")") else f"{site.what}[{text}]"
+    if site.what.endswith(")"):
+        return f"element {text} in {site.what}"
+    return f"{site.what}[{text}]"
 
 
 def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
-    """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does` ("read")."""
+    """then: (mark, site) of the access whose thread `did` ("wrote") what thread `second` now `does`
+    ("read")."""
     (mark, old_site), name = then, element(site, index)
-    first, it = mark.thread, "it"
+    first = mark.thread
+    it = "it"
     if old_site.what != site.what:  # a view, or two arguments that share memory
         name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
-    place, why = where(second, site), "with no barrier between them"
+    place = where(second, site)
+    why = "with no barrier between them"
     a, b = f"{first}", f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
         why = "and blocks run in no order"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
-    same = ": both write the same value" if kind == "same_value_race" else ""
+    if kind == "same_value_race":
+        same = ": both write the same value"
+    else:
+        same = ""
     return RaceError(
-        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} ({space} memory){same}",
+        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} "
+        f"({space} memory){same}",
         (old_site, site),
         kind,
     )
@@ -192,8 +209,8 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
 def early(thread, does, why, what, site) -> RaceError:
     """A kernel that overlaps the previous one accesses `what` too early (early.py)."""
     return RaceError(
-        f"data race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, {why}, and has not called "
-        "wait_for_previous",
+        f"data race between kernels {where(thread, site)}: {thread} {does} {what} at {site}, "
+        f"{why}, and has not called wait_for_previous",
         (site,),
     )
 
@@ -202,18 +219,24 @@ def in_use(thread, busy, verb, site, index):
     """busy: (where the product was started, what the registers are to it: "the result of")."""
     old, role = busy
     return AsyncError(
-        f"register in use {where(thread, site)}: {thread} {verb} {element(site, index)} at {site}, {role} the product "
-        f"started at {old}, which may still be in flight: wait for it and name its result",
+        f"register in use {where(thread, site)}: {thread} {verb} {element(site, index)} at "
+        f"{site}, {role} the product started at {old}, which may still be in flight: wait for it "
+        "and name its result",
         (old, site),
     )
 
 
 def uninitialized(thread, memory, key, site, index, later=None, use=None):
-    """later: (mark, site) of another thread that writes the element before the next barrier, after this read.
+    """later: (mark, site) of another thread that writes the element before the next barrier, after
+    this read.
     use: (what the value reaches, the Site there)
     """
-    why, sites = "that no thread has written", [site]
-    kind = "unwritten_global" if memory.kind == "global" else "uninitialized"
+    why = "that no thread has written"
+    sites = [site]
+    if memory.kind == "global":
+        kind = "unwritten_global"
+    else:
+        kind = "uninitialized"
     if later is not None:
         why = f"that {later[0].thread} writes at {later[1]}, with no barrier between them"
         sites.append(later[1])
@@ -225,8 +248,8 @@ def uninitialized(thread, memory, key, site, index, later=None, use=None):
             used += f" at {place}"
             sites.append(place)
     error = UninitializedError(
-        f"uninitialized read {where(thread, site)}: {thread} reads {element(site, index)} at {site}, "
-        f"{memory.kind} memory {why}{used}",
+        f"uninitialized read {where(thread, site)}: {thread} reads {element(site, index)} at "
+        f"{site}, {memory.kind} memory {why}{used}",
         tuple(sites),
         kind,
     )
@@ -237,9 +260,9 @@ def uninitialized(thread, memory, key, site, index, later=None, use=None):
 def endless(thread, site, iterations) -> KernelError:
     """A while loop that has too many iterations."""
     return KernelError(
-        f"endless loop {where(thread, site)}: {thread} starts iteration {iterations:,} of {site.what} at {site}: either "
-        "the loop never ends, or it waits for another thread; the simulator switches threads only at barriers, shuffles "
-        "and votes",
+        f"endless loop {where(thread, site)}: {thread} starts iteration {iterations:,} of "
+        f"{site.what} at {site}: either the loop never ends, or it waits for another thread; the "
+        "simulator switches threads only at barriers, shuffles and votes",
         (site,),
     )
 
@@ -247,7 +270,8 @@ def endless(thread, site, iterations) -> KernelError:
 def read_only(thread, site, index):
     """A write to an array that may not be written."""
     return KernelError(
-        f"write to a read-only array {where(thread, site)}: {thread} writes {element(site, index)} at {site}",
+        f"write to a read-only array {where(thread, site)}: {thread} writes "
+        f"{element(site, index)} at {site}",
         (site,),
     )
 
@@ -255,8 +279,9 @@ def read_only(thread, site, index):
 def negative_index(thread, index, axis_index, size, site):
     """A computed index that is negative but not below -size."""
     return OutOfBoundsError(
-        f"negative index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: index {axis_index} is negative "
-        f"(Numba counts it from the end): it wraps around to {int(axis_index) + size}",
+        f"negative index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: "
+        f"index {axis_index} is negative (Numba counts it from the end): it wraps around to "
+        f"{int(axis_index) + size}",
         (site,),
         "negative_index",
     )
@@ -268,7 +293,8 @@ def numeric(thread, site, kind, text):
 
 
 def out_of_bounds(thread, a, index, site):
-    """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an integer."""
+    """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an
+    integer."""
     axes = index if isinstance(index, tuple) else (index,)
     if len(axes) != a.ndim:
         reason = f"{len(axes)} indices for {a.ndim} axes"
@@ -278,15 +304,14 @@ def out_of_bounds(thread, a, index, site):
         axis = next(bad, None)
         if axis is None:
             return KernelError(
-                f"invalid index {where(thread, site)}: {thread} uses {element(site, index)} at {site}: an index is an "
-                "integer, so divide with // and not with /",
+                f"invalid index {where(thread, site)}: {thread} uses {element(site, index)} at "
+                f"{site}: an index is an integer, so divide with // and not with /",
                 (site,),
             )
-        reason = (
-            f"index {axes[axis]} is negative (Numba counts it from the end)"
-            if axes[axis] < 0
-            else f"index {axes[axis]} is past the end: the axis has {a.dims[axis]} elements"
-        )
+        if axes[axis] < 0:
+            reason = f"index {axes[axis]} is negative (Numba counts it from the end)"
+        else:
+            reason = f"index {axes[axis]} is past the end: the axis has {a.dims[axis]} elements"
         if a.memory.kind == "shared" and a.dims == (0,):
             reason = "the launch requests no dynamic shared memory (shared=)"
         if a.ndim > 1:
@@ -303,8 +328,8 @@ def atomic_kind(thread, site, name, a, kinds):
     """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
     kind = "bfloat16" if a.dtype.str == "|V2" else a.dtype
     return KernelError(
-        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {kind}, Numba supports "
-        f"{', '.join(kinds)}",
+        f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {kind}, Numba "
+        f"supports {', '.join(kinds)}",
         (site,),
     )
 
@@ -313,7 +338,8 @@ def no_integer(thread, site, vote):
     """A vote of syncthreads_and, _or or _count that is not an integer."""
     kind = type(vote).__name__.lower().rstrip("_")
     return KernelError(
-        f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write cuda.{site.what}(int32(...))",
+        f"{site.what} {where(thread, site)}: it takes an integer, this is a {kind}: write "
+        f"cuda.{site.what}(int32(...))",
         (site,),
     )
 
@@ -321,8 +347,8 @@ def no_integer(thread, site, vote):
 def array_copied(thread, site):
     """a[1:3] = an array."""
     return KernelError(
-        f"slice assignment {where(thread, site)}: {thread} stores an array to several elements of {site.what} at {site}, "
-        "which Numba does not compile: write a loop over the elements",
+        f"slice assignment {where(thread, site)}: {thread} stores an array to several elements of "
+        f"{site.what} at {site}, which Numba does not compile: write a loop over the elements",
         (site,),
     )
 
@@ -330,7 +356,8 @@ def array_copied(thread, site):
 def array_stored(thread, site, index, value):
     """a[i] = an array."""
     return KernelError(
-        f"missing index {where(thread, site)}: {thread} stores an array of shape {tuple(map(int, value.dims))} to "
-        f"{element(site, index)} at {site}: index the array on the right",
+        f"missing index {where(thread, site)}: {thread} stores an array of shape "
+        f"{tuple(map(int, value.dims))} to {element(site, index)} at {site}: index the array on "
+        "the right",
         (site,),
     )

@@ -1,23 +1,28 @@
-"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, and numba-cuda-mlir, a copy of Numba's parts.
+"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, and numba-cuda-mlir, a
+copy of Numba's parts.
 
-One of them is enough, and both may be in use. No other file of this folder imports them: a Frontend has what the simulator
-needs of one. numba-cuda-mlir takes most of a second to import, so it is a frontend only once the program has imported it
-(`known`); `load_all`, for whole programs, imports every frontend that is installed.
+One of them is enough, and both may be in use. No other file of this folder imports them: a Frontend
+has what the simulator needs of one. numba-cuda-mlir takes most of a second to import, so it is a
+frontend only once the program has imported it (`known`); `load_all`, for whole programs, imports
+every frontend that is installed.
 """
 
 import importlib
 import sys
 from importlib import util
 
-NUMBA, MLIR = "numba", "numba_cuda_mlir"
+NUMBA = "numba"
+MLIR = "numba_cuda_mlir"
 PACKAGES = (NUMBA, MLIR)  # numba is preferred
 
 
 class Frontend:
     """One of the packages.
 
-    modules: what kernels know as `cuda`. parts: the package with Numba's dispatcher, cudadrv and api_util.
-    libdevices, libdevice_functions: the modules of functions, and name -> (type of the result, parameters).
+    modules: what kernels know as `cuda`. parts: the package with Numba's dispatcher, cudadrv and
+    api_util.
+    libdevices, libdevice_functions: the modules of functions, and name -> (type of the result,
+    parameters).
     """
 
     def __init__(self, package: str):
@@ -25,38 +30,49 @@ class Frontend:
             config = _part("numba.core.config")
             if getattr(config, "ENABLE_CUDASIM", False):
                 raise RuntimeError(
-                    "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of numba.cuda: unset it"
+                    "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of "
+                    "numba.cuda: unset it"
                 )
             self.parts = _part("numba.cuda")
             self.modules: tuple = (self.parts,)
-            self.types, core, numpy = _part("numba.core.types"), "numba.core", "numba.np"
+            self.types = _part("numba.core.types")
+            core = "numba.core"
+            numpy = "numba.np"
             typing = "numba.core.typing"
             self.libdevices: tuple = (_part("numba.cuda.libdevice"),)
         else:
             self.parts = _part("numba_cuda_mlir.numba_cuda")
             self.modules = (_part("numba_cuda_mlir.cuda"), self.parts)
             root = self.parts.__name__
-            self.types, core, numpy = _part(f"{root}.types"), f"{root}.core", f"{root}.np"
+            self.types = _part(f"{root}.types")
+            core = f"{root}.core"
+            numpy = f"{root}.np"
             typing = f"{root}.typing"
             libdevices = "numba_cuda_mlir.cuda.libdevice", f"{root}.libdevice"
             self.libdevices = tuple(map(_part, libdevices))
-        self.package, self.cuda = package, self.modules[0]
+        self.package = package
+        self.cuda = self.modules[0]
         root = self.parts.__name__
         self.normalize_signature = _part(f"{core}.sigutils").normalize_signature
         self.signature = _part(typing).signature
         typeof = _part(f"{typing}.typeof")
         self.typeof = lambda value: typeof.typeof(value, typeof.Purpose.argument)
         support = _part(f"{numpy}.numpy_support")
-        self.as_dtype, self.from_dtype = support.as_dtype, support.from_dtype
+        self.as_dtype = support.as_dtype
+        self.from_dtype = support.from_dtype
         self.libdevice_functions = _part(f"{root}.libdevicefuncs").functions
         hints = _part(f"{root}.args")
-        self.ArgHint, self.In, self.Out = hints.ArgHint, hints.In, hints.Out
+        self.ArgHint = hints.ArgHint
+        self.In = hints.In
+        self.Out = hints.Out
         self.api_util = _part(f"{root}.api_util")
         self.normalize_dimensions = _part(f"{root}.errors").normalize_kernel_dimensions
         for name in ("dispatcher", "cudadrv.devicearray", "cudadrv.devices", "cudadrv.driver"):
             _part(f"{root}.{name}")
         self.devicearray = self.parts.cudadrv.devicearray
-        self.descriptor = _part("numba_cuda_mlir.descriptor") if package == MLIR else None
+        self.descriptor = None
+        if package == MLIR:
+            self.descriptor = _part("numba_cuda_mlir.descriptor")
 
     def writes_to_array(self, ufunc) -> bool:
         """Does a kernel compile `ufunc(x, out)` with an output array?"""
@@ -65,7 +81,8 @@ class Frontend:
         return _part("numba_cuda_mlir.ufunc_db").is_supported_ufunc(ufunc)
 
     def fitting(self, dispatcher, given: tuple):
-        """The declared types that a launch with arguments of the types `given` uses; None if there are none, or several."""
+        """The declared types that a launch with arguments of the types `given` uses; None if there
+        are none, or several."""
         fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
         if hasattr(dispatcher, "_resolve_overload"):  # an MLIRDispatcher
             best, _ = dispatcher._resolve_overload(given, candidate_sig_args=fitting)
@@ -97,7 +114,8 @@ def known() -> list[Frontend]:
 
 
 def load_all(at_most: int = len(PACKAGES)):
-    """Import the frontends that are installed. One that cannot be imported is left out: code that needs it cannot run either."""
+    """Import the frontends that are installed. One that cannot be imported is left out: code that
+    needs it cannot run either."""
     error: ImportError | None = None
     for package in PACKAGES:
         if len(_known) < at_most and package not in _known and util.find_spec(package) is not None:
@@ -106,7 +124,10 @@ def load_all(at_most: int = len(PACKAGES)):
             except ImportError as raised:
                 error = error or raised
     if not _known:
-        text = "neither numba nor numba-cuda-mlir is installed: install the one that your kernels import"
+        text = (
+            "neither numba nor numba-cuda-mlir is installed: install the one that your kernels "
+            "import"
+        )
         raise error or ImportError(text)
 
 

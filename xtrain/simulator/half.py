@@ -1,7 +1,8 @@
-"""cuda.fp16 and numba.cuda.bf16: 16-bit floats and their functions. Each computes in float64, or exactly, and rounds once.
+"""cuda.fp16 and numba.cuda.bf16: 16-bit floats and their functions. Each computes in float64, or
+exactly, and rounds once.
 
-NumPy has float16, and no bfloat16: a BFloat16 is a float32 of which only the upper 16 bits are set. In memory it is two bytes
-(BF16), as is ml_dtypes.bfloat16, which need not be installed.
+NumPy has float16, and no bfloat16: a BFloat16 is a float32 of which only the upper 16 bits are set.
+In memory it is two bytes (BF16), as is ml_dtypes.bfloat16, which need not be installed.
 """
 
 import math
@@ -19,14 +20,26 @@ _ROUNDINGS = {"": round, "_rn": round, "_rz": math.trunc, "_rd": math.floor, "_r
 
 
 def rounded(x, kind, how=round):
-    """A number in a 16-bit format. how: round (to nearest, ties to even), math.trunc, math.floor or math.ceil."""
-    x = x if isinstance(x, Fraction) else int(x) if isinstance(x, np.integer) else float(x)
+    """A number in a 16-bit format. how: round (to nearest, ties to even), math.trunc, math.floor or
+    math.ceil."""
+    if isinstance(x, Fraction):
+        x = x
+    elif isinstance(x, np.integer):
+        x = int(x)
+    else:
+        x = float(x)
     if not x or x != x or abs(x) == math.inf:
         return float(x)
     digits, least, most = _FORMATS[kind]
-    exponent = x.bit_length() if isinstance(x, int) else math.frexp(x)[1]
+    if isinstance(x, int):
+        exponent = x.bit_length()
+    else:
+        exponent = math.frexp(x)[1]
     last = max(exponent - digits, least)
-    scaled = math.ldexp(x, -last) if isinstance(x, float) else Fraction(x) * Fraction(2) ** -last
+    if isinstance(x, float):
+        scaled = math.ldexp(x, -last)
+    else:
+        scaled = Fraction(x) * Fraction(2) ** -last
     result = math.copysign(math.ldexp(how(scaled), last), x)
     if abs(result) < 2.0**most:
         return result
@@ -40,7 +53,8 @@ def wide(x):
 
 
 def _operation(op, keeps):
-    """keeps: two numbers of this type, or one and an integer of 8 bits, give this type. Otherwise it acts as a float32."""
+    """keeps: two numbers of this type, or one and an integer of 8 bits, give this type. Otherwise
+    it acts as a float32."""
 
     def is_kept(other):
         return keeps and (
@@ -64,7 +78,9 @@ def _operation(op, keeps):
 
 def _comparison(op):
     def compare(self, other):
-        return NotImplemented if type(other) is Unset else op(np.float32(self), wide(other))
+        if type(other) is Unset:
+            return NotImplemented
+        return op(np.float32(self), wide(other))
 
     return compare
 
@@ -195,10 +211,12 @@ def _conversion(name, kind, cast):
     """int2bfloat16_rd, half2float, bfloat16_as_short, ...; None for other names."""
     own = "half" if kind is np.float16 else "bfloat16"
     if found := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
-        given, how = cast(np.dtype(_TYPES[found[1]])), _ROUNDINGS[found[2] or ""]
+        given = cast(np.dtype(_TYPES[found[1]]))
+        how = _ROUNDINGS[found[2] or ""]
         return carries(lambda x: kind(rounded(given(x), kind, how)))
     if found := re.fullmatch(rf"{own}2(float|double|u?(?:char|short|int|ll))(_r[nzdu])?", name):
-        result, how = cast(np.dtype(_TYPES[found[1]])), _WHOLE[found[2] or ""]
+        result = cast(np.dtype(_TYPES[found[1]]))
+        how = _WHOLE[found[2] or ""]
         return carries(lambda x: result(how(np.float64(kind(x)))))
     if found := re.fullmatch(rf"{own}_as_(u?short)", name):
         dtype = np.dtype(_TYPES[found[1]])
@@ -214,11 +232,15 @@ _WHOLE = {
 
 
 def _bits(x):
-    return np.uint16(x.bits) if type(x) is BFloat16 else x.view(np.uint16)
+    if type(x) is BFloat16:
+        return np.uint16(x.bits)
+    return x.view(np.uint16)
 
 
 def _of_bits(bits, kind):
-    return BFloat16.of_bits(bits) if kind is BFloat16 else np.uint16(bits).view(np.float16)
+    if kind is BFloat16:
+        return BFloat16.of_bits(bits)
+    return np.uint16(bits).view(np.float16)
 
 
 # ----------------------------------------------------------------------------- what a kernel names
@@ -230,7 +252,8 @@ def table(frontend) -> dict:
 
 
 def named(function, cast):
-    """What stands for a function of numba-cuda's modules fp16 and bf16, whose names are __hadd and so on; None for others."""
+    """What stands for a function of numba-cuda's modules fp16 and bf16, whose names are __hadd and
+    so on; None for others."""
     module = str(getattr(function, "__module__", None)).rpartition(".")[2]
     kind = {"cuda_fp16": np.float16, "cuda_bf16": BFloat16}.get(module)
     return kind and _function(function.__name__.strip("_"), kind, cast)

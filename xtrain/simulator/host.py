@@ -1,10 +1,13 @@
-"""Put the simulator in the place of the GPU: `with simulate(): ...`, `@simulate()`, `pytest --simulate-cuda`, `python -m`.
+"""Put the simulator in the place of the GPU: `with simulate(): ...`, `@simulate()`, `pytest
+--simulate-cuda`, `python -m`.
 
-While `simulate` is active, the functions and methods of numba.cuda (and of numba_cuda_mlir.cuda if it is installed) that need a
-driver are replaced by those of the simulator, and `exec` keeps the source of generated kernels: REPLACED below is the whole list.
-This is the only place in the project that replaces functions of another module, because code under test calls numba.cuda by its
-own names and must not be changed. Activate it before the code under test is imported: a name that was imported before
-(`from numba.cuda import to_device`) still refers to Numba's function. Kernels may be decorated before or after.
+While `simulate` is active, the functions and methods of numba.cuda (and of numba_cuda_mlir.cuda if
+it is installed) that need a driver are replaced by those of the simulator, and `exec` keeps the
+source of generated kernels: REPLACED below is the whole list. This is the only place in the project
+that replaces functions of another module, because code under test calls numba.cuda by its own names
+and must not be changed. Activate it before the code under test is imported: a name that was
+imported before (`from numba.cuda import to_device`) still refers to Numba's function. Kernels may
+be decorated before or after.
 """
 
 import builtins
@@ -20,7 +23,8 @@ _context = device.CONTEXT
 
 def _replaced(frontend) -> dict:
     """object -> {name: what takes its place}"""
-    dispatcher, cudadrv = frontend.parts.dispatcher, frontend.parts.cudadrv
+    dispatcher = frontend.parts.dispatcher
+    cudadrv = frontend.parts.cudadrv
     found = {
         dispatcher.CUDADispatcher: {
             "compile": dispatch.compile,
@@ -102,7 +106,8 @@ REPLACED: dict = {
 for _frontend in frontends.known():
     REPLACED |= _replaced(_frontend)
 
-_lock, _depth = threading.Lock(), 0
+_lock = threading.Lock()
+_depth = 0
 _originals: list = []  # (object, name, what it was)
 
 
@@ -131,7 +136,8 @@ def stop():
 
 @contextlib.contextmanager
 def simulate(allow=(), enable=(), processes=1):
-    """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a decorator.
+    """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a
+    decorator.
 
         with simulate():
             kernel[blocks, threads](cuda.to_device(x), y)
@@ -139,8 +145,9 @@ def simulate(allow=(), enable=(), processes=1):
         @simulate()
         def test_kernel(): ...
 
-    allow, enable: kinds of findings, as for `run`, added to those of a `simulate` around this one. processes: as for `run`.
-    Launches raise a KernelError for what a GPU would not report. Raises RuntimeError if Numba's own simulator is in use.
+    allow, enable: kinds of findings, as for `run`, added to those of a `simulate` around this one.
+    processes: as for `run`. Launches raise a KernelError for what a GPU would not report. Raises
+    RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds(allow, enable)  # raises ValueError for an unknown one
     before = dispatch.run_options
@@ -156,5 +163,6 @@ def simulate(allow=(), enable=(), processes=1):
     try:
         yield
     finally:
-        dispatch.run_options, device_array.tracks_unwritten = before, tracked
+        dispatch.run_options = before
+        device_array.tracks_unwritten = tracked
         stop()

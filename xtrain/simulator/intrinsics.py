@@ -1,4 +1,5 @@
-"""Simulated versions of functions that exist on GPUs only, such as those of kernels/primitives/ptx.py."""
+"""Simulated versions of functions that exist on GPUs only, such as those of
+kernels/primitives/ptx.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,8 @@ class Waiting(NamedTuple):
 
 
 def simulates(intrinsic, collective: bool | int = False, polled: bool = False, last: bool = False):
-    """Decorator: register what the simulator runs where a kernel calls `intrinsic`, a function that exists on GPUs only.
+    """Decorator: register what the simulator runs where a kernel calls `intrinsic`, a function that
+    exists on GPUs only.
 
     default          f(thread, site, *args) -> value, for one thread. thread.load and thread.store
                      check and record accesses; thread.state is a dict for state between calls, such
@@ -31,7 +33,8 @@ def simulates(intrinsic, collective: bool | int = False, polled: bool = False, l
 
     def register(f):
         # Python's TypeError for missing arguments shows this name
-        f.__qualname__, f.last = intrinsic.__name__, last
+        f.__qualname__ = intrinsic.__name__
+        f.last = last
         if polled or collective == WARPGROUP:
             INTRINSICS[intrinsic] = (Waiting(f, 0 if polled else WARPGROUP), True)
         else:

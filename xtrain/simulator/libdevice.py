@@ -1,8 +1,9 @@
-"""All functions of libdevice, from one table: name -> what it computes. Numba's own list gives the types of arguments and
-results.
+"""All functions of libdevice, from one table: name -> what it computes. Numba's own list gives the
+types of arguments and results.
 
-A float function is computed in float64 and rounded to its result type, so `expf` and `fast_expf` use the entry `exp`. The
-variants with a rounding mode (`fadd_rd`, `double2int_ru`: down, up, to zero, to nearest) are computed exactly, as fractions.
+A float function is computed in float64 and rounded to its result type, so `expf` and `fast_expf`
+use the entry `exp`. The variants with a rounding mode (`fadd_rd`, `double2int_ru`: down, up, to
+zero, to nearest) are computed exactly, as fractions.
 """
 
 import functools
@@ -28,7 +29,8 @@ def _even(x) -> bool:
 
 
 def rounded(value: Fraction, kind, mode: str):
-    """A fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to zero."""
+    """A fraction as a float of this kind. mode: "rn" to nearest, "rd" down, "ru" up, "rz" to
+    zero."""
     try:
         near = kind(float(value))
     except OverflowError:
@@ -37,7 +39,9 @@ def rounded(value: Fraction, kind, mode: str):
         largest = np.finfo(kind).max
         towards_zero = mode == "rz" or mode == ("rd" if value > 0 else "ru")
         fits = abs(value) <= Fraction(float(largest))
-        return kind(math.copysign(largest, value)) if towards_zero or fits else near
+        if towards_zero or fits:
+            return kind(math.copysign(largest, value))
+        return near
     around = [x for x in _neighbours(near) if math.isfinite(x)]
     if mode == "rz":
         mode = "rd" if value > 0 else "ru"
@@ -49,14 +53,17 @@ def rounded(value: Fraction, kind, mode: str):
 
 
 def _directed(exact, plain, kind, mode):
-    """A function of floats that is computed as `exact` of fractions, or as `plain` if a number is infinite, NaN or invalid."""
+    """A function of floats that is computed as `exact` of fractions, or as `plain` if a number is
+    infinite, NaN or invalid."""
 
     def f(*args):
         try:
             value = exact(*(Fraction(float(a)) for a in args))
         except (ValueError, OverflowError, ZeroDivisionError):
             return plain(*args)
-        return rounded(value, kind, mode) if value else plain(*args)
+        if value:
+            return rounded(value, kind, mode)
+        return plain(*args)
 
     return f
 
@@ -66,7 +73,8 @@ def _directed_sqrt(kind, mode):
         near = np.sqrt(x)
         if mode == "rn" or not (math.isfinite(near) and x > 0):
             return near
-        around, value = _neighbours(near), Fraction(float(x))
+        around = _neighbours(near)
+        value = Fraction(float(x))
         below = max(y for y in around if Fraction(float(y)) ** 2 <= value)
         above = min(y for y in around if Fraction(float(y)) ** 2 >= value)
         return {"rd": below, "rz": below, "ru": above}[mode]
@@ -80,12 +88,18 @@ def _whole(x, mode) -> int:
         return round(float(x))
     if mode == "rz":
         return math.trunc(float(x))
-    return math.floor(float(x)) if mode == "rd" else math.ceil(float(x))
+    if mode == "rd":
+        return math.floor(float(x))
+    return math.ceil(float(x))
 
 
 def _to_integer(bits, signed, mode):
-    """Numbers that do not fit become the nearest that does, NaN becomes 0 (64 bits: the smallest)."""
-    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    """Numbers that do not fit become the nearest that does, NaN becomes 0 (64 bits: the
+    smallest)."""
+    if signed:
+        least, most = (-(1 << bits - 1), (1 << bits - 1) - 1)
+    else:
+        least, most = (0, (1 << bits) - 1)
 
     def f(x):
         if x != x:
@@ -100,7 +114,9 @@ def _to_integer(bits, signed, mode):
 # ----------------------------------------------------------------------------- float functions
 def _normcdfinv(p):
     if not 0 < p < 1:
-        return math.nan if not 0 <= p <= 1 else math.copysign(math.inf, p - 0.5)
+        if not 0 <= p <= 1:
+            return math.nan
+        return math.copysign(math.inf, p - 0.5)
     return statistics.NormalDist().inv_cdf(p)
 
 
@@ -113,7 +129,9 @@ def _newton(y, error, steps=4):
 
 def _erfinv(x):
     if not -1 < x < 1:
-        return math.copysign(math.inf, x) if abs(x) == 1 else math.nan
+        if abs(x) == 1:
+            return math.copysign(math.inf, x)
+        return math.nan
     if abs(x) > 0.9:
         return math.copysign(_erfcinv(1 - abs(x)), x)
     return _newton(_normcdfinv((1 + x) / 2) / math.sqrt(2), lambda y: math.erf(y) - x)
@@ -130,7 +148,8 @@ def _erfcinv(x):
 def _erfcx(x):
     if x < 25:
         return math.exp(x * x) * math.erfc(x)
-    term, total = 1.0, 0.0
+    term = 1.0
+    total = 0.0
     for k in range(1, 12):
         total += term
         term *= -(2 * k - 1) / (2 * x * x)
@@ -138,7 +157,8 @@ def _erfcx(x):
 
 
 def _jn(n, x):
-    """Bessel's integral, by the trapezoidal rule, which is exact to rounding for a periodic function."""
+    """Bessel's integral, by the trapezoidal rule, which is exact to rounding for a periodic
+    function."""
     if not math.isfinite(x):
         return math.nan if x != x else 0.0
     t = (np.arange(points := int(abs(x) + abs(n)) + 60) + 0.5) * np.pi / points
@@ -158,9 +178,14 @@ def _integral(f, a, b, points=400):
 def _yn(n, x):
     """Schlaefli's integral for Y_0 and Y_1; upwards recurrence for the others."""
     if x <= 0 or not math.isfinite(x):
-        return -math.inf if x == 0 else 0.0 if x == math.inf else math.nan
+        if x == 0:
+            return -math.inf
+        if x == math.inf:
+            return 0.0
+        return math.nan
     if n > 1:
-        below, y = _yn(0, x), _yn(1, x)
+        below = _yn(0, x)
+        y = _yn(1, x)
         for k in range(1, int(n)):
             below, y = y, 2 * k / x * y - below
         return y
@@ -180,7 +205,9 @@ def _of_pi(f):
 
 def _sinpi(x):
     r = math.remainder(x, 2)
-    return math.copysign(0.0, x) if r in (0, 1, -1) else math.sin(math.pi * r)
+    if r in (0, 1, -1):
+        return math.copysign(0.0, x)
+    return math.sin(math.pi * r)
 
 
 def _cospi(x):
@@ -189,7 +216,9 @@ def _cospi(x):
 
 
 def _round_away(x):
-    return math.copysign(math.floor(abs(x) + 0.5), x) if abs(x) < 2**52 else x
+    if abs(x) < 2**52:
+        return math.copysign(math.floor(abs(x) + 0.5), x)
+    return x
 
 
 def _remquo(x, y):
@@ -198,12 +227,18 @@ def _remquo(x, y):
 
 
 def _logb(x):
-    return -math.inf if x == 0 else math.inf if math.isinf(x) else float(math.frexp(x)[1] - 1)
+    if x == 0:
+        return -math.inf
+    if math.isinf(x):
+        return math.inf
+    return float(math.frexp(x)[1] - 1)
 
 
 def _ilogb(x):
     special = {0: -(2**31)}.get(x, 2**31 - 1 if math.isinf(x) else -(2**31))
-    return int(_logb(x)) if math.isfinite(x) and x != 0 else special
+    if math.isfinite(x) and x != 0:
+        return int(_logb(x))
+    return special
 
 
 def _modf(x):
@@ -299,8 +334,9 @@ _OPERATIONS = {
 
 
 def _computation(name):
-    """(function, its numbers): what computes the libdevice function of this name. numbers: "float", "int" or "numpy", what the
-    function takes: Python's floats, Python's integers or NumPy's scalars.
+    """(function, its numbers): what computes the libdevice function of this name. numbers: "float",
+    "int" or "numpy", what the function takes: Python's floats, Python's integers or NumPy's
+    scalars.
     """
     if name in _BITS:
         return _BITS[name], "numpy"
@@ -310,7 +346,8 @@ def _computation(name):
         return _to_integer(*_WIDTHS[found[2]], found[3]), "float"
     if found := re.fullmatch(r"(int|uint|ll|ull)2(float|double)_(r.)", name):
         bits, signed = _WIDTHS[found[1]]
-        kind, mode = _KINDS[found[2]], found[3]
+        kind = _KINDS[found[2]]
+        mode = found[3]
         return lambda x: rounded(
             Fraction(int(x) if signed else _unsigned(x, bits)), kind, mode
         ), "int"
@@ -330,7 +367,8 @@ def _computation(name):
 
 
 def table(frontend, cast):
-    """(function of cuda.libdevice, what the simulator calls in its place) for all of them. cast: scalars.cast."""
+    """(function of cuda.libdevice, what the simulator calls in its place) for all of them. cast:
+    scalars.cast."""
     for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
         given = [p.ty for p in parameters if not p.is_ptr]
@@ -355,7 +393,10 @@ def _typed(f, numbers, given, results):
         try:
             value = f(*args)
         except (ValueError, OverflowError, ZeroDivisionError):  # a GPU returns NaN or infinity
-            value = fallback(*map(np.float64, args)) if fallback else math.nan
+            if fallback:
+                value = fallback(*map(np.float64, args))
+            else:
+                value = math.nan
         if len(results) > 1:
             return tuple(_result(r, v) for r, v in zip(results, value))
         return _result(results[0], value)

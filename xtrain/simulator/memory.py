@@ -11,9 +11,10 @@ synchronizations. Two accesses by different threads are in order if
     (releases.py).
 Any other pair is a data race, unless both only read or both are atomics.
 
-Between two barriers, most shared memory is either written or read. While it is only read, each run of reads by one thread is
-noted as {key: site}. The notes become records at the first write of the same interval; without one, they are dropped at the
-barrier. So most reads need no record: Array.reader is the short way of Thread.load.
+Between two barriers, most shared memory is either written or read. While it is only read, each run
+of reads by one thread is noted as {key: site}. The notes become records at the first write of the
+same interval; without one, they are dropped at the barrier. So most reads need no record:
+Array.reader is the short way of Thread.load.
 """
 
 import functools
@@ -31,12 +32,15 @@ MAX_RUNS = 4096  # of one memory: threads that take turns in a waiting loop begi
 
 
 class Mark:
-    """A thread at one time. epoch: block barriers so far, clock: the thread's own synchronizations so far."""
+    """A thread at one time. epoch: block barriers so far, clock: the thread's own synchronizations
+    so far."""
 
     __slots__ = ("clock", "epoch", "thread")
 
     def __init__(self, thread, epoch, clock):
-        self.thread, self.epoch, self.clock = thread, epoch, clock
+        self.thread = thread
+        self.epoch = epoch
+        self.clock = clock
 
     def next(self):
         """The thread's next mark: its later accesses are distinguishable from its earlier ones."""
@@ -58,7 +62,8 @@ def in_order(earlier: Mark, now: Mark) -> bool:
 
 
 class Memory:
-    """The shadow of one range of memory: a global array with all its aliases, a shared array or a local array."""
+    """The shadow of one range of memory: a global array with all its aliases, a shared array or a
+    local array."""
 
     __slots__ = (
         "atomics", "base", "busy", "changed", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes",
@@ -91,7 +96,8 @@ class Memory:
         self.changed = 0  # the epoch of the last write or atomic
 
     def note(self, a, key, mark, site) -> bool:
-        """Note a read, if nothing has been written in this epoch. Later reads by this thread may take the short way."""
+        """Note a read, if nothing has been written in this epoch. Later reads by this thread may
+        take the short way."""
         if self.changed == mark.epoch or self.watched or not a.dense or key not in self.writes:
             return False
         if self.runs and self.runs[-1][0].epoch != mark.epoch:
@@ -101,7 +107,8 @@ class Memory:
                 return False
             self.interrupt()
             self.runs.append((mark, {}))
-        a.reader, a.run = mark, self.runs[-1][1]
+        a.reader = mark
+        a.run = self.runs[-1][1]
         a.run[key] = site
         self.reading.append(a)
         return True
@@ -134,8 +141,13 @@ class Memory:
 
     def bytes_up_to(self, keys) -> np.ndarray:
         """The bytes of global memory up to the last of some sorted keys, a row for each key."""
-        size = (int(keys[-1]) + 1) * self.granule if len(keys) else 0
-        raw = np.asarray(_Bytes(self.base, size, None)) if size else np.empty(0, np.uint8)
+        size = 0
+        if len(keys):
+            size = (int(keys[-1]) + 1) * self.granule
+        if size:
+            raw = np.asarray(_Bytes(self.base, size, None))
+        else:
+            raw = np.empty(0, np.uint8)
         return raw.reshape(-1, self.granule)
 
     def end_of_block(self):
@@ -149,7 +161,8 @@ class Memory:
 
 
 def add_reader(shadow: dict, key, mark: Mark, site):
-    """Record a read or an atomic: an access that may share its element with others of its kind. The record is one of
+    """Record a read or an atomic: an access that may share its element with others of its kind. The
+    record is one of
 
     (mark, site)                   the only access since the barrier
     (mark, site, {thread: ...})    several lanes of one warp
@@ -164,7 +177,8 @@ def add_reader(shadow: dict, key, mark: Mark, site):
 
 def share(shadow, key, record, mark, site):
     """Add a reader to a record of the same epoch."""
-    thread, first = mark.thread, record[0].thread
+    thread = mark.thread
+    first = record[0].thread
     if first.warp != thread.warp:
         shadow[key] = (record[0], record[1], mark, site)
     elif len(record) == 3:
@@ -186,7 +200,8 @@ def unordered(record, mark):
 
 
 class Array:
-    """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and record its elements."""
+    """An array as a kernel sees it. Its shape is typed; Thread.load and Thread.store check and
+    record its elements."""
 
     __slots__ = (
         "bias", "convert", "dense", "dims", "dtype", "flat", "memory", "ndim", "plane", "reader", "run", "span", "start",
@@ -194,8 +209,14 @@ class Array:
     )  # fmt: skip
 
     def __init__(self, memory, flat, dims, steps, start=0, bias=0, writeable=True, stride=None):
-        self.memory, self.flat, self.dtype, self.writeable = memory, flat, flat.dtype, writeable
-        self.dims, self.steps, self.start = dims, steps, start  # in elements of flat
+        self.memory = memory
+        self.flat = flat
+        self.dtype = flat.dtype
+        self.writeable = writeable
+        # in elements of flat
+        self.dims = dims
+        self.steps = steps
+        self.start = start
         self.ndim = len(dims)
         self.plane = (*dims, *steps, start)  # for locate
         self.bias = bias  # key of flat[0]
@@ -204,16 +225,25 @@ class Array:
         self.dense = self.span == self.stride == 1  # in shared memory, k is then the key of flat[k]
         self.reader = self.run = None  # the mark whose reads are noted, and the notes: Memory.note
         scalar = scalar_type(self.dtype)
-        self.wrap = None if scalar is self.dtype.type else scalar  # what a loaded value becomes
+        # what a loaded value becomes
+        self.wrap = None
+        if scalar is not self.dtype.type:
+            self.wrap = scalar
         self.convert = storing(self.dtype)  # before a store
 
     def _like(self, dims, steps, start):
         new = type(self).__new__(type(self))
         new.memory, new.flat = self.memory, self.flat
         new.dtype, new.writeable = self.dtype, self.writeable
-        new.bias, new.span, new.stride, new.dense = self.bias, self.span, self.stride, self.dense
+        new.bias = self.bias
+        new.span = self.span
+        new.stride = self.stride
+        new.dense = self.dense
         new.wrap, new.convert = self.wrap, self.convert
-        new.dims, new.steps, new.start, new.ndim = dims, steps, start, len(dims)
+        new.dims = dims
+        new.steps = steps
+        new.start = start
+        new.ndim = len(dims)
         new.plane = (*dims, *steps, start)
         new.reader = new.run = None
         return new
@@ -241,8 +271,10 @@ class Array:
         return self.T
 
     def reshape(self, *shape):
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        dims, size = [int(n) for n in shape], math.prod(self.dims)
+        if len(shape) == 1 and isinstance(shape[0], tuple):
+            shape = shape[0]
+        dims = [int(n) for n in shape]
+        size = math.prod(self.dims)
         if dims.count(-1) == 1:
             known = -math.prod(dims)
             dims[dims.index(-1)] = size // known if known else 0
@@ -260,16 +292,21 @@ class Array:
         return self.reshape(math.prod(self.dims))
 
     def view(self, kind):
-        """The same bytes as another dtype. The last axis is contiguous if the element size changes."""
-        new, old = dtype_of(kind), self.dtype
+        """The same bytes as another dtype. The last axis is contiguous if the element size
+        changes."""
+        new = dtype_of(kind)
+        old = self.dtype
         size, before = new.itemsize, old.itemsize
         if self.stride != self.span or new.itemsize % self.memory.granule:
             raise ValueError(f"a view of {new} of an array of {old} is not simulated")
-        dims, steps, start = [*self.dims], [*self.steps], self.start
+        dims = [*self.dims]
+        steps = [*self.steps]
+        start = self.start
         if size != before:
             if not dims or steps[-1] != 1 or (dims[-1] * before) % size or start * before % size:
                 raise ValueError(
-                    f"a view of {new} of an array of {old} and shape {self.dims}: the last axis must fit"
+                    f"a view of {new} of an array of {old} and shape {self.dims}: the last axis "
+                    "must fit"
                 )
             if any(n * before % size for n in steps[:-1]):
                 raise ValueError(
@@ -298,7 +335,8 @@ class Array:
         )
 
     def row(self, index):
-        """array[index] with one number, if there are several axes. None: the index is something else, or out of bounds."""
+        """array[index] with one number, if there are several axes. None: the index is something
+        else, or out of bounds."""
         try:
             i = as_int(index)
         except TypeError:
@@ -309,9 +347,12 @@ class Array:
 
     def sliced(self, index):
         """array[index] with slices or with fewer indices than axes."""
-        index = index if isinstance(index, tuple) else (index,)
+        if not isinstance(index, tuple):
+            index = (index,)
         index += (slice(None),) * (self.ndim - len(index))
-        dims, steps, start = [], [], self.start
+        dims = []
+        steps = []
+        start = self.start
         for i, n, step in zip(index, self.dims, self.steps):
             if isinstance(i, slice):
                 first, last, stride = i.indices(n)
@@ -326,7 +367,8 @@ class Array:
         return self._like(tuple(dims), tuple(steps), start)
 
     def locate(self, index):
-        """The position of the element in flat. None: there is no such element, or the index is a slice."""
+        """The position of the element in flat. None: there is no such element, or the index is a
+        slice."""
         try:
             if type(index) is not tuple:
                 i = as_int(index)
@@ -335,12 +377,17 @@ class Array:
                 return None
             if self.ndim == 2:
                 i, j = index
-                i, j = as_int(i), as_int(j)
+                i = as_int(i)
+                j = as_int(j)
                 n, m, row, column, start = self.plane
-                return start + i * row + j * column if 0 <= i < n and 0 <= j < m else None
+                if 0 <= i < n and 0 <= j < m:
+                    return start + i * row + j * column
+                return None
             if self.ndim == 3:
                 h, i, j = index
-                h, i, j = as_int(h), as_int(i), as_int(j)
+                h = as_int(h)
+                i = as_int(i)
+                j = as_int(j)
                 k, n, m = self.dims
                 if 0 <= h < k and 0 <= i < n and 0 <= j < m:
                     k, n, m = self.steps
@@ -360,7 +407,8 @@ class Array:
 
 
 class RecordArray(Array):
-    """An array with a structured dtype. Its elements are Records, references to memory; a.name is the array of one field."""
+    """An array with a structured dtype. Its elements are Records, references to memory; a.name is
+    the array of one field."""
 
     __slots__ = ("fields",)
 
@@ -369,7 +417,8 @@ class RecordArray(Array):
         return None
 
     def field(self, name):
-        """The array of one field: same shape, same memory. A field that is an array itself has no such array."""
+        """The array of one field: same shape, same memory. A field that is an array itself has no
+        such array."""
         offset = self.dtype.fields[name][1]
         bias = self.bias + offset // self.memory.granule
         args = self.memory, self.flat[name], self.dims, self.steps, self.start, bias
@@ -382,17 +431,22 @@ class RecordArray(Array):
 
 
 class Record:
-    """One element of a RecordArray: a reference, as in Numba. Its fields are read and written in memory."""
+    """One element of a RecordArray: a reference, as in Numba. Its fields are read and written in
+    memory."""
 
     __slots__ = ("_array", "_at", "_name")
 
     def __init__(self, array, at, name="record"):
-        self._array, self._at, self._name = array, at, name
+        self._array = array
+        self._at = at
+        self._name = name
 
     def place(self, name):
-        """Where a field is: (array, index), or (array, None) for a field that is an array itself."""
+        """Where a field is: (array, index), or (array, None) for a field that is an array
+        itself."""
         a, k = self._array, self._at
-        name = name if isinstance(name, str) else a.dtype.names[name]
+        if not isinstance(name, str):
+            name = a.dtype.names[name]
         dtype, offset = a.dtype.fields[name][:2]
         if dtype.subdtype is None:
             column = a.field(name)
@@ -430,8 +484,8 @@ class _Bytes:
 
 
 def global_arrays(arrays: list, bytewise=False) -> list[Array]:
-    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are compared. bytewise: a key
-    per byte, because the kernel may view the bytes as another dtype.
+    """The kernel's array arguments. Arguments that overlap share one Memory, so their accesses are
+    compared. bytewise: a key per byte, because the kernel may view the bytes as another dtype.
     """
     extents = [extent(a) for a in arrays]
     result: list = [None] * len(arrays)
@@ -457,7 +511,8 @@ def global_arrays(arrays: list, bytewise=False) -> list[Array]:
 
 
 def is_bits(a) -> bool:
-    """Does a kernel see this bfloat16 array as uint16? Launchers pass their arrays so (kernels/primitives/ptx.py)."""
+    """Does a kernel see this bfloat16 array as uint16? Launchers pass their arrays so
+    (kernels/primitives/ptx.py)."""
     return a.dtype.name == "bfloat16" and getattr(a, "bf16_as_bits", False)
 
 
@@ -465,7 +520,10 @@ def _global_array(memory, a, extent, base):
     low, high = extent
     if any(stride % a.itemsize for stride, n in zip(a.strides, a.shape) if n > 1):
         raise ValueError(f"array of {a.dtype} with strides {a.strides}: not whole elements")
-    raw = np.asarray(_Bytes(low, high - low, a)) if high > low else np.empty(0, np.uint8)
+    if high > low:
+        raw = np.asarray(_Bytes(low, high - low, a))
+    else:
+        raw = np.empty(0, np.uint8)
     start = (a.__array_interface__["data"][0] - low) // a.itemsize
     steps = tuple(stride // a.itemsize for stride in a.strides)
     bias = (low - base) // memory.granule
@@ -479,7 +537,8 @@ def make_array(memory, flat, *facts) -> Array:
 
 
 def grain(dtype) -> int:
-    """Bytes per key: divides the size and the place of everything that a kernel can access by itself in an element."""
+    """Bytes per key: divides the size and the place of everything that a kernel can access by
+    itself in an element."""
     if dtype.kind == "c":
         return dtype.itemsize // 2
     if dtype.subdtype is not None:
@@ -502,14 +561,16 @@ def new_array(kind, shape, dtype, bytewise=False) -> Array:
     """An unwritten shared or local array."""
     first = _first_array(kind, shape, dtype, bytewise)
     new = first._like(first.dims, first.steps, 0)
-    new.memory, new.flat = Memory(kind, first.memory.granule), first.flat.copy()
+    new.memory = Memory(kind, first.memory.granule)
+    new.flat = first.flat.copy()
     new.memory.local = first.memory.local
     return new
 
 
 @functools.lru_cache(maxsize=256)
 def _first_array(kind, shape, dtype, bytewise):
-    """Never seen by a kernel: every thread's array is made after this one, which takes half the time."""
+    """Never seen by a kernel: every thread's array is made after this one, which takes half the
+    time."""
     flat = poisoned(math.prod(shape), dtype)
     memory = Memory(kind, 1 if bytewise else grain(dtype))
     memory.local = memory.local and memory.granule == dtype.itemsize
@@ -534,7 +595,8 @@ def poisoned(size, dtype) -> np.ndarray:
 
 
 def poison(a):
-    """The number that a read of `a` out of bounds returns where the run continues after the report."""
+    """The number that a read of `a` out of bounds returns where the run continues after the
+    report."""
     if a.dtype.names:
         return Record(new_array("local", (1,), a.dtype), 0)
     value = poisoned(1, a.dtype)[0]

@@ -1,4 +1,5 @@
-"""The names in a kernel: what they refer to, and the expressions that are assigned to the local ones."""
+"""The names in a kernel: what they refer to, and the expressions that are assigned to the local
+ones."""
 
 import ast
 import builtins
@@ -20,7 +21,8 @@ ARITHMETIC = (
 
 
 def assignments(definition) -> dict:
-    """name -> the expressions assigned to it. `for n in x`: x. `n += 1`: n + 1. `m, n = x.shape`: x.shape for both."""
+    """name -> the expressions assigned to it. `for n in x`: x. `n += 1`: n + 1. `m, n = x.shape`:
+    x.shape for both."""
     values: dict[str, list] = {}
     for node in ast.walk(definition):
         if isinstance(node, ast.Assign):
@@ -40,7 +42,10 @@ def _set(values, target, value):
         values.setdefault(target.id, []).append(value)
     elif isinstance(target, (ast.Tuple, ast.List)):
         matching = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
-        elements = value.elts if matching else [value] * len(target.elts)
+        if matching:
+            elements = value.elts
+        else:
+            elements = [value] * len(target.elts)
         for name, element in zip(target.elts, elements):
             _set(values, name, element)
 
@@ -65,7 +70,8 @@ class Names(ast.NodeTransformer):
     def __init__(self, function, name):
         code = function.__code__
         cells = (c.cell_contents for c in function.__closure__ or ())
-        self.file, self.name = code.co_filename, name
+        self.file = code.co_filename
+        self.name = name
         self.locals = {*code.co_varnames, *code.co_cellvars}
         self.names = {
             **vars(builtins),
@@ -73,7 +79,9 @@ class Names(ast.NodeTransformer):
             **dict(zip(code.co_freevars, cells)),
         }
         self.scope = {"__name__": function.__module__}
-        self.waits, self.granule, self.views = False, 0, False
+        self.waits = False
+        self.granule = 0
+        self.views = False
         self.nested: set[str] = set()  # names of nested functions and lambdas
         self.in_lambda = False
         self.inner: dict[str, bool] = {}  # name of a nested function -> does it wait?
@@ -120,20 +128,25 @@ class Names(ast.NodeTransformer):
 
     @contextlib.contextmanager
     def inside(self, node, name):
-        """Visit the body of a nested function: with its own local names, and self.waits for this function alone."""
+        """Visit the body of a nested function: with its own local names, and self.waits for this
+        function alone."""
         before = self.name, self.locals, self.waits, self.numbers, self.number_arrays
         names = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         names |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
         for n in ast.walk(node):
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
                 names.add(n.id)
-        self.name, self.locals, self.waits = name, self.locals | names, False
-        self.numbers, self.number_arrays = set(), set()
+        self.name = name
+        self.locals = self.locals | names
+        self.waits = False
+        self.numbers = set()
+        self.number_arrays = set()
         yield
         self.name, self.locals, self.waits, self.numbers, self.number_arrays = before
 
     def static(self, node):
-        """The object that a global, a closure variable, an attribute or a member of one refers to; otherwise DYNAMIC."""
+        """The object that a global, a closure variable, an attribute or a member of one refers to;
+        otherwise DYNAMIC."""
         if isinstance(node, ast.Name) and node.id not in self.locals:
             return self.names.get(node.id, DYNAMIC)
         if isinstance(node, ast.Attribute):
@@ -148,7 +161,8 @@ class Names(ast.NodeTransformer):
         return DYNAMIC
 
     def cuda_name(self, node):
-        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add, None for anything else."""
+        """ "syncthreads" for cuda.syncthreads, "atomic_add" for cuda.atomic.add, None for anything
+        else."""
         if isinstance(node, ast.Name):  # from numba.cuda import syncthreads
             value = self.static(node)
             home = getattr(value, "__module__", None) or ""
@@ -171,8 +185,10 @@ class Names(ast.NodeTransformer):
                 self.nested.update(t.id for t in node.targets if isinstance(t, ast.Name))
 
     def find_numbers(self, definition):
-        """Fill self.numbers. Starts with all names and removes some, because `acc = acc + x[i]` alone decides nothing."""
-        values, size = assignments(definition), None
+        """Fill self.numbers. Starts with all names and removes some, because `acc = acc + x[i]`
+        alone decides nothing."""
+        values = assignments(definition)
+        size = None
         given = parameters(definition)
         self.number_arrays = {
             n for n in {*values} - given if all(map(self.makes_numbers, values[n]))

@@ -1,4 +1,5 @@
-"""Hooks that observe running kernels: traces of memory traffic, recordings for the stepper. Nothing is patched.
+"""Hooks that observe running kernels: traces of memory traffic, recordings for the stepper. Nothing
+is patched.
 
 with observe(MyObserver()):
     run(kernel, grid, block, *args)
@@ -13,7 +14,9 @@ from .errors import KernelError
 from .memory import Array
 from .thread import Thread
 
-READ, WRITE, ATOMIC = "read", "write", "atomic"
+READ = "read"
+WRITE = "write"
+ATOMIC = "atomic"
 
 
 class Observer:
@@ -26,10 +29,12 @@ class Observer:
         """A block has ended."""
 
     def failed(self, block: Any, error: KernelError) -> None:
-        """A block has ended the launch with this error. Its other threads have run on to where they wait."""
+        """A block has ended the launch with this error. Its other threads have run on to where they
+        wait."""
 
     def access(self, thread: Thread, array: Array, k: int, site: Any, how: str, value: Any) -> None:
-        """thread is about to access element k of array.flat at `site`, before the access is checked.
+        """thread is about to access element k of array.flat at `site`, before the access is
+        checked.
 
         how: READ, WRITE or ATOMIC.  value: what it reads or stores; the name of the atomic.
         """
@@ -40,23 +45,27 @@ class Observer:
     def touched(
         self, thread: Thread, first: int, end: int, site: Any, how: str, engine: str
     ) -> None:
-        """thread is about to access words first to end (of 4 bytes) of addressed shared memory, before the access is checked.
+        """thread is about to access words first to end (of 4 bytes) of addressed shared memory,
+        before the access is checked.
 
-        how: READ or WRITE.  engine: "" if the thread does it; "TMA" or "wgmma" for a part of the asynchronous copy or product
-        that begins here and ends in `completed`.
+        how: READ or WRITE.
+        engine: "" if the thread does it; "TMA" or "wgmma" for a part of the asynchronous copy or
+        product that begins here and ends in `completed`.
         """
 
     def completed(
         self, block: Any, engine: str, thread: Thread | None, site: Any = None, barrier: Any = None
     ) -> None:
-        """The oldest asynchronous access of a kind has ended: without a thread a copy to shared memory, whose bytes `barrier`
-        counts; with one a copy from shared memory, for which this thread waits at `site`, or a product of the thread's warp.
+        """The oldest asynchronous access of a kind has ended: without a thread a copy to shared
+        memory, whose bytes `barrier` counts; with one a copy from shared memory, for which this
+        thread waits at `site`, or a product of the thread's warp.
         """
 
     def signalled(
         self, thread: Thread, barrier: Any, site: Any, arrivals: int, nbytes: int
     ) -> None:
-        """A thread changes how many arrivals and bytes an mbarrier still expects: mbar_init, mbar_expect, mbar_arrive."""
+        """A thread changes how many arrivals and bytes an mbarrier still expects: mbar_init,
+        mbar_expect, mbar_arrive."""
 
     def waited(self, thread: Thread, barrier: Any, site: Any, phase: int) -> None:
         """thread leaves its wait for this phase of an mbarrier. -1: the phase before the first."""
@@ -124,4 +133,6 @@ class _ObservedEarlyThread(_Observed, EarlyThread):
 
 def observed(kind: type[Thread]) -> type[Thread]:
     """The class of threads of an observed launch. kind: Thread or EarlyThread"""
-    return _ObservedEarlyThread if kind is EarlyThread else _ObservedThread
+    if kind is EarlyThread:
+        return _ObservedEarlyThread
+    return _ObservedThread

@@ -1,15 +1,18 @@
 """The blocks of one launch in several processes: `run(..., processes=2)`.
 
-The first block runs in this process. If it took long enough, each of `processes` children (os.fork) runs a share of the others
-on its own copy of the memory, and tells which elements its blocks have read and changed. If no child has read or changed what
-another one has changed, the order of the blocks did not matter: the changes are written to the arrays of this process.
+The first block runs in this process. If it took long enough, each of `processes` children (os.fork)
+runs a share of the others on its own copy of the memory, and tells which elements its blocks have
+read and changed. If no child has read or changed what another one has changed, the order of the
+blocks did not matter: the changes are written to the arrays of this process.
 
-Otherwise the work of the children is dropped, and this process runs the blocks one after the other. So it does if one of them
-has a finding, waits for another block, or copies asynchronously (kernels/primitives/hopper.py), because such copies have no
-record in Memory. The results and the findings are therefore always those of one process. A launch with a finding, or with an
-atomic on an element that other blocks use, takes longer than in one process.
+Otherwise the work of the children is dropped, and this process runs the blocks one after the other.
+So it does if one of them has a finding, waits for another block, or copies asynchronously
+(kernels/primitives/hopper.py), because such copies have no record in Memory. The results and the
+findings are therefore always those of one process. A launch with a finding, or with an atomic on an
+element that other blocks use, takes longer than in one process.
 
-A child has no other threads. It runs the kernel and nothing else, so it needs no lock that one of them may have held.
+A child has no other threads. It runs the kernel and nothing else, so it needs no lock that one of
+them may have held.
 """
 
 import contextlib
@@ -37,8 +40,8 @@ def checked(processes: int) -> int:
 
 
 def run_in_children(launch, positions: list) -> bool:
-    """Run the blocks at these positions in launch.processes children. Returns False, and has changed nothing, if they must run
-    in this process.
+    """Run the blocks at these positions in launch.processes children. Returns False, and has
+    changed nothing, if they must run in this process.
     """
     count = min(launch.processes, len(positions))
     children: list = []
@@ -72,7 +75,8 @@ def run_in_children(launch, positions: list) -> bool:
 
 
 def _start(launch, positions):
-    """Fork a child that runs these blocks. Returns its id, and the pipe with its pickled answer: None if it gives up."""
+    """Fork a child that runs these blocks. Returns its id, and the pipe with its pickled answer:
+    None if it gives up."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():  # of other threads
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -93,7 +97,8 @@ def _start(launch, positions):
 
 
 def _run(launch, positions):
-    """In a child: run these blocks. Returns (reads, changed, values) of each memory, and (position, text) of what they print."""
+    """In a child: run these blocks. Returns (reads, changed, values) of each memory, and (position,
+    text) of what they print."""
     reads: list[set] = [set() for _ in launch.memories]
     changed: list[set] = [set() for _ in launch.memories]
     printed = []

@@ -1,4 +1,5 @@
-"""The pytest plugin: `pytest --simulate-cuda` runs every Numba CUDA kernel of the code under test in the simulator."""
+"""The pytest plugin: `pytest --simulate-cuda` runs every Numba CUDA kernel of the code under test
+in the simulator."""
 
 import contextlib
 from pathlib import Path
@@ -38,9 +39,11 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     """Before the first conftest.py, which may import the code under test."""
-    options, active = early_config.known_args_namespace, contextlib.ExitStack()
+    options = early_config.known_args_namespace
+    active = contextlib.ExitStack()
     if options.simulate_cuda:
-        allow, enable = ",".join(options.cuda_allow), ",".join(options.cuda_enable)
+        allow = ",".join(options.cuda_allow)
+        enable = ",".join(options.cuda_enable)
         try:
             from . import host  # imports numba.cuda
 
@@ -65,10 +68,8 @@ def pytest_sessionfinish(session):
     if config.option.simulate_cuda and config.option.cuda_report:
         from . import host
 
-        first, said = (
-            Path(config.option.cuda_report),
-            config.pluginmanager.get_plugin("terminalreporter"),
-        )
+        first = Path(config.option.cuda_report)
+        said = config.pluginmanager.get_plugin("terminalreporter")
         # a worker of xdist writes its own pages
         worker = getattr(config, "workerinput", {}).get("workerid", "")
         for number, stepper in enumerate(host.dispatch.failed or (), 1):

@@ -1,10 +1,12 @@
 """One block of a launch as it ran, instruction by instruction. stepper.py shows it.
 
-The simulator runs the threads of a block one after the other. On a GPU the lanes of a warp execute an instruction together; a
-lane that skips it is idle. `Recording.steps` restores that order: the events of the lanes of a warp are merged so that equal
-positions in the source, in the same iteration, meet. The run is divided into parts, which all warps begin at the same time: at
-barriers, at waits for an mbarrier, and where an asynchronous copy or product ends, which is a step of no lane. (How far warps run
-apart in a part, and when a copy ends, is the hardware's choice; the picture shows one of many orders.)
+The simulator runs the threads of a block one after the other. On a GPU the lanes of a warp execute
+an instruction together; a lane that skips it is idle. `Recording.steps` restores that order: the
+events of the lanes of a warp are merged so that equal positions in the source, in the same
+iteration, meet. The run is divided into parts, which all warps begin at the same time: at barriers,
+at waits for an mbarrier, and where an asynchronous copy or product ends, which is a step of no
+lane. (How far warps run apart in a part, and when a copy ends, is the hardware's choice; the
+picture shows one of many orders.)
 """
 
 import ast
@@ -28,7 +30,9 @@ from .observers import ATOMIC, WRITE, Observer
 from .thread import Dim3
 
 WAITS = "waits"  # a thread that did not leave a barrier or a warp function
-RUN, PRODUCT_ENDS = "run", "product ends"  # parts of a run
+# parts of a run
+RUN = "run"
+PRODUCT_ENDS = "product ends"
 # The copy engine reads the tensor map, not the thread.
 _COPY = re.compile(r"(?:\w+\.)*(?:load|store)_(?:tile|row)\(")
 WARPS = WARPGROUP // 32
@@ -47,14 +51,18 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Event:
-    """What one thread did at one position of the source: an access, or its part in a barrier or warp function.
+    """What one thread did at one position of the source: an access, or its part in a barrier or
+    warp function.
 
     path: (file, line) of the calls that lead here, and of the position itself.
-    how: READ, WRITE, ATOMIC, the name of the barrier or function, or WAITS.  array: number in Recording.arrays, -1 for none.
+    how: READ, WRITE, ATOMIC, the name of the barrier or function, or WAITS.
+    array: number in Recording.arrays, -1 for none.
     elements: flat indices; several for a 16-byte access.
-    engine: "TMA" or "wgmma" if an asynchronous access begins here. The first lane of each warp has the elements of a product.
+    engine: "TMA" or "wgmma" if an asynchronous access begins here. The first lane of each warp has
+    the elements of a product.
     ended: the asynchronous accesses that end here.
-    mbarrier: its first byte, and by how much the arrivals and the bytes that it expects change. phase: the one waited for.
+    mbarrier: its first byte, and by how much the arrivals and the bytes that it expects change.
+    phase: the one waited for.
     """
 
     site: Site
@@ -71,13 +79,15 @@ class Event:
 
     @property
     def alone(self) -> bool:
-        """Is it a step of its own in each lane? A copy, a wait for one, or a change of an mbarrier."""
+        """Is it a step of its own in each lane? A copy, a wait for one, or a change of an
+        mbarrier."""
         changes = self.mbarrier is not None and self.phase is None
         return self.engine == "TMA" or bool(self.ended) or changes
 
 
 class Step(NamedTuple):
-    """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a barrier.
+    """An instruction of one warp. time: counts the steps of its warp, equal for all warps after a
+    barrier.
 
     warp -1, without lanes: an asynchronous copy or product ends.
     """
@@ -107,7 +117,8 @@ class _Block:
     def begin(self, what: Any = None) -> None:
         """A new part of the run, unless the current one is of this kind."""
         if what is None or what != self.what:
-            self.part, self.what = self.part + 1, what
+            self.part = self.part + 1
+            self.what = what
 
     def runs(self, first: int, end: int) -> bool:
         """Has one of these threads an event in this part?"""
@@ -120,7 +131,8 @@ class _Block:
 
 
 class Recording(Observer):
-    """The events of one block of one launch: the block `of`, or the one in which a KernelError happens."""
+    """The events of one block of one launch: the block `of`, or the one in which a KernelError
+    happens."""
 
     def __init__(self, of: tuple[int, ...] = (0, 0, 0)):
         self.of = (*of, 0, 0)[:3]
@@ -151,8 +163,11 @@ class Recording(Observer):
 
     def _keep(self, block):
         """Let the recording be that of this block."""
-        self.position, self._kept = block.position, self._blocks[block]
-        self.arrays, self.events, self.cut = self._kept.arrays, self._kept.events, False
+        self.position = block.position
+        self._kept = self._blocks[block]
+        self.arrays = self._kept.arrays
+        self.events = self._kept.events
+        self.cut = False
         self.endings = self._kept.endings
         self._found = tuple(map(int, self.position)) == self.of
 
@@ -217,7 +232,10 @@ class Recording(Observer):
         if array.memory.kind == "shared":
             key: Any = id(array.memory), size
             known = key in numbers
-            name = site.what if known else _name_in_kernel(array) or site.what
+            if known:
+                name = site.what
+            else:
+                name = _name_in_kernel(array) or site.what
             place = Place(name, "shared", tuple(map(int, array.dims)), size, False)
         else:
             address = array.flat.__array_interface__["data"][0] + k * size
@@ -225,7 +243,8 @@ class Recording(Observer):
             if not found:  # constant memory
                 return -1, 0
             low, _, place = found[0]
-            key, k = low, (address - low) // place.itemsize
+            key = low
+            k = (address - low) // place.itemsize
         if key not in numbers:
             numbers[key] = len(arrays)
             arrays.append(place)
@@ -251,7 +270,10 @@ class Recording(Observer):
             now.begin(RUN)
         elif not now.products and (now.what != RUN or now.runs(first, first + WARPGROUP)):
             now.begin()
-        path = _waiting(thread, how).path if engine == "wgmma" else _path(site)
+        if engine == "wgmma":
+            path = _waiting(thread, how).path
+        else:
+            path = _path(site)
         values = [] if engine else [None] * len(words)
         event = Event(site, path, how, number, [*words], values, engine)
         now.add(thread, event)
@@ -300,7 +322,8 @@ class Recording(Observer):
             return
         now.begin(site)
         event = _waiting(thread, site.called)
-        event.mbarrier, event.phase = (barrier.address - BASE, 0, 0), phase
+        event.mbarrier = (barrier.address - BASE, 0, 0)
+        event.phase = phase
         now.add(thread, event)
 
     # ------------------------------------------------------------------------- in lockstep
@@ -309,7 +332,8 @@ class Recording(Observer):
         parts = [_parts(events) for events in self.events]
         warps = [parts[i : i + 32] for i in range(0, len(parts), 32)]
         endings = _parts(self.endings)
-        found, time = [], 0
+        found = []
+        time = 0
         for part in sorted({*endings}.union(*parts)):
             end = time
             for w, warp in enumerate(warps):
@@ -347,7 +371,8 @@ def _loops_of(file: str) -> list[tuple[int, int]]:
 
 @functools.cache
 def _around(path: tuple[tuple[str, int], ...]) -> tuple:
-    """The loops around a place, outer loops first: (calls that lead to the loop's function, its first line)."""
+    """The loops around a place, outer loops first: (calls that lead to the loop's function, its
+    first line)."""
     found = []
     for depth, (file, line) in enumerate(path):
         starts = [first for first, last in _loops_of(file) if first <= line <= -last]
@@ -358,8 +383,9 @@ def _around(path: tuple[tuple[str, int], ...]) -> tuple:
 def _keyed(events):
     """-> [(key, event)]. Two lanes execute an instruction together if their keys are equal.
 
-    A key is the position in the source, with the lines of the calls that lead there, and the number of the iteration of each
-    loop around it. An iteration begins where a thread goes back in the source, or comes to a position for the second time.
+    A key is the position in the source, with the lines of the calls that lead there, and the number
+    of the iteration of each loop around it. An iteration begins where a thread goes back in the
+    source, or comes to a position for the second time.
     """
     found: list[tuple] = []
     turns: list[list] = []  # [loop, iteration], outer loops first
@@ -387,20 +413,23 @@ def _keyed(events):
 
 
 def _key(event, turns):
-    """Ordered as in a run of one thread. The last number counts events that are otherwise the same."""
+    """Ordered as in a run of one thread. The last number counts events that are otherwise the
+    same."""
     iterations = tuple((first, n) for (_, first), n in turns)
     at = event.site.column, event.how, event.array
     return iterations, tuple(line for _, line in event.path), at, 0
 
 
 def _merged(lanes):
-    """Events of the lanes of one warp -> [(event, [(lane, its event)])], in an order that fits every lane.
+    """Events of the lanes of one warp -> [(event, [(lane, its event)])], in an order that fits
+    every lane.
 
     An instruction is next if no lane that executes it has another one to execute before.
     """
     keyed = [_keyed(events) for events in lanes]
     where = [{key: i for i, (key, _) in enumerate(lane)} for lane in keyed]
-    at, found = [0] * len(lanes), []
+    at = [0] * len(lanes)
+    found = []
     while True:
         heads: dict = {}
         for lane, (events, i) in enumerate(zip(keyed, at)):
@@ -434,7 +463,8 @@ def _path(site):
 
 
 def _name_in_kernel(array):
-    """The kernel's variable for this shared array, which a device function may call otherwise; None if there is none."""
+    """The kernel's variable for this shared array, which a device function may call otherwise; None
+    if there is none."""
     frame: Any = sys._getframe(2)
     found = None
     while frame is not None:
@@ -450,8 +480,10 @@ def _name_in_kernel(array):
 
 
 def _add_meeting(block, thread, how):
-    """The event of a thread that waits, or has waited until now. Of a product a first lane has it already, see `touched`."""
-    event, first = _waiting(thread, how), thread.warp // WARPS * WARPS
+    """The event of a thread that waits, or has waited until now. Of a product a first lane has it
+    already, see `touched`."""
+    event = _waiting(thread, how)
+    first = thread.warp // WARPS * WARPS
     product = block.products.get(first)
     if product is None:
         block.add(thread, event)
@@ -462,7 +494,9 @@ def _add_meeting(block, thread, how):
 
 def _waiting(thread, how):
     """The event of a thread that waits, or has waited until now."""
-    site, generator, lines = thread.request[1], thread.generator, []
+    site = thread.request[1]
+    generator = thread.generator
+    lines = []
     while generator is not None:
         lines.append((generator.gi_code.co_filename, generator.gi_frame.f_lineno))
         generator = generator.gi_yieldfrom
@@ -485,6 +519,7 @@ def parameters(launch):
 
 
 def width(what, size):
-    """Number of elements that one call moves: 4 for load4 of float32. The site of an intrinsic is its whole call."""
+    """Number of elements that one call moves: 4 for load4 of float32. The site of an intrinsic is
+    its whole call."""
     call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
     return min(int(call[1]), 16 // size) if call else 1

@@ -1,6 +1,7 @@
 """Rejects kernels that Python can run but Numba cannot compile.
 
-Only what both numba and numba-cuda reject is rejected here; tests/simulator/test_simulator_refused.py compares with them.
+Only what both numba and numba-cuda reject is rejected here;
+tests/simulator/test_simulator_refused.py compares with them.
 """
 
 import ast
@@ -37,7 +38,8 @@ SYNTAX = {
     ast.MatchClass: CASES,
     ast.ImportFrom: "an import does not compile: write it at the top of the file",
 }
-# NumPy's functions of numbers that Numba does not have on a GPU. Some of those that it has compute in float64.
+# NumPy's functions of numbers that Numba does not have on a GPU. Some of those that it has compute
+# in float64.
 _NUMPY = """
 abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 fabs float_power floor floor_divide fmod full
 isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones pow power reciprocal remainder rint sign signbit sqrt
@@ -53,9 +55,11 @@ _ARRAYS = ("shared_array", "local_array")
 def check(rewriter, definition):
     """Raise KernelError for what Numba does not compile.
 
-    Returns None, or the KernelError to raise if the function is launched as a kernel: it is valid as a device function only.
+    Returns None, or the KernelError to raise if the function is launched as a kernel: it is valid
+    as a device function only.
     """
-    sizes, device_only = _Sizes(rewriter, definition), None
+    sizes = _Sizes(rewriter, definition)
+    device_only = None
     inner: set[ast.AST] = set()
     for outer in _functions(definition):
         inner.update(n for n in ast.walk(outer) if n is not outer)
@@ -100,50 +104,65 @@ def _nothing(value):
 
 
 def _check_attribute(rewriter, node):
-    owner, text = rewriter.static(node.value), ast.unparse(node)
+    owner = rewriter.static(node.value)
+    text = ast.unparse(node)
     if owner is np and node.attr in _NUMPY.split():
-        instead = "abs" if node.attr in ("abs", "absolute") else f"math.{node.attr}"
+        instead = "abs"
+        if node.attr not in ("abs", "absolute"):
+            instead = f"math.{node.attr}"
         known = instead == "abs" or hasattr(math, node.attr)
         raise rewriter.error(node, f"Numba has no {text} on a GPU" + f": write {instead}" * known)
     if isinstance(owner, (types.ModuleType, tuple, enum.Enum, enum.EnumMeta)):
         return
-    kind = owner if isinstance(owner, type) else type(owner)
+    if isinstance(owner, type):
+        kind = owner
+    else:
+        kind = type(owner)
     known = (*frontends.PACKAGES, "numpy", "builtins", "ml_dtypes")
     if kind.__module__.partition(".")[0] not in known:
         name = ast.unparse(node.value)
         raise rewriter.error(
             node,
-            f"Numba cannot read attributes of {name}, a Python object ({kind.__name__}): assign {text} to a name outside "
-            "the kernel",
+            f"Numba cannot read attributes of {name}, a Python object ({kind.__name__}): assign "
+            f"{text} to a name outside the kernel",
         )
 
 
 class _Sizes:
-    """Is the shape of a shared or local array a compile-time constant for Numba? TILE is, TILE + 1 is not."""
+    """Is the shape of a shared or local array a compile-time constant for Numba? TILE is, TILE + 1
+    is not."""
 
     def __init__(self, rewriter, definition):
         self.rewriter = rewriter
-        self.parameters, self.values = parameters(definition), assignments(definition)
+        self.parameters = parameters(definition)
+        self.values = assignments(definition)
 
     def check(self, call):
         """Raise KernelError if the shape is not a constant.
 
-        Returns None, or the KernelError to raise if the function is launched as a kernel: the shape depends on a parameter,
-        which is constant only if a kernel calls the function with a constant.
+        Returns None, or the KernelError to raise if the function is launched as a kernel: the shape
+        depends on a parameter, which is constant only if a kernel calls the function with a
+        constant.
         """
         shapes = [k.value for k in call.keywords if k.arg == "shape"] + call.args[:1]
         given: set[str] = set()
         if all(self.known(shape, given) for shape in shapes):
-            return self._error(call, given.pop()) if given else None
+            if given:
+                return self._error(call, given.pop())
+            return None
         raise self._error(call, ast.unparse(shapes[0]))
 
     def _error(self, call, what) -> KernelError:
-        text = f"the shape of {ast.unparse(call.func)} must be a compile-time constant, and {what} is not"
+        text = (
+            f"the shape of {ast.unparse(call.func)} must be a compile-time constant, and {what} is "
+            "not"
+        )
         hint = "a literal, or a name defined outside the kernel, such as TILE1 = TILE + 1"
         return self.rewriter.error(call, f"{text}: use {hint}")
 
     def known(self, node, given, looking=()):
-        """Is the expression a compile-time constant? Adds the parameters that it depends on to `given`.
+        """Is the expression a compile-time constant? Adds the parameters that it depends on to
+        `given`.
 
         looking: local names whose assignments are being checked.
         """

@@ -9,16 +9,19 @@
     if s[0] == cuda.gridDim.x - 1:                      acquires: all other blocks released before
         ... = partial[...]
 
-An atomic releases the accesses that precede a fence which the atomic follows: a fence in the same thread, or in any thread of
-the same block before a barrier. A fence is preceded by the accesses of its thread, and by the accesses of its block before
-the last barrier. Another block acquires them by an atomic on the same element: they are then ordered for the thread of that
-atomic, and for all threads of that block after their next barrier.
+An atomic releases the accesses that precede a fence which the atomic follows: a fence in the same
+thread, or in any thread of the same block before a barrier. A fence is preceded by the accesses of
+its thread, and by the accesses of its block before the last barrier. Another block acquires them by
+an atomic on the same element: they are then ordered for the thread of that atomic, and for all
+threads of that block after their next barrier.
 
-The order is transitive: what a block has acquired before a fence is released with its own accesses (cumulativity in PTX).
+The order is transitive: what a block has acquired before a fence is released with its own accesses
+(cumulativity in PTX).
 
-Within a block, threads pass accesses on in the same way: what precedes a fence of a thread (threadfence or threadfence_block) is
-released by its next atomics, and acquired by every thread of the block whose atomic on the same element comes later. So the
-accesses that a lock protects are in order:
+Within a block, threads pass accesses on in the same way: what precedes a fence of a thread
+(threadfence or threadfence_block) is released by its next atomics, and acquired by every thread of
+the block whose atomic on the same element comes later. So the accesses that a lock protects are in
+order:
 
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
@@ -26,11 +29,13 @@ accesses that a lock protects are in order:
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)
 
-Within a warp, syncwarp is such a barrier: what a lane did before it precedes the later fences and atomics of the lanes that it
-met, and what one of these has acquired before it is acquired for them all after it.
+Within a warp, syncwarp is such a barrier: what a lane did before it precedes the later fences and
+atomics of the lanes that it met, and what one of these has acquired before it is acquired for them
+all after it.
 
-A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is sequentially consistent
-(fence.sc in PTX): all fences have one order, and the observed atomic determines it for this pair.
+A fence in one thread, a barrier and the atomic in another thread are enough, because threadfence is
+sequentially consistent (fence.sc in PTX): all fences have one order, and the observed atomic
+determines it for this pair.
 """
 
 
@@ -44,12 +49,14 @@ class Release:
         self.last = 0  # epoch of the last atomic: it follows the fences of earlier epochs
         self.clocks = {}  # thread -> clock of its last fence: its earlier accesses are released
         self.atomics = set()  # the marks of the atomics
-        # what this block has acquired itself: other block -> its accesses before this epoch; its thread -> before this clock
+        # what this block has acquired itself: other block -> its accesses before this epoch; its
+        # thread -> before this clock
         self.passed, self.passed_clocks = {}, {}
 
     def add(self, mark):
         """Add an atomic at `mark`."""
-        thread, fenced = mark.thread, mark.thread.block.fenced
+        thread = mark.thread
+        fenced = mark.thread.block.fenced
         self.last = mark.epoch
         self.atomics.add(mark)
         known = [e for e in fenced[-2:] if e < mark.epoch]
@@ -83,7 +90,8 @@ class Release:
 
 
 def fence(thread):
-    """threadfence: give the thread a new mark, which the fence precedes. The last fence of each epoch is kept."""
+    """threadfence: give the thread a new mark, which the fence precedes. The last fence of each
+    epoch is kept."""
     fence_block(thread)
     thread.seen_at_fence = thread.seen
     epoch, fenced = thread.mark.epoch, thread.block.fenced
@@ -101,8 +109,9 @@ def fence_block(thread):
 
 
 def _of_mates(thread) -> dict:
-    """{lane of the thread's warp: clock}: by syncwarp, what the lane did before this clock precedes the thread's last
-    threadfence, or a threadfence of the lane that precedes the thread's next atomic.
+    """{lane of the thread's warp: clock}: by syncwarp, what the lane did before this clock precedes
+    the thread's last threadfence, or a threadfence of the lane that precedes the thread's next
+    atomic.
     """
     found = {}
     for mate in thread.block.warps[thread.warp] if thread.seen else ():
@@ -115,7 +124,8 @@ def _of_mates(thread) -> dict:
 
 
 def acquire(mark, memory, key):
-    """An atomic acquires what earlier blocks and other threads of its block have released on its element."""
+    """An atomic acquires what earlier blocks and other threads of its block have released on its
+    element."""
     thread = mark.thread
     handed = thread.block.handed.get((memory, key))
     if handed is not None:
@@ -129,7 +139,8 @@ def acquire(mark, memory, key):
 
 
 def release(thread, memory, key):
-    """An atomic releases the accesses of its block. Returns a mark that no other access of the thread has."""
+    """An atomic releases the accesses of its block. Returns a mark that no other access of the
+    thread has."""
     block = thread.block
     if thread.fenced_at:
         handed = block.handed.setdefault((memory, key), {})
@@ -171,7 +182,8 @@ def _raise(old, new):
 
 def known(earlier, now) -> bool:
     """Has the thread of the mark `now` acquired the access of another block at `earlier`?"""
-    thread, seen = now.thread, now.thread.seen
+    thread = now.thread
+    seen = now.thread.seen
     for releases, epoch, threads in thread.block.acquired.values():
         by_warp = seen is not None and any(
             t.warp == thread.warp and clock <= seen[t.lane] for t, clock in threads.items()
@@ -189,8 +201,8 @@ def known(earlier, now) -> bool:
 def keep(old: dict, new: dict):
     """Add the reads or atomics of a finished block to those of earlier blocks.
 
-    For each element, one access that later blocks cannot acquire is enough, because every later write races with it. A block
-    without a fence releases nothing.
+    For each element, one access that later blocks cannot acquire is enough, because every later
+    write races with it. A block without a fence releases nothing.
     """
     fenced = new and next(iter(new.values()))[0].thread.block.fenced
     if not fenced:
@@ -211,7 +223,10 @@ def _by_thread(record):
 
 
 def accesses(record):
-    """The (mark, site) pairs in a record of reads or atomics; memory.add_reader describes its layout."""
+    """The (mark, site) pairs in a record of reads or atomics; memory.add_reader describes its
+    layout."""
     if len(record) == 3:
         return record[2].values()
-    return (record[:2], record[2:]) if len(record) == 4 else (record,)
+    if len(record) == 4:
+        return (record[:2], record[2:])
+    return (record,)

@@ -1,14 +1,16 @@
 """The numbers in a simulated kernel: they have the types that Numba gives them on the GPU.
 
-Python's own numbers do not appear in a kernel: NumPy would treat them as "weak" and keep float32 * 0.5
-in float32, but Numba computes in float64. Literals, constants and shapes become int64 or float64.
+Python's own numbers do not appear in a kernel: NumPy would treat them as "weak" and keep float32 *
+0.5 in float32, but Numba computes in float64. Literals, constants and shapes become int64 or
+float64.
 
     int64, float32, float64, bool    NumPy's scalars, whose arithmetic is the same as Numba's
     the other integers               the classes below, because Numba computes in 64 bits: int32 * int32 is int64
 
 Numba's rules for two operands: integers give int64, or uint64 if both are unsigned; float32 stays
 float32 with float32, bool, int8, int16 and uint8, and becomes float64 with every other type; `/` of
-integers gives float64. tests/simulator/test_simulator_types.py compares these rules with Numba's type inference.
+integers gives float64. tests/simulator/test_simulator_types.py compares these rules with Numba's
+type inference.
 """
 
 import builtins
@@ -35,7 +37,9 @@ _NOT_INTEGERS = (np.inexact, float, Unset)
 def _float_type(integer, other):
     if isinstance(other, np.complexfloating):
         return np.complex128
-    return np.float32 if type(other) is np.float32 and integer.in_float32 else np.float64
+    if type(other) is np.float32 and integer.in_float32:
+        return np.float32
+    return np.float64
 
 
 _ZERO = np.int64(0)
@@ -46,11 +50,16 @@ def _int64(x):
     """np.int64(x), which takes a microsecond for an instance of a subclass."""
     if type(x) is np.int64:
         return x
-    return _ZERO + as_int(x) if type(x) in _NARROW else np.int64(x)
+    if type(x) in _NARROW:
+        return _ZERO + as_int(x)
+    return np.int64(x)
 
 
 def _arithmetic(op):
-    wide = np.float64 if op is operator.truediv else _int64
+    if op is operator.truediv:
+        wide = np.float64
+    else:
+        wide = _int64
 
     def forward(self, other):
         if type(other) is np.int64 and type(self) in _NARROW:
@@ -92,7 +101,11 @@ def _shift(op):
 def _comparison(op):
     def compare(self, other):
         result = op(as_int(self), other)
-        return np.True_ if result is True else np.False_ if result is False else result
+        if result is True:
+            return np.True_
+        if result is False:
+            return np.False_
+        return result
 
     return compare
 
@@ -102,7 +115,9 @@ def _unary(op):
 
     def apply(self):
         value = op(self.base(self))
-        return UInt64(value) if self.unsigned else np.int64(value)
+        if self.unsigned:
+            return UInt64(value)
+        return np.int64(value)
 
     return apply
 
@@ -132,7 +147,8 @@ def _integer_methods():
 
 
 def _integer(name, base, in_float32=False):
-    """A subclass of a NumPy integer with Numba's arithmetic. in_float32: Numba converts it to float32 next to a float32."""
+    """A subclass of a NumPy integer with Numba's arithmetic. in_float32: Numba converts it to
+    float32 next to a float32."""
     unsigned = issubclass(base, np.unsignedinteger)
     more = {"unsigned": unsigned, "in_float32": in_float32, "base": base, "__module__": __name__}
     return type(name, (base,), _integer_methods() | more)  # NumPy allows no second base class
@@ -184,7 +200,8 @@ def scalar_type(dtype) -> type:
 
 @functools.cache
 def cast(dtype: np.dtype):
-    """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or truncated.
+    """float32(x), int32(x) ... as a kernel calls them: integers wrap around, floats are rounded or
+    truncated.
 
     The function's attributes `scalar` and `dtype` are the class and the dtype of its results.
     """
@@ -197,7 +214,9 @@ def cast(dtype: np.dtype):
             if type(x) is scalar:
                 return x
             try:
-                return scalar(x) if type(x) is not Unset else carried(scalar, x)
+                if type(x) is not Unset:
+                    return scalar(x)
+                return carried(scalar, x)
             except TypeError:
                 return carried(scalar, x)
 
@@ -263,14 +282,16 @@ def _to_integer(scalar):
 
 
 def storing(dtype: np.dtype):
-    """What converts a value before it is stored to an array of this dtype; None if NumPy does. The result is a NumPy scalar."""
+    """What converts a value before it is stored to an array of this dtype; None if NumPy does. The
+    result is a NumPy scalar."""
     if dtype.kind == "b":
         return _to_bool
     if dtype == BF16:
         return _to_bf16
     if dtype.kind not in "iu":
         return None
-    kind, convert = dtype.type, cast(dtype)
+    kind = dtype.type
+    convert = cast(dtype)
     signed = dtype.kind == "i"
 
     def store(x):
@@ -297,18 +318,23 @@ def _to_bf16(x):
 
 
 def typed(value):
-    """A constant or a kernel argument with the type Numba infers for it; other objects unchanged."""
+    """A constant or a kernel argument with the type Numba infers for it; other objects
+    unchanged."""
     if isinstance(value, (bool, np.bool_)):
         return np.bool_(value)
     if isinstance(value, np.generic):
         return scalar_type(value.dtype)(value)
     if isinstance(value, int):
-        return np.int64(value) if -(2**63) <= value < 2**63 else UInt64(value)
+        if -(2**63) <= value < 2**63:
+            return np.int64(value)
+        return UInt64(value)
     if isinstance(value, float):
         return np.float64(value)
     if isinstance(value, tuple):
         values = map(typed, value)
-        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        if hasattr(value, "_fields"):
+            return type(value)(*values)
+        return tuple(values)
     return value
 
 
@@ -319,7 +345,8 @@ def unify(a: type, b: type) -> type:
 
 
 def promote(x, like):
-    """x as one side of a conditional whose other side has the type of `like`. Arrays and tuples are unchanged."""
+    """x as one side of a conditional whose other side has the type of `like`. Arrays and tuples are
+    unchanged."""
     if type(x) is type(like) or not (isinstance(x, NUMBERS) and isinstance(like, NUMBERS)):
         return x
     kinds: tuple[type, type] = type(x), type(like)
@@ -330,12 +357,16 @@ _BOOL = np.bool_
 
 
 def number(x):
-    """x as an operand of + - * / // % << >>: a bool becomes the Int8 0 or 1, next to which float32 stays float32."""
-    return Int8(x) if type(x) is _BOOL or type(x) is bool else x
+    """x as an operand of + - * / // % << >>: a bool becomes the Int8 0 or 1, next to which float32
+    stays float32."""
+    if type(x) is _BOOL or type(x) is bool:
+        return Int8(x)
+    return x
 
 
 def promote_if_known(x, like):
-    """promote(x, like()), or x if like() raises: the other side of the conditional may have no value (an unset name, 2 ** -1)."""
+    """promote(x, like()), or x if like() raises: the other side of the conditional may have no
+    value (an unset name, 2 ** -1)."""
     try:
         return promote(x, like())
     except Exception:
@@ -351,7 +382,9 @@ def _select(better):
             raise TypeError
         chosen = b if better(b, a) or a != a else a
         kinds: tuple[type, type] = type(a), type(b)
-        return chosen if kinds[0] is kinds[1] else unify(*kinds)(chosen)
+        if kinds[0] is kinds[1]:
+            return chosen
+        return unify(*kinds)(chosen)
 
     def select(*args):
         args = args if len(args) > 1 else args[0]
@@ -365,7 +398,10 @@ def _select(better):
 
 def power(a, b):
     """a ** b; float32 to an integer power stays float32."""
-    a = np.float32(a) if type(a) is BFloat16 else number(a)
+    if type(a) is BFloat16:
+        a = np.float32(a)
+    else:
+        a = number(a)
     if type(a) is np.float32 and isinstance(b, np.integer):
         b = int(b)
     return a**b
@@ -377,7 +413,10 @@ def _range(*args):
     elif all(isinstance(a, (Int8, Int16, Int32)) for a in args):
         kind = Int32
     else:
-        kind = UInt64 if any(getattr(a, "unsigned", False) for a in args) else np.int64
+        if any(getattr(a, "unsigned", False) for a in args):
+            kind = UInt64
+        else:
+            kind = np.int64
     try:
         numbers = range(*map(int, args))
     except TypeError:
@@ -395,16 +434,21 @@ _SMALL = {kind: [*map(kind, range(SMALL))] for kind in (np.int64, Int32, UInt64)
 
 
 def _int(x):
-    return x if isinstance(x, np.integer) else cast(np.dtype(np.int64))(x)
+    if isinstance(x, np.integer):
+        return x
+    return cast(np.dtype(np.int64))(x)
 
 
 @carries
 def _float(x):
-    return x if isinstance(x, np.floating) else np.float64(x)
+    if isinstance(x, np.floating):
+        return x
+    return np.float64(x)
 
 
 def _isinstance(x, kinds):
-    """isinstance with the types of Python, NumPy and Numba; in a kernel, int and float are functions."""
+    """isinstance with the types of Python, NumPy and Numba; in a kernel, int and float are
+    functions."""
     if isinstance(kinds, tuple):
         return any(_isinstance(x, kind) for kind in kinds)
     x = x.value if type(x) is Unset else x
@@ -438,12 +482,15 @@ def _shifted(op, sign):
     return shift
 
 
-shift_left, shift_right = _shifted(operator.lshift, "<<"), _shifted(operator.rshift, ">>")
+shift_left = _shifted(operator.lshift, "<<")
+shift_right = _shifted(operator.rshift, ">>")
 
 
 @carries
 def _round(x, digits=None):
-    return np.int64(np.rint(float(x))) if digits is None else type(x)(round(float(x), int(digits)))
+    if digits is None:
+        return np.int64(np.rint(float(x)))
+    return type(x)(round(float(x), int(digits)))
 
 
 # ----------------------------------------------------------------------------- math, libdevice
@@ -453,16 +500,20 @@ _NUMPY_NAMES = {"pow": "power", "fabs": "abs"} | {
 
 
 def _float_of(args):
-    """float32 if there is a float32 and Numba would convert the other arguments to it, else float64."""
+    """float32 if there is a float32 and Numba would convert the other arguments to it, else
+    float64."""
     kinds = {np.float32 if type(a) is BFloat16 else type(a) for a in args}
     if kinds == {np.float32}:
         return np.float32
     small = all(k in (np.float32, np.bool_) or getattr(k, "in_float32", False) for k in kinds)
-    return np.float32 if small and np.float32 in kinds else np.float64
+    if small and np.float32 in kinds:
+        return np.float32
+    return np.float64
 
 
 def _float_function(name, f, scalar=None):
-    """f computed in float64 and rounded to `scalar`; by default to the type that Numba gives the result."""
+    """f computed in float64 and rounded to `scalar`; by default to the type that Numba gives the
+    result."""
     fallback = getattr(np, _NUMPY_NAMES.get(name, name), lambda *args: math.nan)
 
     def call(*args):
@@ -478,8 +529,9 @@ def _float_function(name, f, scalar=None):
 
 
 _FUNCTIONS = (
-    "exp exp2 expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
-    "erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod remainder hypot degrees radians"
+    "exp exp2 expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh asinh "
+    "acosh atanh erf erfc gamma lgamma fabs floor ceil pow atan2 copysign fmod remainder hypot "
+    "degrees radians"
 )
 
 # A function that a kernel calls -> the function that the simulator calls in its place.
@@ -549,6 +601,8 @@ def twin(obj):
     if isinstance(obj, np.ufunc):
         return _ufunc(obj)
     try:
-        return TWINS[obj] if obj in TWINS else half.named(obj, cast) or typed(obj)
+        if obj in TWINS:
+            return TWINS[obj]
+        return half.named(obj, cast) or typed(obj)
     except TypeError:  # not hashable
         return obj

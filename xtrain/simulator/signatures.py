@@ -1,4 +1,5 @@
-"""Device functions with a declared signature: Numba converts their arguments and their result to the declared types.
+"""Device functions with a declared signature: Numba converts their arguments and their result to
+the declared types.
 
 @cuda.jit("float32(float32)", device=True)
 def tenth(x): return x * 0.1        # computed in float64, and returned as float32
@@ -12,7 +13,8 @@ from .scalars import twin
 
 
 def device_call(rewriter, node, function):
-    """The rewritten call of a @cuda.jit function, with the conversions that its signature declares."""
+    """The rewritten call of a @cuda.jit function, with the conversions that its signature
+    declares."""
     declared = _signature(function)
     if declared is None:
         return rewriter.device_function(node, function.py_func)

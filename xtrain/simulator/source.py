@@ -11,7 +11,8 @@
     0.5, C, math.exp, min            float64(0.5), int64(C), their replacements (scalars.TWINS)
 
 File names and line numbers are kept, so tracebacks, pdb and breakpoints show the original source.
-Globals and closure variables are read once, when the kernel first runs in the simulator; Numba freezes them when it compiles.
+Globals and closure variables are read once, when the kernel first runs in the simulator; Numba
+freezes them when it compiles.
 """
 
 import ast
@@ -93,8 +94,9 @@ _translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def translate(function) -> Translated:
-    """Rewrite a function: the `py_func` of a @cuda.jit function. Cached. Returns None while the function is being rewritten
-    (a recursive call). Raises KernelError for what Numba does not compile.
+    """Rewrite a function: the `py_func` of a @cuda.jit function. Cached. Returns None while the
+    function is being rewritten (a recursive call). Raises KernelError for what Numba does not
+    compile.
     """
     if function not in _translated:
         learn()
@@ -171,7 +173,8 @@ def _lambda(function):
 
 
 def _strip_annotations(definition):
-    """Remove all type annotations: Numba ignores them, and their names need not exist when the kernel runs."""
+    """Remove all type annotations: Numba ignores them, and their names need not exist when the
+    kernel runs."""
 
     class Strip(ast.NodeTransformer):
         def visit_FunctionDef(self, node):
@@ -192,10 +195,12 @@ def _strip_annotations(definition):
 
 
 class _Rewriter(Names):
-    """The rewriting of one function. A visit_X method returns the new syntax tree of a node of type X."""
+    """The rewriting of one function. A visit_X method returns the new syntax tree of a node of type
+    X."""
 
     def typed_like(self, node):
-        """An expression that has the type of `node` and reads no memory; None if the source does not show the type."""
+        """An expression that has the type of `node` and reads no memory; None if the source does
+        not show the type."""
         if isinstance(node, (ast.Constant, ast.Name)) or self.static(node) is not DYNAMIC:
             return self.visit(node)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -208,12 +213,15 @@ class _Rewriter(Names):
                 return self.binary(node, *sides)
         if isinstance(node, ast.Call):
             scalar = getattr(twin(self.static(node.func)), "scalar", None)
-            return None if scalar is None else self.constant(scalar(1), node, "one")
+            if scalar is None:
+                return None
+            return self.constant(scalar(1), node, "one")
         return None
 
     # ------------------------------------------------------------------------- names and numbers
     def visit_Name(self, node):
-        value, name = self.static(node), self.cuda_name(node)
+        value = self.static(node)
+        name = self.cuda_name(node)
         if name is not None:  # from numba.cuda import syncthreads
             return self.cuda_attribute(node, name) or self.object(value, node, name)
         if self.inner.get(node.id) and isinstance(node.ctx, ast.Load):
@@ -232,10 +240,13 @@ class _Rewriter(Names):
             text = f"{ast.unparse(node)} is not simulated: use {ast.unparse(node.value)}.ravel()"
             raise self.error(node, text)
         self.views = self.views or (node.attr == "view" and self.static(node) is DYNAMIC)
-        value, name = self.static(node), self.cuda_name(node)
+        value = self.static(node)
+        name = self.cuda_name(node)
         if name is not None and (new := self.cuda_attribute(node, name)):
             return new
-        return self.generic_visit(node) if value is DYNAMIC else self.object(value, node, node.attr)
+        if value is DYNAMIC:
+            return self.generic_visit(node)
+        return self.object(value, node, node.attr)
 
     def cuda_attribute(self, node, name):
         """The replacement of cuda.<name>; None if it needs none, such as cuda.libdevice."""
@@ -249,8 +260,14 @@ class _Rewriter(Names):
         if twin(value) is not value:
             return None
         bare = frontends.first().cuda
-        owner = self.static(node.value) if isinstance(node, ast.Attribute) else bare
-        attribute = node.attr if isinstance(node, ast.Attribute) else name
+        if isinstance(node, ast.Attribute):
+            owner = self.static(node.value)
+        else:
+            owner = bare
+        if isinstance(node, ast.Attribute):
+            attribute = node.attr
+        else:
+            attribute = name
         near = get_close_matches(attribute, dir(owner), 1)
         text = f"{ast.unparse(node)} is not simulated"
         if near and not hasattr(owner, attribute):
@@ -275,7 +292,9 @@ class _Rewriter(Names):
 
     # ------------------------------------------------------------------------- expressions
     def visit_UnaryOp(self, node):
-        literal = node.operand.value if isinstance(node.operand, ast.Constant) else None
+        literal = None
+        if isinstance(node.operand, ast.Constant):
+            literal = node.operand.value
         if isinstance(node.op, ast.USub) and isinstance(literal, (int, float)):
             return self.constant(typed(-literal), node, "literal")
         operand = self.visit(node.operand)
@@ -288,7 +307,8 @@ class _Rewriter(Names):
         return self.binary(node, self.visit(node.left), self.visit(node.right), numbers)
 
     def binary(self, node, left, right, numbers=False):
-        """`left node.op right` for rewritten expressions. numbers: one of them is known not to be a bool."""
+        """`left node.op right` for rewritten expressions. numbers: one of them is known not to be a
+        bool."""
         if isinstance(node.op, ast.Pow):
             return at(ast.Call(self.constant(power, node, "power"), [left, right], []), node)
         op: ast.operator = node.op
@@ -303,14 +323,23 @@ class _Rewriter(Names):
         return at(ast.BinOp(left, op, right), node)
 
     def fits(self, op, node):
-        """Does the source show that this divisor is not zero, or this number of bits less than 64?"""
-        name = self.cuda_name(node.value) if isinstance(node, ast.Attribute) else None
+        """Does the source show that this divisor is not zero, or this number of bits less than
+        64?"""
+        if isinstance(node, ast.Attribute):
+            name = self.cuda_name(node.value)
+        else:
+            name = None
         if name in ("blockDim", "gridDim") or self.cuda_name(node) == "warpsize":
             return isinstance(op, (ast.FloorDiv, ast.Mod))
-        value = node.value if isinstance(node, ast.Constant) else self.static(node)
+        if isinstance(node, ast.Constant):
+            value = node.value
+        else:
+            value = self.static(node)
         if not isinstance(value, (int, float, np.number)):
             return False
-        return 0 <= value < 64 if isinstance(op, (ast.LShift, ast.RShift)) else value != 0
+        if isinstance(op, (ast.LShift, ast.RShift)):
+            return 0 <= value < 64
+        return value != 0
 
     def number(self, expression):
         """number(expression): a bool becomes an integer."""
@@ -319,7 +348,8 @@ class _Rewriter(Names):
         )
 
     def visit_IfExp(self, node):
-        """Both sides get their common type in Numba: `x if c else 0.0` is float64 for a float32 x."""
+        """Both sides get their common type in Numba: `x if c else 0.0` is float64 for a float32
+        x."""
         likes = {"body": self.typed_like(node.orelse), "orelse": self.typed_like(node.body)}
         node = self.generic_visit(node)
         for side, like in likes.items():
@@ -327,7 +357,8 @@ class _Rewriter(Names):
                 helper = promote
                 if not (isinstance(like, ast.Name) and like.id in self.scope):  # not a constant
                     no_arguments = ast.arguments([], [], None, [], [], None, [])
-                    like, helper = ast.Lambda(no_arguments, like), promote_if_known
+                    like = ast.Lambda(no_arguments, like)
+                    helper = promote_if_known
                 args = [getattr(node, side), like]
                 promoted = ast.Call(self.constant(helper, node, "promote"), args, [])
                 setattr(node, side, at(promoted, node))
@@ -338,19 +369,26 @@ class _Rewriter(Names):
             return self.object(value, node, "member")
         if isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "strides"):
             return at(ast.Subscript(self.visit(node.value), self.index(node.slice), node.ctx), node)
-        site, array = self.site(node, ast.unparse(node.value)), self.visit(node.value)
+        site = self.site(node, ast.unparse(node.value))
+        array = self.visit(node.value)
         index = self.index(node.slice)
-        axes = index.elts if isinstance(index, ast.Tuple) else []
+        axes = []
+        if isinstance(index, ast.Tuple):
+            axes = index.elts
         if len(axes) == 2 and not any(isinstance(i, ast.Starred) for i in axes):
             return self.call(node, "load_2d", array, *axes, site)
         return self.call(node, "load", array, index, site)
 
     def index(self, node):
-        """A rewritten index. Literals stay Python integers, because Thread.load converts the index to one anyway."""
+        """A rewritten index. Literals stay Python integers, because Thread.load converts the index
+        to one anyway."""
         if isinstance(node, ast.Constant):
             return node
         literal = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-        value = getattr(node.operand, "value", None) if literal else self.static(node)
+        if literal:
+            value = getattr(node.operand, "value", None)
+        else:
+            value = self.static(node)
         if isinstance(value, int) and not isinstance(value, bool):  # a negative one may be meant
             return at(ast.Constant(-value if literal else int(value)), node)
         if isinstance(node, ast.Tuple):
@@ -365,12 +403,15 @@ class _Rewriter(Names):
 
     # ------------------------------------------------------------------------- calls
     def visit_Call(self, node):
-        name, function = self.cuda_name(node.func), self.static(node.func)
+        name = self.cuda_name(node.func)
+        function = self.static(node.func)
         if name in _PARAMETERS:
             return self.wait(node, name)
         if name is not None and name.partition("_")[0] in NAMESPACES:
             if name == "shared_array":
-                kind = twin(self.static(node.args[1])) if len(node.args) > 1 else None
+                kind = None
+                if len(node.args) > 1:
+                    kind = twin(self.static(node.args[1]))
                 self.granule = math.gcd(
                     self.granule, getattr(getattr(kind, "dtype", None), "itemsize", 1)
                 )
@@ -380,7 +421,10 @@ class _Rewriter(Names):
             if "atomic" in name:
                 self.visit(node.func)  # raises an error for an unknown atomic
             site = self.site(node, ast.unparse(node.args[0]) if "atomic" in name else name)
-            index = self.index(node.args[1]) if "atomic" in name and len(node.args) > 1 else None
+            if "atomic" in name and len(node.args) > 1:
+                index = self.index(node.args[1])
+            else:
+                index = None
             node = self.generic_visit(node)
             if index is not None:
                 node.args[1] = index
@@ -395,7 +439,8 @@ class _Rewriter(Names):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "sync" and not node.args:
             return self.request(node, GRID_SYNC, [])
         if isinstance(function, np.ufunc) and len(node.args) > function.nin:
-            site, f = self.site(node, ast.unparse(node)), self.object(function, node, "ufunc")
+            site = self.site(node, ast.unparse(node))
+            f = self.object(function, node, "ufunc")
             return self.call(node, "ufunc", site, f, *map(self.visit, node.args))
         if self.is_value(node.func):
             return self.apply(node, self.visit(node.func))
@@ -416,7 +461,8 @@ class _Rewriter(Names):
         return self.folded(new, function)
 
     def is_value(self, node):
-        """Is the called function a parameter, a variable or an element of a tuple, and not a nested function?"""
+        """Is the called function a parameter, a variable or an element of a tuple, and not a nested
+        function?"""
         if isinstance(node, ast.Subscript):
             return not self.in_lambda
         local = isinstance(node, ast.Name) and node.id in self.locals
@@ -444,7 +490,8 @@ class _Rewriter(Names):
 
     def wait(self, node, name):
         """A call of a barrier or a warp function: the scheduler sends its result."""
-        wanted, given = _PARAMETERS[name], {k.arg: k.value for k in node.keywords}
+        wanted = _PARAMETERS[name]
+        given = {k.arg: k.value for k in node.keywords}
         known = name.startswith(("shfl", "syncthreads")) and set(given) == {
             *wanted[len(node.args) :]
         }
@@ -498,10 +545,11 @@ class _Rewriter(Names):
         return node
 
     def visit_While(self, node):
-        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`. In a loop that may wait for another thread, turn()
-        may be False: `while (turn() or (yield SPIN)) and ...`.
+        """`turn = _t.turns(site)` before the loop, and `while turn() and ...`. In a loop that may
+        wait for another thread, turn() may be False: `while (turn() or (yield SPIN)) and ...`.
         """
-        turn, site = self.temporary(), self.site(node, f"while {ast.unparse(node.test)}")
+        turn = self.temporary()
+        site = self.site(node, f"while {ast.unparse(node.test)}")
         inside = [n for part in (node.test, *node.body) for n in ast.walk(part)]
         waits = any(map(self.accesses_memory, inside))
         stores = any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in inside)
@@ -518,8 +566,8 @@ class _Rewriter(Names):
         return [at(start, node), node]
 
     def only_looks(self, body):
-        """Does each iteration do the same until another thread writes? It has `pass`, cuda.nanosleep, `if ...: break`, and
-        variables that do not depend on the iteration before.
+        """Does each iteration do the same until another thread writes? It has `pass`,
+        cuda.nanosleep, `if ...: break`, and variables that do not depend on the iteration before.
         """
         inside = [n for s in body for n in ast.walk(s)]
         names = [n for n in inside if isinstance(n, ast.Name)]
@@ -534,7 +582,9 @@ class _Rewriter(Names):
                 used = {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)}
                 plain = all(isinstance(t, ast.Name) for t in statement.targets)
                 return plain and not used & assigned
-            call = statement.value if isinstance(statement, ast.Expr) else None
+            call = None
+            if isinstance(statement, ast.Expr):
+                call = statement.value
             sleeps = isinstance(call, ast.Call) and self.cuda_name(call.func) == "nanosleep"
             return sleeps or isinstance(statement, ast.Pass)
 
@@ -559,7 +609,8 @@ class _Rewriter(Names):
         return node
 
     def each(self, node):
-        """The iterable of a loop. An array's elements are read one by one, when the loop reaches them."""
+        """The iterable of a loop. An array's elements are read one by one, when the loop reaches
+        them."""
         if not isinstance(node, ast.Call):
             site = self.site(node, ast.unparse(node))
             return self.call(node, "each", self.visit(node), site)
@@ -582,7 +633,8 @@ class _Rewriter(Names):
 
     def visit_Lambda(self, node):
         with self.inside(node, "lambda"):
-            before, self.in_lambda = self.in_lambda, True
+            before = self.in_lambda
+            self.in_lambda = True
             node.body = self.visit(node.body)
             self.in_lambda = before
             if self.waits:
@@ -598,7 +650,8 @@ class _Rewriter(Names):
         return [at(ast.Assign([left], self.site(node, "return")), node), node]
 
     def store(self, target, value):
-        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten expression."""
+        """A statement for `target[...] = value` or `target.name = value`; value is a rewritten
+        expression."""
         if isinstance(target, ast.Attribute):
             site = self.site(target, ast.unparse(target))
             args = self.visit(target.value), at(ast.Constant(target.attr), target), value, site
@@ -642,7 +695,8 @@ class _Rewriter(Names):
             old = at(ast.Name(target.id, ast.Load()), node)
             value = self.visit_BinOp(at(ast.BinOp(old, node.op, node.value), node))
             return at(ast.Assign([target], value), node)
-        array, index = self.temporary(), self.temporary()
+        array = self.temporary()
+        index = self.temporary()
         new: list[ast.stmt] = [
             ast.Assign([ast.Name(array, ast.Store())], self.visit(target.value)),
             ast.Assign([ast.Name(index, ast.Store())], self.index(target.slice)),

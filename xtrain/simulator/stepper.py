@@ -1,9 +1,11 @@
-"""A recording as a page of HTML: a slider over the steps of a block, its threads, its memory, and the source next to them.
+"""A recording as a page of HTML: a slider over the steps of a block, its threads, its memory, and
+the source next to them.
 
     recording = record(kernel, grid, block, *args)          # block (0, 0, 0); another: of=(1, 0, 0)
     recording.save("rmsnorm.html")
 
-The page needs nothing else and loads nothing. stepper.html is its frame; this module computes what it shows.
+The page needs nothing else and loads nothing. stepper.html is its frame; this module computes what
+it shows.
 """
 
 import ast
@@ -59,9 +61,12 @@ class Stepper(Recording):
 
 def contents(recording: Recording) -> dict[str, Any]:
     """What the page shows, as JSON has it."""
-    steps, launch = recording.steps(), recording.launch
+    steps = recording.steps()
+    launch = recording.launch
     paths = [step.event.path for step in steps]
-    error_sites = recording.error.sites if recording.error else ()
+    error_sites = ()
+    if recording.error:
+        error_sites = recording.error.sites
     # the files of an error first: then both its lines are in sight
     places = [(s.file, s.line) for s in error_sites] + [place for path in paths for place in path]
     files = _files(dict.fromkeys(places))
@@ -88,8 +93,16 @@ def contents(recording: Recording) -> dict[str, Any]:
 
 
 def _step(step: Step, path: list) -> dict[str, Any]:
-    """t: time.  w: warp.  p: path.  h: how.  a: array.  b: a barrier?  l, e, v: thread, element and value of each access"""
-    lanes, elements, values = [], [], []
+    """t: time.
+    w: warp.
+    p: path.
+    h: how.
+    a: array.
+    b: a barrier?
+    l, e, v: thread, element and value of each access"""
+    lanes = []
+    elements = []
+    values = []
     for thread, some, found in step.lanes:
         some = [] if step.event.engine else some
         lanes += [thread] * max(1, len(some))
@@ -104,10 +117,13 @@ def _step(step: Step, path: list) -> dict[str, Any]:
 def _asynchronous(steps: list[Step]) -> list[dict[str, Any]]:
     """What the asynchronous engines (engines.py) do in each step.
 
-    n: engine.  r: the words of an access that begins here, [[first, end], ...].  u: time of the step in which it ends, or -1.
+    n: engine.
+    r: the words of an access that begins here, [[first, end], ...].
+    u: time of the step in which it ends, or -1.
     x: [time, words] of the accesses that end here, as they began.
-    m: an mbarrier after the step: its byte, its phase, and the arrivals and bytes that the phase still expects.  f: the phase
-    that was waited for.
+    m: an mbarrier after the step: its byte, its phase, and the arrivals and bytes that the phase
+    still expects.
+    f: the phase that was waited for.
     """
     ends = {access: step.time for step in steps for access in step.event.ended}
     some = [step for step in steps if step.event.engine]
@@ -158,7 +174,8 @@ def _number(value):
 
 
 def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | None:
-    """The error's text and lines, and where it shows: time, thread, cells, one sentence. time -1: nowhere."""
+    """The error's text and lines, and where it shows: time, thread, cells, one sentence. time -1:
+    nowhere."""
     error = recording.error
     if error is None:
         return None
@@ -185,7 +202,10 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
         "told": f"{who[event.engine]} causes the error here",
     }
     if event.array >= 0:
-        wrong = {*event.elements} if event.engine else {event.elements[-1]}
+        if event.engine:
+            wrong = {*event.elements}
+        else:
+            wrong = {event.elements[-1]}
         others = _others(steps, thread, event, wrong, error)
         if others:
             other, common = others[-1]
@@ -198,12 +218,16 @@ def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | N
 
 
 def _since(step: Step) -> str:
-    engine, how = step.event.engine, {READ: "reads", WRITE: "writes"}.get(step.event.how)
-    return f"({engine} {how}) began in" if engine else "is in"
+    engine = step.event.engine
+    how = {READ: "reads", WRITE: "writes"}.get(step.event.how)
+    if engine:
+        return f"({engine} {how}) began in"
+    return "is in"
 
 
 def _others(steps, thread, event: Event, wrong: set[int], error) -> list[tuple[Step, set[int]]]:
-    """The steps in which others access elements of the error, at the other place that it names; and these elements."""
+    """The steps in which others access elements of the error, at the other place that it names; and
+    these elements."""
     places = {site for site in error.sites if site != event.site}
     if isinstance(error, RaceError):
         places = places or {event.site}

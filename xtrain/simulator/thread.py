@@ -1,8 +1,8 @@
 """One CUDA thread: the functions and attributes of `numba.cuda` that do not wait for other threads.
 
 source.py rewrites a kernel so that `cuda.threadIdx.x` becomes `_t.threadIdx.x`,
-`cuda.atomic.add(...)` becomes `_t.atomic_add(...)` and `a[i]` becomes `_t.load(a, i, site)`, where _t
-is the running Thread. Each method has the name and the meaning of its function in numba.cuda.
+`cuda.atomic.add(...)` becomes `_t.atomic_add(...)` and `a[i]` becomes `_t.load(a, i, site)`, where
+_t is the running Thread. Each method has the name and the meaning of its function in numba.cuda.
 """
 
 import contextlib
@@ -43,7 +43,9 @@ class Dim3:
     __slots__ = ("x", "y", "z")
 
     def __init__(self, x, y, z):
-        self.x, self.y, self.z = Int32(x), Int32(y), Int32(z)
+        self.x = Int32(x)
+        self.y = Int32(y)
+        self.z = Int32(z)
 
     def __iter__(self):
         return iter((self.x, self.y, self.z))
@@ -56,10 +58,14 @@ class Thread:
     """One thread of one block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronization; fences: its marks after a threadfence (releases.py)
-    seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first syncwarp
-    fenced_at: its clock at its last fence; 0 if there was none.  seen_at_fence: what it had seen at its last threadfence
-    known: thread -> clock, what it has acquired from threads of its block by atomics (releases.py); or None
+    mark: this thread since its last synchronization; fences: its marks after a threadfence
+    (releases.py)
+    seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first
+    syncwarp
+    fenced_at: its clock at its last fence; 0 if there was none.
+    seen_at_fence: what it had seen at its last threadfence
+    known: thread -> clock, what it has acquired from threads of its block by atomics (releases.py);
+    or None
     state_at_spin: (site of the loop, local variables) when it last let others run in a waiting loop
     generator, request, reply: the running kernel, what it waits for, and the result to send to it
     left: the Site of the return statement that ended it
@@ -74,19 +80,24 @@ class Thread:
     warpsize = Int32(32)
 
     def __init__(self, block, index, position):
-        self.block, self.index, self.threadIdx = block, index, position
+        self.block = block
+        self.index = index
+        self.threadIdx = position
         self.warp, self.lane = divmod(index, 32)
         self.laneid = Int32(self.lane)
         self.blockIdx = block.position
-        self.blockDim, self.gridDim = block.launch.block, block.launch.grid
+        self.blockDim = block.launch.block
+        self.gridDim = block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
         self.request: Any = None
         self.generator = self.reply = self.seen = self.left = self.known = None
         self._state = self.state_at_spin = self.seen_at_fence = None
-        self.fences, self.fenced_at = (), 0
+        self.fences = ()
+        self.fenced_at = 0
 
     def intrinsic(self, function, site, *args):
-        """Call a simulated intrinsic. A value that was never written is reported where it reads it."""
+        """Call a simulated intrinsic. A value that was never written is reported where it reads
+        it."""
         args = [plain(a, "an instruction", site) for a in args]
         self.block.eager = True
         try:
@@ -103,7 +114,9 @@ class Thread:
 
     def __str__(self):
         flat = self.blockDim.y == self.blockDim.z == 1
-        return f"thread {self.index}" if flat else f"thread {self.threadIdx}"
+        if flat:
+            return f"thread {self.index}"
+        return f"thread {self.threadIdx}"
 
     def report(self, kind, sites, make):
         """Report a finding: see Launch.report."""
@@ -121,7 +134,9 @@ class Thread:
             if type(k) is not int:  # a view
                 return k
         if a.memory.local:  # no other thread has this memory
-            read = None if k in a.memory.writes else self._first(a, k, index, site)
+            read = None
+            if k not in a.memory.writes:
+                read = self._first(a, k, index, site)
         elif a.reader is self.mark and k in a.memory.writes:
             a.run[k] = site
             read = None
@@ -137,13 +152,17 @@ class Thread:
         if read is None:
             return value
         value = Unset(value, read)
-        return value.use("an instruction", site) if self.block.eager else value
+        if self.block.eager:
+            return value.use("an instruction", site)
+        return value
 
     def load_2d(self, a, i, j, site):
-        """a[i, j]: `load` with all that it calls for shared memory that is only read at the moment."""
+        """a[i, j]: `load` with all that it calls for shared memory that is only read at the
+        moment."""
         try:
             if a.reader is self.mark:
-                y, x = as_int(i), as_int(j)
+                y = as_int(i)
+                x = as_int(j)
                 n, m, row, column, start = a.plane
                 if 0 <= y < n and 0 <= x < m:
                     k = start + y * row + x * column
@@ -160,25 +179,33 @@ class Thread:
         if isinstance(a, Array):
             k = Array.locate(a, index)
             k = self._find(a, index, site) if k is None else k
-            return Record(a, k, site.what) if type(k) is int else k
+            if type(k) is int:
+                return Record(a, k, site.what)
+            return k
         if type(a) is Record:
             return self.load_field(a, index, site)
         if type(index) is Unset:
             index = index.use("an index", site)
-        return a[index] if isinstance(a, tuple) else a.locate(index)  # a number has no such method
+        # a number has no such method
+        if isinstance(a, tuple):
+            return a[index]
+        return a.locate(index)
 
     def load_field(self, record, name, site):
         """record.name"""
         a, k = record.place(name)
         if type(a) is RecordArray:
             return Record(a, k, f"{record._name}.{name}")
-        return a if k is None else self.load(a, k, site._replace(what=f"{record._name}.{name}"))
+        if k is None:
+            return a
+        return self.load(a, k, site._replace(what=f"{record._name}.{name}"))
 
     def store_field(self, record, name, value, site):
         """record.name = value"""
         if type(record) is not Record:
             raise errors.KernelError(
-                f"{site.what} = ... {errors.where(self, site)}: attributes other than the fields of a record are read-only",
+                f"{site.what} = ... {errors.where(self, site)}: attributes other than the fields "
+                "of a record are read-only",
                 (site,),
             )
         a, k = record.place(name)
@@ -193,11 +220,15 @@ class Thread:
         """A number with the type of a[i], without a read of memory."""
         if isinstance(a, RecordArray) or type(a) is Record:
             raise TypeError("its type depends on the field")
-        return a[0] if isinstance(a, tuple) else (a.wrap or a.dtype.type)(1)
+        if isinstance(a, tuple):
+            return a[0]
+        return (a.wrap or a.dtype.type)(1)
 
     def each(self, a, site):
         """for v in a"""
-        return (self.load(a, i, site) for i in range(a.dims[0])) if isinstance(a, Array) else a
+        if isinstance(a, Array):
+            return (self.load(a, i, site) for i in range(a.dims[0]))
+        return a
 
     def store(self, a, index, value, site):
         """a[index] = value"""
@@ -220,7 +251,10 @@ class Thread:
             for key in a.keys(k):
                 self._write(a, key, index, site, k, value)
         try:
-            a.flat[k] = value if a.convert is None else a.convert(value)
+            if a.convert is None:
+                a.flat[k] = value
+            else:
+                a.flat[k] = a.convert(value)
         except TypeError:
             self._store_object(a, k, index, value, site)
 
@@ -234,7 +268,10 @@ class Thread:
         if memory.kind == "global" or self.block.eager:
             self.store(a, index, value.use("a store", site), site)
             return
-        a.flat[k] = value.value if a.convert is None else a.convert(value.value)
+        if a.convert is None:
+            a.flat[k] = value.value
+        else:
+            a.flat[k] = a.convert(value.value)
         if memory.local:
             del memory.writes[k]
             memory.unset[k] = value
@@ -243,7 +280,8 @@ class Thread:
             memory.watched = True
 
     def _first(self, a, key, index, site):
-        """A read of an element that this block has not written. Returns the read if no thread has written it, else None."""
+        """A read of an element that this block has not written. Returns the read if no thread has
+        written it, else None."""
         memory = a.memory
         if memory.busy and memory.local:
             raise errors.in_use(self, memory.busy, "reads", site, index)
@@ -263,14 +301,16 @@ class Thread:
         return read
 
     def _read(self, a, key, index, site):
-        """Check and record a read. Returns None, or the read of a value that was never written (unset.py)."""
+        """Check and record a read. Returns None, or the read of a value that was never written
+        (unset.py)."""
         memory, mark = a.memory, self.mark
         if memory.kind == "shared":
             if memory.note(a, key, mark, site):
                 return None
             if memory.runs:
                 memory.record_runs(mark)
-        epoch, read = mark.epoch, None
+        epoch = mark.epoch
+        read = None
         record = memory.writes.get(key)
         if record is None:
             if memory.kind != "global" or memory.unwritten is not None:
@@ -295,7 +335,8 @@ class Thread:
         epoch = memory.changed = mark.epoch
         if memory.runs:
             memory.record_runs(mark)
-        write, read = memory.writes.get(key), memory.reads.get(key)
+        write = memory.writes.get(key)
+        read = memory.reads.get(key)
         if write is not None and write[0] is not mark and write[0].epoch == epoch:
             self._order(memory, key, write, "wrote", "wrote", index, site, (a, k, value))
         if read is not None and read[0].epoch == epoch and (read[0] is not mark or len(read) > 2):
@@ -334,29 +375,41 @@ class Thread:
         if not a.writeable:
             raise errors.read_only(self, site, index)
         memory.watched = True
-        mark = self.mark if only_loads else releases.release(self, memory, key)
+        if only_loads:
+            mark = self.mark
+        else:
+            mark = releases.release(self, memory, key)
         add_reader(memory.atomics, key, mark, site)
 
     def _order(self, memory, key, record, did, does, index, site, stored=None):
-        """Report a race unless nothing or an ordered access is recorded. stored: the array, the position and the new value."""
+        """Report a race unless nothing or an ordered access is recorded. stored: the array, the
+        position and the new value."""
         if record is None:
             return
         then = unordered(record, self.mark)
         if then is None:
             return
-        early = memory.unread.get(key) if did == "read" and does == "wrote" else None
+        early = None
+        if did == "read" and does == "wrote":
+            early = memory.unread.get(key)
         if early is not None and early[0] is then[0]:  # it read what is written only now
             make = functools.partial(errors.uninitialized, *early[1], (self.mark, site))
             return self.report("uninitialized", (then[1], site), make)
-        kind = "same_value_race" if stored and _is_stored(*stored) else "race"
+        kind = "race"
+        if stored and _is_stored(*stored):
+            kind = "same_value_race"
         args = memory.kind, then, did, self, does, site, index, kind
         self.report(kind, (then[1], site), functools.partial(errors.race, *args))
 
     def _find(self, a, index, site, stores=False):
-        """The position of an element with an unusual index: literals and computed numbers below zero. Or the view of a row or a
-        slice. For an index out of bounds, which is reported, the position of a spare element.
+        """The position of an element with an unusual index: literals and computed numbers below
+        zero. Or the view of a row or a slice. For an index out of bounds, which is reported, the
+        position of a spare element.
         """
-        given = index if isinstance(index, tuple) else (index,)
+        if isinstance(index, tuple):
+            given = index
+        else:
+            given = (index,)
         rest = (slice(None),) * (a.ndim - len(given) + 1)
         sliced = any(isinstance(i, slice) or i is ... for i in given)
         axes = [j for i in given for j in (rest if i is ... else (i,))]
@@ -399,7 +452,9 @@ class Thread:
         return new_array("local", _shape(shape), dtype_of(dtype), views)
 
     def const_array_like(self, site, values):
-        return values if isinstance(values, Array) else self.block.launch.constant(values)
+        if isinstance(values, Array):
+            return values
+        return self.block.launch.constant(values)
 
     # ------------------------------------------------------------------------- atomics
     def _atomic(self, site, a, index, name, change):
@@ -429,7 +484,9 @@ class Thread:
             raise errors.out_of_bounds(self, a, index, site)
         for key in a.keys(k):
             self._change(a, key, index, site, True)
-        return a.flat[k] if a.wrap is None else a.wrap(a.flat[k])
+        if a.wrap is None:
+            return a.flat[k]
+        return a.wrap(a.flat[k])
 
     def atomic_cas(self, site, a, index, old, new):
         old, new = (a.dtype.type(plain(x, "an atomic", site)) for x in (old, new))
@@ -464,7 +521,8 @@ class Thread:
 
     # ------------------------------------------------------------------------- functions as values
     def apply(self, site, f, *args, **keywords):
-        """Call a function that is a value: a generator, because the function may wait for other threads."""
+        """Call a function that is a value: a generator, because the function may wait for other
+        threads."""
         if getattr(f, "__self__", None) is self and f.__name__.partition("_")[0] in NAMESPACES:
             return f(site, *args, **keywords)  # cuda.atomic.add
         if hasattr(f, "py_func"):
@@ -500,7 +558,8 @@ class Thread:
 
     @carries
     def fma(self, a, b, c):
-        """a * b + c, rounded once. In float32 the product is exact in float64 and only the addition is rounded twice."""
+        """a * b + c, rounded once. In float32 the product is exact in float64 and only the addition
+        is rounded twice."""
         scalar = functools.reduce(unify, map(type, (a, b, c)))
         return scalar(np.float64(a) * np.float64(b) + np.float64(c))
 
@@ -533,11 +592,16 @@ class Thread:
     def turns(self, site, waits, stores, only_waits):
         """A function that a while loop calls in each iteration.
 
-        It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS iterations of a loop that
-        accesses memory (`waits`), every iteration if they all do the same (`only_waits`). Raises KernelError if the loop
-        never ends. stores: the loop writes memory.
+        It returns True, or False where the thread lets others run first (SPIN): every SPIN_TURNS
+        iterations of a loop that accesses memory (`waits`), every iteration if they all do the same
+        (`only_waits`). Raises KernelError if the loop never ends. stores: the loop writes memory.
         """
-        every = 1 if only_waits else SPIN_TURNS if waits else CHECK_TURNS
+        if only_waits:
+            every = 1
+        elif waits:
+            every = SPIN_TURNS
+        else:
+            every = CHECK_TURNS
 
         def counted():
             left = MAX_TURNS
@@ -545,7 +609,10 @@ class Thread:
                 turns = min(every, left)
                 yield from itertools.repeat(True, turns - 1)
                 left -= turns
-                state = None if stores else _state_of(sys._getframe(1))
+                if stores:
+                    state = None
+                else:
+                    state = _state_of(sys._getframe(1))
                 if waits:
                     self.state_at_spin = site, state
                 yield not waits
@@ -568,7 +635,9 @@ def _state_of(frame):
 
 
 def _shape(shape) -> tuple[int, ...]:
-    return tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
+    if isinstance(shape, tuple):
+        return tuple(map(int, shape))
+    return (int(shape),)
 
 
 def _is_stored(a, k, value) -> bool:

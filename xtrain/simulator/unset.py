@@ -1,8 +1,8 @@
 """Values that depend on memory that was never written.
 
-As in Valgrind's memcheck, such a value may be copied and computed with: kernels load elements that they do not use, for instance
-threads past the end of a tile. It is reported when it matters: when it reaches a store to global memory, an atomic, a branch, an
-index, a warp function or an intrinsic.
+As in Valgrind's memcheck, such a value may be copied and computed with: kernels load elements that
+they do not use, for instance threads past the end of a tile. It is reported when it matters: when
+it reaches a store to global memory, an atomic, a branch, an index, a warp function or an intrinsic.
 """
 
 import operator
@@ -11,8 +11,8 @@ from . import errors
 
 
 class Unset:
-    """A number that depends on memory that was never written. value: a number of the right type; read: the read that made it, the
-    first arguments of errors.uninitialized.
+    """A number that depends on memory that was never written. value: a number of the right type;
+    read: the read that made it, the first arguments of errors.uninitialized.
     """
 
     __slots__ = ("read", "value")
@@ -30,7 +30,10 @@ class Unset:
         here = errors.caller()
         thread = here[0] if here else self.read[0]
         place = site or (here[1] if here else self.read[3])
-        kind = "unwritten_global" if self.read[1].kind == "global" else "uninitialized"
+        if self.read[1].kind == "global":
+            kind = "unwritten_global"
+        else:
+            kind = "uninitialized"
         thread.block.launch.report(
             kind,
             (self.read[3], place),
@@ -52,7 +55,8 @@ def _value(x):
 
 
 def carried(function, *args):
-    """function(*args) as an Unset if one of the arguments is one; otherwise raises the TypeError that is being handled."""
+    """function(*args) as an Unset if one of the arguments is one; otherwise raises the TypeError
+    that is being handled."""
     for x in args:
         if type(x) is Unset:
             return Unset(function(*map(_value, args)), x.read)

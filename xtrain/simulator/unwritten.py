@@ -1,14 +1,16 @@
-"""Global memory that nothing has written yet: a bit per byte of each array made by `empty` or named in `mark_unwritten`.
+"""Global memory that nothing has written yet: a bit per byte of each array made by `empty` or named
+in `mark_unwritten`.
 
-The bits outlive a launch. A kernel's writes clear them, and so does an assignment `a[...] = x` to a SimArray on the host; other
-writes on the host need `mark_written`.
+The bits outlive a launch. A kernel's writes clear them, and so does an assignment `a[...] = x` to a
+SimArray on the host; other writes on the host need `mark_written`.
 """
 
 import weakref
 
 import numpy as np
 
-_marked: dict = {}  # id of an array that owns memory -> (weak reference to it, bool per byte: unwritten)
+# id of an array that owns memory -> (weak reference to it, bool per byte: unwritten)
+_marked: dict = {}
 
 
 def extent(a):
@@ -17,7 +19,8 @@ def extent(a):
     if a.size == 0:
         return low, low
     for n, stride in zip(a.shape, a.strides):
-        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
+        low = low + min(0, (n - 1) * stride)
+        high = high + max(0, (n - 1) * stride)
     return low, high + a.itemsize
 
 
@@ -32,8 +35,8 @@ def _address(a) -> int:
 
 
 def mark_unwritten(a):
-    """Declare the memory of a contiguous array unwritten, and return the array: a kernel that uses an element before one has been
-    written is reported as `unwritten_global`.
+    """Declare the memory of a contiguous array unwritten, and return the array: a kernel that uses
+    an element before one has been written is reported as `unwritten_global`.
     """
     owner = _owner(a)
     entry = _marked.get(id(owner))
@@ -65,7 +68,8 @@ class Unwritten:
 
     def __init__(self, owner, bits, base, granule):
         self.owner, self.bits = owner, bits
-        self.shift, self.granule = base - _address(owner), granule
+        self.shift = base - _address(owner)
+        self.granule = granule
 
     def __contains__(self, key):
         at = self.shift + key * self.granule

@@ -13,7 +13,8 @@ from .scalars import Int8, Int16, Int32, UInt8, UInt16, UInt32, unify
 from .unset import Unset, plain
 
 FULL = 0xFFFFFFFF
-# Numba has shuffles of int32, int64, float32 and float64; other types are converted to one of these.
+# Numba has shuffles of int32, int64, float32 and float64; other types are converted to one of
+# these.
 _SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {
     UInt32: np.int64,
     BFloat16: np.float32,
@@ -23,7 +24,8 @@ _SHUFFLED = {t: Int32 for t in (bool, np.bool_, Int8, Int16, UInt8, UInt16)} | {
 def run_collective(warp, waiting):
     """Run the warp functions for which all lanes of the mask have arrived, and return these lanes.
 
-    waiting: the lanes of `warp` that wait in a warp function. Raises CollectiveError for a call that is always wrong.
+    waiting: the lanes of `warp` that wait in a warp function. Raises CollectiveError for a call
+    that is always wrong.
     """
     groups: dict = {}
     for thread in waiting:
@@ -34,7 +36,10 @@ def run_collective(warp, waiting):
         if name == "activemask":
             mask = _together(thread, waiting)
         else:
-            mask = int(args[0]) & FULL if args and not callable(name) else FULL
+            if args and not callable(name):
+                mask = int(args[0]) & FULL
+            else:
+                mask = FULL
         group = groups.get((name, mask))
         if group is None:
             _check_mask(thread, mask, warp)
@@ -53,7 +58,8 @@ def run_collective(warp, waiting):
         if missing:
             exited = sum(mask >> t.lane & 1 for t in warp if t.request is None)
             if exited and missing == exited + _absent(mask, warp):
-                block, site = lanes[0].block, lanes[0].request[1]
+                block = lanes[0].block
+                site = lanes[0].request[1]
                 report = functools.partial(block.deadlock, "exited_threads")
                 block.launch.report("exited_threads", (site,), report)
             missing -= exited + _absent(mask, warp)
@@ -82,7 +88,8 @@ def _call(name, lanes):
 
 
 def _together(thread, waiting) -> int:
-    """The lanes that call activemask together: those that wait at the same call. A GPU may also split them."""
+    """The lanes that call activemask together: those that wait at the same call. A GPU may also
+    split them."""
     site = thread.request[1]
     lanes = [t for t in waiting if t.request[:2] == ("activemask", site)]
     return _bits(lanes)
@@ -97,8 +104,8 @@ def _check_mask(thread, mask, warp):
     missing = [i for i in range(len(warp), 32) if mask >> i & 1]
     if missing:
         text = (
-            f"mask {mask:#x} contains lanes {ranges(missing)}, but this warp has {len(warp)}: a block of "
-            f"{thread.block.launch.threads} threads is not whole warps"
+            f"mask {mask:#x} contains lanes {ranges(missing)}, but this warp has {len(warp)}: a "
+            f"block of {thread.block.launch.threads} threads is not whole warps"
         )
         site = thread.request[1]
         thread.report("partial_warp", (site,), lambda: _error(thread, text, "partial_warp"))
@@ -111,7 +118,8 @@ def _error(thread, message, kind="collective"):
 
 
 def _syncwarp(lanes):
-    """Merge the clocks of the lanes: accesses before syncwarp are ordered before accesses after it."""
+    """Merge the clocks of the lanes: accesses before syncwarp are ordered before accesses after
+    it."""
     known = [t.seen for t in lanes if t.seen is not None]
     joined = [max(clocks) for clocks in zip([0] * 32, *known)]
     for thread in lanes:
@@ -155,8 +163,8 @@ def _shuffle(lanes, args, source):
 
 
 def _one_type(lanes, kinds):
-    """The type to which shuffled values are converted; None: unchanged. If some lanes hold int32 and others int64, Numba
-    uses int64 in all lanes.
+    """The type to which shuffled values are converted; None: unchanged. If some lanes hold int32
+    and others int64, Numba uses int64 in all lanes.
     """
     if len(kinds) == 1:
         return _SHUFFLED.get(*kinds)
