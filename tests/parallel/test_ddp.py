@@ -248,7 +248,10 @@ def test_one_rank_is_train(environment, tmp_path):
 VERSION = "import sys, xtrain.version; xtrain.version.VERSION = '9'; from xtrain.ddp import main; sys.exit(main())"
 WRONG = {
     "another option": ([*MODULE, "--lr=0.1"], "rank 1 has --lr 0.1, rank 0 has None"),
-    "another version": ([sys.executable, "-c", VERSION], f"rank 1 has xtrain 9, rank 0 has {xtrain.__version__}"),
+    "another version": (
+        [sys.executable, "-c", VERSION],
+        f"rank 1 has xtrain 9, rank 0 has {xtrain.__version__}",
+    ),
 }
 
 
