@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +109,29 @@ def test_every_file_says_what_is_in_it(files):
     assert len(rows) == len(modules)
     short = [path.name for path in modules if len(files.first_line(path)) < 8]
     assert short == []
+
+
+def test_the_site_includes_the_known_issues(files):
+    page = SimpleNamespace(file=SimpleNamespace(src_path="known_issues.md"))
+    text = files.on_page_markdown("", page, None, None)
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert "notes/decoding.md" in links
+    assert [link for link in links if not (ROOT / "lessons" / link).exists()] == []
+
+
+ACTORS = re.compile(r"\b(nobody|whoever|somebody|anybody|under way|anew|mend(s|ed)?)\b", re.I)
+PAGES = [
+    page
+    for folder in (".", "lessons", "lessons/howto", "lessons/notes")
+    for page in sorted((ROOT / folder).glob("*.md"))
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_plain_english(page):
+    """A sentence names its actor: the caller, the thread, the rank."""
+    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+    assert ACTORS.findall(text) == []
 
 
 def test_the_simulator_has_the_version_of_xtrain():
