@@ -85,6 +85,17 @@ def train() -> str:
     return table([*header, "peak GB, ours / theirs"], rows, records)
 
 
+def train_short() -> str:
+    """Return the table of the README: `train` without fp32, shapes and memory."""
+    records = [r for r in raced(latest) if r["dtype"] != "fp32"]
+    rows = []
+    for r in records:
+        speeds = [f"{r['value']:,.0f}", f"{r['peer_value']:,.0f}", f"{r['ratio']:.2f}"]
+        rows.append([f"{r['name']}, {gpu_name(r)}", r["dtype"], *speeds])
+    header = ["train step", "precision", "xtrain, tokens/s", "PyTorch's fastest, same run"]
+    return table([*header, "ratio"], rows, records)
+
+
 def precisions() -> str:
     """Return bf16 and fp32 side by side, where both were measured without a peer."""
     steps = {}
@@ -519,6 +530,7 @@ def compilers_differ() -> str:
 
 TABLES = {
     "train": train,
+    "train-short": train_short,
     "precisions": precisions,
     "fp8": fp8,
     "fp8-products": fp8_products,

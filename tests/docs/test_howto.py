@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("lessons/*.md"), *ROOT.glob("lessons/howto/*.md"), *ROOT.glob("*.md")]
+FOLDERS = ("lessons", "lessons/howto", "lessons/notes", ".")
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
-# `python -m xtrain.NAME` anywhere, `xtrain NAME` at the start of a command; then its arguments
+# `python -m xtrain.NAME` anywhere, `xtrain NAME` at the start of a command or after mpirun; then its arguments
 COMMAND = re.compile(
-    r"(?:python -m xtrain\.|(?:^ *|[&|;(] *)xtrain +)(\w+)(?![\w.])((?:\\\n|[^`\n#&|;])*)", re.M
+    r"(?:python -m xtrain\.|(?:^ *|[&|;(] *|mpirun -n \d+ )xtrain +)(\w+)(?![\w.])((?:\\\n|[^`\n#&|;])*)",
+    re.M,
 )
 
 
@@ -52,6 +54,7 @@ pip install . && xtrain train --steps 5  # comment
     xtrain generate --model a \\
     --stream
 mpirun -n 2 python -m xtrain.ddp --zero 1
+mpirun -n 2 xtrain finetune --pack
 ```
 ```python
 from xtrain import lesson
@@ -62,6 +65,7 @@ from xtrain import lesson
         ("train", ["--steps", "5"]),
         ("generate", ["--model", "a", "\\", "--stream"]),
         ("ddp", ["--zero", "1"]),
+        ("finetune", ["--pack"]),
         ("doctor", []),
     ]
 
@@ -320,9 +324,12 @@ def test_every_page_is_in_the_navigation_and_linked_from_the_index():
         p.read_text(encoding="utf-8") for p in (ROOT / "mkdocs.yml", lessons / "index.md")
     )
     assert len(pages) > 10
+    notes = (lessons / "notes/index.md").read_text(encoding="utf-8")
     for page in pages:
         assert re.search(rf": {re.escape(page)}$", nav, re.M), f"{page} is not in mkdocs.yml"
-        assert f"]({page})" in index, f"{page} is not linked from index.md"
+        folder, _, name = page.rpartition("/")
+        linked = f"]({name})" in notes if folder == "notes" else f"]({page})" in index
+        assert linked or page == "notes/index.md", f"{page} is not linked from an index"
 
 
 UNLISTED = re.compile(

@@ -78,18 +78,3 @@ def test_every_extra_is_named():
     text = INSTALL.read_text(encoding="utf-8")
     extras = setup("options.extras_require")
     assert [e for e in extras if not re.search(rf"`{e}`|\[(\w+,)*{e}(,\w+)*\]", text)] == []
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_the_architecture_names_every_room_and_file():
-    """And names no file that does not exist. NAME stands for any name."""
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w/])(?:xtrain/)?([\w/]+\.py)\b", text))
-    files = {p.relative_to(ROOT / "xtrain").as_posix() for p in (ROOT / "xtrain").rglob("*.py")}
-    wanted = {f for f in files if not f.endswith("__init__.py")}
-    assert wanted - named == set(), "ARCHITECTURE.md does not name these files"
-    others = {n for n in named - files if "NAME" not in n and not (ROOT / n).exists()}
-    assert others == set(), "ARCHITECTURE.md names files that do not exist"

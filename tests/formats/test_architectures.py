@@ -1,6 +1,6 @@
 """Other people's models: tiny ones with the keys of published configs, built by transformers, read, served and written by xtrain.
 
-The table of models in the README is made here, from the models that these tests compare.
+The table of lessons/howto/models.md is made here, from the models that these tests compare.
 """
 
 import json
@@ -195,7 +195,7 @@ def test_the_weights_of_packed_models_can_be_loaded(tmp_path):
 
 
 def table() -> str:
-    """The README's table of models."""
+    """Return the table of models in lessons/howto/models.md."""
     rows = ["| models | class of transformers | how |", "| --- | --- | --- |"]
     for name, (kind, _, how) in PUBLISHED.items():
         class_ = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))].__name__
@@ -203,7 +203,7 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def test_the_table_in_the_readme():
-    page = ROOT / "README.md"
+def test_the_table_of_models():
+    page = ROOT / "lessons/howto/models.md"
     text = page.read_text(encoding="utf-8")
     assert table() in text, f"{page.name}: the table of models is now\n{table()}"
