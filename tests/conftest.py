@@ -1,5 +1,6 @@
-"""Skip tests marked `gpu` on machines without a GPU; choose the number of test processes."""
+"""Skip tests marked `gpu` on machines without a GPU; choose the number of test processes; freeze garbage collection."""
 
+import gc
 import os
 
 # for small matrices, threads cost more time than they save
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker("gpu"):
                 # the mark is for speed, memory and real streams; values are tested in the simulator, too
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish():
+    """Keep what was imported and collected out of full garbage collections: every training run makes two."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -6,6 +6,7 @@ Without a GPU a kernel runs in xtrain.simulator, on tiny arrays; with a GPU on t
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -23,6 +24,33 @@ GPU = device.gpu_available()
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 # more shapes and more planted bugs, which are slow in the simulator; .ci/run runs them too
 only_slow = pytest.mark.skipif(not os.environ.get("XTRAIN_SLOW"), reason="slow: XTRAIN_SLOW=1")
+
+
+def pairs_of(values: list[list]) -> list[tuple]:
+    """Return few of the combinations of one value of each list: each two values of different lists occur together."""
+    combinations = list(itertools.product(*map(range, map(len, values))))
+    pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in combinations}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing or not chosen:
+        best = max(combinations, key=lambda c: len(pairs[c] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    return [tuple(choice[i] for choice, i in zip(values, c)) for c in sorted(chosen)]
+
+
+def pairwise(values: dict[str, list]):
+    """Parametrize a test as `{names: values}` in pairs_of these values in the simulator, in all combinations on a GPU.
+
+    names: one name or several, "x_dtype, dtype", as for pytest.mark.parametrize.
+    """
+    several = [("," in names) for names in values]
+    choose = itertools.product if GPU else lambda *lists: pairs_of(list(lists))
+    cases = []
+    for combination in choose(*values.values()):
+        parts = [value if more else (value,) for value, more in zip(combination, several)]
+        cases.append(tuple(itertools.chain(*parts)))
+    return pytest.mark.parametrize(", ".join(values), cases)
 
 
 def to_kernel(array):

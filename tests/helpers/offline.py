@@ -110,6 +110,11 @@ def with_cards(found, cards, share):
     return chosen[share::SHARES]
 
 
+def once_each(choices):
+    """Of the choices (kind, width, causal, ...) that differ in `causal` alone, the causal one: masks take more registers."""
+    return list({(c[:2], c[3:]): c for c in sorted(choices, key=str)}.values())
+
+
 def ptx_for(monkeypatch, kernel, signature, cards):
     """-> {GPU: PTX}. Numba's part, which takes most of the time, runs once: its output is the same for all GPUs."""
     libraries = []

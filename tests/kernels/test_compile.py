@@ -148,6 +148,9 @@ def test_every_kernel_compiles_to_float32(monkeypatch, nvvm, dtype, cards, share
     found = signatures(monkeypatch, functools.partial(launch_everything, dtype))
     named = {kernel.py_func.__name__ for kernel, _ in found}
     assert len(named) >= 25, sorted(named)
+    if dtype == BF16:  # those that have no argument of this dtype are compiled above
+        same = signatures(monkeypatch, functools.partial(launch_everything, np.float32))
+        found = [pair for pair in found if pair not in same]
     for kernel, signature, chosen in with_cards(found, cards, share):
         compiled(monkeypatch, kernel, signature, chosen)
 

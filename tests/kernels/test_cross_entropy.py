@@ -11,6 +11,7 @@ from checks import (
     assert_as_good,
     assert_directional,
     normal,
+    pairwise,
     rng,
     sentinels,
     to_host,
@@ -66,9 +67,7 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (x,), (cross_entropy_ref(x.copy(), targets, V, inv)[1],))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise({"shape": SHAPES, "scale": [1.0, 1e4], "dtype": [np.float32, BF16]})
 def test_kernel(shape, scale, dtype):
     check_kernel(*shape, scale, dtype)
 

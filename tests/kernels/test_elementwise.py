@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_directional, normal, sentinels, to_host, to_kernel
+from checks import GPU, assert_directional, normal, pairwise, sentinels, to_host, to_kernel
 
 from xtrain.kernels.elementwise import (
     add_fwd,
@@ -37,9 +37,7 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (a,), (scale_fwd(dy, -1.7),))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("scale", [1.0, 1e30])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise({"shape": SHAPES, "scale": [1.0, 1e30], "dtype": [np.float32, BF16]})
 def test_kernels_equal_the_references(shape, scale, dtype):
     """Kernel and reference round once, so the bits agree."""
     a, b = (normal(i, *shape, scale=scale).reshape(shape).astype(dtype) for i in range(2))

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import GPU, normal, to_host, to_kernel
+from checks import GPU, normal, pairwise, to_host, to_kernel
 
 from xtrain import device
 from xtrain.kernels.fp8 import DTYPES, TILE, Operand, Slot, encode_ref, fp8
@@ -19,9 +19,13 @@ def slot(kind) -> Slot:
     return Slot(*map(to_kernel, state), kind)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("kinds", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
+@pairwise(
+    {
+        "kinds": [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")],
+        "dtype": [np.float32, BF16],
+        "accumulate": [False, True],
+    }
+)
 def test_products(kinds, dtype, accumulate):
     M, N, K = (48, 80, 112) if not GPU else (384, 272, 1040)
     operands, exact = [], []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, rng, to_host
+from checks import GPU, assert_as_good, normal, pairwise, rng, to_host
 
 from xtrain.device import to_device
 from xtrain.kernels import gemm
@@ -43,11 +43,15 @@ def tolerance(K):
     return 1.2e-7 * (2 + K**0.5)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("alpha", [1.0, -0.25])
-@pytest.mark.parametrize("batch", [(), (1,), (6,)])
-@pytest.mark.parametrize("trans_a, trans_b", FLAGS)
-@pytest.mark.parametrize("M, K, N", SIZES)
+@pairwise(
+    {
+        "M, K, N": SIZES,
+        "trans_a, trans_b": FLAGS,
+        "batch": [(), (1,), (6,)],
+        "alpha": [1.0, -0.25],
+        "accumulate": [False, True],
+    }
+)
 def test_against_float64(M, K, N, trans_a, trans_b, batch, alpha, accumulate):
     a, b = operands(M, K, N, trans_a, trans_b, batch)
     before = normal(3, *batch, M, N)

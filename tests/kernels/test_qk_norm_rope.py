@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
+from checks import (
+    GPU,
+    assert_as_good,
+    assert_directional,
+    normal,
+    pairwise,
+    sentinels,
+    to_host,
+    to_kernel,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from xtrain.kernels import qk_norm_rope
@@ -103,9 +112,7 @@ def test_equals_rmsnorm_and_rope():
     assert np.array_equal(dv.reshape(N, -1), part["v"][1])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise({"shape": SHAPES, "scale": [1.0, 1e4], "dtype": [np.float32, BF16]})
 def test_forward_kernel(shape, scale, dtype):
     N, H, G, _, T = shape
     arrays = case(*shape, scale, dtype)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, normal, sentinels, to_host, to_kernel, with_planted_bug
+from checks import GPU, normal, pairwise, sentinels, to_host, to_kernel, with_planted_bug
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,9 +76,7 @@ def test_fp8_against_pytorch():
 
 
 # ----------------------------------------------------------------------------- kernels
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise({"kind": KINDS, "shape": SHAPES, "dtype": [np.float32, BF16]})
 def test_the_kernels_have_the_bits_of_the_reference(kind, shape, dtype):
     w = rows(*shape, dtype)
     reference, found = quantize(w, kind), quantize(to_kernel(w), kind)

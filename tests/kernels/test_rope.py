@@ -9,6 +9,7 @@ from checks import (
     assert_as_good,
     assert_directional,
     normal,
+    pairwise,
     rng,
     sentinels,
     to_host,
@@ -58,9 +59,13 @@ def hf_config(D, theta, scaling, trained=128):
 
 
 # ----------------------------------------------------------------------------- tables
-@pytest.mark.parametrize("seq_len", [None, 100, 128, 300])
-@pytest.mark.parametrize("D, theta", [(8, 10000.0), (64, 500000.0), (128, 1e6)])
-@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pairwise(
+    {
+        "scaling": SCALINGS,
+        "D, theta": [(8, 10000.0), (64, 500000.0), (128, 1e6)],
+        "seq_len": [None, 100, 128, 300],
+    }
+)
 def test_frequencies_against_transformers(scaling, D, theta, seq_len):
     config = hf_config(D, theta, scaling)
     kind = config.rope_parameters["rope_type"]
@@ -109,9 +114,13 @@ def test_reference_against_calculus(shape):
     assert_directional(f, (x,), (rope_bwd(dy, cos, sin),))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("launcher, sign", [(rope_fwd, 1), (rope_bwd, -1)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise(
+    {
+        "shape": SHAPES,
+        "launcher, sign": [(rope_fwd, 1), (rope_bwd, -1)],
+        "dtype": [np.float32, BF16],
+    }
+)
 def test_kernel(shape, launcher, sign, dtype):
     x, cos, sin = case(*shape)
     x = x.astype(dtype)

@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, assert_directional, normal, sentinels, to_host, to_kernel
+from checks import (
+    GPU,
+    assert_as_good,
+    assert_directional,
+    normal,
+    pairwise,
+    sentinels,
+    to_host,
+    to_kernel,
+)
 
 from xtrain.kernels.primitives.flat import BLOCK, CHUNK, TILE
 from xtrain.kernels.runtime.launch import launch
@@ -52,9 +61,7 @@ def check(op, ref, dtype, what, *inputs):
     assert_as_good(got, ref(*double(*inputs)), ref(*wide).astype(dtype), what=what)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("scale", [1.0, 50.0])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise({"shape": SHAPES, "scale": [1.0, 50.0], "dtype": [np.float32, BF16]})
 def test_swiglu_kernels(shape, scale, dtype):
     N, F = shape
     gu, dy = normal(1, N, 2 * F, scale=scale), normal(2, N, F)
@@ -62,9 +69,7 @@ def test_swiglu_kernels(shape, scale, dtype):
     check(swiglu_bwd, swiglu_bwd_ref, dtype, "dgu", dy, gu)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("place", [to_kernel, np.array])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise({"shape": SHAPES, "place": [to_kernel, np.array], "dtype": [np.float32, BF16]})
 def test_recomputed_y(shape, place, dtype):
     """dy becomes y with the bits of the forward pass; dgu is the same as without it."""
     N, F = shape

@@ -7,6 +7,12 @@ The files in attempts/ are cells. The first line of a cell says what the judge m
     # %% 1.1 REMARK: words of a remark on a correct attempt
 
 They see the imports and the given functions of their lesson, as in my_lessons/.
+
+An attempt that is close to the solution, or to the last attempt written in full, is written as its differences:
+
+    # as the solution, but:
+    # -             if first + j <= t:
+    # +             if j <= t:
 """
 
 import itertools
@@ -19,14 +25,42 @@ from xtrain import lesson
 
 FOLDER = Path(__file__).parent / "attempts"
 COUNT = itertools.count()  # for unique file names: sources are looked up by name
+DIFFERENCES = re.compile(r"^# as the (solution|attempt above), but:\n", re.M)
 HEAD = re.compile(r"(\d+\.\d+) (WRONG|RIGHT|REMARK): (.+)")
 
 
 def attempts():
-    """-> (exercise, kind, words, code) of every cell"""
+    """Yield (exercise, kind, words, code) of every cell."""
+    in_full = {}
     for path in sorted(FOLDER.glob("lesson_*.py")):
         for header, code in lesson.cells(path.read_text(encoding="utf-8")):
-            yield *HEAD.fullmatch(header).groups(), code
+            number, kind, words = HEAD.fullmatch(header).groups()
+            base = DIFFERENCES.search(code)
+            if base is None:
+                in_full[number] = code
+            else:
+                text = solution(number) if base[1] == "solution" else in_full[number]
+                code = with_differences(text, code[base.end() :])
+            yield number, kind, words, code
+
+
+def solution(number):
+    """Return the cell with the solution of an exercise."""
+    lesson._exercises_of(number.split(".")[0])
+    definition = f"def {lesson.EXERCISES[number].name}("
+    text = lesson.lesson_file(number.split(".")[0]).read_text(encoding="utf-8")
+    cells = lesson.cells(text)
+    return next(code for tags, code in cells[::-1] if '"solution"' in tags and definition in code)
+
+
+def with_differences(code, differences):
+    """Replace each run of `# -` lines in the code by the `# +` lines that follow it."""
+    code = f"\n{code}\n"
+    for old, new in re.findall(r"((?:^# -.*\n)+)((?:^# \+.*\n)*)", differences + "\n", re.M):
+        old = "\n" + re.sub(r"^# - ?", "", old, flags=re.M)
+        assert code.count(old) == 1, f"not once in the code that the differences refer to: {old}"
+        code = code.replace(old, "\n" + re.sub(r"^# \+ ?", "", new, flags=re.M))
+    return code.strip("\n")
 
 
 ATTEMPTS = list(attempts())

@@ -129,13 +129,6 @@ def test_kernel(shape, dtype):
     check(case(*shape, dtype, norm=len(shape[0]) > 1, S=64 if GPU else 16))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-@pytest.mark.parametrize("S", [32, 48, 64, 128])
-def test_block_sizes(S, dtype):
-    check(case([2, 33], 2, 1, 16, 2 * S, dtype, S=S))
-
-
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 16 keys instead of 256, so that short rows have several."""
@@ -153,8 +146,15 @@ def few_warps(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("S", [32, 48, 128])
+def test_block_sizes(few_warps, S, dtype):
+    check(case([2, 33], 2, 1, 16, 2 * S, dtype, S=S))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", [([50, 15], 2, 1, 16, 64), ([36], 9, 1, 16, 48)], ids=str)
-def test_split_keys_equal_unsplit(short_splits, monkeypatch, shape, dtype):
+def test_split_keys_equal_unsplit(short_splits, few_warps, monkeypatch, shape, dtype):
     args = case(*shape, dtype, True)
     o, k, v = check(args)
     monkeypatch.setattr(decode_attention_parts, "CHUNK", 256)
@@ -189,7 +189,7 @@ def test_a_row_does_not_depend_on_the_others(short_splits, few_warps, dtype):
 def test_the_bits_depend_neither_on_the_block_size_nor_on_the_blocks(
     short_splits, few_warps, dtype
 ):
-    results = [run(case([40, 3], 2, 1, 16, 64, dtype, True, S), to_kernel)[0] for S in (16, 32, 64)]
+    results = [run(case([40, 3], 2, 1, 16, 64, dtype, True, S), to_kernel)[0] for S in (16, 64)]
     args = case([40, 3], 2, 1, 16, 64, dtype, True)
     R = len(args[1])
     moved, order = rng(1).permutation(R), np.empty(R, np.int32)
@@ -277,9 +277,9 @@ def valid_blocks(dtype):
 @pytest.mark.parametrize(
     "which, entry, cache_ready",
     [
-        *itertools.product((0, 1, 2), (-1, 7), [True]),  # keys are prefetched, too
-        *itertools.product((0, 1, 2), [7], [False]),
-        (1, 2**31 - 1, True),
+        *itertools.product((0, 1, 2), [7], [True]),  # keys are prefetched, too
+        *itertools.product((0, 2), [-1], [False]),
+        (1, 2**31 - 1, False),
         (2, -(2**31), True),
     ],
 )
@@ -341,7 +341,9 @@ def test_against_pytorch():
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_nothing_outside_the_output_and_the_same_bits_twice(short_splits, monkeypatch, dtype):
+def test_nothing_outside_the_output_and_the_same_bits_twice(
+    short_splits, few_warps, monkeypatch, dtype
+):
     args = case([20, 2], 2, 1, 16, 24, dtype, True)
     with sentinels(monkeypatch):
         first = run(args, to_kernel)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from numba import types
-from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, only_all
+from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, once_each, only_all
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_fp32 as fp32
@@ -72,7 +72,7 @@ def test_windows_and_documents_compile(monkeypatch, tmp_path, choice, key_bounds
 
 
 @only_all
-@pytest.mark.parametrize("choice", sorted(CHOSEN - {*ONE_OF_EACH}, key=str), ids=str)
+@pytest.mark.parametrize("choice", [c for c in once_each(CHOSEN) if c not in ONE_OF_EACH], ids=str)
 def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
     check_bf16(monkeypatch, tmp_path, choice)
 

@@ -12,7 +12,7 @@ import types as python_types
 import pytest
 from numba import cuda, types
 from numba.cuda import dispatcher
-from offline import give_up, nvvm, only_all, ptxas
+from offline import give_up, nvvm, once_each, only_all, ptxas
 
 from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention import flash_attention_hopper_bwd as backward
@@ -43,12 +43,11 @@ CHOSEN = sorted(
     {(*key, plan.tiles) for key, rows in TABLE.items() for plan in rows.values()}, key=str
 )
 LONGEST = {D: TABLE["fwd", D, True][None].tiles for D in hopper.WIDTHS}
-PAGED = [("paged", D, S, tiles) for D, tiles in LONGEST.items() for S in (64, 128, 192)]
-CHOSEN += PAGED
+PAGED = [("paged", D, S, tiles) for D, tiles in LONGEST.items() for S in (64, 192)]
 ONE_OF_EACH = [
     (kind, *rest, TABLE[kind, *rest][None].tiles) for kind, *rest in TABLE if rest == [128, True]
 ]
-ONE_OF_EACH += PAGED[:1] + PAGED[3:4]
+ONE_OF_EACH += PAGED[::2]
 
 
 def compile_for_sm_90a(monkeypatch, kernel, signature, threads, per_sm) -> str:
@@ -107,7 +106,9 @@ def test_windows_and_documents_compile(monkeypatch, tmp_path, choice, key_bounds
 
 
 @only_all
-@pytest.mark.parametrize("choice", [c for c in CHOSEN if c not in ONE_OF_EACH], ids=str)
+@pytest.mark.parametrize(
+    "choice", [c for c in once_each(CHOSEN) + PAGED if c not in ONE_OF_EACH], ids=str
+)
 def test_all_chosen_tiles(monkeypatch, tmp_path, choice):
     check(monkeypatch, tmp_path, choice)
 

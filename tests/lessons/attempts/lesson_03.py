@@ -90,22 +90,9 @@ def block_sum_kernel(total_1, x_n):
 
 
 # %% 3.2 WRONG: There is a barrier, but not all threads reach it
-@cuda.jit
-def block_sum_kernel(total_1, x_n):
-    partial = cuda.shared.array(32, float32)
-    tid = cuda.threadIdx.x
-    lane, warp = tid % 32, tid // 32
-    acc = float32(0.0)
-    for i in range(tid, x_n.size, cuda.blockDim.x):
-        acc += x_n[i]
-    v = warp_sum(acc)
-    if lane == 0:
-        partial[warp] = v
-        cuda.syncthreads()
-    v = partial[lane] if lane < cuda.blockDim.x // 32 else float32(0.0)
-    v = warp_sum(v)
-    if tid == 0:
-        total_1[0] = v
+# as the solution, but:
+# -     cuda.syncthreads()
+# +         cuda.syncthreads()
 
 
 # %% 3.2 WRONG: threads read x_n
@@ -158,35 +145,15 @@ def block_sum_kernel(total_1, x_n):
 
 
 # %% 3.3 WRONG: Another number than the argument `eps`
-@cuda.jit
-def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
-    partial = cuda.shared.array(32, float32)
-    n, tid = cuda.blockIdx.x, cuda.threadIdx.x
-    C = x_NC.shape[1]
-    acc = float32(0.0)
-    for c in range(tid, C, cuda.blockDim.x):
-        acc += x_NC[n, c] * x_NC[n, c]
-    rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + float32(1e-5))
-    if tid == 0:
-        rstd_N[n] = rstd
-    for c in range(tid, C, cuda.blockDim.x):
-        y_NC[n, c] = x_NC[n, c] * rstd * w_C[c]
+# as the solution, but:
+# -     rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + eps)
+# +     rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + float32(1e-5))
 
 
 # %% 3.3 WRONG: eps is missing under the root
-@cuda.jit
-def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
-    partial = cuda.shared.array(32, float32)
-    n, tid = cuda.blockIdx.x, cuda.threadIdx.x
-    C = x_NC.shape[1]
-    acc = float32(0.0)
-    for c in range(tid, C, cuda.blockDim.x):
-        acc += x_NC[n, c] * x_NC[n, c]
-    rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C))
-    if tid == 0:
-        rstd_N[n] = rstd
-    for c in range(tid, C, cuda.blockDim.x):
-        y_NC[n, c] = x_NC[n, c] * rstd * w_C[c]
+# as the solution, but:
+# -     rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C) + eps)
+# +     rstd = float32(1.0) / math.sqrt(block_sum(acc, partial) / float32(C))
 
 
 # %% 3.3 WRONG: Divide the work

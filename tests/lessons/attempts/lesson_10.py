@@ -50,8 +50,6 @@ def sgd_kernel(w_n, g_n, lr_1):
 
 
 # %% 10.3 WRONG: read it from there in every run
-@cuda.jit
-def sgd_kernel(w_n, g_n, lr_1):
-    i = cuda.grid(1)
-    if i < w_n.size:
-        w_n[i] -= 0.5 * g_n[i]
+# as the attempt above, but:
+# -         w_n[i] = cuda.fma(-lr_1[0], g_n[i], w_n[i])
+# +         w_n[i] -= 0.5 * g_n[i]

@@ -107,1024 +107,244 @@ def attention_row(q_D, k_SD, v_SD, scale, tile):
 
 
 # %% 13.2 WRONG: Subtract the running maximum before exp
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    total = float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                w = math.exp(s)
-                total += w
-                for d in range(D):
-                    acc[d] += w * v[j, d]
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = math.log(total)
+# as the solution, but:
+# -     top, total = LOWEST, float32(0.0)
+# +     total = float32(0.0)
+# -                 new = s if s > top else top
+# -                 shrink, weight = math.exp(top - new), math.exp(s - new)
+# -                 total = total * shrink + weight
+# +                 w = math.exp(s)
+# +                 total += w
+# -                     acc[d] = acc[d] * shrink + weight * v[j, d]
+# -                 top = new
+# +                     acc[d] += w * v[j, d]
+# -         lse_T[t] = top + math.log(total)
+# +         lse_T[t] = math.log(total)
 
 
 # %% 13.2 WRONG: Subtract the running maximum before exp
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = float32(0.0), float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                new = top
-                shrink, weight = math.exp(top - new), math.exp(s - new)
-                total = total * shrink + weight
-                for d in range(D):
-                    acc[d] = acc[d] * shrink + weight * v[j, d]
-                top = new
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -     top, total = LOWEST, float32(0.0)
+# +     top, total = float32(0.0), float32(0.0)
+# -                 new = s if s > top else top
+# +                 new = top
 
 
 # %% 13.2 REMARK: tiles of keys that all lie in the future
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, T, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                new = s if s > top else top
-                shrink, weight = math.exp(top - new), math.exp(s - new)
-                total = total * shrink + weight
-                for d in range(D):
-                    acc[d] = acc[d] * shrink + weight * v[j, d]
-                top = new
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +     for first in range(0, T, TILE):
 
 
 # %% 13.2 WRONG: several threads of a block read the same element of k_TD
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k_TD[first + j, d]
-                s *= scale
-                new = s if s > top else top
-                shrink, weight = math.exp(top - new), math.exp(s - new)
-                total = total * shrink + weight
-                for d in range(D):
-                    acc[d] = acc[d] * shrink + weight * v[j, d]
-                top = new
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -             if first + j <= t:
+# +             if first + j <= t and t < T:
+# -                     s += q[d] * k[j, d]
+# +                     s += q[d] * k_TD[first + j, d]
 
 
 # %% 13.2 WRONG: several threads of a block read the same element of v_TD
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                new = s if s > top else top
-                shrink, weight = math.exp(top - new), math.exp(s - new)
-                total = total * shrink + weight
-                for d in range(D):
-                    acc[d] = acc[d] * shrink + weight * v_TD[first + j, d]
-                top = new
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -             if first + j <= t:
+# +             if first + j <= t and t < T:
+# -                     acc[d] = acc[d] * shrink + weight * v[j, d]
+# +                     acc[d] = acc[d] * shrink + weight * v_TD[first + j, d]
 
 
 # %% 13.2 WRONG: loads the same tile of k_TD more than once
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                top = max(top, s * scale)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                w = math.exp(s - top)
-                total += w
-                for d in range(D):
-                    acc[d] += w * v[j, d]
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -         load_tile(k, k_TD, first)
+# +         load_tile(k, k_TD, first)
+# +         cuda.syncthreads()
+# +         for j in range(TILE):
+# +             if first + j <= t:
+# +                 s = float32(0.0)
+# +                 for d in range(D):
+# +                     s += q[d] * k[j, d]
+# +                 top = max(top, s * scale)
+# +     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +         cuda.syncthreads()
+# +         load_tile(k, k_TD, first)
+# -                 new = s if s > top else top
+# -                 shrink, weight = math.exp(top - new), math.exp(s - new)
+# -                 total = total * shrink + weight
+# +                 w = math.exp(s - top)
+# +                 total += w
+# -                     acc[d] = acc[d] * shrink + weight * v[j, d]
+# -                 top = new
+# +                     acc[d] += w * v[j, d]
 
 
 # %% 13.2 RIGHT: rescales only when a larger score appears
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                if s > top:
-                    shrink = math.exp(top - s)
-                    total = total * shrink + float32(1.0)
-                    for d in range(D):
-                        acc[d] = acc[d] * shrink + v[j, d]
-                    top = s
-                else:
-                    w = math.exp(s - top)
-                    total += w
-                    for d in range(D):
-                        acc[d] += w * v[j, d]
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -                 new = s if s > top else top
+# -                 shrink, weight = math.exp(top - new), math.exp(s - new)
+# -                 total = total * shrink + weight
+# -                 for d in range(D):
+# -                     acc[d] = acc[d] * shrink + weight * v[j, d]
+# -                 top = new
+# +                 if s > top:
+# +                     shrink = math.exp(top - s)
+# +                     total = total * shrink + float32(1.0)
+# +                     for d in range(D):
+# +                         acc[d] = acc[d] * shrink + v[j, d]
+# +                     top = s
+# +                 else:
+# +                     w = math.exp(s - top)
+# +                     total += w
+# +                     for d in range(D):
+# +                         acc[d] += w * v[j, d]
 
 
 # %% 13.2 RIGHT: from the last tile back to the first
-@cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, acc = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    top, total = LOWEST, float32(0.0)
-    for d in range(D):
-        q[d] = q_TD[t, d] if t < T else float32(0.0)
-        acc[d] = float32(0.0)
-    for first in range(cuda.blockIdx.x * TILE, -1, -TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t:
-                s = float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                s *= scale
-                new = s if s > top else top
-                shrink, weight = math.exp(top - new), math.exp(s - new)
-                total = total * shrink + weight
-                for d in range(D):
-                    acc[d] = acc[d] * shrink + weight * v[j, d]
-                top = new
-    if t < T:
-        for d in range(D):
-            o_TD[t, d] = acc[d] / total
-        lse_T[t] = top + math.log(total)
+# as the solution, but:
+# -     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +     for first in range(cuda.blockIdx.x * TILE, -1, -TILE):
 
 
 # %% 13.3 WRONG: lse is missing: p = exp(s - lse)
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                 ds = math.exp(scale * s - lse) * (dp - delta)
+# +                 ds = math.exp(scale * s) * (dp - delta)
 
 
 # %% 13.3 WRONG: The sign of lse is wrong
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s + lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                 ds = math.exp(scale * s - lse) * (dp - delta)
+# +                 ds = math.exp(scale * s + lse) * (dp - delta)
 
 
 # %% 13.3 WRONG: The scale multiplies lse too
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * (s - lse)) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                 ds = math.exp(scale * s - lse) * (dp - delta)
+# +                 ds = math.exp(scale * (s - lse)) * (dp - delta)
 
 
 # %% 13.3 WRONG: delta is outside the bracket
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * dp - delta
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                 ds = math.exp(scale * s - lse) * (dp - delta)
+# +                 ds = math.exp(scale * s - lse) * dp - delta
 
 
 # %% 13.3 WRONG: the keys were used instead of the values
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * k[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     dp += do[d] * v[j, d]
+# +                     dp += do[d] * k[j, d]
 
 
 # %% 13.3 WRONG: the output was used instead of its gradient
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += o_TD[t, d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     dp += do[d] * v[j, d]
+# +                     dp += o_TD[t, d] * v[j, d]
 
 
 # %% 13.3 WRONG: the query was used instead of do
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += q[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     dp += do[d] * v[j, d]
+# +                     dp += q[d] * v[j, d]
 
 
 # %% 13.3 WRONG: not ds times the query
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * q[d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     acc[d] += ds * k[j, d]
+# +                     acc[d] += ds * q[d]
 
 
 # %% 13.3 WRONG: Only the last key is in dq
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] = ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     acc[d] += ds * k[j, d]
+# +                     acc[d] = ds * k[j, d]
 
 
 # %% 13.3 WRONG: A query also sees its own key
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j < t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             if first + j <= t and t < T:
+# +             if first + j < t and t < T:
 
 
 # %% 13.3 WRONG: Only the block's own tile was visited
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(cuda.blockIdx.x * TILE, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +     for first in range(cuda.blockIdx.x * TILE, cuda.blockIdx.x * TILE + TILE, TILE):
 
 
 # %% 13.3 WRONG: The block's own tile is missing
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +     for first in range(0, cuda.blockIdx.x * TILE, TILE):
 
 
 # %% 13.3 WRONG: The mask compares positions within the tile
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if j <= cuda.threadIdx.x and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             if first + j <= t and t < T:
+# +             if j <= cuda.threadIdx.x and t < T:
 
 
 # %% 13.3 WRONG: The mask compares t with j
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             if first + j <= t and t < T:
+# +             if j <= t and t < T:
 
 
 # %% 13.3 WRONG: delta was computed from do alone
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * do[d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             delta += do[d] * o_TD[t, d]
+# +             delta += do[d] * do[d]
 
 
 # %% 13.3 WRONG: delta was computed from o alone
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             delta += do[d] * o_TD[t, d]
+# +             delta += o_TD[t, d]
 
 
 # %% 13.3 WRONG: delta is the product of the last component only
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta = do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             delta += do[d] * o_TD[t, d]
+# +             delta = do[d] * o_TD[t, d]
 
 
 # %% 13.3 WRONG: exp(s) and exp(lse) overflow
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s) / math.exp(lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                 ds = math.exp(scale * s - lse) * (dp - delta)
+# +                 ds = math.exp(scale * s) / math.exp(lse) * (dp - delta)
 
 
 # %% 13.3 WRONG: several threads of a block read the same element of k_TD
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k_TD[first + j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     s += q[d] * k[j, d]
+# +                     s += q[d] * k_TD[first + j, d]
 
 
 # %% 13.3 WRONG: several threads of a block read the same element of v_TD
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v_TD[first + j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -                     dp += do[d] * v[j, d]
+# +                     dp += do[d] * v_TD[first + j, d]
 
 
 # %% 13.3 REMARK: tiles of keys that all lie in the future
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            delta += do[d] * o_TD[t, d]
-    for first in range(0, T, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +     for first in range(0, T, TILE):
 
 
 # %% 13.3 WRONG: loads the same tile of k_TD more than once
-@cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
-    k, v = cuda.shared.array((TILE, D), float32), cuda.shared.array((TILE, D), float32)
-    q, do = cuda.local.array(D, float32), cuda.local.array(D, float32)
-    acc = cuda.local.array(D, float32)
-    T = q_TD.shape[0]
-    t = cuda.blockIdx.x * TILE + cuda.threadIdx.x
-    delta, lse = float32(0.0), float32(0.0)
-    if t < T:
-        lse = lse_T[t]
-        for d in range(D):
-            q[d], do[d], acc[d] = q_TD[t, d], do_TD[t, d], float32(0.0)
-            pass
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:  # delta as the sum of p dp over the keys
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                delta += math.exp(scale * s - lse) * dp
-    for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
-        cuda.syncthreads()
-        load_tile(k, k_TD, first)
-        load_tile(v, v_TD, first)
-        cuda.syncthreads()
-        for j in range(TILE):
-            if first + j <= t and t < T:
-                s, dp = float32(0.0), float32(0.0)
-                for d in range(D):
-                    s += q[d] * k[j, d]
-                    dp += do[d] * v[j, d]
-                ds = math.exp(scale * s - lse) * (dp - delta)
-                for d in range(D):
-                    acc[d] += ds * k[j, d]
-    if t < T:
-        for d in range(D):
-            dq_TD[t, d] = scale * acc[d]
+# as the solution, but:
+# -             delta += do[d] * o_TD[t, d]
+# +             pass
+# +     for first in range(0, cuda.blockIdx.x * TILE + TILE, TILE):
+# +         cuda.syncthreads()
+# +         load_tile(k, k_TD, first)
+# +         load_tile(v, v_TD, first)
+# +         cuda.syncthreads()
+# +         for j in range(TILE):
+# +             if first + j <= t and t < T:  # delta as the sum of p dp over the keys
+# +                 s, dp = float32(0.0), float32(0.0)
+# +                 for d in range(D):
+# +                     s += q[d] * k[j, d]
+# +                     dp += do[d] * v[j, d]
+# +                 delta += math.exp(scale * s - lse) * dp
 
 
 # %% 13.3 RIGHT: the scale goes into q, two sums are kept apart, and delta is subtracted at the end

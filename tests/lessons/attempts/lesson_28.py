@@ -35,15 +35,9 @@ def newton_schulz(G, steps=5):
 
 
 # %% 28.2 WRONG: a zero gradient
-def newton_schulz(G, steps=5):
-    if G.shape[0] > G.shape[1]:
-        return newton_schulz(G.T, steps).T
-    a, b, c = QUINTIC
-    X = G / np.linalg.norm(G)
-    for _ in range(steps):
-        A = X @ X.T
-        X = a * X + (b * A + c * A @ A) @ X
-    return X
+# as the solution, but:
+# -     X = G / max(np.linalg.norm(G), 1e-7)
+# +     X = G / np.linalg.norm(G)
 
 
 # %% 28.3 RIGHT: the weights of the mean written out
@@ -71,12 +65,9 @@ def wsd(step, steps, peak, warmup, fraction):
 
 
 # %% 28.4 WRONG: the last step does not reach 0
-def wsd(step, steps, peak, warmup, fraction):
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    n = int(fraction * steps)
-    k = step - (steps - n)
-    return peak * (1 - np.sqrt(k / n)) if k > 0 else peak
+# as the solution, but:
+# -     k = step - (steps - 1 - n)
+# +     k = step - (steps - n)
 
 
 # %% 28.4 WRONG: n is a whole number of steps
@@ -89,12 +80,9 @@ def wsd(step, steps, peak, warmup, fraction):
 
 
 # %% 28.4 WRONG: not only of those after the warm-up
-def wsd(step, steps, peak, warmup, fraction):
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    n = int(fraction * (steps - warmup))
-    k = step + 1 - (steps - n)
-    return peak * (1 - (k / n) ** 0.5) if k > 0 else peak
+# as the attempt above, but:
+# -     n = fraction * steps
+# +     n = int(fraction * (steps - warmup))
 
 
 # %% 28.4 WRONG: warmup may be 0

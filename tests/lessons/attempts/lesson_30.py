@@ -18,19 +18,12 @@ def warp_scan_kernel(y_n, x_n):
 
 
 # %% 30.1 RIGHT: by the highest set bits, with shfl_sync
-@cuda.jit
-def warp_scan_kernel(y_n, x_n):
-    lane = cuda.threadIdx.x
-    i = cuda.blockIdx.x * 32 + lane
-    own = x_n[i] if i < x_n.size else int32(0)
-    v = own
-    for k in range(5):
-        end = ((lane >> k) << k) - 1  # the last lane of the half before
-        other = cuda.shfl_sync(FULL, v, max(end, 0))
-        if lane & (1 << k):
-            v += other
-    if i < x_n.size:
-        y_n[i] = v - own
+# as the solution, but:
+# -         other = cuda.shfl_up_sync(FULL, v, 1 << k)
+# -         if lane >= 1 << k:
+# +         end = ((lane >> k) << k) - 1  # the last lane of the half before
+# +         other = cuda.shfl_sync(FULL, v, max(end, 0))
+# +         if lane & (1 << k):
 
 
 # %% 30.1 WRONG: between read and write
@@ -50,20 +43,12 @@ def warp_scan_kernel(y_n, x_n):
 
 
 # %% 30.1 WRONG: through shared memory
-@cuda.jit
-def warp_scan_kernel(y_n, x_n):
-    tile = cuda.shared.array(32, int32)
-    lane = cuda.threadIdx.x
-    i = cuda.blockIdx.x * 32 + lane
-    own = x_n[i] if i < x_n.size else int32(0)
-    tile[lane] = own
-    for k in range(5):
-        cuda.syncthreads()
-        add = tile[lane - (1 << k)] if lane >= 1 << k else 0
-        cuda.syncthreads()
-        tile[lane] += add
-    if i < x_n.size:
-        y_n[i] = tile[lane] - own
+# as the attempt above, but:
+# -         if lane >= 1 << k:
+# -             tile[lane] += tile[lane - (1 << k)]
+# +         add = tile[lane - (1 << k)] if lane >= 1 << k else 0
+# +         cuda.syncthreads()
+# +         tile[lane] += add
 
 
 # %% 30.2 RIGHT: the totals of the warps are scanned by the first warp
@@ -217,17 +202,13 @@ def warp_scan_kernel(y_n, x_n):
 
 
 # %% 30.1 WRONG: not only those with l > d
-@cuda.jit
-def warp_scan_kernel(y_n, x_n):
-    i, lane = cuda.grid(1), cuda.threadIdx.x
-    own = x_n[i] if i < x_n.size else 0
-    v = own
-    for d in (1, 2, 4, 8, 16):
-        other = cuda.shfl_up_sync(FULL, v, d)
-        if lane > d:
-            v += other
-    if i < x_n.size:
-        y_n[i] = v - own
+# as the attempt above, but:
+# -     own = np.float32(x_n[i] if i < x_n.size else 0)
+# +     own = x_n[i] if i < x_n.size else 0
+# -         if lane >= d:
+# +         if lane > d:
+# -         y_n[i] = int32(v - own)
+# +         y_n[i] = v - own
 
 
 # %% 30.2 WRONG: one thread walks through the whole block
@@ -271,24 +252,11 @@ def block_scan_kernel(y_n, total_B, x_n):
 
 
 # %% 30.2 WRONG: 1024 threads are 32 warps
-@cuda.jit
-def block_scan_kernel(y_n, total_B, x_n):
-    t, i = cuda.threadIdx.x, cuda.grid(1)
-    warp_total = cuda.shared.array(6, int32)
-    own = x_n[i] if i < x_n.size else 0
-    v = own
-    for d in (1, 2, 4, 8, 16):
-        other = cuda.shfl_up_sync(FULL, v, d)
-        v += other if t % 32 >= d else 0
-    if t % 32 == 31:
-        warp_total[t // 32] = v
-    cuda.syncthreads()
-    for w in range(t // 32):
-        v += warp_total[w]
-    if i < x_n.size:
-        y_n[i] = v - own
-    if t == cuda.blockDim.x - 1:
-        total_B[cuda.blockIdx.x] = v
+# as the attempt above, but:
+# -     warp_total = cuda.shared.array(32, int32)
+# +     warp_total = cuda.shared.array(6, int32)
+# -     if t == 63:
+# +     if t == cuda.blockDim.x - 1:
 
 
 # %% 30.2 WRONG: total_B holds anything at first

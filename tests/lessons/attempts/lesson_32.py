@@ -219,17 +219,13 @@ def own_weights(rank, world, w, H, G):
 
 
 # %% 32.4 WRONG: weights that had already been updated
-def fsdp_step(comm, shards, x_NC, t_NC, count, update):
-    C, inputs = x_NC.shape[1], [x_NC]
-    for shard in shards:
-        inputs.append(layer(inputs[-1], square(comm.all_gather(shard), C)))
-    error = inputs.pop() - t_NC
-    dy = 2 * error / count
-    for l in reversed(range(len(shards))):
-        _, dw = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
-        update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
-        dy, _ = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
-    return comm.all_reduce(np.array([(error**2).sum() / count]))[0]
+# as the attempt above, but:
+# -         dy, dw = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
+# -         n = shards[l].size
+# -         update(l, shards[l], flatten(dw, comm.world)[comm.rank * n : comm.rank * n + n])
+# +         _, dw = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
+# +         update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
+# +         dy, _ = layer_bwd(dy, inputs[l], square(comm.all_gather(shards[l]), C))
 
 
 # %% 32.4 WRONG: takes the layer's INPUT x
