@@ -563,7 +563,10 @@ run(ask(body | {"stop": None, "max_tokens": 200, "temperature": 2, "seed": 1}, l
 until_idle()
 print("computed far less than 200 tokens:", engine.decoded_tokens - before < 100)
 print(
-    "free slots:", sorted(engine.scheduler.free_slots), " sequences that wait:", len(engine.scheduler.waiting)
+    "free slots:",
+    sorted(engine.scheduler.free_slots),
+    " sequences that wait:",
+    len(engine.scheduler.waiting),
 )
 
 # %% [markdown]
