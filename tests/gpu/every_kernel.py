@@ -24,7 +24,7 @@ import xtrain
 import xtrain.kernels
 from xtrain import lesson
 from xtrain.kernels.adamw import adamw, adamw_hyper
-from xtrain.kernels.attention import flash_attention, flash_attention_bf16_bwd_whole
+from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.context_attention import context_attention
 from xtrain.kernels.attention.decode_attention import decode_attention
 from xtrain.kernels.attention.key_bounds import KeyBounds, document_bounds
@@ -356,11 +356,6 @@ def flash(dtype):
             k, v = (draw(B, T, G, D, dtype=dtype) for _ in range(2))
             o, lse = flash_attention.flash_attention_fwd(q, k, v, 0.2, causal)
             flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
-            if dtype != np.float32 and D in flash_attention_bf16_bwd_whole.WIDTHS:
-                chosen = flash_attention.choose_whole
-                flash_attention.choose_whole = lambda *_: flash_attention_bf16_bwd_whole.TILES
-                flash_attention.flash_attention_bwd(do, q, k, v, o, lse, 0.2, causal)
-                flash_attention.choose_whole = chosen
     bounded(dtype, (16, 32, 64, 128))
     flash_attention.HOPPER = usual
 

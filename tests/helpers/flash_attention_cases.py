@@ -53,7 +53,6 @@ def small_bf16_tiles(monkeypatch):
     if not GPU:
         choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
         monkeypatch.setattr(fa, "choose", choose)
-        monkeypatch.setattr(fa, "choose_whole", lambda *_: None)
 
 
 def case(B, T, S, H, G, D, dtype=np.float64):

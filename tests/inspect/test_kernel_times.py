@@ -25,10 +25,8 @@ from xtrain.kernels.attention import (
     flash_attention_bf16,
     flash_attention_bf16_bwd,
     flash_attention_bf16_bwd_d128,
-    flash_attention_bf16_bwd_whole,
     flash_attention_hopper_bwd,
 )
-from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import WholeTiles
 from xtrain.kernels.attention.flash_attention_hopper_table import HopperTiles
 from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.kernels.primitives import tensor_maps as _tensor_maps
@@ -177,14 +175,12 @@ def test_operations_of_attention_backward():
     sizes = [np.int32(x) for x in (T, T, H, H // G, 1, 1, 1, 1)]
     q, k, lse = array(B * T * H * D, 1), array(B * T * G * D, 2), array(B * T * H, 3)
     wide = flash_attention_bf16_bwd_d128.make_dkdv_d128_kernel
-    whole = flash_attention_bf16_bwd_whole.make_whole_kernel
     dq, dkdv = flash_attention_bf16_bwd.make_dq_kernel, flash_attention_bf16_bwd.make_dkdv_kernel
     product = 2 * B * H * T * T * D / 2
     for kernel, arrays, products in (
         (dq(D, True, Tiles(64, 64, 4, 1)), (q, lse, q, q, k, k, q, lse, lse), 3),
         (dkdv(D, True, Tiles(64, 64, 4, 1)), (k, k, q, q, k, k, lse, lse, lse), 4),
         (wide(128, True, Tiles(64, 64, 8, 1)), (k, k, q, q, k, k, lse, lse, lse), 4),
-        (whole(D, True, WholeTiles(64, 1)), (q, k, k, q, q, k, k, q, lse), 5),
     ):
         assert kernel_cost(kernel, (*arrays, *sizes)).flops == products * product
 

@@ -10,7 +10,6 @@ from checks import GPU, load_changed, normal, source_of
 
 from xtrain.kernels.attention import flash_attention
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd_ref, flash_attention_ref
-from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import WholeTiles
 from xtrain.kernels.attention.flash_attention_table import Tiles
 from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from xtrain.simulator import KernelError, RaceError, UninitializedError, sim
@@ -22,10 +21,9 @@ FILES = (
     "attention.flash_attention_bf16",
     "attention.flash_attention_bf16_bwd",
     "attention.flash_attention_bf16_bwd_d128",
-    "attention.flash_attention_bf16_bwd_whole",
     "attention.flash_attention",
 )
-FWD, BWD, D128, WHOLE = FILES[1:5]
+FWD, BWD, D128 = FILES[1:4]
 CHOSEN = {
     "fwd": Tiles(BM=32, BN=16, warps=2, blocks=1),
     "dq": Tiles(BM=32, BN=16, warps=2, blocks=1),
@@ -54,15 +52,12 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def errors(
-    module, forward=True, backward=True, all_keys=False, scale=0.3, bounds=UNBOUNDED, shape=SHAPE
-):
+def errors(module, forward=True, backward=True, scale=0.3, bounds=UNBOUNDED, shape=SHAPE):
     """Run the kernels. -> {output: error relative to its largest value}. Without the forward, o and lse are the exact ones."""
     B, T, S, H, G, D = shape
     shapes = (B, T, H, D), (B, S, G, D), (B, S, G, D), (B, T, H, D)
     q, k, v, do = (normal(i, *s, dtype=ml_dtypes.bfloat16) for i, s in enumerate(shapes))
     module.choose = lambda kind, *rest: CHOSEN[kind]
-    module.choose_whole = lambda *_: WholeTiles(keys=64, blocks=1) if all_keys else None
     given = [sim(x) for x in (do, q, k, v)]
     q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
     exact_o, exact_lse = flash_attention_ref(q, k, v, scale, True, bounds)
@@ -175,31 +170,3 @@ def test_bugs_between_two_warps(planted, bug):
     except KernelError:
         return
     assert expected is WRONG and max(found["dk"], found["dv"]) > 3e-2, found
-
-
-WHOLE_BUGS = {
-    "gradients of scores read before they are complete": ("            cuda.syncthreads()  # dS is complete\n", "", KernelError),
-    "queries not waited for": ("            wait_copies(0)\n", "", UninitializedError),
-    "no barrier before the next queries": ("            wait_copies(0)\n            cuda.syncthreads()  #", "            wait_copies(0)  #", KernelError),
-    "keys overwritten while they are read": ("        cuda.syncthreads()  # all warps have finished reading K\n", "", KernelError),
-    "rows of dQ stored before they are complete": ("        cuda.syncwarp()\n", "", RaceError),
-    "diagonal off by one": ("key - past - t0 if", "key - past - t0 - 1 if", WRONG),
-    "statistics of one query": ("weights(s, stats, LSE + t,", "weights(s, stats, LSE + t0,", WRONG),
-    "the other half of the keys": ("(32 * j + 16 * i) * BM", "(32 * j + 16 - 16 * i) * BM", WRONG),
-    "one half of the channels": ("left_lane() ^ (16 * n)", "left_lane()", WRONG),
-}  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("bug", [None, *WHOLE_BUGS])
-def test_bugs_where_a_block_holds_all_keys(planted, bug):
-    given = dict(forward=False, all_keys=True, shape=(1, 37, 40, 1, 1, 32))
-    old, new, expected = WHOLE_BUGS[bug] if bug else ("STEP = 16", "STEP = 16", None)
-    module = planted(WHOLE, old, new)
-    if expected in (None, WRONG):
-        found = errors(module, **given)
-        assert max(found.values()) < 1e-2 if bug is None else max(found.values()) > 3e-2, found
-    else:
-        with pytest.raises(expected) as caught:
-            errors(module, **given)
-        assert caught.value.sites, "the report names no line"

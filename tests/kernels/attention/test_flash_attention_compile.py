@@ -11,7 +11,6 @@ from offline import CARDS, CARDS_BF16, check_registers, compiled, nvvm, once_eac
 
 from xtrain.kernels.attention import flash_attention as fa
 from xtrain.kernels.attention import flash_attention_fp32 as fp32
-from xtrain.kernels.attention.flash_attention_bf16_bwd_whole import TILES, WIDTHS
 from xtrain.kernels.attention.flash_attention_table import TABLE
 from xtrain.kernels.attention.key_bounds import BY_ARRAY
 
@@ -25,7 +24,6 @@ SIGNATURES = {  # the array before the scalars: of key_bounds.py; a kernel witho
     "fwd": (HALF, FULL, HALF, HALF, HALF, FULL, *SCALARS),
     "dq": (HALF, FULL, *[HALF] * 5, FULL, FULL, *SCALARS),
     "dkdv": (*[HALF] * 6, FULL, FULL, FULL, types.int32, *SCALARS),
-    "whole": (*[HALF] * 8, FULL, types.int32, *SCALARS),
 }
 BTHD, BHT = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 FP32 = {
@@ -34,11 +32,10 @@ FP32 = {
     "dkdv": (*[BTHD] * 6, BHT, BHT, BHT, types.float32),
 }
 CHOSEN: set[tuple] = {(*key, tiles) for key, rows in TABLE.items() for tiles in rows.values()}
-CHOSEN |= {("whole", D, causal, TILES) for D in WIDTHS for causal in (True, False)}
 SMALL = {(*key, fa.SMALL[key[0]]) for key in TABLE if key[2]}
 ONE_OF_EACH = [(kind, D, True, TABLE[kind, D, True][None]) for kind, D in (
     ("fwd", 64), ("dq", 32), ("dkdv", 16), ("dkdv", 128),
-)] + [("whole", 32, True, TILES)]  # fmt: skip
+)]  # fmt: skip
 
 
 def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),), key_bounds=0):
@@ -50,9 +47,8 @@ def check_bf16(monkeypatch, tmp_path, choice, cards=((9, 0),), key_bounds=0):
         signature = (*signature[:at], BOUNDS, *signature[at + 1 :])
     for cc, ptx in compiled(monkeypatch, kernel, signature, cards).items():
         assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async" in ptx and "ldmatrix" in ptx
-        threads = tiles.keys if kind == "whole" else 32 * tiles.warps
         if cc == (9, 0):  # whose tiles are tuned
-            check_registers(tmp_path, ptx, threads, tiles.blocks, cc)
+            check_registers(tmp_path, ptx, 32 * tiles.warps, tiles.blocks, cc)
 
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=str)
@@ -60,8 +56,8 @@ def test_tensor_core_kernels_compile(monkeypatch, tmp_path, choice):
     check_bf16(monkeypatch, tmp_path, choice)
 
 
-# "whole" takes no bounds; with them, dkdv for D = 128 spills 4 to 8 bytes
-BOUNDED = [x for x in ONE_OF_EACH if x[0] != "whole" and x[:2] != ("dkdv", 128)]
+# with bounds, dkdv for D = 128 spills 4 to 8 bytes
+BOUNDED = [x for x in ONE_OF_EACH if x[:2] != ("dkdv", 128)]
 
 
 @only_all

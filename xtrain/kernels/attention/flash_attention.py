@@ -65,11 +65,9 @@ from ..runtime.launch import (
 from . import flash_attention_bf16 as bf16
 from . import flash_attention_bf16_bwd as bf16_bwd
 from . import flash_attention_bf16_bwd_d128 as bf16_bwd_d128
-from . import flash_attention_bf16_bwd_whole as bf16_bwd_whole
 from . import flash_attention_fp32 as fp32
 from . import flash_attention_hopper as hopper
 from . import flash_attention_hopper_bwd as hopper_bwd
-from .flash_attention_bf16_bwd_whole import WholeTiles
 from .flash_attention_hopper import Gpu
 from .flash_attention_table import TABLE, Tiles
 from .key_bounds import UNBOUNDED, KeyBounds, check_bounds
@@ -319,15 +317,8 @@ def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 
 def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     shapes = q.shape, k.shape
-    whole = choose_whole(*shapes, q) if bounds is UNBOUNDED else None
     q, k, v, sizes = flat_inputs(q, k, v)
     (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
-    if whole is not None:
-        B, _, G, D = shapes[1]
-        kernel, shared = make_kernel("whole", D, causal, whole)
-        args = dq.reshape(-1), dk.reshape(-1), dv, do, q, k, v, o, lse, *sizes
-        launch(kernel, (G, B), whole.keys, *args, np.int32(dv_row), scale, shared=shared)
-        return
     delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
     args = dq.reshape(-1), delta, do, q, k, v, o, lse, bounds.first(lse), *sizes, scale
     _launch_bf16("dq", causal, bounds.kind, *shapes, *args)
@@ -377,11 +368,8 @@ def make_grid(
 
 
 # ----------------------------------------------------------------------------- which kernel
-def make_kernel(
-    kind: str, D: int, causal: bool, tiles: Tiles | WholeTiles, key_bounds: int = 0
-) -> tuple:
-    """Return (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq", "dkdv" (Tiles) or
-    "whole" (WholeTiles, no bounds)"""
+def make_kernel(kind: str, D: int, causal: bool, tiles: Tiles, key_bounds: int = 0) -> tuple:
+    """Return (the bf16 kernel, bytes of shared memory). kind: "fwd", "dq" or "dkdv"."""
     make, shared_bytes = _factory(kind, D)
     variant = (key_bounds,) if key_bounds else ()
     return make(D, causal, tiles, *variant), shared_bytes(D, tiles)
@@ -391,8 +379,6 @@ def _factory(kind: str, D: int) -> tuple[Callable, Callable]:
     """Return (function that makes the kernel, function that returns its bytes of shared memory)"""
     if kind == "fwd":
         return bf16.make_fwd_kernel, bf16.fwd_shared_bytes
-    if kind == "whole":
-        return bf16_bwd_whole.make_whole_kernel, bf16_bwd_whole.whole_shared_bytes
     if kind == "dq":
         return bf16_bwd.make_dq_kernel, bf16_bwd.dq_shared_bytes
     if D == 128:
@@ -406,24 +392,6 @@ def choose(kind: str, D: int, T: int, causal: bool, shared: int) -> Tiles:
     rows = TABLE[kind, D, causal].items()
     tiles = next(tiles for longest, tiles in rows if longest is None or longest >= T)
     return tiles if _factory(kind, D)[1](D, tiles) <= shared else SMALL[kind]
-
-
-def choose_whole(q_shape: tuple, k_shape: tuple, x: Array) -> WholeTiles | None:
-    """Return the tiles of the whole-sequence backward on the GPU of x; None if the two-kernel
-    backward must or should be used.
-
-    It is used if the head is narrow, all keys and queries fit into one block, there are at least
-    MIN_KEYS keys, and there are enough key heads to give at least half of the multiprocessors a
-    block.
-    """
-    (B, T, _, D), (_, S, G, _) = q_shape, k_shape
-    tiles = bf16_bwd_whole.TILES
-    fits = D in bf16_bwd_whole.WIDTHS and bf16_bwd_whole.MIN_KEYS <= S <= tiles.keys
-    if not fits or not 0 < T <= tiles.keys:
-        return None
-    if bf16_bwd_whole.whole_shared_bytes(D, tiles) > shared_limit(x):
-        return None
-    return tiles if multiprocessors(x) <= 2 * B * G else None
 
 
 def use_hopper(q_BTHD: Array) -> bool:

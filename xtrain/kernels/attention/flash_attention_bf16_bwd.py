@@ -11,8 +11,7 @@ registers where it uses it.
 
 The dK, dV kernel works on the transposes, S^T = K Q^T and dP^T = V dO^T, so P^T and dS^T already
 have the layout of a left operand. For D = 128, flash_attention_bf16_bwd_d128.py divides this work
-between two warps. For short sequences of narrow heads, flash_attention_bf16_bwd_whole.py computes
-all three gradients in one kernel.
+between two warps.
 """
 
 import functools
