@@ -260,7 +260,7 @@ for program, events in allocator.PROGRAMS.items():
 # a view into it:
 
 # %%
-lesson.source(xtrain.nn.Arena.__init__, part="offsets, size, unit")
+lesson.source(xtrain.nn.Arena.__init__, part="offsets = []")
 
 # %% [markdown]
 # A single allocation cannot fragment, and a single array needs only one kernel. AdamW, the norm of

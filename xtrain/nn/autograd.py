@@ -156,7 +156,7 @@ class Node:
         self.fingerprints = [_fingerprint(a) for a in ctx.saved]
 
     def check_untouched(self) -> None:
-        """Raises RuntimeError when an array saved by forward has been changed since."""
+        """Raise RuntimeError if an array saved by forward has been changed since."""
         changed = [shape for version, count, shape in self.versions if version.count != count]
         for array, fingerprint in zip(self.ctx.saved, self.fingerprints):
             if _fingerprint(array) != fingerprint:
@@ -170,7 +170,7 @@ class Node:
 
 
 def _fingerprint(array):
-    """A checksum over a NumPy array: over all of it up to 1024 elements, else over 64 of them.
+    """Return a checksum over a NumPy array: over all of it up to 1024 elements, else over 64 of them.
 
     It detects `x.data[...] = y`, which no counter sees. On a GPU it would synchronize, so only the
     counters are used there.

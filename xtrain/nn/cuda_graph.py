@@ -86,9 +86,8 @@ class _Recording:
 
     def __init__(self, inputs: tuple, arena: Arena | None):
         self.buffers = [cupy().empty(x.shape, x.dtype) for x in inputs]
-        # calls: eager ones
         self.arena = arena
-        self.calls = 0
+        self.calls = 0  # eager ones
         self.graph: Any = None
         self.outputs: tuple = ()
 
@@ -96,7 +95,7 @@ class _Recording:
         return self.calls == EAGER_CALLS
 
     def run(self, step: Callable, inputs: tuple, stream: Any) -> tuple:
-        """The first calls: eagerly; then the capture, which runs nothing, and a first replay."""
+        """Run the first calls eagerly; then capture, which runs nothing, and replay."""
         if self.calls < EAGER_CALLS:
             self._copy_inputs(inputs)
             outputs = step(*self.buffers)

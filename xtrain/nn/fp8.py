@@ -162,7 +162,7 @@ class Fp8Scales:
         self.ready = True
 
     def load(self, scale_S: np.ndarray) -> None:
-        """Continue with the scales of a checkpoint."""
+        """Set the scales to those of a checkpoint."""
         if is_gpu(self.scale_S):
             self.scale_S[...] = to_device(scale_S, "gpu")
         else:

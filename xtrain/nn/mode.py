@@ -61,7 +61,7 @@ def no_grad() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inference() -> Iterator[None]:
-    """no_grad, and ops may choose kernels that training does not use.
+    """Do no_grad, and let ops choose kernels that training does not use.
 
     For few rows these are products at the speed of memory; their results may differ in the last
     bits. Inside, no parameter is written.

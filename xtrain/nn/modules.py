@@ -226,6 +226,11 @@ def arena_unit(world: int) -> int:
     return math.lcm(ALIGN, 4 * world)
 
 
+def _view(array, offset, shape):
+    """Return a part of a flat array in a shape."""
+    return array[offset : offset + math.prod(shape)].reshape(shape)
+
+
 class Arena:
     """Memory of all parameters: weights and grads, 1-D float32 arrays.
 
@@ -252,29 +257,25 @@ class Arena:
         trainable: bool = True,
     ):
         self.kind = (device, bf16, world, trainable)
-        decayed, rest = ([p for p in parameters if p.decay is flag] for flag in (True, False))
+        matrices = [p for p in parameters if p.decay]
+        vectors = [p for p in parameters if not p.decay]
         offsets = []
         size = 0
         unit = arena_unit(world)
-        for region in (decayed, rest):
+        for region in (matrices, vectors):
             for parameter in region:
                 offsets.append(size)
                 size += -(-math.prod(parameter.declared_shape) // ALIGN) * ALIGN
             size = -(-size // unit) * unit
-        ordered = decayed + rest
-        self.n_decay = next((o for p, o in zip(ordered, offsets) if not p.decay), size)
+        self.parameters = matrices + vectors
+        self.matrices = matrices
+        self.n_decay = offsets[len(matrices)] if vectors else size
         self.trainable = trainable
         self.version = Version()
         self.half_version = -1
-        self.parameters = ordered
-        # no gradient is unwritten
-        self.matrices = decayed
-        self.all_written = True
+        self.all_written = True  # no gradient is unwritten
         only_half = bf16 and not trainable
-        # offset at which weights begins
-        first = 0
-        if only_half:
-            first = self.n_decay
+        first = self.n_decay if only_half else 0  # offset at which weights begins
         self.weights = zeros_on(device, size - first, np.float32)
         self._grads: Any = zeros_on(device, size, np.float32) if trainable else None
         self.half = None
@@ -282,29 +283,23 @@ class Arena:
             self.half = zeros_on(device, first, BFLOAT16)
         elif bf16:
             self.half = empty(self.weights, size, BFLOAT16)
-        for parameter, offset in zip(ordered, offsets):
+        for parameter, offset in zip(self.parameters, offsets):
             shape = parameter.declared_shape
             parameter.offset = offset
-            view = lambda array, at: array[at : at + math.prod(shape)].reshape(shape)  # noqa: B023
+            parameter.half = None
             if bf16 and parameter.decay:
-                half = view(self.half, offset)
+                parameter.half = _view(self.half, offset, shape)
+            if only_half and parameter.decay:
+                parameter._data = parameter.half
             else:
-                half = None
-            alone = only_half and parameter.decay
-            if alone:
-                parameter._data = half
-            else:
-                parameter._data = view(self.weights, offset - first)
-            parameter._grad = None
-            if trainable:
-                parameter._grad = view(self._grads, offset)
+                parameter._data = _view(self.weights, offset - first, shape)
+            parameter._grad = _view(self._grads, offset, shape) if trainable else None
             parameter.grad_written = True  # zeros
-            parameter.half = half
             parameter.version = self.version
             parameter.requires_grad &= trainable  # frozen parameters stay frozen
         # slices that no matrix covers: gaps, and behind all matrices the norms
-        starts = [*(p.offset for p in decayed), size]
-        ends = [0, *(p.offset + p.size for p in decayed)]
+        starts = [*(p.offset for p in matrices), size]
+        ends = [0, *(p.offset + p.size for p in matrices)]
         self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
     def __reduce__(self) -> Any:

@@ -116,11 +116,11 @@ class AdamW:
 
     @property
     def hyper_size(self) -> int:
-        """Numbers that `advance` returns."""
+        """Return how many numbers `advance` returns."""
         return 3 if self.ema is None else 4
 
     def start_average(self) -> None:
-        """The moving average, if there is one, = the weights. Called before the first step."""
+        """Set the moving average, if there is one, to the weights, before the first step."""
         if self.ema is not None:
             for start, end, first in self.owned_at():
                 self.ema[first : first + end - start] = self.weights(start, end, first)
@@ -143,8 +143,10 @@ class AdamW:
             self.model.fp8.update()
 
     def owned_at(self) -> Iterator[tuple[int, int, int]]:
-        """(start, end, first) of each owned slice. first: the index of its start in m, v and
-        ema."""
+        """Return (start, end, first) of each owned slice.
+
+        first: the index of its start in m, v and ema.
+        """
         first = 0
         for start, end in self.owned:
             yield start, end, first
@@ -157,11 +159,11 @@ class AdamW:
             self.update_trained(start, end, first, hyper_3, factor_1, excluded)
 
     def excludes(self, parameter: Parameter) -> bool:
-        """Whether `update` must leave this parameter unchanged."""
+        """Return whether `update` must leave this parameter unchanged."""
         return not parameter.requires_grad
 
     def excluded(self) -> list[Parameter]:
-        """The parameters that `update` must leave unchanged, in the order of the arena."""
+        """Return the parameters that `update` must leave unchanged, in the arena's order."""
         found = [p for _, p in self.model.storage() if self.excludes(p)]
         return sorted(found, key=lambda p: p.offset)
 
@@ -174,7 +176,7 @@ class AdamW:
         factor_1: Array,
         excluded: list[Parameter],
     ) -> None:
-        """`update` of [start, end) without the excluded parameters: one call if there are none."""
+        """Call `update` of [start, end) without the excluded parameters: one call if there are none."""
         at = start
         for p in excluded:
             if p.offset >= end:
@@ -186,7 +188,7 @@ class AdamW:
             self.update(at, end, first + at - start, hyper_3, factor_1)
 
     def weights(self, start: int, end: int, first: int) -> Array:
-        """The float32 weights of an owned slice, whose moments begin at `first`."""
+        """Return the float32 weights of an owned slice, whose moments begin at `first`."""
         array, as_moments = self.owned_weights()
         at = first if as_moments else start
         return array[at : at + end - start]
@@ -273,17 +275,17 @@ class Muon(AdamW):
         ]
 
     def excludes(self, parameter: Parameter) -> bool:
-        """The matrices of Muon too."""
+        """Return True for the matrices of Muon, too."""
         return super().excludes(parameter) or parameter in self.matrices
 
     def advance(self) -> np.ndarray:
-        """As AdamW.advance."""
+        """Do AdamW.advance."""
         if not all(p.requires_grad for p in self.matrices):
             raise UserError("a matrix was frozen after Muon was made: make Muon last")
         return super().advance()
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
-        """The matrices, then as AdamW.update_owned."""
+        """Update the matrices, then do AdamW.update_owned."""
         arena = self.arena
         dtype = np.float32 if self.arena.kind[0] == "cpu" else BFLOAT16
         for shape, arena_B, state_B in self.batches:
@@ -316,7 +318,7 @@ def muon_matrices(model: Transformer) -> set[Parameter]:
 
 
 def parts_of(parameter: Parameter) -> list[tuple[int, int, int]]:
-    """(offset in the arena, rows, columns) of each matrix that is packed in a parameter."""
+    """Return (offset in the arena, rows, columns) of each matrix packed in a parameter."""
     found = []
     columns = parameter.declared_shape[1]
     row = 0
