@@ -170,7 +170,7 @@ class Node:
 
 
 def _fingerprint(array):
-    """Return a checksum over a NumPy array: over all of it up to 1024 elements, else over 64 of them.
+    """Return a checksum over a NumPy array: over all of up to 1024 elements, else over 64.
 
     It detects `x.data[...] = y`, which no counter sees. On a GPU it would synchronize, so only the
     counters are used there.

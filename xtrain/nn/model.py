@@ -365,7 +365,9 @@ class Transformer(Module):
         The families are config.FAMILIES.
         """
         c = self.config
-        differences = [] if c.family else [c.features]
+        differences = []
+        if not c.family:
+            differences.append(c.features)
         if len(self.model.layers) != c.n_layers:
             differences.append(f"{len(self.model.layers)} layers")
         if len(list(self._storage(""))) > len(list(self.storage())):

@@ -133,7 +133,8 @@ class AdamW:
         hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in
             this step.
         """
-        factor_1 = self._one if factor_1 is None else factor_1
+        if factor_1 is None:
+            factor_1 = self._one
         self.update_owned(hyper[:3], factor_1)
         if self.ema is not None:
             for start, end, first in self.owned_at():
@@ -176,7 +177,7 @@ class AdamW:
         factor_1: Array,
         excluded: list[Parameter],
     ) -> None:
-        """Call `update` of [start, end) without the excluded parameters: one call if there are none."""
+        """Call `update` for [start, end) without the excluded: once if there are none."""
         at = start
         for p in excluded:
             if p.offset >= end:
