@@ -179,7 +179,7 @@ class Watchdog(threading.Thread):
         else:
             stack = ""
         print_error(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank "
+            f"xtrain: {where}: no progress for {self.seconds:g} s (--watchdog), this rank "
             f"exits. Its stack:\n{stack}"
         )
         time.sleep(OUTPUT_SECONDS)
