@@ -27,7 +27,7 @@ import sys
 from . import train
 from .cli import command_line
 from .config import TrainConfig
-from .parallel.command import training_command
+from .training_command import training_command
 
 
 def main(arguments: list[str] | None = None) -> int:

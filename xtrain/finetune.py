@@ -15,9 +15,9 @@ from rich.console import Console
 
 from .cli import command_line
 from .evaluation.during_training import evaluation
-from .parallel.command import training_command
 from .report import page
 from .training.single_device import SingleDevice
+from .training_command import training_command
 from .tuning import finetune as tuning
 from .tuning.finetune import FinetuneConfig
 

@@ -61,6 +61,7 @@ VALUES = {  # option -> {what others write: xtrain's word}
     "kv-cache": {"fp8_e4m3": "fp8"},
 }
 PATHS = ("data", "val-data")  # an unset variable of the shell must not become an empty list
+ONE_PER_GPU = "start one process per GPU, such as mpirun -n 4 xtrain train"
 HINTS = {  # options that xtrain does not have -> what to do
     "epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
     "num-train-epochs": "a run is counted in steps of batch x seq-len tokens: use --steps",
@@ -68,11 +69,11 @@ HINTS = {  # options that xtrain does not have -> what to do
     "and of a step with --batch",
     "accumulate": "give the sequences of one forward pass with --micro-batch, and of a step with "
     "--batch",
-    "gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
-    "num-gpus": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
-    "nproc-per-node": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
-    "world-size": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
-    "ddp": "start one process per GPU: mpirun -n 4 python -m xtrain.ddp",
+    "gpus": ONE_PER_GPU,
+    "num-gpus": ONE_PER_GPU,
+    "nproc-per-node": ONE_PER_GPU,
+    "world-size": ONE_PER_GPU,
+    "ddp": ONE_PER_GPU,
     "compile": "all kernels are compiled; --graph captures the step in a CUDA graph",
     "bf16": "use --precision bf16",
     "fp8": "use --precision fp8",

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from .cli import command_line
 from .evaluation.during_training import evaluation
-from .parallel.command import training_command
 from .reinforcement import reinforce as reinforcement
 from .reinforcement.reinforce import ReinforceConfig
 from .report import page
 from .training.single_device import SingleDevice
+from .training_command import training_command
 
 
 def reinforce(

@@ -17,11 +17,11 @@ from rich.console import Console
 from .cli import command_line
 from .config import TrainConfig
 from .evaluation.during_training import evaluation
-from .parallel.command import training_command
 from .report import page
 from .training import loop
 from .training.run import Run
 from .training.single_device import SingleDevice
+from .training_command import training_command
 
 
 def train(

@@ -531,10 +531,12 @@ def embedding_plan(ids_N: Array, V: int) -> EmbeddingPlan | None:
     """Return the plan of the backward for ids (N,) and a table of V rows.
 
     None on the CPU, which does not need one. It depends only on the ids, so it can be computed
-    before the gradient exists. Raises ValueError as embedding_bwd does.
+    before the gradient exists. Raises ValueError as embedding_bwd does, on the CPU not for an id
+    outside the table: embedding_fwd does.
     """
-    if _check_ids(ids_N, V):
+    if on_host(ids_N):
         return None
+    _check_ids(ids_N, V)
     N = ids_N.size
     T = digit_values(V)
     plan_N4 = empty(ids_N, (N, 4), np.int32)

@@ -177,7 +177,7 @@ class Transformer(Module):
         """
         ids = self.check_ids(ids, "ids")
         B, T = ids.shape
-        logits_BTP = self.logits(self.hidden(ids)).reshape(B, T, -1)
+        logits_BTP = self.logits(self.hidden(ids, self.sequences(B, T))).reshape(B, T, -1)
         return F.narrow(logits_BTP, self.config.vocab_size)
 
     def loss(
@@ -233,8 +233,10 @@ class Transformer(Module):
             )
         targets_N = self._to_device(targets.reshape(-1))
         if starts is None:
-            return self.hidden(ids), targets_N
-        return self.hidden(ids, self.packed_sequences(starts, ids.shape)), targets_N
+            sequences = self.sequences(*ids.shape)
+        else:
+            sequences = self.packed_sequences(starts, ids.shape)
+        return self.hidden(ids, sequences), targets_N
 
     def hidden(self, ids: Array, sequences: Sequences | None = None) -> Tensor:
         """Return the output of the last norm for ids (B, T): (N, C), N = B T.

@@ -18,7 +18,7 @@ import numpy as np
 from .. import machine
 from ..device import Array, cupy, to_numpy
 from ..errors import UserError
-from ..training.single_process import SINGLE_PROCESS, SingleProcess
+from ..training.single_process import SingleProcess
 
 START_SECONDS = 600.0  # at most, between the start of the first rank and that of the last
 # What MPICH 5.0.2 (its wheel, ch4:ucx) allocates of /dev/shm in MPI_Init, in bytes a rank, measured
@@ -116,18 +116,6 @@ class Ranks(SingleProcess):
                 f"{when} the parameters of rank {others[0]} differ from those of rank 0 "
                 f"({len(others)} of {self.world} ranks differ): {advice}"
             )
-
-
-def launched() -> SingleProcess:
-    """Return the ranks that mpirun (or srun) started; a SingleProcess, without loading MPI, if it
-    is only one.
-
-    Raises UserError like `connect`.
-    """
-    launcher = machine.launcher()
-    if launcher is None or launcher.is_one_process:
-        return SINGLE_PROCESS
-    return connect()
 
 
 def connect() -> Ranks:

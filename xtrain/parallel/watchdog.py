@@ -174,12 +174,11 @@ class Watchdog(threading.Thread):
         where = rank_and_step(self.ranks.rank, self.step())
         frames = sys._current_frames()
         main_thread = threading.main_thread().ident
+        stack = ""
         if main_thread:
             stack = "".join(traceback.format_stack(frames[main_thread]))
-        else:
-            stack = ""
         print_error(
-            f"xtrain.ddp: {where}: no progress for {self.seconds:g} s (--watchdog), this rank "
+            f"xtrain: {where}: no progress for {self.seconds:g} s (--watchdog), this rank "
             f"exits. Its stack:\n{stack}"
         )
         time.sleep(OUTPUT_SECONDS)

@@ -185,10 +185,9 @@ class ReinforceRun(Run):
     def resume_options(self) -> dict[str, Any]:
         adapter = dict(self.model.adapter or {})
         adapter.pop("base_model_name_or_path", None)
+        reference = {}
         if self.reference:
             reference = {"reference": self.reference_sha256}
-        else:
-            reference = {}
         return super().resume_options() | {"stop": sorted(self.stop)} | adapter | reference
 
     # ------------------------------------------------------------------------- rollouts

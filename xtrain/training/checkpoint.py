@@ -330,10 +330,9 @@ def load(saved: Saved, model: Transformer, optimizer: Any) -> None:
                 )
     averaged = saved.folder / EMA
     has_average = optimizer.ema is not None and averaged.is_dir()
+    average = {}
     if has_average:
         average = huggingface.tensors_for(model, averaged)
-    else:
-        average = {}
     huggingface.load_into(model, saved.folder)
     huggingface.read_companions(model, saved.folder)
     for letter, array in moments.items():

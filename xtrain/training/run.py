@@ -232,10 +232,9 @@ class Run:
     def learning_rate(self) -> float:
         """Return the learning rate of the next step; self.done steps have been made."""
         c = self.config
+        decay = COSINE
         if c.schedule == "wsd":
             decay = Decay(c.decay_fraction, c.decay_shape)
-        else:
-            decay = COSINE
         return learning_rate(self.done, c.steps, c.lr, c.warmup, c.min_lr_ratio, decay)
 
     def next_batch(self) -> Any:
@@ -315,12 +314,12 @@ class Run:
         unless --allow-change names them."""
         options = {name: getattr(self.config, name) for name in self.config.resume_keys()}
         options["precision"] = self.model.precision
-        text = {"data": self.corpus.sha256, "tokenizer": self.corpus.tokenizer.sha256}
+        options["data"] = self.corpus.sha256
+        options["tokenizer"] = self.corpus.tokenizer.sha256
+        options |= self.model.config.to_dict()
         if self.model.variation:
-            variation = {"variation": self.model.variation}
-        else:
-            variation = {}
-        return {**options, **text, **self.model.config.to_dict(), **variation}
+            options["variation"] = self.model.variation
+        return options
 
     def made_on(self) -> dict[str, Any]:
         """Return the hardware and ranks of the run, on a CPU also its BLAS threads. If they change,

@@ -141,10 +141,9 @@ class RunLog:
         self._show(n, timing)
 
     def _show(self, n, timing):
+        mfu = ""
         if timing.get("mfu"):
             mfu = f"  MFU {100 * timing['mfu']:4.1f} %"
-        else:
-            mfu = ""
         shown = {k: x for k, x in n.extra.items() if not k.startswith("fp8_")}
         extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in shown.items())
         extra += "".join(fp8_text(name, n.extra) for name in ("fp8_clamped", "fp8_nonfinite"))

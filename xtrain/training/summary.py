@@ -63,10 +63,9 @@ def _how_to_continue(run: Run, folder: Path) -> str:
     if type(run).__module__.split(".")[0] != "xtrain":  # a class of the user
         return "the same program with resume=True"
     out = "" if c.out == "runs" else f" --out {quote(c.out)}"
+    steps = ""
     if done > c.steps:
         steps = f" --steps N --allow-change steps, N larger than {done}"
-    else:
-        steps = ""
     return f"{run.program}{out} --name {quote(folder.relative_to(c.out))} --resume{steps}"
 
 
