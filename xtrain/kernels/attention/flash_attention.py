@@ -205,7 +205,8 @@ def flash_attention_fwd(
     not match.
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds)
-    (B, T, H, D), S = q_BTHD.shape, k_BSGD.shape[1]
+    B, T, H, D = q_BTHD.shape
+    S = k_BSGD.shape[1]
     if on_host(q_BTHD, k_BSGD, v_BSGD):
         q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
         if not (causal and is_batch_invariant()):
@@ -301,7 +302,8 @@ def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 
 
 def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
-    (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
     delta = empty(lse_BHT, (B, H, T))
     rows = fp32.tile_rows(D)
     block = fp32.THREADS
@@ -318,7 +320,10 @@ def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     shapes = q.shape, k.shape
     q, k, v, sizes = flat_inputs(q, k, v)
-    (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
+    do, _ = _rows(do)
+    o, _ = _rows(o)
+    dv, dv_row = _rows(dv)
+    lse = lse_BHT.reshape(-1)
     delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
     args = dq.reshape(-1), delta, do, q, k, v, o, lse, bounds.first(lse), *sizes, scale
     _launch_bf16("dq", causal, bounds.kind, *shapes, *args)
