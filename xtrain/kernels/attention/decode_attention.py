@@ -377,7 +377,7 @@ def decode_attention(
     window: int = 0,
     scales_RGS2: Array | None = None,
 ) -> Array:
-    """Return the attention of one new token per sequence, o (B, H D) like qkv, and append to the cache.
+    """Append one token per sequence to the cache and return its attention, o (B, H D) like qkv.
 
     qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and
     tables (B, M): int32, in device memory; the host does not read their values. Sequences may share

@@ -31,8 +31,7 @@ documents in a row.
 Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 
     NumPy                      the references below
-    bf16, capability 9.0       flash_attention_hopper.py, flash_attention_hopper_*.py: wgmma and TMA,
-                               D = 64, 128
+    bf16, capability 9.0       flash_attention_hopper.py and its parts: wgmma and TMA, D = 64, 128
     bf16                       flash_attention_bf16.py, flash_attention_bf16_bwd*.py: mma.sync,
                                D = 16, 32, 64, 128
     float32                    flash_attention_fp32.py: any D up to 128; the version to read first
