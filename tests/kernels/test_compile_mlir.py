@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import traceback
+from typing import NamedTuple
 
 import every_signature
 import numpy as np
@@ -216,6 +217,39 @@ def test_a_shuffle_of_64_bits_is_two_of_32(monkeypatch, kind):
     found = re.findall(r"shfl\.sync\.(\w+)\.b32 %r\d+, %r\d+, (\d+), (\d+), -1", ptx)
     wanted = [("bfly", "1", "31"), ("up", "2", "0"), ("down", "3", "31"), ("idx", "4", "31")]
     assert sorted(found) == sorted(2 * wanted), found
+
+
+class Pair(NamedTuple):
+    x: object
+    i: object
+
+
+def test_a_named_tuple_costs_nothing(monkeypatch):
+    """Release 0.6 can pass one and read its fields, but not make one."""
+    cuda, array = compiler.cuda, compiler.types.Array(compiler.float32, 1, "C")
+
+    @cuda.jit
+    def write(pair):
+        pair.x[pair.i] = compiler.float32(1)
+
+    @cuda.jit
+    def with_a_tuple(x):
+        write(Pair(x, i=cuda.threadIdx.x))
+
+    @cuda.jit
+    def without(x):
+        x[cuda.threadIdx.x] = compiler.float32(1)
+
+    with_tuple, plain = (
+        re.sub(
+            r"\b\w*(with_a_tuple|without)\w*",
+            "name",
+            compiled(monkeypatch, k, (array,), (9, 0))["ptx"],
+        )
+        for k in (with_a_tuple, without)
+    )
+    count = lambda ptx: sorted(re.findall(r"^\s+([a-z][\w.]+) ", ptx, re.M))
+    assert count(with_tuple) == count(plain), with_tuple
 
 
 def test_adamw_is_not_contracted(monkeypatch):

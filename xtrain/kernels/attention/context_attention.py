@@ -95,7 +95,8 @@ HOPPER_BLOCK = 64
 def context_attention_ref(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, tables_AM, scale, window=0):
     """The forward of this file's docstring in NumPy -> o (N, H, D) like q. Computes in q's dtype,
     at least in float32."""
-    G, (_, H, D) = k_RGSD.shape[1], q_NHD.shape
+    G = k_RGSD.shape[1]
+    _, H, D = q_NHD.shape
     o_NHD = np.zeros_like(q_NHD)
     wide = np.result_type(q_NHD.dtype, np.float32)
     for a, table_M in enumerate(tables_AM):
@@ -315,14 +316,17 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
     # Q is at 0; the stages of K and V are behind it
     KV = BM * D
     STAGE = 2 * BN * D
-    copy_q, (entry_for, copy_keys) = make_copy(D, BM, THREADS), make_copy_keys(D, S, BN, THREADS)
+    copy_q = make_copy(D, BM, THREADS)
+    entry_for, copy_keys = make_copy_keys(D, S, BN, THREADS)
     load_rows, scores_of, scores = make_scores(D, MT, NT)
     hide_keys = make_hide_keys(MT, NT, True)
     add_scores = make_softmax(MT, NT, ND)
-    first_key, (first_keys, hide_early) = make_first_key(WINDOW), make_hide_early(MT, NT, WINDOW)
+    first_key = make_first_key(WINDOW)
+    first_keys, hide_early = make_hide_early(MT, NT, WINDOW)
     add_product = make_add_product(D, MT, NT)
     finish = make_finish(MT, ND)
-    store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
+    store_o = make_store(D, MT)
+    clear, fill, _ = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def context_attention_bf16_kernel(

@@ -377,7 +377,7 @@ def decode_attention(
     window: int = 0,
     scales_RGS2: Array | None = None,
 ) -> Array:
-    """Return the attention of one new token per sequence, o (B, H D) like qkv, and append to the cache.
+    """Append one token per sequence to the cache and return its attention, o (B, H D) like qkv.
 
     qkv (B, (H + 2G) D) and the caches k, v (R, G, S, D): all float32 or all bf16. lengths (B,) and
     tables (B, M): int32, in device memory; the host does not read their values. Sequences may share
@@ -399,7 +399,9 @@ def decode_attention(
     codes = scales_RGS2 is not None
     weights = _check(op, *given, scales_RGS2)
     check(window >= 0, f"{op}: a window of {window} keys")
-    (R, G, S, D), (B, P), M = k_RGSD.shape, qkv_BP.shape, tables_BM.shape[1]
+    R, G, S, D = k_RGSD.shape
+    B, P = qkv_BP.shape
+    M = tables_BM.shape[1]
     H = P // D - 2 * G
     if on_host(*given[:7], *weights, *([scales_RGS2] if codes else [])):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
@@ -461,9 +463,11 @@ def _check(
     """Raise ValueError or TypeError if the arguments of decode_attention do not match -> the norm
     weights, () if None."""
     if scales_RGS2 is None:
-        (_, G, S, D), dtypes = check_cache(op, k_RGSD, v_RGSD), (dtype_name(k_RGSD.dtype),)
+        _, G, S, D = check_cache(op, k_RGSD, v_RGSD)
+        dtypes = (dtype_name(k_RGSD.dtype),)
     else:
-        (_, G, S, D), dtypes = check_codes(op, k_RGSD, v_RGSD, scales_RGS2), FLOATS
+        _, G, S, D = check_codes(op, k_RGSD, v_RGSD, scales_RGS2)
+        dtypes = FLOATS
     check_tables(op, cos_PR, sin_PR, D)
     check_array(op, "qkv", qkv_BP, (None, None), dtypes)
     B, P = qkv_BP.shape

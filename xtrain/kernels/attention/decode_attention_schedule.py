@@ -1,4 +1,4 @@
-"""The items of decode_attention.py: which splits of which rows there are, and where their keys are."""
+"""The items of decode_attention.py: which splits of which rows exist, and where their keys are."""
 
 import functools
 from typing import NamedTuple

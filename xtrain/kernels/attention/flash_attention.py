@@ -31,8 +31,7 @@ documents in a row.
 Operations: 4 B H T S D forward, 2.5 times that backward; half of it if causal.
 
     NumPy                      the references below
-    bf16, capability 9.0       flash_attention_hopper.py, flash_attention_hopper_*.py: wgmma and TMA,
-                               D = 64, 128
+    bf16, capability 9.0       flash_attention_hopper.py and its parts: wgmma and TMA, D = 64, 128
     bf16                       flash_attention_bf16.py, flash_attention_bf16_bwd*.py: mma.sync,
                                D = 16, 32, 64, 128
     float32                    flash_attention_fp32.py: any D up to 128; the version to read first
@@ -205,7 +204,8 @@ def flash_attention_fwd(
     not match.
     """
     _check("flash_attention", q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds)
-    (B, T, H, D), S = q_BTHD.shape, k_BSGD.shape[1]
+    B, T, H, D = q_BTHD.shape
+    S = k_BSGD.shape[1]
     if on_host(q_BTHD, k_BSGD, v_BSGD):
         q, k, v = map(wide, (q_BTHD, k_BSGD, v_BSGD))
         if not (causal and is_batch_invariant()):
@@ -301,7 +301,8 @@ def _bwd_hopper(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 
 
 def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
-    (B, T, H, D), (S, G) = q.shape, k.shape[1:3]
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
     delta = empty(lse_BHT, (B, H, T))
     rows = fp32.tile_rows(D)
     block = fp32.THREADS
@@ -318,7 +319,10 @@ def _bwd_fp32(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
 def _bwd_bf16(dq, dk, dv, do, q, k, v, o, lse_BHT, scale, causal, bounds):
     shapes = q.shape, k.shape
     q, k, v, sizes = flat_inputs(q, k, v)
-    (do, _), (o, _), (dv, dv_row), lse = _rows(do), _rows(o), _rows(dv), lse_BHT.reshape(-1)
+    do, _ = _rows(do)
+    o, _ = _rows(o)
+    dv, dv_row = _rows(dv)
+    lse = lse_BHT.reshape(-1)
     delta = empty(lse_BHT, lse_BHT.shape).reshape(-1)
     args = dq.reshape(-1), delta, do, q, k, v, o, lse, bounds.first(lse), *sizes, scale
     _launch_bf16("dq", causal, bounds.kind, *shapes, *args)

@@ -219,10 +219,12 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     load_rows, scores_of, scores = make_scores(D, MT, NT)
     hide_keys = make_hide_keys(MT, NT, CAUSAL)
     add_scores = make_softmax(MT, NT, ND)
-    first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
+    first_key = make_first_key(KIND)
+    first_keys, hide_early = make_hide_early(MT, NT, KIND)
     add_product = make_add_product(D, MT, NT)
     finish = make_finish(MT, ND)
-    store_o, (clear, fill, _) = make_store(D, MT), make_fill(MT, ND)
+    store_o = make_store(D, MT)
+    clear, fill, _ = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_fwd_kernel(

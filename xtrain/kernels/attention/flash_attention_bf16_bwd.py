@@ -145,7 +145,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     row_gradients = make_row_gradients(MT, NT)
     add_product = make_add_product(D, MT, NT)
     store_dq = make_store(D, MT)
-    first_key, (first_keys, hide_early) = make_first_key(KIND), make_hide_early(MT, NT, KIND)
+    first_key = make_first_key(KIND)
+    first_keys, hide_early = make_hide_early(MT, NT, KIND)
     clear, fill, scale_rows = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
@@ -389,9 +390,11 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     scores = make_scores(D, MT, NT)[2]
     hide_past = make_hide_past(MT, NT, CAUSAL)
     weights, subtract, multiply = make_column_gradients(MT, NT)
-    last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
+    last_query = make_last_query(KIND)
+    last_queries, hide_late = make_hide_late(MT, NT, KIND)
     add_product = make_add_product(D, MT, NT)
-    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
+    store_rows = make_store(D, MT)
+    clear, fill, scale_rows = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_kernel(

@@ -125,10 +125,12 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
     copy_queries = make_copy_queries(D, BM, THREADS)
     scores = make_scores(D, MT, NT)[2]
     hide_past = make_hide_past(MT, NT, CAUSAL)
-    last_query, (last_queries, hide_late) = make_last_query(KIND), make_hide_late(MT, NT, KIND)
+    last_query = make_last_query(KIND)
+    last_queries, hide_late = make_hide_late(MT, NT, KIND)
     weights, subtract, _ = make_column_gradients(MT, NT)
     add_weights, add_gradients = make_add_weights(D, MT, NT)
-    store_rows, (clear, fill, scale_rows) = make_store(D, MT), make_fill(MT, ND)
+    store_rows = make_store(D, MT)
+    clear, fill, scale_rows = make_fill(MT, ND)
 
     @kernel(THREADS, MIN_BLOCKS)
     def flash_attention_dkdv_d128_kernel(

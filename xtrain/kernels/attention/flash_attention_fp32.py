@@ -23,9 +23,8 @@ from ..primitives.reduce import FULL
 from ..runtime.compiler import cuda, float32, int32, int64
 from .key_bounds import make_first_key, make_last_query
 
-# threads: y, x
-ROWS = 8
-LANES = 16
+ROWS = 8  # threads in y
+LANES = 16  # threads in x
 THREADS = ROWS * LANES
 MAX_D = 128
 NEG_INF = float32(-math.inf)
@@ -264,7 +263,8 @@ def make_dq_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     W = sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
-    (dots, add_weighted, clear), first_key = make_products(D), make_first_key(KIND)
+    dots, add_weighted, clear = make_products(D)
+    first_key = make_first_key(KIND)
 
     @kernel(THREADS)
     def flash_attention_fp32_dq_kernel(
@@ -340,7 +340,8 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, KIND: int = 0):
     W = sizes.W
     TILE1 = TILE + 1
     load_tile, store_row = make_load_store(D)
-    (dots, add_weighted, clear), last_query = make_products(D), make_last_query(KIND)
+    dots, add_weighted, clear = make_products(D)
+    last_query = make_last_query(KIND)
 
     @kernel(THREADS)
     def flash_attention_fp32_dkdv_kernel(

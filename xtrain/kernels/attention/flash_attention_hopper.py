@@ -189,7 +189,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
     pack = elements.pack
     hide_after = elements.hide_after
     hide_below = elements.hide_below
-    skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 1), make_store(D)
+    skip = make_skip(D, CAUSAL, tiles, 1)
+    store_rows, stores_done = make_store(D)
     sequences = make_sequences(BN, PAGE)
     PAGED = PAGE > 0
     GROUPS = D // 8
@@ -506,7 +507,9 @@ def paged_forward(
     The tile of keys is always that of the longest prompts, so the order of additions depends on
     nothing but a key's position.
     """
-    (N, H, D), (R, G, S, _), (A, M) = q_NHD.shape, k_RGSD.shape, tables_AM.shape
+    N, H, D = q_NHD.shape
+    R, G, S, _ = k_RGSD.shape
+    A, M = tables_AM.shape
     if longest == 0:
         return
     plan = choose("fwd", D, 2**31, True)

@@ -200,7 +200,8 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
     pack = elements.pack
     hide_after = elements.hide_after
     hide_below = elements.hide_below
-    skip, (store_rows, stores_done) = make_skip(D, CAUSAL, tiles, 2), make_store(D)
+    skip = make_skip(D, CAUSAL, tiles, 2)
+    store_rows, stores_done = make_store(D)
 
     @device
     def load_rows(shift, drop, stats, start, row, PADDED):

@@ -55,9 +55,8 @@ from .flash_attention_hopper_parts import (
 from .flash_attention_hopper_table import HopperTiles
 from .key_bounds import make_last_query
 
-# the map of dK, then that of dV; the map of the statistics
-OUT = 4
-STATISTICS = 6
+OUT = 4  # the map of dK, then that of dV
+STATISTICS = 6  # the map of the statistics
 
 
 # -------------------------------------------------------------------------- layout of shared memory
@@ -180,7 +179,8 @@ def make_query_producer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
         tile = int32(cuda.blockIdx.x)
         while tile < blocks_n * planes:
             n, bg = find_tile(tile, blocks_n, planes, together)
-            n0, (b, g) = int32(n * BN), split(bg, G)
+            n0 = int32(n * BN)
+            b, g = split(bg, G)
             first = first_query(n0, S - T)
             stop = end_query(last, int64(b) * int64(S), n0, T, S)
             barriers = offer_tile(base, done, tile)

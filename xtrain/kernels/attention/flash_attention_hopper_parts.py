@@ -374,7 +374,8 @@ def make_key_producer(
         k, v = base + K, base + V
         while tile < blocks_m * planes:
             m, bh = find_tile(tile, blocks_m, planes, together)
-            q0, (b, h) = int32((blocks_m - 1 - m) * BM), split(bh, H)
+            q0 = int32((blocks_m - 1 - m) * BM)
+            b, h = split(bh, H)
             g = split(h, group)[0]
             mine, S, first, batch, state = size(where, b)
             if q0 < mine:

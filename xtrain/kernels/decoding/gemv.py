@@ -291,7 +291,9 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
 def _launch(
     y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None, b_O=None
 ):
-    (N, K), F, overlap = x_NK.shape, y.shape[1], can_overlap(x_NK)
+    N, K = x_NK.shape
+    F = y.shape[1]
+    overlap = can_overlap(x_NK)
     norm, add = norm_w_K is not None, delta_NK is not None
     # must not be None
     delta, norm_w = (x_NK if a is None else a for a in (delta_NK, norm_w_K))

@@ -3,7 +3,7 @@
 
     kv_L2RGSD    layer, key or value, block, key head, offset, channel
                  S: tokens of a block, a multiple of 16
-    k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]    what the kernels of layer l read and write
+    k_RGSD = kv_L2RGSD[l, 0],  v_RGSD = kv_L2RGSD[l, 1]   what the kernels of layer l read and write
     tables_AM    int32: position p of sequence a is in block tables[a, p // S], at offset p % S
 
 A sequence owns as many blocks as its tokens need, wherever they are: only its last block is partly

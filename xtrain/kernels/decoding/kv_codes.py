@@ -4,7 +4,7 @@ of a head.
     append     s = max_d |x_d| / 448      code_d = e4m3(x_d / s)
                x: the key or the value of a token, of one head
     read       x'_d = s code_d
-               quantize.py says what the codes are, and how far x' is from x: 2.6 %, root mean square
+               quantize.py says what the codes are, and how far x' is from x: 2.6 % (RMS)
 
     k, v (R, G, S, D): the codes, as in kv_cache.py
     scales (R, G, S, 2): [..., 0] of k, [..., 1] of v

@@ -60,7 +60,8 @@ def token_logprobs_ref(logits_BV, tokens_B, top):
     """token_logprobs in NumPy, with the same roundings; in float64 if the logits are"""
     x_BV = wide(logits_BV)
     real = x_BV.dtype.type
-    (B, V), rows_B = x_BV.shape, np.arange(len(x_BV))
+    B, V = x_BV.shape
+    rows_B = np.arange(len(x_BV))
     m_B = x_BV.max(1)
     fine_B = np.isfinite(m_B)
     with np.errstate(invalid="ignore"):
@@ -306,7 +307,8 @@ def token_logprobs(
         return logprobs_B, ids_BT, values_BT
     logits = logits_BV.reshape(-1)
     overlap = can_overlap(logits_BV)
-    K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
+    K = SIZES.keys
+    blocks, length = SIZES.split(logits_BV, B, vocab)
     top_B, tops, sums = (new(B * m, np.int64) for m in (1, blocks, blocks))
     bins = new(B * K, np.int64)
     counts_B = new(B, np.int32)

@@ -234,7 +234,8 @@ def apply_penalties(logits_BV: Array, penalties: Penalties, slots_B: Array) -> N
             changed = penalized_ref(raw, p.counts_RL[r, :n], p.biases_RL[r, :n], *p.rules_R3[r])
             logits_BV[b, tokens] = changed.astype(logits_BV.dtype)
         return
-    (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)
+    B, V = logits_BV.shape
+    overlap = can_overlap(logits_BV)
     arguments = (logits_BV.reshape(-1), *p.arrays, slots_B, V)
     launch(make_apply_kernel(overlap), B, THREADS, *arguments, overlap=overlap)
 
@@ -259,7 +260,8 @@ def count_tokens(logits_BV: Array, penalties: Penalties, slots_B: Array, ids_B: 
                 p.biases_RL[r, n] = 0
                 p.sizes_R[r] += 1
         return
-    (B, V), overlap = logits_BV.shape, can_overlap(logits_BV)
+    B, V = logits_BV.shape
+    overlap = can_overlap(logits_BV)
     arguments = (logits_BV.reshape(-1), *p.arrays, slots_B, ids_B, V)
     launch(make_count_kernel(overlap), B, THREADS, *arguments, overlap=overlap)
 

@@ -56,7 +56,8 @@ MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a
 # ----------------------------------------------------------------------------- reference
 def philox_ref(counter: tuple, key: tuple) -> tuple[int, int, int, int]:
     """Philox 4x32-10: counter of four 32-bit words, key of two -> four random 32-bit words"""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(ROUNDS):
         a, b = PHILOX_M[0] * c0, PHILOX_M[1] * c2
         c0 = (b >> 32) ^ c1 ^ k0
@@ -168,7 +169,8 @@ def sample(
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
     logits = logits_BV.reshape(-1)
     overlap = can_overlap(logits_BV)
-    K, (blocks, length) = SIZES.keys, SIZES.split(logits_BV, B, vocab)
+    K = SIZES.keys
+    blocks, length = SIZES.split(logits_BV, B, vocab)
     new = lambda shape, dtype=np.int64: empty(logits_BV, shape, dtype)
     top_B = new(B)
     tops = new(B * blocks)

@@ -6,8 +6,8 @@ first. Three launches read the row, each with several blocks a row; a fourth nee
 top       the largest key. The block that finishes last merges what the blocks of a row have found.
 weigh     a histogram over bins by the distance from the largest logit: weights, or counts. Integers
           are added atomically, so the sums are exact and do not depend on the order or on the
-          division into blocks. The block that finishes last searches the running sum of the bins for
-          the bins in which the wanted tokens lie.
+          division into blocks. The block that finishes last searches the running sum of the bins
+          for the bins in which the wanted tokens lie.
 gather    the keys of those bins, usually a few hundred, go to a list.
 draw      one block sorts the list (bitonic sort, Batcher 1968) and searches its running sum. A list
           that is too long to sort (many equal logits) is first narrowed down: a histogram over the
