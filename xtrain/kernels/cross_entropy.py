@@ -440,8 +440,7 @@ def cross_entropy(
     lse_N: (N,) float32, becomes the logsumexp of each row, also of rows whose target is -100.
 
     A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU,
-    where the check would have to synchronize, loss and gradient of that row are NaN. Raises
-    ValueError or TypeError for other shapes or dtypes.
+    where the check would have to synchronize, loss and gradient of that row are NaN.
     """
     check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape

@@ -475,8 +475,7 @@ def qk_norm_rope_fwd(
     positions: row n has position n % T, or positions_N[n] if given.
 
     A position outside the tables raises ValueError on the CPU; on a GPU, where the check would have
-    to synchronize, q and k of that row are NaN. Raises ValueError or TypeError for other shapes or
-    dtypes.
+    to synchronize, q and k of that row are NaN.
     """
     N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     positions, T = positions_for("qk_norm_rope", qkv_NP, cos_PR, positions_N, T)
@@ -533,8 +532,7 @@ def qk_norm_rope_bwd(
     dqkv, qkv: (N, (H + 2G) D), dq: (N, H, D), dk: (N, G, D), one dtype. The columns of v stay
         unchanged: attention's backward writes them.
     rstd: (N, H + G), dq_w, dk_w: (D,), float32; all None without weights.
-    The other arguments as in the forward. Two runs give the same bits. Raises ValueError or
-    TypeError for other shapes or dtypes.
+    The other arguments as in the forward. Two runs give the same bits.
     """
     op = "qk_norm_rope backward"
     N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
