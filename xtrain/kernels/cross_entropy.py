@@ -152,8 +152,7 @@ def cross_entropy_naive_kernel(
     partial = cuda.shared.array(MAX_WARPS, float32)
     target = int64(targets_N[n])
     used = vocab_size if target != IGNORE else 0  # an ignored row is not read
-    m = LOWEST
-    total = float32(0.0)
+    m, total = LOWEST, float32(0.0)
     for v in range(tid, used, BLOCK):
         m, total = online_softmax(logits_NP[n, v], m, total)
     at_target = float32(math.nan)  # for an invalid target
@@ -241,8 +240,7 @@ def _make_read_row(vec, plan, load_words, add_chunk):
         Keeps the row on chip as far as it fits.
         """
         v = cuda.threadIdx.x * vec
-        m = LOWEST
-        total = float32(0.0)
+        m, total = LOWEST, float32(0.0)
         x = cuda.local.array(vec, float32)
         for c in range(full_end + v, used, STRIDE):
             load_words(x_RUW[0, 0], logits, first, c, used)
