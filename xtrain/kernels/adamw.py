@@ -188,7 +188,6 @@ def adamw(
     n_decay: only elements [0, n_decay) of w decay.
     copy: (n,) bf16, becomes the new w, rounded.
     zero_grad: set g to zero.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     n = w_n.size
     check_array("adamw", "w", w_n, (n,))

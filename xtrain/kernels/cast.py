@@ -138,10 +138,7 @@ def cast_fwd(x: Array, dtype) -> Array:
 
 
 def cast_into(y: Array, x: Array) -> None:
-    """Set y to x, where one is float32 and the other bfloat16. Same shape, both contiguous.
-
-    Raises ValueError or TypeError for other shapes or dtypes.
-    """
+    """Set y to x, where one is float32 and the other bfloat16. Same shape, both contiguous."""
     check_array("cast_into", "x", x, x.shape, FLOATS)
     other = [name for name in FLOATS if name != dtype_name(x.dtype)]
     check_array("cast_into", "y", y, x.shape, other)

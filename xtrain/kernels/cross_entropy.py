@@ -152,8 +152,7 @@ def cross_entropy_naive_kernel(
     partial = cuda.shared.array(MAX_WARPS, float32)
     target = int64(targets_N[n])
     used = vocab_size if target != IGNORE else 0  # an ignored row is not read
-    m = LOWEST
-    total = float32(0.0)
+    m, total = LOWEST, float32(0.0)
     for v in range(tid, used, BLOCK):
         m, total = online_softmax(logits_NP[n, v], m, total)
     at_target = float32(math.nan)  # for an invalid target
@@ -241,8 +240,7 @@ def _make_read_row(vec, plan, load_words, add_chunk):
         Keeps the row on chip as far as it fits.
         """
         v = cuda.threadIdx.x * vec
-        m = LOWEST
-        total = float32(0.0)
+        m, total = LOWEST, float32(0.0)
         x = cuda.local.array(vec, float32)
         for c in range(full_end + v, used, STRIDE):
             load_words(x_RUW[0, 0], logits, first, c, used)
@@ -440,8 +438,7 @@ def cross_entropy(
     lse_N: (N,) float32, becomes the logsumexp of each row, also of rows whose target is -100.
 
     A target that is neither in [0, vocab_size) nor -100 raises ValueError on the CPU; on a GPU,
-    where the check would have to synchronize, loss and gradient of that row are NaN. Raises
-    ValueError or TypeError for other shapes or dtypes.
+    where the check would have to synchronize, loss and gradient of that row are NaN.
     """
     check_array("cross_entropy", "logits", logits_NP, (None, None), FLOATS)
     N, P = logits_NP.shape

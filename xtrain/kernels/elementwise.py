@@ -135,10 +135,10 @@ declare_cost(scale_into_kernel, in_place=("x_n",))
 def add_fwd(a: Array, b: Array) -> Array:
     """Return a + b, both float32 or both bf16, same shape.
 
-    Any strides: a gradient may be a slice of a packed array. Raises ValueError or TypeError if
-    shapes or dtypes differ.
+    Any strides: a gradient may be a slice of a packed array.
     """
-    a, b = (x if x.flags.c_contiguous else x.copy() for x in (a, b))
+    a = _contiguous(a)
+    b = _contiguous(b)
     check_two("add", a, b)
     if on_host(a, b):
         return add_ref(a, b)
@@ -147,11 +147,12 @@ def add_fwd(a: Array, b: Array) -> Array:
     return y
 
 
-def add_into(a: Array, b: Array) -> None:
-    """Add b to a in place, both float32 or both bf16, same shape, contiguous.
+def _contiguous(x):
+    return x if x.flags.c_contiguous else x.copy()
 
-    Raises ValueError or TypeError if shapes or dtypes differ.
-    """
+
+def add_into(a: Array, b: Array) -> None:
+    """Add b to a in place, both float32 or both bf16, same shape, contiguous."""
     check_two("add_into", a, b)
     if on_host(a, b):
         a += b

@@ -507,8 +507,7 @@ def embedding_fwd(ids_N: Array, w_VC: Array, dtype=None) -> Array:
     """Return the rows of w (V, C) for ids (N,): x (N, C) in `dtype`, by default that of w.
 
     ids: any integer dtype; w: float32 or bf16. An id outside [0, V) raises ValueError on the CPU;
-    on the GPU, where the check would need a copy, it gives a row of NaN. Raises ValueError or
-    TypeError for other shapes or dtypes.
+    on the GPU, where the check would need a copy, it gives a row of NaN.
     """
     check_array("embedding", "w", w_VC, (None, None), FLOATS)
     dtype = np.dtype(w_VC.dtype if dtype is None else dtype)
@@ -557,8 +556,7 @@ def embedding_bwd(
 
     The same bits in every run. Rows whose id does not occur stay unchanged.
     plan: the result of embedding_plan for these ids; None: it is computed here.
-    An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored. Raises ValueError
-    or TypeError for other shapes or dtypes.
+    An id outside [0, V) raises ValueError on the CPU; on the GPU it is ignored.
     """
     check_array("embedding backward", "dw", dw_VC, (None, None))
     V, C = dw_VC.shape

@@ -450,8 +450,7 @@ def fp8(x_NK: Array, slot: Slot, current: bool = False) -> Fp8:
     """Return the codes of x (N, K) bf16, by the slot's scale. N and K: multiples of TILE.
 
     current: by the scale for x itself.
-    Notes the largest |x| in the slot, and counts. Raises ValueError or TypeError for other shapes
-    or dtypes.
+    Notes the largest |x| in the slot, and counts.
     """
     check_array("fp8", "x", x_NK, (None, None), ("bfloat16",))
     return _tiles("array", x_NK.shape, x_NK.shape[1], slot, current, x_NK, x_NK)

@@ -194,7 +194,6 @@ def fp8_norm(
     x, r: (N, C), w: (C,), float32 or bf16. r None: h is x itself. N and C: multiples of TILE, C at
     most WIDEST.
     slot, current: as in fp8.fp8.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     op = "fp8 norm"
     check_type(op, slot, Slot)

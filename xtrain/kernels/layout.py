@@ -90,7 +90,6 @@ def swap_heads(x_BXYD: Array, out_BYXD: Array | None = None) -> Array:
 
     Both may be slices of packed arrays.
     out: the array for y, which is then returned; None: a new contiguous array.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swap_heads", "x", x_BXYD, (None,) * 4, FLOATS, strided=True)
     B, X, Y, D = x_BXYD.shape

@@ -69,7 +69,6 @@ def moving_average(e_n: Array, w_n: Array, factor_1: Array, rest_1: Array) -> No
 
     factor: (1,) float32, NaN to skip.
     rest: (1,) float32, on the device of e.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("moving_average", "e", e_n, (None,))
     check_array("moving_average", "w", w_n, e_n.shape)

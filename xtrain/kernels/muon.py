@@ -251,7 +251,6 @@ def momentum(
     g: gradients, float32.
     state, arena: (B,) int64, offset of each matrix in m, and in g.
     factor: (1,) float32, multiplies g.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     offsets = {"state": state_B, "arena": arena_B}
     _check("momentum", x_BRC, factor_1, offsets, {"m": m_n, "g": g_n})
@@ -319,7 +318,6 @@ def muon_update(
     factor: (1,), NaN to skip.
     hyper: (3,) float32: the learning rate is hyper[0].
     copy: bf16, becomes the new w.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     _check("muon", x_BRC, factor_1, {"weight": weight_B, "arena": arena_B}, {"w": w_n})
     check_array("muon", "hyper", hyper_3, (3,))

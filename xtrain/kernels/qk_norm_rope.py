@@ -191,8 +191,7 @@ def qk_norm_rope_bwd_warp_kernel(
         if a < H + G:
             dy, w_D, y = (dq, q_w_D, (n * H + a) * D) if a < H else (dk, k_w_D, (n * G + a - H) * D)
             p = position_of(n, positions_N, T, cos_PR.shape[0])
-            rstd = float32(0.0)
-            mean = float32(0.0)
+            rstd, mean = float32(0.0), float32(0.0)
             if normalise:
                 rstd = rstd_NA[n, a]
                 acc = float32(0.0)
@@ -218,8 +217,7 @@ def qk_norm_rope_bwd_warp_kernel(
     if normalise:
         i = cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x
         for d in range(warp * 32 + lane, D, WARPS * 32):
-            total_q = float32(0.0)
-            total_k = float32(0.0)
+            total_q, total_k = float32(0.0), float32(0.0)
             for w in range(WARPS):  # a fixed order: the same bits every run
                 if first_head + w < H:
                     total_q += dw_WD[w, d]
@@ -397,8 +395,7 @@ def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
         first = int32(cuda.blockIdx.x * TOKENS)
         has_head = head < A
         n = int32(mine if mine < end else end - 1)
-        d_start = (int64(n) * heads + h) * D + r
-        x_start = (int64(n) * X + a) * D + r
+        d_start, x_start = (int64(n) * heads + h) * D + r, (int64(n) * X + a) * D + r
         p = int32(position_of(n, positions_N, T, cos_PR.shape[0] // R))
         jump = int32(0) if positions_given else int32(cycle(step, T))
         load_words(d_2W, dy, d_start)
@@ -412,8 +409,7 @@ def make_bwd_kernel(H, G, D, vec, normalise, positions_given, overlap):
             current = x_start
             active = mine < end and has_head
             rstd_now = scale if active else float32(0.0)  # 0 adds nothing to dw
-            first = int32(first + step)
-            mine = int32(mine + step)
+            first, mine = int32(first + step), int32(mine + step)
             advance = step if mine < end else int32(0)  # after the last token, load it again
             n = int32(n + advance)
             d_start += int64(advance) * int32(heads * D)
@@ -475,8 +471,7 @@ def qk_norm_rope_fwd(
     positions: row n has position n % T, or positions_N[n] if given.
 
     A position outside the tables raises ValueError on the CPU; on a GPU, where the check would have
-    to synchronize, q and k of that row are NaN. Raises ValueError or TypeError for other shapes or
-    dtypes.
+    to synchronize, q and k of that row are NaN.
     """
     N, D = _check("qk_norm_rope", qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)
     positions, T = positions_for("qk_norm_rope", qkv_NP, cos_PR, positions_N, T)
@@ -533,8 +528,7 @@ def qk_norm_rope_bwd(
     dqkv, qkv: (N, (H + 2G) D), dq: (N, H, D), dk: (N, G, D), one dtype. The columns of v stay
         unchanged: attention's backward writes them.
     rstd: (N, H + G), dq_w, dk_w: (D,), float32; all None without weights.
-    The other arguments as in the forward. Two runs give the same bits. Raises ValueError or
-    TypeError for other shapes or dtypes.
+    The other arguments as in the forward. Two runs give the same bits.
     """
     op = "qk_norm_rope backward"
     N, D = _check(op, qkv_NP, q_w_D, k_w_D, cos_PR, sin_PR, H, G)

@@ -118,8 +118,7 @@ def residual_rmsnorm_fwd(
     """Return h = x + r in the dtype of x, y = rmsnorm(h) w in that of r, and rstd (N,) float32.
 
     x, r: (N, C), w: (C,), float32 or bf16. In bf16 training the residual stream x, h stays float32,
-    so that it is not rounded in every layer. Raises ValueError or TypeError for other shapes or
-    dtypes.
+    so that it is not rounded in every layer.
     """
     check_array("residual_rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape

@@ -246,7 +246,7 @@ def make_bwd_kernel(C, vec, aligned, add_skip, overlap, recompute_y=False):
 def rmsnorm_fwd(x_NC: Array, w_C: Array, eps: float, dtype=None) -> tuple[Array, Array]:
     """Return y (N, C) in `dtype`, by default that of x, and rstd (N,) float32.
 
-    x: (N, C), w: (C,), float32 or bf16. Raises ValueError or TypeError for other shapes or dtypes.
+    x: (N, C), w: (C,), float32 or bf16.
     """
     check_array("rmsnorm", "x", x_NC, (None, None), FLOATS)
     N, C = x_NC.shape
@@ -280,8 +280,7 @@ def rmsnorm_bwd(
     dy, x: (N, C), w: (C,), rstd: (N,). x may have another dtype than dy.
     skip: (N, C), like dy: the gradient that reaches x around the norm.
     recompute_y: also **overwrite dy with y**; for float32 x these are the bits that the forward
-    pass gave in dy's dtype. Two runs give the same bits. Raises ValueError or TypeError for other
-    shapes or dtypes.
+    pass gave in dy's dtype. Two runs give the same bits.
     """
     op = "rmsnorm backward"
     check_array(op, "x", x_NC, (None, None), FLOATS)

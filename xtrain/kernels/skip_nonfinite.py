@@ -62,7 +62,6 @@ def skip_unless_finite(
 
     norms: (Q,), losses: (R,), float32.
     limit: the number of consecutive bad steps, at least 1, after which every step is skipped.
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("skip_unless_finite", "factor", factor_1, (1,))
     check_array("skip_unless_finite", "consecutive", consecutive_1, (1,), ("int32",))

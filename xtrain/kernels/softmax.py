@@ -90,8 +90,7 @@ def causal_softmax_fwd_warp_kernel(s_NS, T, scale, causal):
     if n >= N:  # the same for the whole warp, so no lane is missing in the shuffles
         return
     visible = visible_keys(n, T, S, causal)
-    m = LOWEST
-    total = float32(0.0)
+    m, total = LOWEST, float32(0.0)
     for s in range(lane, visible, 32):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = warp_max(m)
@@ -110,8 +109,7 @@ def causal_softmax_fwd_kernel(s_NS, T, scale, causal):
     S = s_NS.shape[1]
     partial = cuda.shared.array(MAX_WARPS, float32)
     visible = visible_keys(n, T, S, causal)
-    m = LOWEST
-    total = float32(0.0)
+    m, total = LOWEST, float32(0.0)
     for s in range(tid, visible, BLOCK):
         m, total = online_softmax(fmul_rn(scale, s_NS[n, s]), m, total)
     top = block_max(m, partial)

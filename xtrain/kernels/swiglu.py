@@ -286,7 +286,6 @@ def swiglu_bwd(dy_NF: Array, gu_N2F: Array, recompute_y: bool = False) -> Array:
     """Return dgu (N, 2F); dy: (N, F), gu: (N, 2F), both float32 or both bf16.
 
     recompute_y: also **overwrite dy with y**, the bits of swiglu_fwd(gu).
-    Raises ValueError or TypeError for other shapes or dtypes.
     """
     check_array("swiglu backward", "dy", dy_NF, (None, None), FLOATS)
     N, F = dy_NF.shape

@@ -200,8 +200,7 @@ def make_add_heads(H: int, D: int, vec: int, plan: HeadPlan):
         cuda.syncthreads()  # every thread's sums are written
         for d in range(tid, D, THREADS):
             first = (d // R * vec + d % vec) * THREADS + d % R // vec
-            total_q = float32(0.0)
-            total_k = float32(0.0)
+            total_q, total_k = float32(0.0), float32(0.0)
             for k in range(TOKENS * HEADS):  # a fixed order: the same bits every run
                 if first_head + k % HEADS < H:
                     total_q += tile[first + k * S]

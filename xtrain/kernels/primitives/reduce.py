@@ -99,8 +99,7 @@ def make_add_column_sums_kernel(COLUMNS, overlap):
         c = cuda.blockIdx.x * COLUMNS + column
         if overlap:
             wait_for_previous()
-        acc = float32(0.0)
-        old = float32(0.0)
+        acc, old = float32(0.0), float32(0.0)
         first = cuda.threadIdx.y == 0 and warp == 0 and c < C
         if first:  # the load overlaps with the sums below
             old = out_C[c] if c < out_C.size else second_C[c - out_C.size]

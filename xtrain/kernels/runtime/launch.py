@@ -6,6 +6,9 @@ The array type alone decides which implementation a launcher uses:
     CuPy      the kernel, on CuPy's current device and stream
     SimArray  the same kernel, thread by thread, in xtrain.simulator
 
+Every launcher checks its arguments first (check_array): another shape raises ValueError, another
+dtype TypeError. Its docstring names only what else it raises.
+
 Numba's own dispatch takes about 100 us for four CuPy arrays: it wraps every array again and may
 synchronize with its stream. Here Numba compiles a kernel once per signature, and the driver's
 cuLaunchKernel launches it with parameters packed by hand, in about 10 us. Numba's calling
