@@ -1,7 +1,8 @@
 """Chat with a model:   python -m xtrain.chat --model FOLDER [--system TEXT] [--temperature 0.7] ...
 
-The conversation stays in the KV cache: a turn computes only your text and the answer. The conversation is written with the
-model's chat template; a model without one continues your text as it is.
+The conversation stays in the KV cache: a turn computes only your text and the answer. The
+conversation is written with the model's chat template; a model without one continues your text as
+it is.
 
     /reset      start again       /exit, or the end of input      leave        Ctrl-C      stop this answer
 """
@@ -16,7 +17,7 @@ from .serving.text_generation import LESS_MEMORY
 
 @command("xtrain.chat", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     chat(parse(Options, "python -m xtrain.chat", __doc__, arguments))
     return 0
 

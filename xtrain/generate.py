@@ -1,7 +1,8 @@
 """Continue texts:   python -m xtrain.generate --model FOLDER "prompt" ["another" ...] [--max-new-tokens 128] ...
 
-Prints each prompt and the model's continuation; everything else goes to stderr. FOLDER: a Hugging Face folder (Llama 2/3,
-Qwen3), or a run of xtrain.train. Only the end tokens of its generation_config.json are used.
+Prints each prompt and the model's continuation; everything else goes to stderr. FOLDER: a Hugging
+Face folder (Llama 2/3, Qwen3), or a run of xtrain.train. Only the end tokens of its
+generation_config.json are used.
 """
 
 import sys
@@ -13,7 +14,7 @@ from .serving.text_generation import LESS_MEMORY, Options, generate
 
 @command("xtrain.generate", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     generate(parse(Options, "python -m xtrain.generate", __doc__, arguments))
     return 0
 

@@ -1,7 +1,7 @@
 """Serve a model over HTTP:   python -m xtrain.serve --model FOLDER [--port 8000] [--api-key KEY] ...
 
-OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /health, /metrics. FOLDER: a Hugging Face folder, or a run
-of xtrain.train. Needs the packages of pip install -e '.[serve]'.
+OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /health, /metrics. FOLDER: a
+Hugging Face folder, or a run of xtrain.train. Needs the packages of pip install -e '.[serve]'.
 """
 
 import sys
@@ -13,7 +13,7 @@ from .server.listen import LESS_MEMORY, Options, serve
 
 @command("xtrain.serve", less_memory=LESS_MEMORY)
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. -> exit code."""
+    """Run the command line. Return the exit code."""
     serve(parse(Options, "python -m xtrain.serve", __doc__, arguments))
     return 0
 

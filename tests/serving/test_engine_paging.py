@@ -140,6 +140,23 @@ def test_a_stream_in_which_everything_happens(batch_invariant, ahead):
     assert engine.reused_tokens > 100
 
 
+def test_the_only_sequence_is_preempted_and_comes_back():
+    """The next batch has the same requests as the last one, but their blocks are others."""
+    prompt = STEMS[0][: BLOCK - 2]
+    (expected,) = Engine(model(), 2, LONGEST, block_tokens=BLOCK).generate([prompt], 12)
+    engine = Engine(model(), 2, LONGEST, block_tokens=BLOCK)
+    stream = engine.stream([prompt], 12)
+    for _ in range(3):
+        next(stream)
+    pool = engine.scheduler.pool
+    used = [pool.allocate() for _ in range(pool.available)]
+    engine.step()
+    assert engine.trace[-1].preempted == [0]
+    pool.release(used)
+    list(stream)
+    assert stream.completions == [expected]
+
+
 NAMES = ["llama", "qwen3", "qwen3, tied, one key head"]
 
 

@@ -1,4 +1,5 @@
-"""The published files of HellaSwag, ARC, MMLU and GSM8K, with the prompts of EleutherAI's lm-eval (lm_eval/tasks).
+"""The published files of HellaSwag, ARC, MMLU and GSM8K, with the prompts of EleutherAI's lm-eval
+(lm_eval/tasks).
 
     HellaSwag    Zellers et al. 2019, hellaswag_val.jsonl: activity_label, ctx_a, ctx_b, endings, label
     ARC          Clark et al. 2018, ARC-Easy-Test.jsonl: question {stem, choices}, answerKey;
@@ -47,15 +48,18 @@ def _without_brackets(text: str) -> str:
 
 def read_arc(r: Record) -> Item:
     """The choices are the texts, not their labels."""
-    question, choices = r.fields["question"], r.fields.get("choices")
+    question = r.fields["question"]
+    choices = r.fields.get("choices")
     if isinstance(question, dict):  # as published by AI2
-        listed, question = question.get("choices"), question.get("stem")
+        listed = question.get("choices")
+        question = question.get("stem")
         rows = listed if isinstance(listed, list) else []
         if not all(isinstance(row, dict) for row in rows):
             raise UserError(f'{r.where}: each of "choices" must have a text and a label: fix it')
         choices = {name: [row.get(name) for row in rows] for name in ("text", "label")}
     columns: dict[str, Any] = choices if isinstance(choices, dict) else {}
-    texts, labels = r.texts("choices", columns.get("text", [])), columns.get("label")
+    texts = r.texts("choices", columns.get("text", []))
+    labels = columns.get("label")
     key = r.text("answerKey")
     if not isinstance(labels, list) or len(labels) != len(texts):
         raise UserError(f"{r.where} needs as many labels as choices: fix or remove the line")
@@ -76,13 +80,15 @@ def read_mmlu(r: Record) -> Item:
     """The choices are in the prompt; their letters are scored."""
     if "choices" in r.fields:
         choices = r.texts("choices", least=4)
-        answer, subject = r.index("answer", 4), r.text("subject")
+        answer = r.index("answer", 4)
+        subject = r.text("subject")
     else:
         choices = tuple(r.text(letter) for letter in LETTERS)
         letter = r.text("answer")
         if letter not in LETTERS or len(letter) != 1:
             raise UserError(f"{r.where}: the answer is {letter!r}: it must be A, B, C or D")
-        answer, subject = LETTERS.index(letter), re.sub("_(test|val|dev)$", "", r.path.stem)
+        answer = LETTERS.index(letter)
+        subject = re.sub("_(test|val|dev)$", "", r.path.stem)
     if len(choices) != 4:
         raise UserError(f"{r.where} has {len(choices)} choices: a question of MMLU has four")
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices)]
@@ -102,7 +108,8 @@ def _mmlu_examples(path: Path) -> list[Path]:
 
 
 def read_gsm8k(r: Record) -> Item:
-    """The answer is what follows #### in the generated text; commas, $ and a last point do not count."""
+    """The answer is what follows #### in the generated text; commas, $ and a last point do not
+    count."""
     answer = r.text("answer")
     if not re.search(GSM8K_ANSWER, answer):
         raise UserError(f'{r.where}: the answer has no "#### NUMBER" at its end: add it')

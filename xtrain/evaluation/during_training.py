@@ -1,7 +1,7 @@
 """A run's model evaluated on files of test items while it trains: --eval-tasks.
 
-The numbers are those of `xtrain evaluate` on the checkpoint of that step, in the same precision. Each evaluation makes an engine:
-the KV cache of an earlier one belongs to the weights of then.
+The numbers are those of `xtrain evaluate` on the checkpoint of that step, in the same precision.
+Each evaluation makes an engine: the KV cache of an earlier one belongs to the weights of then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +14,29 @@ from ..training.run import Run
 
 
 def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
-    """Read and check the files of --eval-tasks. -> a function that evaluates the model as it is then, one task after the other:
-    {"FILE/METRIC": value} of each
+    """Read and check the files of --eval-tasks. Return a function that evaluates the model.
 
-    A generated answer has at most 256 tokens, and at most half of the model's context. Raises UserError.
+    The function evaluates the model as it is when it is called, one task after the other, and
+    yields {"FILE/METRIC": value} for each. A generated answer has at most 256 tokens, and at most
+    half of the model's context. Raises UserError.
     """
     # here, because a run without --eval-tasks starts sooner without them
     from ..serving.pretrained import Pretrained
     from .run import Options, TaskExams, read_tasks
 
-    c, tokenizer, config = run.config, run.corpus.tokenizer, run.model.config
+    c = run.config
+    tokenizer = run.corpus.tokenizer
+    config = run.model.config
     new = min(Options.max_new_tokens, max(1, config.context // 2))
     o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)
-    known = as_ids(run.model.special_tokens.get("eos_token_id"))
-    end = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-    pretrained = Pretrained(Path(), tokenizer, known or end, run.model)
-    exams, names = TaskExams(pretrained, read_tasks(o), o), names_of(c.eval_tasks)
+    stop = as_ids(run.model.special_tokens.get("eos_token_id"))
+    if tokenizer.eos_token_id is None:
+        end = frozenset()
+    else:
+        end = frozenset([tokenizer.eos_token_id])
+    pretrained = Pretrained(Path(), tokenizer, stop or end, run.model)
+    exams = TaskExams(pretrained, read_tasks(o), o)
+    names = names_of(c.eval_tasks)
 
     def evaluate() -> Iterator[dict[str, float]]:
         try:

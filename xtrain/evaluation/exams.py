@@ -1,10 +1,11 @@
 """Each kind of item: its tokens, checked before anything is computed, and its metrics.
 
     Text        perplexity, bits per byte
-    Choice      acc: the right choice has the highest log-probability; acc_norm: the highest one per character, without the
-                delimiter (lm-eval's definitions; the first of several that are equal wins)
-    Cloze       acc: each token of the continuation is the most likely one; perplexity: exp of -its mean log-probability
-                (as lm-eval's LAMBADA)
+    Choice      acc: the right choice has the highest log-probability; acc_norm: the highest one per
+                character, without the delimiter (lm-eval's definitions; the first of several that
+                are equal wins)
+    Cloze       acc: each token of the continuation is the most likely one; perplexity: exp of -its
+                mean log-probability (as lm-eval's LAMBADA)
     Question    exact_match: the generated answer is the right one
 
 Each metric has a standard error (results.py).
@@ -28,8 +29,11 @@ from .tasks import Choice, Cloze, Item, Question, Task, Text
 class Exam(ABC):
     """The items of a task, tokenized.
 
-    longest: tokens of the longest sequence, of which the engine must hold all.  n_sequences: to be computed.
-    The constructors raise UserError, which names file and line, for an item that does not fit into the context.
+    longest: tokens of the longest sequence, of which the engine must hold all.
+    n_sequences: how many are computed.
+
+    The constructors raise UserError, which names file and line, for an item that does not fit into
+    the context.
     """
 
     longest: int
@@ -48,7 +52,8 @@ class TextExam(Exam):
         ids = scorer.encode(text.text)
         if len(ids) < 2:
             raise UserError(
-                f"{text.where} has {len(ids)} token, and nothing precedes the first one: give a longer text"
+                f"{text.where} has {len(ids)} token, and nothing precedes the first one: give a "
+                "longer text"
             )
         self.windows = byte_windows(
             text.text, ids, scorer.pretrained.tokenizer, scorer.context, stride
@@ -83,9 +88,9 @@ class ChoiceExam(Exam):
 
     def result(self, scorer: Scorer) -> Result:
         scores = iter(scorer.score([t for row in self.tokens for t in row]))
-        found = [self._judged(x, [next(scores) for _ in x.choices]) for x in self.items]
-        metrics = {name: ratio([row[name] for row in found]) for name in ("acc", "acc_norm")}
-        return Result(str(self.task.path), self.task.kind, len(found), metrics, found)
+        judged = [self._judged(x, [next(scores) for _ in x.choices]) for x in self.items]
+        metrics = {name: ratio([row[name] for row in judged]) for name in ("acc", "acc_norm")}
+        return Result(str(self.task.path), self.task.kind, len(judged), metrics, judged)
 
     @staticmethod
     def _judged(item: Choice, scores: list[Score]) -> dict[str, Any]:
@@ -106,7 +111,8 @@ class ClozeExam(Exam):
     def __init__(self, task: Task, items: Sequence[Cloze], scorer: Scorer):
         self.task, self.items = task, items
         self.tokens = [fitting(scorer, x, x.continuation, "the continuation") for x in items]
-        self.longest, self.n_sequences = max(map(len, self.tokens)) - 1, len(items)
+        self.longest = max(map(len, self.tokens)) - 1
+        self.n_sequences = len(items)
 
     def result(self, scorer: Scorer) -> Result:
         scores = scorer.score(self.tokens)
@@ -125,13 +131,16 @@ class QuestionExam(Exam):
     """Prompts that the model continues greedily."""
 
     def __init__(self, task: Task, items: Sequence[Question], scorer: Scorer, max_new_tokens: int):
-        self.task, self.items, self.max_new_tokens = task, items, max_new_tokens
+        self.task = task
+        self.items = items
+        self.max_new_tokens = max_new_tokens
         self.prompts = [scorer.encode(x.prompt) for x in items]
         for x, ids in zip(items, self.prompts):
             if len(ids) + max_new_tokens > scorer.context:
                 raise UserError(
-                    f"{x.where}: the prompt has {len(ids)} tokens and the answer may have {max_new_tokens}, the context "
-                    f"{scorer.context}: give a smaller --max-new-tokens, fewer --shots, or remove the line"
+                    f"{x.where}: the prompt has {len(ids)} tokens and the answer may have "
+                    f"{max_new_tokens}, the context {scorer.context}: give a smaller "
+                    "--max-new-tokens, fewer --shots, or remove the line"
                 )
         self.longest = max(map(len, self.prompts)) + max_new_tokens
         self.n_sequences = len(items)
@@ -145,7 +154,8 @@ class QuestionExam(Exam):
                 texts[i] = text
         found: list[dict[str, Any]] = []
         for x, text in zip(self.items, texts):
-            answer, right = extracted(x, text), extracted(x, x.answer)
+            answer = extracted(x, text)
+            right = extracted(x, x.answer)
             right = x.answer if right is None else right
             match = answer is not None and normalized(x, answer) == normalized(x, right)
             found.append(
@@ -156,26 +166,31 @@ class QuestionExam(Exam):
 
 
 def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:
-    """The tokens of an item and one continuation. Raises UserError if they are too many, or if the continuation has none."""
+    """The tokens of an item and one continuation. Raises UserError if they are too many, or if the
+    continuation has none."""
     tokens = scorer.encode_pair(item.prompt, item.delimiter + continuation)
     if not tokens.continuation:
         raise UserError(
-            f"{item.where}: {name} has no token of its own after the prompt: change the text or the delimiter"
+            f"{item.where}: {name} has no token of its own after the prompt: change the text or "
+            "the delimiter"
         )
     if len(tokens) > scorer.context + 1:  # the last one is only predicted
         raise UserError(
-            f"{item.where}: the prompt and {name} have {len(tokens)} tokens, the context only {scorer.context}: "
-            "shorten them, give fewer --shots, or remove the line"
+            f"{item.where}: the prompt and {name} have {len(tokens)} tokens, the context only "
+            f"{scorer.context}: shorten them, give fewer --shots, or remove the line"
         )
     return tokens
 
 
 def extracted(item: Question, text: str) -> str | None:
-    """The answer in a text: the first match of item.extract, of its first group if it has one; None if there is none."""
+    """The answer in a text: the first match of item.extract, of its first group if it has one; None
+    if there is none."""
     if not item.extract:
         return text
     match = re.search(item.extract, text)
-    return None if match is None else match[1 if match.re.groups else 0]
+    if match is None:
+        return None
+    return match[1 if match.re.groups else 0]
 
 
 def normalized(item: Question, answer: str | None) -> str:
@@ -183,7 +198,9 @@ def normalized(item: Question, answer: str | None) -> str:
     answer = answer or ""
     for pattern in item.ignore:
         answer = re.sub(pattern, "", answer)
-    return (answer.lower() if item.ignore_case else answer).strip()
+    if item.ignore_case:
+        answer = answer.lower()
+    return answer.strip()
 
 
 def together(results: Sequence[Result]) -> Result:

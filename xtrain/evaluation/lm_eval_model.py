@@ -1,8 +1,11 @@
-"""A model for EleutherAI's lm-eval, whose numbers equal those of its `hf` model on the same weights.
+"""A model for EleutherAI's lm-eval, whose numbers equal those of its `hf` model on the same
+weights.
 
-    python -m xtrain.evaluation.lm_eval_model run --model xtrain --model_args pretrained=FOLDER --tasks arc_easy
+    python -m xtrain.evaluation.lm_eval_model run --model xtrain \\
+        --model_args pretrained=FOLDER --tasks arc_easy
 
-takes the arguments of the command `lm_eval`, which finds only models that are registered before it starts. In a program:
+takes the arguments of the command `lm_eval`, which finds only models that are registered before it
+starts. In a program:
 
     from xtrain.evaluation.lm_eval_model import register
     register()
@@ -31,7 +34,8 @@ class XtrainModel:
 
     pretrained: a Hugging Face folder, or the folder of an xtrain run.
     device: "auto", "cpu", "gpu" or "cuda".  dtype: "auto", "fp32", "bf16" or torch's names.
-    batch_size: sequences at a time; "auto": 32.  max_length: tokens of a sequence, None: what the model supports.
+    batch_size: sequences at a time; "auto": 32.
+    max_length: tokens of a sequence, None: what the model supports.
     change: MODULE:FUNCTION, with which the model was trained.
     Raises UserError for a folder that cannot be served.
     """
@@ -65,29 +69,37 @@ class XtrainModel:
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(prompt, continuation) -> (log-probability, is it what greedy decoding says?). Too long: the beginning is cut off."""
+        """Return the log-probability of each continuation, and if greedy decoding would say it.
+
+        The beginning of a sequence that is too long is cut off.
+        """
         pairs = [request.args for request in requests]
         sequences = [self._cut(self.scorer.encode_pair(*pair)) for pair in pairs]
-        found = [(score.total, score.greedy) for score in self.scorer.score(sequences)]
-        for pair, answer in zip(pairs, found):
+        answers = [(score.total, score.greedy) for score in self.scorer.score(sequences)]
+        for pair, answer in zip(pairs, answers):
             self._cache("loglikelihood", pair, answer)
-        return found
+        return answers
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """(text,) -> the log-probability of all its tokens after begin_token, in windows of max_length tokens; the last
-        one has as much context as fits."""
+        """Return the log-probability of all tokens of each text after begin_token.
+
+        The windows have max_length tokens; the last one has as much context as fits.
+        """
         texts = [request.args[0] for request in requests]
         windows = [self._rolling(self.scorer.encode(text)) for text in texts]
-        scores = iter(self.scorer.score([tokens for found in windows for tokens in found]))
-        totals = [sum((next(scores).total for _ in found), 0.0) for found in windows]
+        scores = iter(self.scorer.score([tokens for parts in windows for tokens in parts]))
+        totals = [sum((next(scores).total for _ in parts), 0.0) for parts in windows]
         for text, total in zip(texts, totals):
             self._cache("loglikelihood_rolling", (text,), total)
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """(prompt, options) -> the text until a stop string. Too long a prompt: its beginning is cut off."""
+        """Return the text after each prompt until a stop string.
+
+        The beginning of a prompt that is too long is cut off.
+        """
         groups: dict[str, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             groups[repr(request.args[1])].append(i)
@@ -97,8 +109,8 @@ class XtrainModel:
             room = self.scorer.context - n
             if room < 1:
                 raise UserError(
-                    f"max_gen_toks {n} leaves no room for a prompt, the context has {self.scorer.context} tokens: "
-                    "set a smaller one with --gen_kwargs"
+                    f"max_gen_toks {n} leaves no room for a prompt, the context has "
+                    f"{self.scorer.context} tokens: set a smaller one with --gen_kwargs"
                 )
             prompts = [self.scorer.encode(requests[i].args[0])[-room:] for i in numbers]
             for i, text in zip(numbers, self.scorer.generate(prompts, n, stop, **sampling)):
@@ -119,7 +131,10 @@ class XtrainModel:
         return str(self.scorer.pretrained.folder).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the folder's template. Raises UserError if there is none, or if another one is asked for by name."""
+        """Return the source of the folder's template.
+
+        Raises UserError if there is none, or if another one is asked for by name.
+        """
         if not chat_template:
             return ""
         if chat_template is not True:
@@ -131,14 +146,15 @@ class XtrainModel:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """-> the text of the conversation"""
+        """Return the text of the conversation"""
         return self._template().render(chat_history, add_generation_prompt)
 
     def _template(self) -> Any:
         template = self.scorer.pretrained.template
         if template is None:
             raise UserError(
-                f"{self.scorer.pretrained.folder} has no chat template: leave --apply_chat_template out"
+                f"{self.scorer.pretrained.folder} has no chat template: leave "
+                "--apply_chat_template out"
             )
         return template
 
@@ -147,14 +163,17 @@ class XtrainModel:
         """The last max_length + 1 tokens: the last one is only predicted."""
         if not tokens.continuation or len(tokens.continuation) > self.scorer.context:
             raise UserError(
-                f"a continuation has {len(tokens.continuation)} tokens: it must have 1 to {self.scorer.context}"
+                f"a continuation has {len(tokens.continuation)} tokens: it must have 1 to "
+                f"{self.scorer.context}"
             )
         too_many = max(0, len(tokens) - (self.scorer.context + 1))
         return Tokens(tokens.context[too_many:], tokens.continuation)
 
     def _rolling(self, ids: list[int]) -> list[Tokens]:
-        """Windows of which each token is predicted once, as lm_eval.utils.get_rolling_token_windows with context_len 1."""
-        n, whole = self.scorer.context, [self.scorer.begin_token, *ids]
+        """Windows of which each token is predicted once, as lm_eval.utils.get_rolling_token_windows
+        with context_len 1."""
+        n = self.scorer.context
+        whole = [self.scorer.begin_token, *ids]
         windows = []
         for first in range(1, len(whole), n):
             end = min(first + n, len(whole))
@@ -168,30 +187,36 @@ class XtrainModel:
 
 
 def generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-    """A task's generation_kwargs -> stop strings, new tokens at most, options of Engine.stream.
+    """Return the stop strings, new tokens and options of Engine.stream in a task's generation_kwargs.
 
     Raises UserError for an option that xtrain does not have.
     """
-    rest = dict(options)
-    stop = rest.pop("until", None) or []
-    lengths = [n for n in (rest.pop(name, None) for name in LENGTHS) if n is not None]
-    n = int(lengths[0]) if lengths else MAX_GEN_TOKS
-    sampling = {name: rest.pop(name) for name in SAMPLING if rest.get(name) is not None}
-    drawn = rest.pop("do_sample", bool(sampling.get("temperature")))
-    rest = {name: value for name, value in rest.items() if value is not None}
-    if rest:
-        raise UserError(f"generation option {next(iter(rest))!r} is not supported: leave it out")
+    unused = dict(options)
+    stop = unused.pop("until", None) or []
+    lengths = [n for n in (unused.pop(name, None) for name in LENGTHS) if n is not None]
+    n = int([*lengths, MAX_GEN_TOKS][0])
+    sampling = {name: unused.pop(name) for name in SAMPLING if unused.get(name) is not None}
+    drawn = unused.pop("do_sample", bool(sampling.get("temperature")))
+    unused = {name: value for name, value in unused.items() if value is not None}
+    if unused:
+        raise UserError(f"generation option {next(iter(unused))!r} is not supported: leave it out")
     if not drawn:
         sampling = {}
     elif "temperature" not in sampling:
         sampling["temperature"] = 1.0
-    return [stop] if isinstance(stop, str) else list(stop), n, sampling
+    if isinstance(stop, str):
+        stop = [stop]
+    return list(stop), n, sampling
 
 
 def register() -> type:
-    """Make "xtrain" a model of lm-eval. -> its class. Raises UserError if lm-eval is not installed."""
+    """Make "xtrain" a model of lm-eval, and return its class.
+
+    Raises UserError if lm-eval is not installed.
+    """
     try:
-        import lm_eval.models  # noqa: F401  registers its own models, which it does later only if there are none
+        # it registers its own models, which it does later only if there are none
+        import lm_eval.models  # noqa: F401
         from lm_eval.api.model import LM
         from lm_eval.api.registry import model_registry, register_model
     except ImportError as error:
@@ -203,7 +228,7 @@ def register() -> type:
 
 @command("xtrain.evaluation.lm_eval_model")
 def main(arguments: list[str] | None = None) -> int:
-    """lm-eval's command line, which knows the model "xtrain". -> exit code."""
+    """Run lm-eval's command line, which knows the model "xtrain". Return the exit code."""
     register()
     from lm_eval.__main__ import cli_evaluate
 

@@ -3,10 +3,11 @@
     ppl = exp(-1/n sum_i log p(x_i | the tokens before it in its window))
     bits per byte = -1/bytes sum_i log2 p(x_i | ...)
 
-As the guide "Perplexity of fixed-length models" of transformers: a window begins every `stride` tokens, has `context` tokens,
-and only those tokens count that no earlier window had. A smaller stride gives each token more context and costs more. Nothing
-precedes the first token of the text, so it does not count; if stride = context, neither does the first one of each window.
-Each token has the same weight, where the guide's loop gives a window with n tokens the weight n - 1.
+As the guide "Perplexity of fixed-length models" of transformers: a window begins every `stride`
+tokens, has `context` tokens, and only those tokens count that no earlier window had. A smaller
+stride gives each token more context and costs more. Nothing precedes the first token of the text,
+so it does not count; if stride = context, neither does the first one of each window. Each token has
+the same weight, where the guide's loop gives a window with n tokens the weight n - 1.
 """
 
 from collections.abc import Iterator
@@ -44,12 +45,14 @@ def byte_windows(
 ) -> list[Window]:
     """The windows of a text with the bytes that their scored tokens cover.
 
-    Together they are the bytes of the text without those of tokens that are not scored; special tokens have none.
+    Together they are the bytes of the text without those of tokens that are not scored; special
+    tokens have none.
     """
     lengths = tokenizer.token_lengths.copy()
     lengths[list(tokenizer.special_ids)] = 0
-    found = [Window(t, int(lengths[t.continuation].sum())) for t in windows(ids, context, stride)]
-    # A tokenizer may put a space in front of a text, which is not in it, and special tokens may stand in the text itself.
-    more = len(text.encode()) - int(lengths[np.array(ids)].sum())
-    found[0] = Window(found[0].tokens, found[0].n_bytes + more)
-    return found
+    parts = [Window(t, int(lengths[t.continuation].sum())) for t in windows(ids, context, stride)]
+    # A tokenizer may put a space in front of a text, which is not in it, and special tokens may
+    # stand in the text itself.
+    unscored = len(text.encode()) - int(lengths[np.array(ids)].sum())
+    parts[0] = Window(parts[0].tokens, parts[0].n_bytes + unscored)
+    return parts

@@ -24,9 +24,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one file, or of several files of one kind together.
+    """What was found in one file, or in several files of one kind together.
 
-    n: items, or scored tokens of a text.  items: what was found for each of them, to be written as JSON.
+    n: items, or scored tokens of a text.
+    items: what was found for each of them, to be written as JSON.
     """
 
     name: str
@@ -37,15 +38,18 @@ class Result:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> Metric:
-    """sum x / sum y, with the standard error of a ratio estimator (Cochran 1977, section 6.4), without the finite population:
+    """sum x / sum y, with the standard error of a ratio estimator (Cochran 1977, section 6.4),
+    without the finite population:
 
         se = sqrt(n / (n - 1) sum_i (x_i - r y_i)^2) / sum y
 
-    denominators None: all 1; then r is the mean and se = sample standard deviation / sqrt(n), as in lm-eval.
+    denominators None: all 1; then r is the mean and se = sample standard deviation / sqrt(n), as in
+    lm-eval.
     """
     x = np.array(numerators, np.float64)
     y = np.ones_like(x) if denominators is None else np.array(denominators, np.float64)
-    n, r = len(x), float(x.sum() / y.sum())
+    n = len(x)
+    r = float(x.sum() / y.sum())
     if n < 2:
         return Metric(r, None)
     return Metric(r, float(math.sqrt(n / (n - 1) * np.sum((x - r * y) ** 2)) / y.sum()))
@@ -55,7 +59,9 @@ def transformed(
     metric: Metric, f: Callable[[float], float], slope: Callable[[float], float]
 ) -> Metric:
     """f(metric), with the standard error that its derivative `slope` gives (delta method)."""
-    error = None if metric.stderr is None else abs(slope(metric.value)) * metric.stderr
+    error = metric.stderr
+    if error is not None:
+        error *= abs(slope(metric.value))
     return Metric(f(metric.value), error)
 
 
@@ -70,19 +76,24 @@ def _exp(x: float) -> float:
 
 def table(results: Sequence[Result]) -> Table:
     """One line per metric."""
-    found = Table("task", "kind", "metric", "value", "standard error", "n", box=None)
-    for column in found.columns[3:]:
+    lines = Table("task", "kind", "metric", "value", "standard error", "n", box=None)
+    for column in lines.columns[3:]:
         column.justify = "right"
     for result in results:
         for i, (name, metric) in enumerate(result.metrics.items()):
-            first = [result.name, result.kind] if i == 0 else ["", ""]
-            error = "" if metric.stderr is None else f"{metric.stderr:.4f}"
-            found.add_row(*first, name, f"{metric.value:.4f}", error, str(result.n))
-    return found
+            first = [result.name, result.kind]
+            if i > 0:
+                first = ["", ""]
+            error = ""
+            if metric.stderr is not None:
+                error = f"{metric.stderr:.4f}"
+            lines.add_row(*first, name, f"{metric.value:.4f}", error, str(result.n))
+    return lines
 
 
 def write_json(path: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write everything to a file, whole or not at all. Infinite numbers become null. Raises UserError."""
+    """Write everything to a file, whole or not at all. Infinite numbers become null. Raises
+    UserError."""
     content = {"settings": settings, "results": [asdict(result) for result in results]}
     text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
     try:
@@ -98,4 +109,6 @@ def _finite(x: Any) -> Any:
         return {name: _finite(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
         return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x

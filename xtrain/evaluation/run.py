@@ -69,31 +69,37 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {
-            "folder": str(p.folder), "device": p.model.device, "precision": p.model.precision,
-        }  # fmt: skip
+            "folder": str(p.folder),
+            "device": p.model.device,
+            "precision": p.model.precision,
+        }
         write_json(Path(o.json), settings, shown)
     return results
 
 
 def evaluate_tasks(p: Pretrained, tasks: list[Task], o: Options) -> list[Result]:
     """Tokenize and check all tasks, then compute one after the other. Raises UserError."""
-    results, start = [], time.perf_counter()
+    results = []
+    start = time.perf_counter()
     for task, result in zip(tasks, TaskExams(p, tasks, o).results()):
         results.append(result)
-        seconds, start = time.perf_counter() - start, time.perf_counter()
+        seconds = time.perf_counter() - start
+        start = time.perf_counter()
         say(f"{task.path}: {task.kind}, {seconds:.1f} s")
     return results
 
 
 class TaskExams:
-    """Tasks, tokenized and checked for one model. Raises UserError for options or items that do not fit it."""
+    """Tasks, tokenized and checked for one model. Raises UserError for options or items that do not
+    fit it."""
 
     def __init__(self, p: Pretrained, tasks: list[Task], o: Options):
         supported = p.model.config.context
         context = supported if o.context is None else o.context
         if not 2 <= context <= supported:
             raise UserError(
-                f"--context must be from 2 to {supported}, the longest sequence of the model, got {context}"
+                f"--context must be from 2 to {supported}, the longest sequence of the model, got "
+                f"{context}"
             )
         stride = max(1, context // 2) if o.stride is None else o.stride
         if not 1 <= stride <= context:
@@ -103,7 +109,8 @@ class TaskExams:
         self.scorer.max_batch = min(o.max_batch, max(exam.n_sequences for exam in self.exams))
 
     def results(self) -> Iterator[Result]:
-        """Compute one task after the other with the weights that the model has now. Raises UserError, see Scorer."""
+        """Compute one task after the other with the weights that the model has now. Raises
+        UserError, see Scorer."""
         self.scorer.engine(max(exam.longest for exam in self.exams))
         try:
             for exam in self.exams:
@@ -118,11 +125,15 @@ def read_tasks(o: Options) -> list[Task]:
 
 
 def prepared(task: Task, o: Options) -> Task:
-    """The task with examples in front of its prompts, and with the options' stop strings. Raises UserError."""
+    """The task with examples in front of its prompts, and with the options' stop strings. Raises
+    UserError."""
     if task.kind == "text":
         return task
-    changes: dict[str, Any] = {"stop": tuple(o.stop)} if o.stop else {}
-    changes |= {} if o.extract is None else {"extract": o.extract}
+    changes: dict[str, Any] = {}
+    if o.stop:
+        changes["stop"] = tuple(o.stop)
+    if o.extract is not None:
+        changes["extract"] = o.extract
     shots = _examples(task, o) if o.shots else []
     items = []
     for item in task.items:
@@ -130,7 +141,8 @@ def prepared(task: Task, o: Options) -> Task:
         about = [x for x in shots if x.description == item.description][: o.shots]
         if len(about) < o.shots:
             raise UserError(
-                f"{item.where} needs {o.shots} examples, the file of examples has {len(about)} for it: give fewer --shots"
+                f"{item.where} needs {o.shots} examples, the file of examples has {len(about)} for "
+                "it: give fewer --shots"
             )
         item = item.with_examples(about)
         items.append(replace(item, **changes) if isinstance(item, Question) else item)
@@ -149,14 +161,16 @@ def _examples(task: Task, o: Options) -> list[Item]:
         )
     if candidates[0].resolve() == task.path.resolve():
         raise UserError(
-            f"{task.path} would be its own file of examples, which has the answers: give another one with --examples"
+            f"{task.path} would be its own file of examples, which has the answers: give another "
+            "one with --examples"
         )
-    found = read_task(candidates[0], KINDS)
-    if found.kind != task.kind:
+    shots = read_task(candidates[0], KINDS)
+    if shots.kind != task.kind:
         raise UserError(
-            f"{found.path} is a file of kind {found.kind}, {task.path} of kind {task.kind}: give --examples of the same kind"
+            f"{shots.path} is a file of kind {shots.kind}, {task.path} of kind {task.kind}: give "
+            "--examples of the same kind"
         )
-    return [item for item in found.items if isinstance(item, Item)]
+    return [item for item in shots.items if isinstance(item, Item)]
 
 
 def _exam(task: Task, scorer: Scorer, stride: int, max_new_tokens: int) -> Exam:
@@ -175,7 +189,9 @@ def _pooled(results: list[Result]) -> list[Result]:
     by_kind = defaultdict(list)
     for result in results:
         by_kind[result.kind].append(result)
-    return [together(by_kind["mmlu"])] if len(by_kind["mmlu"]) > 1 else []
+    if len(by_kind["mmlu"]) < 2:
+        return []
+    return [together(by_kind["mmlu"])]
 
 
 def _check(o: Options) -> None:

@@ -1,8 +1,10 @@
-"""A model and its tokenizer as an examiner sees them: text in, log-probabilities or text out, many at a time.
+"""A model and its tokenizer as an examiner sees them: text in, log-probabilities or text out, many
+at a time.
 
-Prompt and continuation are divided as in lm-eval (lm_eval/api/model.py): the continuation's tokens are those of both texts
-together after as many as the prompt alone has, and the prompt's are its own, also where the first ones of both together differ.
-Spaces at the end of the prompt belong to the continuation.
+Prompt and continuation are divided as in lm-eval (lm_eval/api/model.py): the continuation's tokens
+are those of both texts together after as many as the prompt alone has, and the prompt's are its
+own, also where the first ones of both together differ. Spaces at the end of the prompt belong to
+the continuation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +37,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Score:
-    """total: the log-probability of all tokens of a continuation.  greedy: is each of them the most likely one in its place?"""
+    """What the model says about a continuation.
+
+    total: the log-probability of all its tokens.
+    greedy: is each of them the most likely one in its place?
+    """
 
     total: float
     greedy: bool
@@ -45,7 +51,8 @@ class Score:
 class Scorer:
     """Scores and generates with one engine.
 
-    context: tokens of a sequence, at most. The last one is only predicted, so a scored sequence may have one more.
+    context: tokens of a sequence, at most. The last one is only predicted, so a scored sequence may
+    have one more.
     """
 
     pretrained: Pretrained
@@ -57,34 +64,37 @@ class Scorer:
 
     # ------------------------------------------------------------------------- text to tokens
     def encode(self, text: str) -> list[int]:
-        """-> ids, with the tokens that the tokenizer puts around a text, unless it begins with the first of them"""
+        """-> ids, with the tokens that the tokenizer puts around a text, unless it begins with the
+        first of them"""
         begin = self._begin_token
-        known = (
-            self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace")
-            if begin is not None
-            else ""
-        )
-        special = not (known and text.startswith(known))
+        first = ""
+        if begin is not None:
+            first = self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace")
+        special = not (first and text.startswith(first))
         return self.pretrained.tokenizer.encode(text, special=special)
 
     @property
     def _begin_token(self) -> int | None:
         tokenizer = self.pretrained.tokenizer
-        return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if tokenizer.bos_token_id is None:
+            return tokenizer.eos_token_id
+        return tokenizer.bos_token_id
 
     @property
     def begin_token(self) -> int:
-        """The token that a text without anything before it follows: begin of text, else end of text. Raises UserError."""
+        """The token that a text without anything before it follows: begin of text, else end of
+        text. Raises UserError."""
         begin = self._begin_token
         if begin is None:
             raise UserError(
-                "the tokenizer has no token that begins or ends a text, so its first token cannot be scored: "
-                "set bos_token in tokenizer_config.json"
+                "the tokenizer has no token that begins or ends a text, so its first token cannot "
+                "be scored: set bos_token in tokenizer_config.json"
             )
         return begin
 
     def encode_pair(self, prompt: str, continuation: str) -> Tokens:
-        """The tokens of a prompt and of what follows it; after an empty prompt, begin_token is the context."""
+        """The tokens of a prompt and of what follows it; after an empty prompt, begin_token is the
+        context."""
         if not prompt:
             ids = self.pretrained.tokenizer.encode(continuation)
             if ids[:1] == [self.begin_token]:
@@ -93,7 +103,8 @@ class Scorer:
         spaces = len(prompt) - len(prompt.rstrip())
         if spaces:
             prompt, continuation = prompt[:-spaces], prompt[-spaces:] + continuation
-        context, whole = self.encode(prompt), self.encode(prompt + continuation)
+        context = self.encode(prompt)
+        whole = self.encode(prompt + continuation)
         return Tokens(context, whole[len(context) :])
 
     # ------------------------------------------------------------------------- with the model
@@ -112,7 +123,8 @@ class Scorer:
         return self._engine
 
     def close(self) -> None:
-        """Free the engine's memory. The next sequences get another one, with the weights that the model then has."""
+        """Free the engine's memory. The next sequences get another one, with the weights that the
+        model then has."""
         self._engine = None
         free_cached(self.pretrained.model.device)
 
@@ -121,13 +133,14 @@ class Scorer:
         scores = []
         for part in _parts(sequences):
             engine = self.engine(max(map(len, part)) - 1)
-            found = engine.logprobs(
+            scored = engine.logprobs(
                 [s.context for s in part], [s.continuation for s in part], top=1
             )
-            for tokens, x in zip(part, found):
+            for tokens, x in zip(part, scored):
                 if np.isnan(x.logprobs).any():
                     raise UserError(
-                        "the model computes log-probabilities that are not numbers (NaN): its weights are damaged, use others"
+                        "the model computes log-probabilities that are not numbers (NaN): its "
+                        "weights are damaged, use others"
                     )
                 greedy = [row[0][0] for row in x.top] == tokens.continuation
                 scores.append(Score(x.total, greedy))
@@ -136,12 +149,14 @@ class Scorer:
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, stop: Iterable[str], **options: Any
     ) -> list[str]:
-        """The texts after prompts, up to a stop string, an end token, max_new_tokens or the end of the context.
+        """The texts after prompts, up to a stop string, an end token, max_new_tokens or the end of
+        the context.
 
         options: as Engine.stream has them; without any, the most likely token is taken each time.
         Raises UserError if the logits are not numbers.
         """
-        tokenizer, stop = self.pretrained.tokenizer, list(stop)
+        tokenizer = self.pretrained.tokenizer
+        stop = list(stop)
         end = self.pretrained.stop | (
             frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
         )
@@ -154,7 +169,8 @@ class Scorer:
             for completion in stream.completions:
                 if completion.reason == "nan":
                     raise UserError(
-                        "the model computes logits that are not numbers (NaN): its weights are damaged, use others"
+                        "the model computes logits that are not numbers (NaN): its weights are "
+                        "damaged, use others"
                     )
                 ids = [token for token in completion if token not in tokenizer.special_ids]
                 texts.append(_cut(tokenizer.decode(ids), stop))
@@ -168,4 +184,4 @@ def _parts(sequences: Sequence[Any]) -> Iterable[Sequence[Any]]:
 def _cut(text: str, stop: list[str]) -> str:
     """text up to the first stop string"""
     ends = [text.find(s) for s in stop if s and s in text]
-    return text[: min(ends)] if ends else text
+    return text[: min(ends, default=None)]

@@ -1,13 +1,14 @@
 """Files of test items: one task per file, its kind decided by the fields of the first line.
 
     .txt                                              a text: perplexity
-    .jsonl  {"prompt", "choices", "answer"}           multiple choice; answer: the index of the right choice
-            {"prompt", "continuation"}                cloze: is the continuation what the model would say?
+    .jsonl  {"prompt", "choices", "answer"}           multiple choice; answer: index of the right one
+            {"prompt", "continuation"}                cloze: would the model say the continuation?
             {"prompt", "answer"}                      generation: is the answer what the model says?
             and the published files of HellaSwag, ARC, MMLU (also .csv) and GSM8K (benchmarks.py)
 
-Prompt and continuation are joined by a space, unless a line has another "delimiter"; a "description" comes first, before the
-examples of k-shot evaluation. What is wrong with a file is a UserError that names it and the line.
+Prompt and continuation are joined by a space, unless a line has another "delimiter"; a
+"description" comes first, before the examples of k-shot evaluation. What is wrong with a file is a
+UserError that names it and the line.
 """
 
 import csv
@@ -82,8 +83,10 @@ class Cloze(Item):
 class Question(Item):
     """Does the model generate the answer?
 
-    stop: texts that end the generated one.  extract: a regular expression that finds the answer in a text, or "".
-    ignore: regular expressions; what they match is removed from both answers, one after the other, before they are compared.
+    stop: texts that end the generated one.
+    extract: a regular expression that finds the answer in a text, or "".
+    ignore: regular expressions; what they match is removed from both answers, one after the other,
+    before they are compared.
     ignore_case: compare in lower case.
     """
 
@@ -107,14 +110,17 @@ class Task:
     items: list[Text] | list[Item]
 
 
-# ----------------------------------------------------------------------------- lines of a file
+# ------------------------------------------------------------------------- lines of a file
 def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
-    """The rows of a .csv, which may begin with a header. A row may have several lines; its first one is named."""
+    """The rows of a .csv, which may begin with a header. A row may have several lines; its first
+    one is named."""
     with reading(path), open_file(path) as file:
-        rows, begin = csv.reader(map(decoded, file), strict=True), 1
+        rows = csv.reader(map(decoded, file), strict=True)
+        begin = 1
         try:
             for row in rows:
-                line, begin = begin, rows.line_num + 1
+                line = begin
+                begin = rows.line_num + 1
                 if not row or row == columns:
                     continue
                 if len(row) != len(columns):
@@ -126,13 +132,14 @@ def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
             raise UserError(f"{path} line {begin} is not valid CSV in UTF-8: {error}") from None
 
 
-# ----------------------------------------------------------------------------- kinds
+# ------------------------------------------------------------------------- kinds
 @dataclass(frozen=True)
 class Kind:
     """A format of lines.
 
     fields: what a line must have at least, to be recognized.  read: a line's item.
-    examples: where the published data set keeps its examples for k-shot evaluation, seen from a file: candidates.
+    examples: where the published data set keeps its examples for k-shot evaluation, seen from a
+    file: candidates.
     """
 
     fields: frozenset[str]
@@ -142,9 +149,11 @@ class Kind:
 
 def _common(r: Record) -> dict[str, Any]:
     return {
-        "where": r.where, "prompt": r.text("prompt"), "delimiter": r.text("delimiter", " "),
+        "where": r.where,
+        "prompt": r.text("prompt"),
+        "delimiter": r.text("delimiter", " "),
         "description": r.text("description", ""),
-    }  # fmt: skip
+    }
 
 
 def read_choice(r: Record) -> Item:
@@ -161,7 +170,8 @@ def read_question(r: Record) -> Item:
 
 
 def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> Task:
-    """The items of a file, at most `limit`.  kinds: of .jsonl and .csv files; the first one whose fields a line has.
+    """The items of a file, at most `limit`.
+    kinds: of .jsonl and .csv files; the first one whose fields a line has.
 
     Raises UserError for a file that cannot be read, is empty, or has a line that is not valid.
     """
@@ -173,9 +183,11 @@ def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> T
         if not text.strip():
             raise UserError(f"{path} has no text: give a file that is not empty")
         return Task(path, "text", [Text(where=str(path), text=text)])
-    records, kind = json_records(path), None
+    records = json_records(path)
+    kind = None
     if suffix(path) == ".csv":
-        records, kind = csv_records(path, MMLU_COLUMNS), "mmlu"
+        records = csv_records(path, MMLU_COLUMNS)
+        kind = "mmlu"
     items: list[Item] = []
     for record in records:
         kind = kind or _kind_of(record, kinds)
@@ -194,8 +206,10 @@ def _kind_of(record: Record, kinds: dict[str, Kind]) -> str:
     for name, kind in kinds.items():
         if kind.fields <= record.non_null:
             return name
-    known = "; ".join(f"{name}: {', '.join(sorted(kind.fields))}" for name, kind in kinds.items())
+    kinds_text = "; ".join(
+        f"{name}: {', '.join(sorted(kind.fields))}" for name, kind in kinds.items()
+    )
     raise UserError(
-        f"{record.where} has the fields {listed(sorted(record.fields)) or '(none)'}, which belong to no known task ({known}): "
-        "rename or add fields"
+        f"{record.where} has the fields {listed(sorted(record.fields)) or '(none)'}, which belong "
+        f"to no known task ({kinds_text}): rename or add fields"
     )

@@ -1,8 +1,8 @@
 """The requests and answers of OpenAI's API, as pydantic models.
 
-Fields of OpenAI or vLLM that xtrain does not have and that would change the answer are in UNSUPPORTED; a request that sets one
-is refused. Other unknown fields are ignored, as clients send many. Limits that depend on the model are checked by
-`make_requests` (serving/requests.py).
+Fields of OpenAI or vLLM that xtrain does not have and that would change the answer are in
+UNSUPPORTED; a request that sets one is refused. Other unknown fields are ignored, as clients send
+many. Limits that depend on the model are checked by `make_requests` (serving/requests.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -73,10 +73,15 @@ class Sampling(BaseModel):
     def options(self) -> dict[str, Any]:
         """The fields that are given and that make_requests takes under the same name."""
         names = (
-            "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-        )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
-        options = {name: value for name, value in given.items() if value is not None}
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+        )
+        values = {name: getattr(self, name) for name in names}
+        options = {name: value for name, value in values.items() if value is not None}
         options["temperature"] = 1.0 if self.temperature is None else self.temperature
         options["top_k"] = None if self.top_k in (None, -1, 0) else self.top_k
         return options
@@ -98,7 +103,10 @@ class Message(BaseModel):
     def plain(self) -> dict[str, str]:
         """The message as a chat template reads it."""
         parts = self.content if isinstance(self.content, list) else []
-        content = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
+        if isinstance(self.content, str):
+            content = self.content
+        else:
+            content = "".join(p.text for p in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -120,7 +128,8 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """The body of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of ids."""
+    """The body of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of
+    ids."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     logprobs: int | None = Field(None, ge=0, le=20)

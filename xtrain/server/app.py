@@ -2,7 +2,8 @@
 
     app = create_app(engine, pretrained)        an ASGI application, for uvicorn or any other server
 
-Every refusal is OpenAI's error object with one sentence. A client that disconnects frees its slots in the next step.
+Every refusal is OpenAI's error object with one sentence. A client that disconnects frees its slots
+in the next step.
 """
 
 import asyncio
@@ -54,7 +55,9 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, headers: dict[str, str] | None = None, **fields: Any
     ):
-        self.status, self.error, self.headers = status, Error(message=message, **fields), headers
+        self.status = status
+        self.error = Error(message=message, **fields)
+        self.headers = headers
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
@@ -63,9 +66,10 @@ class ApiError(Exception):
 
 def _invalid(error: ValidationError) -> ApiError:
     """The refusal of a body that does not fit its model."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    # a value that may have one of several types has an error for each; one that is not about the type fits best
-    best = next((e for e in found if not e["type"].endswith("_type")), found[0])
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # a value that may have one of several types has an error for each; one that is not about the
+    # type fits best
+    best = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
     where = ".".join(str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))) or None
     if best["type"] == "value_error":  # a UserError of ours
         return ApiError(400, best["msg"].removeprefix("Value error, "), param=where)
@@ -109,8 +113,13 @@ class Server:
     def __init__(
         self, engine: EngineClient, texts: Texts, name: str, api_key: str | None, limits: Limits
     ):
-        self.engine, self.texts, self.name, self.limits = engine, texts, name, limits
-        self.api_key, self.created, self.waiting = api_key, int(time.time()), 0
+        self.engine = engine
+        self.texts = texts
+        self.name = name
+        self.limits = limits
+        self.api_key = api_key
+        self.created = int(time.time())
+        self.waiting = 0
         self.metrics = Metrics(engine)
 
     # ------------------------------------------------------------------------- routes
@@ -118,15 +127,15 @@ class Server:
         """/v1/chat/completions"""
         body = await self._read(http, ChatRequest)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        wanted = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
-        return await self._answer(http, body, self._chat_tokens, wanted, top, Chat(self))
+        max_tokens = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
+        return await self._answer(http, body, self._chat_tokens, max_tokens, top, Chat(self))
 
     async def completions(self, http: HttpRequest) -> Response:
         """/v1/completions"""
         body = await self._read(http, CompletionRequest)
-        wanted = body.max_tokens or COMPLETION_TOKENS
+        max_tokens = body.max_tokens or COMPLETION_TOKENS
         text = Text(self)
-        return await self._answer(http, body, self._prompt_tokens, wanted, body.logprobs, text)
+        return await self._answer(http, body, self._prompt_tokens, max_tokens, body.logprobs, text)
 
     async def models(self, http: HttpRequest) -> Response:
         """/v1/models and /v1/models/NAME"""
@@ -135,12 +144,15 @@ class Server:
         self._check_model(name)
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
         single = "name" in http.path_params
-        return JSONResponse(card if single else {"object": "list", "data": [card]})
+        if single:
+            return JSONResponse(card)
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, http: HttpRequest) -> Response:
         """/health"""
-        alive = self.engine.alive
-        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+        if self.engine.alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "stopped"}, 503)
 
     async def show_metrics(self, http: HttpRequest) -> Response:
         """/metrics"""
@@ -151,27 +163,34 @@ class Server:
     def _check_key(self, http: HttpRequest) -> None:
         if self.api_key is not None:
             # latin-1: the bytes that were sent, as Starlette has decoded them
-            given = http.headers.get("authorization", "").encode("latin-1")
-            if not secrets.compare_digest(given, f"Bearer {self.api_key}".encode()):
+            sent = http.headers.get("authorization", "").encode("latin-1")
+            if not secrets.compare_digest(sent, f"Bearer {self.api_key}".encode()):
                 raise ApiError(
-                    401, "the API key is missing or wrong: send Authorization: Bearer KEY",
-                    {"WWW-Authenticate": "Bearer"}, type="authentication_error", code="invalid_api_key",
-                )  # fmt: skip
+                    401,
+                    "the API key is missing or wrong: send Authorization: Bearer KEY",
+                    {"WWW-Authenticate": "Bearer"},
+                    type="authentication_error",
+                    code="invalid_api_key",
+                )
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
             raise ApiError(
-                404, f"there is no model {name!r} here: use {self.name!r}", code="model_not_found", param="model"
-            )  # fmt: skip
+                404,
+                f"there is no model {name!r} here: use {self.name!r}",
+                code="model_not_found",
+                param="model",
+            )
 
     async def _read(self, http: HttpRequest, kind: type[Any]) -> Any:
-        """-> the checked body"""
+        """Return the checked body"""
         self._check_key(http)
-        data, most = b"", self.limits.body_bytes
+        data = b""
+        limit = self.limits.body_bytes
         async for chunk in http.stream():
             data += chunk
-            if len(data) > most:
-                raise ApiError(413, f"the body is longer than {most} bytes: send a shorter one")
+            if len(data) > limit:
+                raise ApiError(413, f"the body is longer than {limit} bytes: send a shorter one")
         try:
             body = kind.model_validate_json(data)
         except ValidationError as error:
@@ -185,16 +204,15 @@ class Server:
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions", code="no_chat_template"
             )
-        messages, encode = (
-            [message.plain() for message in body.messages],
-            self.texts.tokenizer.encode,
-        )
+        messages = [message.plain() for message in body.messages]
+        encode = self.texts.tokenizer.encode
         return [await run_in_threadpool(lambda: encode(template.render(messages)))]
 
     async def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        encode, prompts = self.texts.tokenizer.encode, prompt if several else [prompt]
+        encode = self.texts.tokenizer.encode
+        prompts = prompt if several else [prompt]
         if not any(isinstance(x, str) for x in prompts):
             return prompts
         return await run_in_threadpool(
@@ -202,31 +220,52 @@ class Server:
         )
 
     async def _answer(
-        self, http: HttpRequest, body: Sampling, tokens_of: Callable[[Any], Awaitable[list[list[int]]]],
-        wanted: int,
-        top: int | None, form: "Form",
-    ) -> Response:  # fmt: skip
-        """Compute the answers to a body. tokens_of: makes its prompts.  top: log-probabilities.  form: of the answer"""
+        self,
+        http: HttpRequest,
+        body: Sampling,
+        tokens_of: Callable[[Any], Awaitable[list[list[int]]]],
+        max_tokens: int,
+        top: int | None,
+        form: "Form",
+    ) -> Response:
+        """Compute the answers to a body.
+
+        tokens_of: makes its prompts.
+        max_tokens: of each answer.
+        top: log-probabilities of so many tokens.
+        form: the form of the answer.
+        """
         with self.engine.arrival():
             await asyncio.sleep(0)  # others that have arrived are counted before this one is ready
             prompts = await tokens_of(body)
-            n, most = body.n or 1, self.engine.max_batch + self.limits.queue
-            if len(prompts) * n > most:
+            n = body.n or 1
+            room = self.engine.max_batch + self.limits.queue
+            if len(prompts) * n > room:
                 raise ApiError(
                     400,
-                    f"a request may have {most} answers in all: give fewer prompts or a smaller n",
+                    f"a request may have {room} answers in all: give fewer prompts or a smaller n",
                 )
             seed = secrets.randbits(62) if body.seed is None else body.seed
             requests = make_requests(
-                prompts, self.engine.config, self.engine.max_seq_len, form.stop(), seed, n,
-                max_new_tokens=min(wanted, self.engine.max_seq_len), logprobs=top, **body.options(),
-            )  # fmt: skip
-            if self.waiting + len(requests) > most:
+                prompts,
+                self.engine.config,
+                self.engine.max_seq_len,
+                form.stop(),
+                seed,
+                n,
+                max_new_tokens=min(max_tokens, self.engine.max_seq_len),
+                logprobs=top,
+                **body.options(),
+            )
+            if self.waiting + len(requests) > room:
                 self.metrics.refused.inc()
                 raise ApiError(
-                    429, "the queue is full: try again later", {"Retry-After": "1"}, type="rate_limit_error",
+                    429,
+                    "the queue is full: try again later",
+                    {"Retry-After": "1"},
+                    type="rate_limit_error",
                     code="queue_full",
-                )  # fmt: skip
+                )
             job = Job(requests, self.texts.tokenizer, body.stops)
             self.waiting += len(requests)
             self.engine.submit(job)
@@ -264,17 +303,23 @@ class Server:
         self.metrics.observe(job)
 
 
-# ----------------------------------------------------------------------------- the form of answers
+# ------------------------------------------------------------------------- the form of answers
 class Form:
     """One of OpenAI's two forms of an answer. n_prompt: tokens of the prompts."""
 
-    prefix, whole_object, chunk_object, n_prompt = "", "", "", 0
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+    n_prompt = 0
 
     def __init__(self, server: Server):
-        self.p, self.tokens = server.texts, 0
+        self.p = server.texts
+        self.tokens = 0
         self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": server.name,
-        }  # fmt: skip
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": server.name,
+        }
 
     def stop(self) -> frozenset[int]:
         """Ids that end an answer."""
@@ -293,9 +338,11 @@ class Form:
         self.tokens += sum(len(piece.tokens) for piece in pieces)
         reason = pieces[-1].reason
         return {
-            "index": pieces[0].index, **self.content("".join(p.text for p in pieces), whole),
-            "logprobs": self.logprobs(pieces), "finish_reason": reason and FINISH[reason],
-        }  # fmt: skip
+            "index": pieces[0].index,
+            **self.content("".join(p.text for p in pieces), whole),
+            "logprobs": self.logprobs(pieces),
+            "finish_reason": reason and FINISH[reason],
+        }
 
     def usage(self) -> dict[str, int]:
         """Numbers of tokens so far."""
@@ -320,7 +367,7 @@ class Form:
         return None
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
-        """-> (text, bytes) of one token"""
+        """Return (text, bytes) of one token"""
         known = token < self.p.tokenizer.vocab_size
         data = self.p.tokenizer.token_bytes[token] if known else b""
         return data.decode("utf-8", "replace"), list(data)
@@ -329,7 +376,9 @@ class Form:
 class Chat(Form):
     """/v1/chat/completions"""
 
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def stop(self) -> frozenset[int]:
         """Ids that end an answer."""
@@ -338,7 +387,9 @@ class Chat(Form):
     def content(self, text: str, whole: bool) -> dict[str, Any]:
         """The part of a choice that has the text."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"message": message} if whole else {"delta": {"content": text} if text else {}}
+        if whole:
+            return {"message": message}
+        return {"delta": {"content": text} if text else {}}
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The choice that opens a sequence in a stream."""
@@ -352,7 +403,9 @@ class Chat(Form):
             for piece in pieces
             for token, (chosen, top) in zip(piece.tokens, piece.logprobs)
         ]
-        return {"content": entries, "refusal": None} if entries else None
+        if not entries:
+            return None
+        return {"content": entries, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self.token_text(token)
@@ -362,7 +415,9 @@ class Chat(Form):
 class Text(Form):
     """/v1/completions"""
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
 
     def __init__(self, server: Server):
         super().__init__(server)
@@ -374,7 +429,10 @@ class Text(Form):
 
     def logprobs(self, pieces: list[Piece]) -> Any:
         """Lists with one value per token."""
-        tokens, chosen, tops, offsets = [], [], [], []
+        tokens = []
+        chosen = []
+        tops = []
+        offsets = []
         index = pieces[0].index
         for piece in pieces:
             for token, (value, top) in zip(piece.tokens, piece.logprobs):
@@ -390,7 +448,7 @@ class Text(Form):
         return dict(zip(names, (tokens, chosen, tops, offsets)))
 
 
-# ----------------------------------------------------------------------------- asyncio
+# ------------------------------------------------------------------------- asyncio
 async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         return [piece async for piece in pieces]
@@ -463,10 +521,12 @@ def create_app(
     api_key: str | None = None,
     limits: Limits = Limits(),
 ) -> Starlette:
-    """-> an ASGI application that serves `engine`
+    """Return an ASGI application that serves `engine`
 
-    engine: an Engine, which gets a thread of this process, between startup and shutdown; or a connection to one elsewhere.
-    texts: tokenizer, stop tokens and chat template of the engine's model; a Pretrained has them.  name: of the model for clients;
+    engine: an Engine, which gets a thread of this process, between startup and shutdown; or a
+    connection to one elsewhere.
+    texts: tokenizer, stop tokens and chat template of the engine's model; a Pretrained has them.
+    name: of the model for clients;
     None: the folder's.  api_key: what clients must send; None: nothing.
     """
     client = EngineThread(engine) if isinstance(engine, Engine) else engine

@@ -1,11 +1,14 @@
-"""The HTTP side of the connection to an engine (engine_loop.py): asyncio code submits jobs and reads their pieces.
+"""The HTTP side of the connection to an engine (engine_loop.py): asyncio code submits jobs and
+reads their pieces.
 
-A job is one HTTP request: some sequences. In a round, the event loop hands the engine's news to the jobs and wakes the requests
-that wait for them; then it asks for more. Tokens become text here, so that the engine's side has little to do for a token.
+A job is one HTTP request: some sequences. In a round, the event loop hands the engine's news to the
+jobs and wakes the requests that wait for them; then it asks for more. Tokens become text here, so
+that the engine's side has little to do for a token.
 
-If both sides are in one process, only one of them can run Python at a time: a loop that writes an event for each token of 256
-streams would slow the engine down. There the loop takes at most a part of the time, LOOP_SHARE: it asks for more only after the
-engine had the rest. With few streams a round is so short that each token is still an event of its own.
+If both sides are in one process, only one of them can run Python at a time: a loop that writes an
+event for each token of 256 streams would slow the engine down. There the loop takes at most a part
+of the time, LOOP_SHARE: it asks for more only after the engine had the rest. With few streams a
+round is so short that each token is still an event of its own.
 """
 
 import asyncio
@@ -54,8 +57,11 @@ class Job:
         stop = list(stop)
         self.texts = [TextStream(tokenizer, stop) for _ in requests]
         self.running = set(range(len(requests)))
-        self.start, self.first_token = time.perf_counter(), 0.0  # seconds of a clock; 0: none yet
-        self.news, self.arrived = deque[News](), asyncio.Event()
+        # seconds of a clock; 0: none yet
+        self.start = time.perf_counter()
+        self.first_token = 0.0
+        self.news = deque[News]()
+        self.arrived = asyncio.Event()
         # Set by `submit`: its number, and what ends a sequence.
         self.number = -1
         self.cancel: Callable[[int], None] = lambda index: None
@@ -65,19 +71,20 @@ class Job:
         while self.running:
             await self.arrived.wait()
             self.arrived.clear()
-            found: dict[int, Piece] = {}
+            pieces: dict[int, Piece] = {}
             while self.news:
                 _, index, tokens, logprobs, reason = self.news.popleft()
                 if index in self.running:
-                    piece = found.setdefault(index, Piece(index))
+                    piece = pieces.setdefault(index, Piece(index))
                     self._add(piece, tokens, logprobs, reason)
-            for piece in found.values():
+            for piece in pieces.values():
                 yield piece
 
     def _add(
         self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs], reason: str | None
     ) -> None:
-        text, used = self.texts[piece.index], 0
+        text = self.texts[piece.index]
+        used = 0
         each = [tokens] if not text.stop else [[token] for token in tokens]
         for some in each:
             piece.text += text.feed(*some)
@@ -95,7 +102,8 @@ class Job:
 
 
 class EngineClient:
-    """Submits jobs to the engine at the other end of `connection`. Call every method in the event loop.
+    """Submits jobs to the engine at the other end of `connection`. Call every method in the event
+    loop.
 
     config, max_seq_len, max_batch: of the engine.  share: of the time, at most, for this side.
     lost: called when the other end is closed.
@@ -110,11 +118,16 @@ class EngineClient:
         share: float = 1.0,
         lost: Callable[[], Any] = lambda: None,
     ):
-        self.connection, self.share, self.lost = connection, share, lost
-        self.config, self.max_seq_len, self.max_batch = config, max_seq_len, max_batch
+        self.connection = connection
+        self.share = share
+        self.lost = lost
+        self.config = config
+        self.max_seq_len = max_seq_len
+        self.max_batch = max_batch
         self.figures = Figures(slots=max_batch)
         self.jobs: dict[int, Job] = {}
-        self.numbers, self.arriving = itertools.count(), 0
+        self.numbers = itertools.count()
+        self.arriving = 0
         self.outbox: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self.threads = [threading.Thread(target=f, daemon=True) for f in (self._write, self._read)]
 
@@ -126,7 +139,8 @@ class EngineClient:
         self.outbox.put(("more",))
 
     def stop(self) -> None:
-        """End the engine's loop; jobs that are not complete get no more tokens. Waits for the step that is running."""
+        """End the engine's loop; jobs that are not complete get no more tokens. Waits for the step
+        that is running."""
         self.outbox.put(("stop",))
         self.outbox.put(None)
         for thread in self.threads:
@@ -139,7 +153,8 @@ class EngineClient:
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Around the preparation of a request, until it is submitted: a step waits a little for it."""
+        """Around the preparation of a request, until it is submitted: a step waits a little for
+        it."""
         self._arrivals(1)
         try:
             yield
@@ -147,7 +162,8 @@ class EngineClient:
             self._arrivals(-1)
 
     def _arrivals(self, change: int) -> None:
-        before, self.arriving = self.arriving, self.arriving + change
+        before = self.arriving
+        self.arriving = self.arriving + change
         if bool(before) != bool(self.arriving):
             self.outbox.put(("arrival", bool(self.arriving)))
 
@@ -184,7 +200,8 @@ class EngineClient:
 
     def _round(self, news: list[News], figures: Figures) -> None:
         """Wake the requests that have news, and measure how long they take."""
-        start, self.figures = time.perf_counter(), figures
+        start = time.perf_counter()
+        self.figures = figures
         for one in news:
             if (job := self.jobs.get(one[0])) is not None:
                 job.first_token = job.first_token or start

@@ -1,12 +1,16 @@
-"""The engine's side of the server: a loop that owns the engine and talks to the HTTP side (engine_client.py) over a connection.
+"""The engine's side of the server: a loop that owns the engine and talks to the HTTP side
+(engine_client.py) over a connection.
 
-The HTTP side is another process (`xtrain serve`), or the loop runs in a thread next to it (create_app with an Engine). The
-messages are the same. The HTTP side calls the methods below: ("submit", job, requests), ("cancel", job, index), ... The loop
-sends news: the new tokens of each sequence. It does so when the HTTP side has asked for `more`, that is, has written the events
-of the last news. If that takes long, tokens of several steps become one piece, and the engine does not wait.
+The HTTP side is another process (`xtrain serve`), or the loop runs in a thread next to it
+(create_app with an Engine). The messages are the same. The HTTP side calls the methods below:
+("submit", job, requests), ("cancel", job, index), ... The loop sends news: the new tokens of each
+sequence. It does so when the HTTP side has asked for `more`, that is, has written the events of the
+last news. If that takes long, tokens of several steps become one piece, and the engine does not
+wait.
 
-A step with a prefill takes the host as long for one request as for many. So while the HTTP side reads and tokenizes requests, a
-step waits for them, at most ADMISSION_SECONDS: otherwise many that arrive at once would be admitted one by one.
+A step with a prefill takes the host as long for one request as for many. So while the HTTP side
+reads and tokenizes requests, a step waits for them, at most ADMISSION_SECONDS: otherwise many that
+arrive at once would be admitted one by one.
 """
 
 import contextlib
@@ -22,8 +26,8 @@ ADMISSION_SECONDS = 0.01
 # Seconds, unless a message comes: a step that always fails must not fill the log.
 PAUSE_AFTER_ERROR = 0.1
 
-# job, index of the sequence in it, new tokens, their log-probabilities if requested, why the sequence ended: of Completion, or
-# "error" if the step failed; None: it is not complete
+# job, index of the sequence in it, new tokens, their log-probabilities if requested, why the
+# sequence ended: of Completion, or "error" if the step failed; None: it is not complete
 News = tuple[int, int, list[int], list[TokenLogprobs], str | None]
 
 
@@ -66,7 +70,7 @@ class EngineLoop:
         self.sequences: dict[tuple[int, int], Request] = {}  # by job and index: not complete
         self.sent: dict[tuple[int, int], int] = {}  # tokens of each that the HTTP side knows
         self.figures: Figures | None = None  # as last sent
-        self.wanted = self.stopped = self.arriving = False
+        self.news_requested = self.stopped = self.arriving = False
 
     def run(self) -> None:
         """The loop."""
@@ -79,11 +83,12 @@ class EngineLoop:
         self.engine.step()  # frees their slots
         self.connection.close()
 
-    # ------------------------------------------------------------------------- calls of the HTTP side
+    # ----------------------------------------------------------------------- calls of the HTTP side
     def submit(self, job: int, requests: list[Request]) -> None:
         """Compute these sequences."""
         for index, request in enumerate(requests):
-            self.sequences[job, index], self.sent[job, index] = request, 0
+            self.sequences[job, index] = request
+            self.sent[job, index] = 0
         self.engine.submit(*requests)
 
     def cancel(self, job: int, index: int) -> None:
@@ -97,7 +102,7 @@ class EngineLoop:
 
     def more(self) -> None:
         """The HTTP side wants the next news."""
-        self.wanted = True
+        self.news_requested = True
         self._report()
 
     def stop(self) -> None:
@@ -106,7 +111,8 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------- the loop
     def _listen(self) -> bool:
-        """Handle the messages that have arrived; wait for one if there is nothing to compute. -> False: stop"""
+        """Handle the messages that have arrived; wait for one if there is nothing to compute. ->
+        False: stop"""
         until = 0.0
         while not self.stopped:
             seconds: float | None = None
@@ -131,19 +137,22 @@ class EngineLoop:
 
     def _report(self) -> None:
         """Send the news, if the HTTP side wants some and there are any."""
-        if not self.wanted:
+        if not self.news_requested:
             return
         news: list[News] = []
         for (job, index), request in self.sequences.items():
-            completion, sent = request.completion, self.sent[job, index]
+            completion = request.completion
+            sent = self.sent[job, index]
             if len(completion) > sent or completion.reason:
-                tokens, logprobs = completion[sent:], (completion.logprobs or [])[sent:]
+                tokens = completion[sent:]
+                logprobs = (completion.logprobs or [])[sent:]
                 news.append((job, index, tokens, logprobs, completion.reason))
                 self.sent[job, index] = sent + len(tokens)
         figures = Figures.of(self.engine)
         if news or figures != self.figures:
             self.connection.send((news, figures))
-            self.wanted, self.figures = False, figures
+            self.news_requested = False
+            self.figures = figures
         for job, index, *_, reason in news:
             if reason:
                 del self.sequences[job, index]

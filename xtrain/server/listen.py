@@ -30,7 +30,10 @@ from .engine_loop import EngineLoop
 
 CANNOT_LISTEN = 3  # exit code of the HTTP process
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LESS_MEMORY = "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights int8"
+LESS_MEMORY = (
+    "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights "
+    "int8"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,8 @@ class Address:
 def serve_engine(
     engine: Engine, texts: Callable[[], Texts], address: Address, **options: Any
 ) -> None:
-    """Answer requests until SIGTERM or Ctrl-C: the HTTP side in a process of its own, the engine in this thread.
+    """Answer requests until SIGTERM or Ctrl-C: the HTTP side in a process of its own, the engine in
+    this thread.
 
     texts: called in the other process, so it must be picklable.  options: of create_app.
     """
@@ -136,9 +140,12 @@ def serve_engine(
 
 
 def _http(
-    connection: Connection, facts: tuple[ModelConfig, int, int], texts: Callable[[], Texts], address: Address,
+    connection: Connection,
+    facts: tuple[ModelConfig, int, int],
+    texts: Callable[[], Texts],
+    address: Address,
     options: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """The HTTP process."""
     import uvicorn
 
@@ -152,9 +159,13 @@ def _http(
 
     app = create_app(EngineClient(connection, *facts, lost=lost), texts(), **options)
     config = uvicorn.Config(
-        app, address.host, address.port, log_level="warning", server_header=False,
+        app,
+        address.host,
+        address.port,
+        log_level="warning",
+        server_header=False,
         timeout_graceful_shutdown=address.drain,
-    )  # fmt: skip
+    )
     server = uvicorn.Server(config)
     # After its shutdown uvicorn raises the signal again: it is then no reason to fail.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -54,8 +54,11 @@ class Metrics:
             "xtrain_first_token_seconds", "time to the first token", **names
         )
         self.duration = prometheus.Histogram(
-            "xtrain_request_seconds", "time of a request", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300), **names
-        )  # fmt: skip
+            "xtrain_request_seconds",
+            "time of a request",
+            buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300),
+            **names,
+        )
 
     def observe(self, job: Job) -> None:
         """Count a job that has ended."""

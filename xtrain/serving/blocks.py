@@ -1,14 +1,18 @@
-"""The blocks of the KV cache: who uses them, and how to find again what they hold (Kwon et al. 2023, PagedAttention).
+"""The blocks of the KV cache: who uses them, and how to find again what they hold (Kwon et al.
+2023, PagedAttention).
 
-A block has room for the keys and values of S successive tokens of one sequence; the sequence's block table lists its blocks.
+A block has room for the keys and values of S successive tokens of one sequence; the sequence's
+block table lists its blocks.
 
     free     holds nothing
     used     by one sequence, or by several that begin with the same tokens
-    cached   by none, but what it holds can be found again; the block that was used least recently is evicted first
+    cached   by none, but what it holds can be found again; the block that was used least recently
+             is evicted first
 
-A key is the hash of all tokens of a sequence up to the end of a block: hash(key of the block before, tokens of this block). The
-keys and values of a token depend on all tokens before it and on nothing else, so equal keys mean equal contents. A block that is
-not full, or whose tokens differ from some point on, can still serve another sequence: it is copied first (copy on write).
+A key is the hash of all tokens of a sequence up to the end of a block: hash(key of the block
+before, tokens of this block). The keys and values of a token depend on all tokens before it and on
+nothing else, so equal keys mean equal contents. A block that is not full, or whose tokens differ
+from some point on, can still serve another sequence: it is copied first (copy on write).
 """
 
 import collections
@@ -24,13 +28,15 @@ MIN_COPIED = 8  # tokens: to compute fewer takes less time than to copy a block
 
 
 def block_key(previous: Key, tokens: Sequence[int]) -> Key:
-    """-> the key of a block that holds these tokens, after the block with the key `previous`"""
+    """Return the key of a block that holds these tokens, after the block with the key `previous`"""
     return hashlib.blake2b(previous + np.array(tokens, np.int64).tobytes(), digest_size=16).digest()
 
 
 def block_keys(tokens: Sequence[int], S: int) -> list[Key]:
-    """-> the keys of the successive blocks of S tokens that hold `tokens`; the last block may hold fewer"""
-    keys, key = [], ROOT
+    """Return the keys of the successive blocks of S tokens that hold `tokens`; the last block may hold
+    fewer"""
+    keys = []
+    key = ROOT
     for i in range(0, len(tokens), S):
         key = block_key(key, tokens[i : i + S])
         keys.append(key)
@@ -79,7 +85,7 @@ class BlockPool:
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> int:
-        """-> a block for one sequence. Raises IndexError if none is available."""
+        """Return a block for one sequence. Raises IndexError if none is available."""
         if self.free:
             block = self.free.pop()
         elif self.cached:
@@ -106,7 +112,8 @@ class BlockPool:
                 self.free.append(block)
 
     def publish(self, block: int, previous: Key, tokens: Sequence[int]) -> None:
-        """The block holds these tokens, after the block with the key `previous`: other sequences may use it.
+        """The block holds these tokens, after the block with the key `previous`: other sequences
+        may use it.
 
         A block that is not full may be published again when it holds more."""
         if not tokens:
@@ -121,7 +128,8 @@ class BlockPool:
             self._by_key[key] = block
 
     def can_take(self, block: int | None) -> bool:
-        """True if no sequence uses the block, so that one may write to it. (It shares the block and calls `forget`.)"""
+        """True if no sequence uses the block, so that one may write to it. (It shares the block and
+        calls `forget`.)"""
         return block in self.cached
 
     def forget(self, block: int) -> None:
@@ -137,7 +145,8 @@ class BlockPool:
             del self._by_key[contents.key]
 
     def forget_all(self) -> None:
-        """What the blocks hold is of no use any more, for example because the weights have changed."""
+        """What the blocks hold is of no use any more, for example because the weights have
+        changed."""
         self._contents.clear()
         self._by_key.clear()
         self._after.clear()
@@ -145,31 +154,41 @@ class BlockPool:
         self.cached.clear()
 
     def find(self, tokens: Sequence[int], keys: Sequence[Key]) -> Prefix:
-        """-> the longest known prefix of `tokens`, without the last one, which must be computed: its logits are wanted.
+        """Return the longest known prefix of `tokens`, without the last one, which must be computed:
+        its logits are wanted.
 
         keys: block_keys(tokens, S)"""
-        limit, blocks, key = len(tokens) - 1, [], ROOT
+        limit = len(tokens) - 1
+        blocks = []
+        key = ROOT
         for i in range(limit // self.S):
             if keys[i] not in self._by_key:
                 break
             key = keys[i]
             blocks.append(self._by_key[key])
-        rest, partial, most = tuple(tokens[len(blocks) * self.S : limit]), None, 0
-        for block in sorted(self._after.get((key, rest[0]), ())) if rest else ():
-            held = self._contents[block].tokens
-            if held[: most + 1] == rest[: most + 1]:  # longer than what was found so far
-                partial, most = block, _common_prefix(held, rest)
+        next_tokens = tuple(tokens[len(blocks) * self.S : limit])
+        partial = None
+        n_partial = 0
+        for block in sorted(self._after.get((key, next_tokens[0]), ())) if next_tokens else ():
+            stored = self._contents[block].tokens
+            if (
+                stored[: n_partial + 1] == next_tokens[: n_partial + 1]
+            ):  # longer than what was found so far
+                partial = block
+                n_partial = _common_prefix(stored, next_tokens)
         if partial is None:
             return Prefix(blocks)
-        whole = most == len(self._contents[partial].tokens)
-        return (
-            Prefix(blocks, partial, most, whole) if whole or most >= MIN_COPIED else Prefix(blocks)
-        )
+        whole = n_partial == len(self._contents[partial].tokens)
+        if whole or n_partial >= MIN_COPIED:
+            return Prefix(blocks, partial, n_partial, whole)
+        return Prefix(blocks)
 
 
 def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """The number of equal tokens at the start of a and b."""
-    low, high = 0, min(len(a), len(b))  # a[:low] == b[:low], and no more than `high` are equal
+    # a[:low] == b[:low], and no more than `high` are equal
+    low = 0
+    high = min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
     while high - low > 1:  # slices are compared in C

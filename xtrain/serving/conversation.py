@@ -1,4 +1,5 @@
-"""A conversation with a model in a terminal: the command `xtrain chat`. Earlier turns stay in the KV cache."""
+"""A conversation with a model in a terminal: the command `xtrain chat`. Earlier turns stay in the
+KV cache."""
 
 import contextlib
 import sys
@@ -43,18 +44,22 @@ class ContextFull(UserError):
 class Conversation:
     """The messages of a conversation, and their tokens as the model has seen them.
 
-    Every turn renders the whole conversation as text. If that text starts with the text of the earlier turns (true for
-    nearly all templates), only the rest is tokenized and appended to the tokens in the cache. Otherwise (a template that
-    leaves out earlier reasoning, for example) the whole text is tokenized, and the engine reuses the longest common prefix.
+    Every turn renders the whole conversation as text. If that text starts with the text of the
+    earlier turns (true for nearly all templates), only the rest is tokenized and appended to the
+    tokens in the cache. Otherwise (a template that leaves out earlier reasoning, for example) the
+    whole text is tokenized, and the engine reuses the longest common prefix.
 
     One thread at a time uses it; conversations of several threads may share an engine.
 
     messages: {"role", "content"} of every message.  completion: tokens of the last answer.
-    text, tokens: the conversation so far, rendered and as the model has seen it.  turns: answers so far.
+    text, tokens: the conversation so far, rendered and as the model has seen it.
+    turns: answers so far.
     """
 
     def __init__(self, pretrained: Pretrained, engine: Engine, system: str | None = None):
-        self.pretrained, self.engine, self.system = pretrained, engine, system
+        self.pretrained = pretrained
+        self.engine = engine
+        self.system = system
         self.stop = pretrained.chat_stop
         self.completion: Completion | None = None
         self.reset()
@@ -64,14 +69,15 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
-        self.text, self.turns = "", 0
+        self.text = ""
+        self.turns = 0
         self.tokens: list[int] = []
 
     def reply(self, user_text: str, **options: Any) -> Iterator[str]:
-        """-> the text of the model's answer, while it is generated. options: as in Engine.stream.
+        """Return the text of the model's answer, while it is generated. options: as in Engine.stream.
 
-        Leaving the iterator early keeps what was generated so far. Raises ContextFull, or UserError from the template;
-        the conversation is unchanged then.
+        Leaving the iterator early keeps what was generated so far. Raises ContextFull, or UserError
+        from the template; the conversation is unchanged then.
         """
         messages = [*self.messages, {"role": "user", "content": user_text}]
         text, tokens = self._rendered(messages, user_text)
@@ -87,7 +93,8 @@ class Conversation:
             stream.close()
             (self.completion,) = stream.completions
             # All tokens, also those not read: another stream's step may have generated some.
-            generated, answer = list(self.completion), TextStream(self.pretrained.tokenizer)
+            generated = list(self.completion)
+            answer = TextStream(self.pretrained.tokenizer)
             for token in generated:
                 answer.feed(token)
             answer.finish()
@@ -95,7 +102,8 @@ class Conversation:
             special = self.pretrained.tokenizer.special_ids
             answer_tokens = [t for t in generated if t not in special]
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-            self.text, self.tokens = text + answer.text, tokens + answer_tokens
+            self.text = text + answer.text
+            self.tokens = tokens + answer_tokens
             self.turns += 1
 
     def _too_long(self, n_tokens: int) -> str:
@@ -106,13 +114,14 @@ class Conversation:
                 f"{what} {n_tokens} tokens, the context {context} including the answer: shorten it"
             )
         return (
-            f"the context is full: the conversation would have {n_tokens} tokens, the context has {context} including the "
-            "answer; type /reset to start again"
+            f"the context is full: the conversation would have {n_tokens} tokens, the context has "
+            f"{context} including the answer; type /reset to start again"
         )
 
     def _rendered(self, messages: list[dict[str, str]], user_text: str) -> tuple[str, list[int]]:
-        """-> (text, tokens) of the conversation up to the start of the answer"""
-        tokenizer, template = self.pretrained.tokenizer, self.pretrained.template
+        """Return (text, tokens) of the conversation up to the start of the answer"""
+        tokenizer = self.pretrained.tokenizer
+        template = self.pretrained.template
         if template is None and not self.turns:
             return user_text, tokenizer.encode(user_text, special=True)
         text = f"{self.text}\n{user_text}" if template is None else template.render(messages)
@@ -128,8 +137,8 @@ class Conversation:
 def chat(options: Options) -> None:
     """Read turns from stdin and answer on stdout until the input ends; notes go to stderr.
 
-    Raises UserError for invalid options or model folders, before the first turn, and for a template that rejects the first
-    turn.
+    Raises UserError for invalid options or model folders, before the first turn, and for a template
+    that rejects the first turn.
     """
     o = options
     if not is_text(o.system or ""):
@@ -140,15 +149,20 @@ def chat(options: Options) -> None:
     size = chosen_seq_len(o.max_seq_len, context)
     engine = Engine(pretrained.model, **engine_arguments(o) | dict(max_batch=1, max_seq_len=size))
     conversation = Conversation(pretrained, engine, o.system)
-    notes = [] if template else ["no chat template: the model continues what you type"]
-    notes += [] if template or not o.system else ["--system is ignored: it needs a chat template"]
-    notes += [f"context {size} of {context} tokens (--max-seq-len)"] if size < context else []
+    notes = [f"{pretrained.folder}; {engine.describe()}"]
+    if not template:
+        notes.append("no chat template: the model continues what you type")
+        if o.system:
+            notes.append("--system is ignored: it needs a chat template")
+    if size < context:
+        notes.append(f"context {size} of {context} tokens (--max-seq-len)")
     sampling = o.stream_arguments()
     # Report invalid options before the user types.
     make_requests([[0]], pretrained.model.config, size, (), **sampling)
     seed = sampling.pop("seed")
-    notes += [engine.ready] if engine.ready else []
-    say("; ".join([f"{pretrained.folder}; {engine.describe()}", *notes]))
+    if engine.ready:
+        notes.append(engine.ready)
+    say("; ".join(notes))
     while True:
         try:
             line = _read_line()
@@ -165,7 +179,8 @@ def chat(options: Options) -> None:
 
 
 def _read_line() -> str | None:
-    """A line from the user; None at the end of the input. The prompt is only shown in a terminal."""
+    """A line from the user; None at the end of the input. The prompt is only shown in a
+    terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys in input())
     try:
@@ -188,10 +203,12 @@ def _answer(conversation: Conversation, line: str, sampling: dict[str, Any], see
         say(f"[{error}]")  # and keep the earlier turns
         return
     print_text("", flush=True)
-    reason = conversation.completion.reason if conversation.completion is not None else None
+    completion = conversation.completion
+    reason = completion and completion.reason
     if reason == "full":
         say(
-            f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to start again]"
+            f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to "
+            "start again]"
         )
     elif reason == "length":
         say("[the answer has reached --max-new-tokens]")

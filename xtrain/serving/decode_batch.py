@@ -14,15 +14,17 @@ from .requests import Request
 class DecodeBatch:
     """Some numbers for each of up to B sequences, and their block tables.
 
-    Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The columns are views of one block
-    of memory, so one copy uploads all of them. On the device the decoding step itself updates them, as the host does its own.
-    The last tokens, `ids`, are on the device only: a step needs them before the host knows them.
+    Entry b of every column belongs to the sequence in slot b; entries of length -1 are idle. The
+    columns are views of one block of memory, so one copy uploads all of them. On the device the
+    decoding step itself updates them, as the host does its own. The last tokens, `ids`, are on the
+    device only: a step needs them before the host knows them.
 
     host, device: the columns by name, each (B,).
     host_tables, device_tables: the block tables, (B, M).
     """
 
-    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot: its list of penalties, -1: none.
+    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot: its list of
+    # penalties, -1: none.
     COLUMNS: ClassVar[dict[str, type]] = {
         "seed": np.int64,
         "random_stream": np.int64,
@@ -129,8 +131,8 @@ _options = attrgetter(*DecodeBatch.OPTIONS)
 class _Mirrored:
     """Bytes on the host and a copy on the device; `upload` copies.
 
-    On a GPU it does not wait: the copy comes after the kernels launched before it and before those launched after it, and the
-    host may write on at once.
+    On a GPU it does not wait: the copy comes after the kernels launched before it and before those
+    launched after it, and the host may write on at once.
     """
 
     BUFFERS = 4  # in pinned memory; one is used again when its copy has long ended

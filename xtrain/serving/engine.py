@@ -6,25 +6,29 @@
     for number, token in engine.stream([[1, 2, 3], [4, 5]]):     # token by token
         ...
 
-Any Transformer is served by the forward that trains it. Its KV cache is divided into blocks (blocks.py, paged_cache.py), and
-requests are batched continuously (Yu et al. 2022, Orca). Every step
+Any Transformer is served by the forward that trains it. Its KV cache is divided into blocks
+(blocks.py, paged_cache.py), and requests are batched continuously (Yu et al. 2022, Orca). Every
+step
 
-    admits     waiting requests, while there is a free slot in the decode batch and there are blocks for their tokens. Blocks that
-               other sequences have computed for the same first tokens are shared. Requests with equal prompts begin together:
-               one of them prefills, and the others join it in the pass that completes the prompt
+    admits     waiting requests, while there is a free slot in the decode batch and there are blocks
+               for their tokens. Blocks that other sequences have computed for the same first tokens are shared. Requests with
+               equal prompts begin together: one of them prefills, and the others join it in the
+               pass that completes the prompt
     decodes    one token for every other sequence
-    prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a long one: so many that other
-               sequences do not wait for long. A prompt that is complete gets its first token
+    prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a
+               long one: so many that other sequences do not wait for long. A prompt that is complete
+               gets its first token
     ends       finished sequences; their slots and blocks are free in the next step
 
-The scheduler (scheduler.py) decides what a step computes, the runner (runner.py) computes it on the device, and the scheduler
-takes the new tokens. If no block is left for a sequence, the newest sequence is preempted: it gives up its blocks, waits in front
-of the other requests, and later computes its tokens again, together with what it has generated. `engine.trace` records all of
-this.
+The scheduler (scheduler.py) decides what a step computes, the runner (runner.py) computes it on the
+device, and the scheduler takes the new tokens. If no block is left for a sequence, the newest
+sequence is preempted: it gives up its blocks, waits in front of the other requests, and later
+computes its tokens again, together with what it has generated. `engine.trace` records all of this.
 
-A fresh engine gives the same tokens for the same requests. Random numbers depend only on a request's seed, random stream and
-step. The last bits of the logits may still depend on the other sequences of the batch, because matrix products of different
-shapes add in a different order; batch_invariant=True prevents this, at some cost in speed (kernels/runtime/invariance.py).
+A fresh engine gives the same tokens for the same requests. Random numbers depend only on a
+request's seed, random stream and step. The last bits of the logits may still depend on the other
+sequences of the batch, because matrix products of different shapes add in a different order;
+batch_invariant=True prevents this, at some cost in speed (kernels/runtime/invariance.py).
 """
 
 import collections
@@ -47,7 +51,8 @@ from .scoring import Scores
 from .stream import Stream
 from .warm_up import warm_up
 
-# Floating-point operations of a prefill pass while other sequences wait for their next token: some 25 ms of an H200.
+# Floating-point operations of a prefill pass while other sequences wait for their next token: some
+# 25 ms of an H200.
 PREFILL_FLOPS = {"gpu": 9e12, "cpu": 4e9, "sim": 4e9}
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -56,7 +61,8 @@ P = ParamSpec("P")
 def _with_arguments_of(
     method: Callable[P, Any],
 ) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """For type checkers: the decorated method, whose arguments are passed on, takes those of `method`."""
+    """For type checkers: the decorated method, whose arguments are passed on, takes those of
+    `method`."""
     return lambda decorated: decorated
 
 
@@ -70,24 +76,30 @@ def _with_options(
 class Engine:
     """Serves a Transformer to many requests at a time.
 
-    Several threads may use one engine: a step runs in one thread at a time and computes the requests of all of them. Every
-    method may be called from any thread; a Stream is iterated by one thread at a time, others may cancel or close it. On a
-    GPU, the threads must have the same current device and stream (they do by default). A finalizer or a signal handler may
-    interrupt a step, so it may call `cancel` and `close`, which never wait, but not `step` or `submit`.
+    Several threads may use one engine: a step runs in one thread at a time and computes the
+    requests of all of them. Every method may be called from any thread; a Stream is iterated by one
+    thread at a time, others may cancel or close it. On a GPU, the threads must have the same
+    current device and stream (they do by default). A finalizer or a signal handler may interrupt a
+    step, so it may call `cancel` and `close`, which never wait, but not `step` or `submit`.
 
-    In batch-invariant mode the logits have the bits of `with xtrain.batch_invariant(): model(ids)`, also where blocks are shared
-    and after a preemption: products have a fixed number of rows, and decoding uses the attention of prefill.
+    In batch-invariant mode the logits have the bits of `with xtrain.batch_invariant(): model(ids)`,
+    also where blocks are shared and after a preemption: products have a fixed number of rows, and
+    decoding uses the attention of prefill.
 
-    New weights are detected if AdamW has written them or if they are assigned as `parameter.data = x`; if they are written in
-    place, call `forget_prefixes`. Weights in int8 or fp8 (nn/quantized.py) need a model made with trainable=False, which can only
-    be served from then on: half of bf16's memory, and decoding reads half the bytes. A cache in fp8
-    (kernels/decoding/kv_codes.py) is for models in bf16 with heads of 32, 64 or 128 channels if they are on a GPU, not for
-    batch-invariant mode: with 12 and more layers it holds 1.6 to 1.8 times the tokens of bf16 in the same memory.
+    New weights are detected if AdamW has written them or if they are assigned, as in
+    `parameter.data = x`; if they are written in place, call `forget_prefixes`. Weights in int8 or fp8
+    (nn/quantized.py) need a model made with trainable=False, which can only be served from then on:
+    half of bf16's memory, and decoding reads half the bytes. A cache in fp8
+    (kernels/decoding/kv_codes.py) is for models in bf16 with heads of 32, 64 or 128 channels if
+    they are on a GPU, not for batch-invariant mode: with 12 and more layers it holds 1.6 to 1.8
+    times the tokens of bf16 in the same memory.
 
-    The cache has blocks for max_batch sequences of max_seq_len tokens, if there is memory; if sequences need more, some are
-    preempted. The first request with penalties or a bias allocates lists for all: 16 bytes x max_batch x max_seq_len.
+    The cache has blocks for max_batch sequences of max_seq_len tokens, if there is memory; if
+    sequences need more, some are preempted. The first request with penalties or a bias allocates
+    lists for all: 16 bytes x max_batch x max_seq_len.
 
-    Raises UserError for an invalid option, or if there is not enough memory for one sequence of max_seq_len tokens.
+    Raises UserError for an invalid option, or if there is not enough memory for one sequence of
+    max_seq_len tokens.
     """
 
     runner_type = Runner
@@ -120,8 +132,8 @@ class Engine:
         make = functools.partial(self.scheduler_type, self._limits(), weights_version)
         self.make_scheduler = make
         self.scheduler = make()
-        # lock: held by the thread that changes the state.  turn: held by the thread that waits for the lock, so that no
-        # thread takes the lock twice in succession while another one waits.
+        # lock: held by the thread that changes the state.  turn: held by the thread that waits for
+        # the lock, so that no thread takes the lock twice in succession while another one waits.
         self.lock = threading.RLock()
         self.turn = threading.RLock()
         self.state_is_consistent = True
@@ -171,11 +183,11 @@ class Engine:
         if c.kind != "full":
             kind = f"{c.kind}, with scales and a copy of one layer in {kind}"
         return (
-            f"KV cache {self.cache_bytes:,} bytes: {len(c.heads)} layers x 2 x {c.n_blocks} blocks x {c.S} tokens x {shapes} in "
-            f"{kind}"
+            f"KV cache {self.cache_bytes:,} bytes: {len(c.heads)} layers x 2 x {c.n_blocks} blocks "
+            f"x {c.S} tokens x {shapes} in {kind}"
         )
 
-    # ------------------------------------------------------------------------- the numbers of the scheduler
+    # ----------------------------------------------------------------- the numbers of the scheduler
     @property
     def trace(self) -> collections.deque[Step]:
         """What happened in the last steps."""
@@ -225,27 +237,37 @@ class Engine:
         logprobs: int | Sequence[int | None] | None = None,
         n: int = 1,
     ) -> Stream:
-        """Return an iterator over (number, token) with `completions` and `cancel(number)`; it computes when iterated.
+        """Return an iterator over (number, token) with `completions` and `cancel(number)`; it
+        computes when iterated.
 
-        prompts: lists of token ids. Every option except stop and n may be a list with one value per prompt.
-        n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed once, and each answer has
-        random numbers of its own: the first k answers are the same whatever n is.
+        prompts: lists of token ids. Every option except stop and n may be a list with one value per
+        prompt.
+        n: answers per prompt; prompt i has numbers i n, ..., i n + n - 1. Each prompt is computed
+        once, and each answer has random numbers of its own: the first k answers are the same
+        whatever n is.
         max_new_tokens: per prompt, at most.
-        temperature: 0 picks the most likely token, the lower id of two that tie; otherwise tokens are drawn at random.
+        temperature: 0 picks the most likely token, the lower id of two that tie; otherwise tokens
+        are drawn at random.
         top_k: draw among the top_k most likely tokens, at most 1024; None: all.
-        top_p: draw among the fewest of these that together have at least this share of the probability.
-        seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each prompt uses stream 0 of
-        its own seed, as if it were alone.
+        top_p: draw among the fewest of these that together have at least this share of the
+        probability.
+        seed: with one seed, prompt i uses random stream i of that seed; with a list of seeds, each
+        prompt uses stream 0 of its own seed, as if it were alone.
         stop: ids of tokens that end a sequence.
-        min_p: draw among tokens with at least this share of the most likely one's probability (before top_k and top_p).
-        repetition_penalty: logits of tokens of the prompt and the answer are divided by it if positive, else multiplied.
-        presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once, and once per occurrence.
-        logit_bias: token id to a number from -100 to 100 that is added to its logit, at most 300 tokens. Bias and penalties
-        also change what temperature 0 picks.
-        logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities, and that of the chosen token,
-        in Completion.logprobs; None: no log-probabilities.
-        Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError, before anything is computed,
-        for an empty prompt, for one that leaves no room for an answer, or for an option out of range.
+        min_p: draw among tokens with at least this share of the most likely one's probability
+        (before top_k and top_p).
+        repetition_penalty: logits of tokens of the prompt and the answer are divided by it if
+        positive, else multiplied.
+        presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens,
+        once, and once per occurrence.
+        logit_bias: token id to a number from -100 to 100 that is added to its logit, at most 300
+        tokens. Bias and penalties also change what temperature 0 picks.
+        logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities,
+        and that of the chosen token, in Completion.logprobs; None: no log-probabilities.
+
+        Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError,
+        before anything is computed, for an empty prompt, for one that leaves no room for an answer,
+        or for an option out of range.
         """
         requests = make_requests(
             prompts,
@@ -271,7 +293,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any
     ) -> list[Completion]:
-        """Run `stream` to its end. Return n Completions (lists of new tokens) per prompt. Arguments and errors as in stream."""
+        """Run `stream` to its end. Return n Completions (lists of new tokens) per prompt. Arguments
+        and errors as in stream."""
         stream = self.stream(prompts, *args, **options)
         self._compute(stream.requests)
         return stream.completions
@@ -282,22 +305,25 @@ class Engine:
         continuations: Sequence[Sequence[int]] | None = None,
         top: int = 0,
     ) -> list[Scores]:
-        """Compute the log-probabilities of the tokens of continuations[i] after prompts[i]. Return one Scores each.
+        """Compute the log-probabilities of the tokens of continuations[i] after prompts[i]. Return
+        one Scores each.
 
         continuations: None: every token of the prompts but the first, which nothing precedes.
         top: also report so many of the most likely tokens at each place, at most 20.
 
-        Nothing is sampled. Sequences are computed together, and what several of them begin with is computed once. Other threads
-        may generate at the same time. The last token of a sequence is only predicted: there may be max_seq_len + 1. Raises
-        UserError, before anything is computed, for an empty prompt or continuation, for a sequence that is too long, or for an
-        id that is no token.
+        Nothing is sampled. Sequences are computed together, and what several of them begin with is
+        computed once. Other threads may generate at the same time. The last token of a sequence is
+        only predicted: there may be max_seq_len + 1. Raises UserError, before anything is computed,
+        for an empty prompt or continuation, for a sequence that is too long, or for an id that is
+        no token.
         """
         requests = make_scoring_requests(prompts, continuations, self.config, self.max_seq_len, top)
         self._compute(requests)
         return [request.scores for request in requests if request.scores is not None]
 
     def _compute(self, requests: list[Request]) -> None:
-        """Submit the requests and step until all have ended. If that is interrupted, they are cancelled."""
+        """Submit the requests and step until all have ended. If that is interrupted, they are
+        cancelled."""
         try:
             self.submit(*requests)
             for request in requests:
@@ -314,20 +340,27 @@ class Engine:
         self._exclusively(lambda: self.scheduler.add(requests))
 
     def cancel(self, request: Request) -> None:
-        """End the request: the next step frees its slot. Never waits, so it is safe at any time, also during garbage
-        collection. A step that is running in another thread may append one more token."""
+        """End the request: the next step frees its slot.
+
+        It never waits, so it is safe at any time, also during garbage collection. A step that is
+        running in another thread may append one more token.
+        """
         request.completion.end("cancelled")
 
     def forget_prefixes(self) -> None:
-        """Reuse nothing that has been computed so far. For weights that were written in place, as `weights[...] = x`: AdamW and
-        `parameter.data = x` are detected. Unfinished sequences keep their earlier keys and values."""
+        """Reuse nothing that has been computed so far.
+
+        Call it after weights were written in place, as `weights[...] = x`: AdamW and
+        `parameter.data = x` are detected. Unfinished sequences keep their keys and values.
+        """
         self.model.arena.version.count += 1
 
     # ------------------------------------------------------------------------- one step
     def step(self) -> list[tuple[Request, int]]:
         """Compute one step. Return the (request, new token) pairs that have arrived.
 
-        Without unfinished requests there is no step. On a GPU the tokens that a step launches arrive in the next step.
+        Without unfinished requests there is no step. On a GPU the tokens that a step launches
+        arrive in the next step.
         """
         return self._exclusively(self._next_step)
 
@@ -355,16 +388,18 @@ class Engine:
     def _exclusively(self, change: Callable[[], T]) -> T:
         """Call change() while no other thread changes the state. Threads take turns.
 
-        If Ctrl-C or an error interrupts it between any two statements, both locks are released and the next change recovers
-        first. Ctrl-C may arrive after `acquire` has succeeded and before the next statement; therefore `acquire` is inside
-        `try`, and `release`, which raises RuntimeError in a thread that does not hold the lock, comes first in `finally`.
+        If Ctrl-C or an error interrupts it between any two statements, both locks are released and
+        the next change recovers first. Ctrl-C may arrive after `acquire` has succeeded and before
+        the next statement; therefore `acquire` is inside `try`, and `release`, which raises
+        RuntimeError in a thread that does not hold the lock, comes first in `finally`.
         """
         try:
             try:
                 self.turn.acquire()
                 self.lock.acquire()
             finally:
-                try:  # noqa: SIM105  (suppress is Python code, which Ctrl-C could interrupt before the release)
+                # not contextlib.suppress, whose Python code Ctrl-C could interrupt before the release
+                try:  # noqa: SIM105
                     self.turn.release()
                 except RuntimeError:
                     pass

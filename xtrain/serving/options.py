@@ -1,4 +1,5 @@
-"""The options of an engine. Each is described once, here: for help(Engine), and for the commands that share it.
+"""The options of an engine. Each is described once, here: for help(Engine), and for the commands
+that share it.
 
 class Options(ModelOptions):
     max_batch: MaxBatch = 32        its type and its text for --help
@@ -18,25 +19,28 @@ from ..errors import UserError
 from ..nn.model import Transformer
 from .paged_cache import KINDS as CACHE_KINDS
 
-# Prompt tokens in one forward pass. More would cost more memory than they save time: on the CPU the reference of attention
-# computes all scores at once, heads x tokens x keys.
+# Prompt tokens in one forward pass. More would cost more memory than they save time: on the CPU the
+# reference of attention computes all scores at once, heads x tokens x keys.
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
 SERVED_TOKENS = 8192  # of a sequence in `serve` and `chat`, if the model supports more
-BLOCK_TOKENS = 64  # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
+# 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
+BLOCK_TOKENS = 64
 
-# ----------------------------------------------------------------------------- options that commands have, too
+# ------------------------------------------------------------------ options that commands have, too
 MaxBatch = Annotated[int, Doc("sequences at a time; the others wait")]
 MaxSeqLen = Annotated[
     int | None,
     Doc(
-        "tokens of a sequence, prompt and answer; none: what the model supports, at most 8192 in serve and chat"
+        "tokens of a sequence, prompt and answer; none: what the model supports, at most 8192 in "
+        "serve and chat"
     ),
 ]
 BatchInvariant = Annotated[
     bool,
     Doc(
-        "the tokens of a sequence do not depend on the other sequences, not even by rounding; slower"
+        "the tokens of a sequence do not depend on the other sequences, not even by rounding; "
+        "slower"
     ),
 ]
 Weights = Annotated[
@@ -48,14 +52,15 @@ Weights = Annotated[
 KVCache = Annotated[
     Literal["full", "fp8"],
     Doc(
-        "fp8: keys and values in one byte per number, with a scale per token and head; full: as precision says"
+        "fp8: keys and values in one byte per number, with a scale per token and head; full: as "
+        "precision says"
     ),
 ]
 PrefillInterval = Annotated[
     int | None,
     Doc(
-        "while sequences decode, admit new requests every so many steps: more tokens per second, a later first token; none: 8 on "
-        "a GPU, else 1"
+        "while sequences decode, admit new requests every so many steps: more tokens per second, a "
+        "later first token; none: 8 on a GPU, else 1"
     ),
 ]
 
@@ -78,16 +83,17 @@ class EngineOptions:
     reuse_prefix: Annotated[
         bool,
         Doc(
-            "sequences that begin with the same tokens share the blocks of the KV cache that hold them, also after the first of "
-            "them has ended (earlier turns of a chat). If weights are written in place, call forget_prefixes"
+            "sequences that begin with the same tokens share the blocks of the KV cache that hold "
+            "them, also after the first of them has ended (earlier turns of a chat). If weights "
+            "are written in place, call forget_prefixes"
         ),
     ] = True
     graph: Annotated[bool, Doc("capture the decoding step as a CUDA graph, on a GPU")] = True
     prefill_tokens: Annotated[
         int | None,
         Doc(
-            "prompt tokens in one forward pass, at most; longer prompts are computed in several chunks; none: 8192 on a GPU, else "
-            "512"
+            "prompt tokens in one forward pass, at most; longer prompts are computed in several "
+            "chunks; none: 8192 on a GPU, else 512"
         ),
     ] = None
     gpu_memory: Annotated[
@@ -101,8 +107,8 @@ class EngineOptions:
     warm_up: Annotated[
         bool,
         Doc(
-            "on a GPU, compile every kernel that a request may need before the constructor returns, so that no request waits for "
-            "the compiler (`ready` says how long it took)"
+            "on a GPU, compile every kernel that a request may need before the constructor "
+            "returns, so that no request waits for the compiler (`ready` says how long it took)"
         ),
     ] = False
     weights: Weights = "full"
@@ -110,7 +116,8 @@ class EngineOptions:
     kv_cache: KVCache = "full"
 
     def sizes(self, model: Transformer) -> Sizes:
-        """Check the options for a model. Return the sizes that None stands for. Raises UserError."""
+        """Check the options for a model. Return the sizes that None stands for. Raises
+        UserError."""
         context = model.config.context
         sizes = Sizes(
             max_seq_len=_default(self.max_seq_len, context),
@@ -125,7 +132,8 @@ class EngineOptions:
         )
         if not 2 <= sizes.max_seq_len <= context:
             raise UserError(
-                f"max_seq_len {sizes.max_seq_len} must be at least 2 and at most {context}, the longest sequence of the model"
+                f"max_seq_len {sizes.max_seq_len} must be at least 2 and at most {context}, the "
+                "longest sequence of the model"
             )
         if self.block_tokens < 16 or self.block_tokens & (self.block_tokens - 1):
             raise UserError(f"block_tokens must be 16, 32, 64 or so on, got {self.block_tokens}")
@@ -139,13 +147,15 @@ class EngineOptions:
             )
         if self.batch_invariant and self.kv_cache != "full":
             raise UserError(
-                f"batch_invariant and kv_cache {self.kv_cache!r} cannot be combined: leave one of them out"
+                f"batch_invariant and kv_cache {self.kv_cache!r} cannot be combined: leave one of "
+                "them out"
             )
         return sizes
 
 
 def chosen_seq_len(max_seq_len: int | None, context: int) -> int:
-    """Return the max_seq_len of `serve` and `chat` for a model that supports `context`: they allocate all of it at the start."""
+    """Return the max_seq_len of `serve` and `chat` for a model that supports `context`: they
+    allocate all of it at the start."""
     return min(context, SERVED_TOKENS) if max_seq_len is None else max_seq_len
 
 

@@ -1,16 +1,19 @@
 """The KV cache on the device, and how a forward pass reads and writes it.
 
-A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which block belongs to which sequence).
-Position p of a sequence is in block table[p // S], at offset p % S. The kernels read the tables on the device, so memory is
-given out block by block, and a block may belong to several sequences.
+A layer has two arrays, k and v (R, G, S, D): R blocks of S tokens (serving/blocks.py says which
+block belongs to which sequence). Position p of a sequence is in block table[p // S], at offset p %
+S. The kernels read the tables on the device, so memory is given out block by block, and a block may
+belong to several sequences.
 
-The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but attention is the same as in
-training. In attention, prefill appends the new keys and values and reads the whole sequence from the cache
-(kernels/attention/context_attention.py). Decoding, one new token per sequence, does all of that and RoPE in one kernel
-(decode_attention.py), in batch-invariant mode as in prefill, whose bits are those of training.
+The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but
+attention is the same as in training. In attention, prefill appends the new keys and values and
+reads the whole sequence from the cache (kernels/attention/context_attention.py). Decoding, one new
+token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
+batch-invariant mode as in prefill, whose bits are those of training.
 
-With kv_cache "fp8" the arrays are codes with scales (kernels/decoding/kv_codes.py). Decoding reads them, prefill reads a copy of
-the blocks of its sequences, in the dtype of the model, one layer after the other.
+With kv_cache "fp8" the arrays are codes with scales (kernels/decoding/kv_codes.py). Decoding reads
+them, prefill reads a copy of the blocks of its sequences, in the dtype of the model, one layer
+after the other.
 """
 
 import itertools
@@ -56,7 +59,8 @@ class Heads:
 
 
 class Layer(NamedTuple):
-    """What one attention reads and writes: k, v (R, G, S, D), and if they are codes, their scales (R, G, S, 2)."""
+    """What one attention reads and writes: k, v (R, G, S, D), and if they are codes, their scales
+    (R, G, S, 2)."""
 
     k: Array
     v: Array
@@ -66,14 +70,19 @@ class Layer(NamedTuple):
 class PagedCache:
     """Keys and values of every attention of a model, in blocks of S tokens.
 
-    capacity: tokens of the longest sequence.  kind: "full", in the dtype of the model's products, or "fp8".
+    capacity: tokens of the longest sequence.
+    kind: "full", in the dtype of the model's products, or "fp8".
     heads: per attention, in the order in which a forward pass calls them.
     block_bytes: of one block, all attentions together.  `allocate` makes the arrays.
-    Raises UserError if no kernel supports the model's head width or dtype, or if its RoPE is not that of a config.
+    Raises UserError if no kernel supports the model's head width or dtype, or if its RoPE is not
+    that of a config.
     """
 
     def __init__(self, model: Transformer, capacity: int, S: int, kind: str = "full"):
-        self.model, self.capacity, self.S, self.kind = model, capacity, S, kind
+        self.model = model
+        self.capacity = capacity
+        self.S = S
+        self.kind = kind
         self.dtype = model.branch_dtype or np.dtype(np.float32)
         c = model.config
         self.heads = [Heads(c.n_kv_heads, c.head_dim)] * c.n_layers
@@ -84,8 +93,9 @@ class PagedCache:
         self._check_kernels()
         if type(model.rotary) is not RotaryTables or overrides(model, Transformer, "sequences"):
             raise UserError(
-                "the engine computes the angles of RoPE itself, from model.rotary.config, so it cannot serve a model with "
-                "`sequences` or `rotary` of another class: change `attend` of the attentions instead"
+                "the engine computes the angles of RoPE itself, from model.rotary.config, so it "
+                "cannot serve a model with `sequences` or `rotary` of another class: change "
+                "`attend` of the attentions instead"
             )
         in_full = [kv_cache_bytes(1, 1, h.G, S, h.D, self.dtype) for h in self.heads]
         if kind == "full":
@@ -110,21 +120,26 @@ class PagedCache:
         widths = sorted({h.D for h in self.heads} - set(supported))
         if widths:
             raise UserError(
-                f"on a GPU {what} supports heads of {', '.join(map(str, supported))} channels, this model has "
-                f"{widths[0]}: use the CPU"
+                f"on a GPU {what} supports heads of {', '.join(map(str, supported))} channels, "
+                f"this model has {widths[0]}: use the CPU"
             )
 
     def allocate(self, n_blocks: int) -> None:
         """Make the arrays. Raises UserError if there is not enough memory."""
-        # One array (L, ..., R, G, S, ...) for attentions with the same heads: one operation copies a block of all layers.
+        # One array (L, ..., R, G, S, ...) for attentions with the same heads: one operation copies
+        # a block of all layers.
         same = len(set(self.heads)) == 1
         groups = [(self.heads[0], len(self.heads))] if same else [(h, 1) for h in self.heads]
-        like, self.layers, self.arrays, self.copies = self.tables[0], [], [], []
+        like = self.tables[0]
+        self.layers = []
+        self.arrays = []
+        self.copies = []
         try:
             for h, L in groups:
                 sizes = like, L, n_blocks, h.G, self.S, h.D
                 if self.kind == "full":
-                    kv, scales = empty_kv_cache(*sizes, self.dtype), [None] * L
+                    kv = empty_kv_cache(*sizes, self.dtype)
+                    scales = [None] * L
                     self.arrays.append(kv)
                 else:
                     kv, scales = empty_kv_codes(*sizes)
@@ -133,7 +148,8 @@ class PagedCache:
             if self.kind != "full":
                 size = n_blocks * self.S * max(h.G * h.D for h in self.heads)
                 self.copies = [zeros(like, size, self.dtype) for _ in range(2)]
-                # for decoding in batch-invariant mode, where only the device knows which blocks are used
+                # for decoding in batch-invariant mode, where only the device knows which blocks are
+                # used
                 self.all_blocks = to_device(np.arange(n_blocks, dtype=np.int32), self.model.device)
         except Exception as error:
             text = f"{type(error).__name__} {error}".lower()
@@ -142,18 +158,20 @@ class PagedCache:
                 raise
             gb = n_blocks * self.block_bytes / 1e9
             raise UserError(
-                f"there is not enough memory for a KV cache of {gb:.2f} GB ({n_blocks} blocks of {self.S} tokens): give it "
-                "less (gpu_memory, cache_bytes), or choose a smaller max_batch or max_seq_len"
+                f"there is not enough memory for a KV cache of {gb:.2f} GB ({n_blocks} blocks of "
+                f"{self.S} tokens): give it less (gpu_memory, cache_bytes), or choose a smaller "
+                "max_batch or max_seq_len"
             ) from None
         self.n_blocks = n_blocks
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Bytes of the arrays."""
         return self.n_blocks * self.block_bytes
 
     def copy_blocks(self, to: list[int], source: list[int], tokens: int) -> None:
-        """Copy the first tokens that blocks hold, in all layers: from source[i] to to[i], which are distinct blocks."""
+        """Copy the first tokens that blocks hold, in all layers: from source[i] to to[i], which are
+        distinct blocks."""
         step = max(1, COPIED_BYTES // self.block_bytes)
         for low in range(0, len(to), step):
             some, others = to[low : low + step], source[low : low + step]
@@ -161,7 +179,7 @@ class PagedCache:
                 bits = array.view(f"u{array.dtype.itemsize}")  # CuPy's indexing may not have bf16
                 bits[:, :, some, :, :tokens] = bits[:, :, others, :, :tokens]
 
-    # ------------------------------------------------------------------------- what attention reads and writes
+    # -------------------------------------------------------------- what attention reads and writes
     def append(self, layer: Layer, k_NGD: Array, v_NGD: Array, blocks_N: Array, offsets_N: Array):
         """Write keys and values of N tokens."""
         if layer.scales is None:
@@ -170,7 +188,8 @@ class PagedCache:
             append_codes(*layer, k_NGD, v_NGD, blocks_N, offsets_N)
 
     def read(self, layer: Layer, blocks_U: Array | None) -> tuple[Array, Array]:
-        """-> k, v (R, G, S, D) in the model's dtype, of which these blocks (None: all) are valid until the next call."""
+        """Return k, v (R, G, S, D) in the model's dtype, of which these blocks (None: all) are valid
+        until the next call."""
         if layer.scales is None:
             return layer.k, layer.v
         k, v = (x[: layer.k.size].reshape(layer.k.shape) for x in self.copies)
@@ -179,12 +198,15 @@ class PagedCache:
 
     # ------------------------------------------------------------------------- positions
     def _position_tables(self) -> tuple[Array, Array]:
-        """cos and sin of every position of a sequence, float32 (P, D/2) each, P >= capacity and a multiple of S.
+        """cos and sin of every position of a sequence, float32 (P, D/2) each, P >= capacity and a
+        multiple of S.
 
-        With dynamic scaling, a position p beyond the trained length has the angles of a sequence that ends at p, and keeps
-        them when the sequence grows. transformers does the same: its cache holds keys that are rotated already.
+        With dynamic scaling, a position p beyond the trained length has the angles of a sequence
+        that ends at p, and keeps them when the sequence grows. transformers does the same: its
+        cache holds keys that are rotated already.
         """
-        c, P = self.model.rotary.config, -(-self.capacity // self.S) * self.S
+        c = self.model.rotary.config
+        P = -(-self.capacity // self.S) * self.S
         if c.rope_type != "dynamic":
             return self._tables_for(P, P)
         tables = self._tables_for(min(P, c.max_seq_len), min(P, c.max_seq_len))
@@ -211,24 +233,35 @@ class PagedCache:
 
     @property
     def trained_length(self) -> int | None:
-        """With dynamic scaling, a prompt of more tokens has RoPE angles of its own; None: no prompt has."""
+        """Tokens of the longest prompt with the usual RoPE angles, with dynamic scaling; else None."""
         c = self.model.rotary.config
-        return c.max_seq_len if c.rope_type == "dynamic" else None
+        if c.rope_type != "dynamic":
+            return None
+        return c.max_seq_len
 
     # ------------------------------------------------------------------------- forward passes
     def prefill(
-        self, ids: list[int], lengths: list[int], history: list[int], blocks: list[list[int]],
-        wanted: list[int], prompt_length: int | None = None,
-    ) -> tuple[Array, "CachedSequences"]:  # fmt: skip
-        """-> ids (N,) on the device and their sequences: lengths[a] new tokens of sequence a, of which history[a] are in the
-        cache.
+        self,
+        ids: list[int],
+        lengths: list[int],
+        history: list[int],
+        blocks: list[list[int]],
+        rows: list[int],
+        prompt_length: int | None = None,
+    ) -> tuple[Array, "CachedSequences"]:
+        """Return ids (N,) on the device and their sequences, each with some new tokens.
 
-        ids: the new tokens of all sequences, packed.  blocks: of each sequence, with room for the new tokens.
-        wanted: the rows (tokens) whose logits are wanted.
-        prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were generated before a preemption,
-        have the angles of decoding. A prompt beyond the trained length must be the only sequence.
+        ids: the new tokens of all sequences, packed.
+        lengths: how many of them each sequence has.
+        history: how many tokens each sequence has in the cache.
+        blocks: the blocks of each sequence, with room for the new tokens.
+        rows: the rows (tokens) whose logits are needed.
+        prompt_length: tokens of the whole prompt, for dynamic scaling; tokens after it, which were
+        generated before a preemption, have the angles of decoding. A prompt beyond the trained
+        length must be the only sequence.
         """
-        A, N = len(lengths), len(ids)
+        A = len(lengths)
+        N = len(ids)
         M = max(-(-(n + h) // self.S) for n, h in zip(lengths, history))
         tables_AM = np.full((A, M), -1, np.int32)
         for a, row in enumerate(blocks):
@@ -236,59 +269,84 @@ class PagedCache:
         edges = [0, *itertools.accumulate(lengths)]
         used: Any = np.unique(tables_AM[tables_AM >= 0]) if self.kind != "full" else []
         # One copy to the device for all of them.
-        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), wanted, used]
+        parts: list[Any] = [ids, edges, history, tables_AM.reshape(-1), rows, used]
         ends = list(itertools.accumulate(map(len, parts)))
         packed = to_device(np.concatenate(parts).astype(np.int32), self.model.device)
         ids_N, edges_E, history_A, tables, wanted_W, blocks_U = (
             packed[end - len(part) : end] for part, end in zip(parts, ends)
         )
         tables_AM = tables.reshape(A, M)
-        cos_sin = self.tables
+        position_tables = self.tables
         trained = self.trained_length
         if prompt_length is not None and trained is not None and prompt_length > trained:
             stretched = self._tables_for(prompt_length, prompt_length)
             cos, sin = (_join(a, b[prompt_length:]) for a, b in zip(stretched, self.tables))
-            cos_sin = cos, sin
+            position_tables = cos, sin
         places = token_positions(edges_E, N, history_A, tables_AM, self.S)
         return ids_N, self._sequences(
-            A,
-            max(lengths),
-            cos_sin,
-            places,
-            edges_E,
-            history_A,
-            tables_AM,
-            wanted_W,
-            False,
-            blocks_U,
+            B=A,
+            T=max(lengths),
+            position_tables=position_tables,
+            places=places,
+            edges_E=edges_E,
+            history_A=history_A,
+            tables_AM=tables_AM,
+            wanted_W=wanted_W,
+            one=False,
+            blocks_U=blocks_U,
         )
 
     def decode(self, lengths_B: Array, tables_BM: Array, edges_E: Array) -> "CachedSequences":
-        """One new token for each of B sequences, which have lengths_B[b] tokens in the cache; below 0: an idle entry.
+        """Return B sequences with one new token each.
 
-        All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture the step.
-        edges (B + 1,): 0, 1, 2, ...
+        lengths: tokens in the cache; below 0: an idle entry.
+        edges: (B + 1,): 0, 1, 2, ...
+
+        All arrays are int32 on the device. The host does not read them, so a CUDA graph can capture
+        the step.
         """
-        B, places = len(lengths_B), None
+        B = len(lengths_B)
+        places = None
         if is_batch_invariant():  # once for all layers
             places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
-        rest = edges_E, lengths_B, tables_BM, None, True, None
-        return self._sequences(B, 1, self.tables, places, *rest)
+        return self._sequences(
+            B=B,
+            T=1,
+            position_tables=self.tables,
+            places=places,
+            edges_E=edges_E,
+            history_A=lengths_B,
+            tables_AM=tables_BM,
+            wanted_W=None,
+            one=True,
+            blocks_U=None,
+        )
 
-    def _sequences(
-        self, A, longest, tables, places, edges_E, history_A, tables_AM, wanted, one, used
-    ):
-        rest = places, edges_E, history_A, tables_AM, wanted, one, used, self, itertools.count()
-        return CachedSequences(A, longest, *tables, self.model.branch_dtype, "none", *rest)
+    def _sequences(self, position_tables: tuple[Array, Array], **fields: Any) -> "CachedSequences":
+        cos_PR, sin_PR = position_tables
+        return CachedSequences(
+            cos_PR=cos_PR,
+            sin_PR=sin_PR,
+            dtype=self.model.branch_dtype,
+            recompute="none",
+            cache=self,
+            calls=itertools.count(),
+            **fields,
+        )
 
 
 @dataclass(frozen=True)
 class CachedSequences(Sequences):
     """B sequences, of at most T new tokens each, whose earlier tokens are in the cache.
 
-    places: of each row, the block, the offset in it, and the position, int32 (N,) each; None: computed when needed.
-    edges, history, tables: see kernels/decoding/padding.py; one: every sequence has exactly one new token.
-    wanted: rows whose logits are wanted; None: all.  blocks: all that the tables name, each once, if the cache has codes.
+    places: block, offset in it, and position of each row, int32 (N,) each; None: computed when
+        needed.
+    edges, history, tables: see kernels/decoding/padding.py.
+    wanted: rows whose logits are needed; None: all.
+    one: every sequence has exactly one new token.
+    blocks: all that the tables name, each once, if the cache has codes.
+    cache: a PagedCache.
+    calls: counts the attentions of the forward pass; all copies of this object share it.
     """
 
     places: tuple[Array, Array, Array] | None
@@ -298,8 +356,7 @@ class CachedSequences(Sequences):
     wanted_W: Array | None
     one: bool
     blocks_U: Array | None
-    cache: Any  # a PagedCache
-    # counts the attentions of the forward pass; shared by all copies of this object
+    cache: Any
     calls: Iterator[int]
 
     def _placed(self):
@@ -316,13 +373,25 @@ class CachedSequences(Sequences):
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         layer = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)
-        # The launch before is the QKV product: it writes neither cache nor lengths, so both may be read before it has ended.
+        # The launch before is the QKV product: it writes neither cache nor lengths, so both may be
+        # read before it has ended.
         return Tensor(
             decode_attention(
-                qkv_NP.data, layer.k, layer.v, self.history_A, self.tables_AM, self.cos_PR,
-                self.sin_PR, *norms, eps, scale, True, self.window, layer.scales,
-            )
-        )  # fmt: skip
+                qkv_NP.data,
+                layer.k,
+                layer.v,
+                self.history_A,
+                self.tables_AM,
+                self.cos_PR,
+                self.sin_PR,
+                *norms,
+                eps,
+                scale,
+                True,
+                self.window,
+                layer.scales,
+            ),
+        )
 
     def attention(self, q_NHD, k_NGD, v_NGD, scale):
         layer = self.cache.layers[next(self.calls)]
@@ -343,27 +412,29 @@ class CachedSequences(Sequences):
 class _Observer(Sequences):
     """Notes the heads of every attention that a forward pass calls."""
 
-    found: list[Heads]
+    heads: list[Heads]
 
     def attention(self, q_NHD, k_NGD, v_NGD, scale):
-        self.found.append(Heads(*k_NGD.shape[1:]))
+        self.heads.append(Heads(*k_NGD.shape[1:]))
         return super().attention(q_NHD, k_NGD, v_NGD, scale)
 
 
 def _observed_heads(model: Transformer) -> list[Heads]:
-    """-> the heads of every attention of a model with changed layers, in the order of a forward pass"""
-    found: list[Heads] = []
+    """Return the heads of every attention of a model with changed layers, in the order of a forward
+    pass"""
+    heads: list[Heads] = []
     ids = to_device(np.zeros(1, np.int32), model.device)
-    sequences = _Observer(1, 1, *model.rotary(1), model.branch_dtype, "none", found)
+    sequences = _Observer(1, 1, *model.rotary(1), model.branch_dtype, "none", heads)
     with inference():
         model.hidden(ids, sequences)
-    return found
+    return heads
 
 
 def affordable_blocks(
     cache: PagedCache, n_blocks: int, gpu_memory: float, cache_bytes: int | None
 ) -> int:
-    """Return how many blocks there may be, at most n_blocks: see the options of the same names (options.py)."""
+    """Return how many blocks there may be, at most n_blocks: see the options of the same names
+    (options.py)."""
     limits = [] if cache_bytes is None else [cache_bytes]
     if cache.model.device == "gpu":
         free_cached("gpu")
@@ -377,8 +448,9 @@ def check_room(cache: PagedCache, n_blocks: int) -> None:
     tokens = n_blocks * cache.S
     if tokens < cache.capacity:
         raise UserError(
-            f"the KV cache would have room for {tokens} tokens, one sequence may have {cache.capacity}: choose a smaller "
-            "max_seq_len, or give it more memory (gpu_memory, cache_bytes)"
+            f"the KV cache would have room for {tokens} tokens, one sequence may have "
+            f"{cache.capacity}: choose a smaller max_seq_len, or give it more memory (gpu_memory, "
+            "cache_bytes)"
         )
 
 

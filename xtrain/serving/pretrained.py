@@ -1,6 +1,8 @@
-"""Load a folder for serving: model, tokenizer, the tokens that end an answer, and the chat template.
+"""Load a folder for serving: model, tokenizer, the tokens that end an answer, and the chat
+template.
 
-The folder is in the Hugging Face layout, or it is the folder of an xtrain run, whose newest valid checkpoint is used.
+The folder is in the Hugging Face layout, or it is the folder of an xtrain run, whose newest valid
+checkpoint is used.
 """
 
 import functools
@@ -86,24 +88,27 @@ def load(
     texts = load_texts(folder)
     if texts.tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only {config.vocab_size}: "
-            "use the tokenizer that belongs to the model"
+            f"{folder}: the tokenizer has {texts.tokenizer.vocab_size} tokens, the model only "
+            f"{config.vocab_size}: use the tokenizer that belongs to the model"
         )
     model = Transformer.from_pretrained(folder, device, chosen, trainable=False, change=change)
     return Pretrained(folder, texts.tokenizer, texts.stop, model)
 
 
 def load_texts(folder: Path) -> Texts:
-    """Load tokenizer and stop tokens of a Hugging Face folder. Raises UserError if anything is missing or damaged."""
+    """Load tokenizer and stop tokens of a Hugging Face folder. Raises UserError if anything is
+    missing or damaged."""
     texts = source_of(folder, TOKENIZER)
     tokenizer = Tokenizer.load(texts)
     return Texts(folder, tokenizer, stop_tokens(folder, tokenizer))
 
 
 def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end an answer: eos_token_id of generation_config.json, else of config.json, else of the tokenizer.
+    """Return the ids that end an answer: eos_token_id of generation_config.json, else of
+    config.json, else of the tokenizer.
 
-    Without any, only the limit of tokens ends an answer. Raises UserError if one of the files enables beam search.
+    Without any, only the limit of tokens ends an answer. Raises UserError if one of the files
+    enables beam search.
     """
     for name in (huggingface.GENERATION, huggingface.CONFIG):
         path = source_of(folder, name) / name

@@ -44,8 +44,9 @@ class Completion(list[int]):
     reason      why the sequence ended, a key of REASONS; None while it is being generated
     prefilled   prompt tokens that were computed
     reused      prompt tokens whose keys and values were in the cache already
-    logprobs    if requested, for each token: its log-probability, and the most likely tokens with theirs, in order; else None.
-                They are log_softmax of the model's logits, before temperature, bias and penalties
+    logprobs    if requested, for each token: its log-probability, and the most likely tokens with
+                theirs, in order; else None. They are log_softmax of the model's logits, before
+                temperature, bias and penalties
     """
 
     reason: str | None = None
@@ -55,7 +56,8 @@ class Completion(list[int]):
         self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
 
     def end(self, reason: str) -> str:
-        """Set the reason unless there is one: the first stays, also between threads. -> the reason"""
+        """Set the reason unless there is one: the first stays, also between threads. -> the
+        reason"""
         return vars(self).setdefault("reason", reason)  # one atomic operation
 
 
@@ -82,9 +84,12 @@ class Request:
     room: int = 0
     slot: int = -1  # entry of the decode batch; -1: none
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of the tokens
-    cached_tokens: int = 0  # tokens of the sequence whose keys and values are in the blocks, or will be when all launches end
+    # tokens of the sequence whose keys and values are in the blocks, or will be when all launches
+    # end
+    cached_tokens: int = 0
     in_flight: int = 0  # tokens that are launched and that the host does not know yet
-    # of the blocks of the first tokens; replaced, never changed, because requests share the list; empty: it shares no blocks
+    # of the blocks of the first tokens; replaced, never changed, because requests share the list;
+    # empty: it shares no blocks
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
@@ -106,7 +111,8 @@ class Request:
 
     @property
     def reusable(self) -> list[int]:
-        """The first tokens: the keys and values of all but the last may come from another sequence, its logits are wanted."""
+        """The first tokens: the keys and values of all but the last may come from another sequence,
+        its logits are wanted."""
         return self.tokens if self.scores is None else self.prompt[: self.scores.first]
 
 
@@ -123,7 +129,7 @@ class Step:
     seconds: float = 0.0
 
 
-# ----------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------- requests
 def make_requests(
     prompts: Iterable[Sequence[int]],
     config: ModelConfig,
@@ -135,8 +141,9 @@ def make_requests(
 ) -> list[Request]:
     """Check prompts and options, and return n Requests per prompt, one after the other.
 
-    config: of the model.  max_seq_len: tokens of a sequence, prompt and answer.  stop, seed, options: as in Engine.stream;
-    options are max_new_tokens and those of DEFAULTS.
+    config: of the model.
+    max_seq_len: tokens of a sequence, prompt and answer.
+    stop, seed, options: as in Engine.stream; options are max_new_tokens and those of DEFAULTS.
     Raises UserError for a prompt or an option that is invalid.
     """
     prompts = _listed("prompts", prompts)
@@ -157,13 +164,14 @@ def make_requests(
         tokens = _checked_tokens(f"prompt {i}", prompt, config)
         if len(tokens) >= max_seq_len:
             raise UserError(
-                f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at most {max_seq_len - 1} tokens, "
-                f"or raise max_seq_len ({max_seq_len}; the model supports {config.context})"
+                f"prompt {i} has {len(tokens)} tokens, which leaves no room for an answer: give at "
+                f"most {max_seq_len - 1} tokens, or raise max_seq_len ({max_seq_len}; the model "
+                f"supports {config.context})"
             )
         for name, value in values.items():
-            valid, wanted = EXPECTED[name]
+            valid, expected = EXPECTED[name]
             if not valid(value):
-                raise UserError(f"{name} must be {wanted}, got {value!r}")
+                raise UserError(f"{name} must be {expected}, got {value!r}")
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
         penalties = _penalties(values, config.vocab_size)
@@ -179,10 +187,14 @@ def make_requests(
             random_stream = (0 if seed_per_prompt else i) + (sample << 32)
             requests.append(
                 Request(
-                    tokens, **values, random_stream=random_stream, stop=stop, penalties=penalties,
+                    tokens,
+                    **values,
+                    random_stream=random_stream,
+                    stop=stop,
+                    penalties=penalties,
                     completion=Completion(values["logprobs"] is not None),
-                )
-            )  # fmt: skip
+                ),
+            )
     return requests
 
 
@@ -193,18 +205,21 @@ def make_scoring_requests(
     max_seq_len: int,
     top: int,
 ) -> list[Request]:
-    """One Request per prompt whose result is its Scores. Arguments and errors as in Engine.logprobs."""
+    """One Request per prompt whose result is its Scores. Arguments and errors as in
+    Engine.logprobs."""
     prompts = _listed("prompts", prompts)
-    continuations = None if continuations is None else _listed("continuations", continuations)
-    if continuations is not None and len(continuations) != len(prompts):
-        raise UserError(
-            f"{len(prompts)} prompts and {len(continuations)} continuations: give one each"
-        )
+    if continuations is not None:
+        continuations = _listed("continuations", continuations)
+        if len(continuations) != len(prompts):
+            raise UserError(
+                f"{len(prompts)} prompts and {len(continuations)} continuations: give one each"
+            )
     if not _is_whole(top) or not 0 <= top <= MAX_TOP:
         raise UserError(f"top must be a whole number from 0 to {MAX_TOP}, got {top!r}")
     requests = []
     for i, prompt in enumerate(prompts):
-        tokens, first = _checked_tokens(f"prompt {i}", prompt, config), 1
+        tokens = _checked_tokens(f"prompt {i}", prompt, config)
+        first = 1
         if continuations is not None:
             first = len(tokens)
             tokens += _checked_tokens(f"continuation {i}", continuations[i], config)
@@ -212,21 +227,37 @@ def make_scoring_requests(
             raise UserError(f"prompt {i} has one token, which nothing precedes: give at least two")
         if len(tokens) > max_seq_len + 1:  # the last one is not computed
             raise UserError(
-                f"sequence {i} has {len(tokens)} tokens: give at most {max_seq_len + 1}, or raise max_seq_len "
-                f"({max_seq_len}; the model supports {config.context})"
+                f"sequence {i} has {len(tokens)} tokens: give at most {max_seq_len + 1}, or raise "
+                f"max_seq_len ({max_seq_len}; the model supports {config.context})"
             )
         scores = Scores(tokens, first, int(top))
-        options = dict(max_new_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
         requests.append(
-            Request(tokens[:-1], **options, random_stream=0, stop=frozenset(), scores=scores)  # type: ignore[arg-type]
+            Request(
+                tokens[:-1],
+                max_new_tokens=0,
+                temperature=0.0,
+                top_k=0,
+                top_p=1.0,
+                seed=0,
+                random_stream=0,
+                stop=frozenset(),
+                scores=scores,
+            )
         )
     return requests
 
 
 DEFAULTS: dict[str, Any] = dict(
-    temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-    frequency_penalty=0.0, logit_bias=None, logprobs=None,
-)  # fmt: skip
+    temperature=0.0,
+    top_k=None,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=None,
+    logprobs=None,
+)
 
 
 def _is_whole(x: Any) -> bool:

@@ -1,8 +1,10 @@
-"""What the scheduler has chosen, on the device: prefill, decoding, sampling, and the copies of the results to the host.
+"""What the scheduler has chosen, on the device: prefill, decoding, sampling, and the copies of the
+results to the host.
 
-On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA graph, one per batch size, and all its inputs are
-on the device. The host launches a step before it knows the tokens of the previous one. If a sequence turns out to have ended,
-one wasted token is computed for it and discarded.
+On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA graph, one per batch
+size, and all its inputs are on the device. The host launches a step before it knows the tokens of
+the previous one. If a sequence turns out to have ended, one wasted token is computed for it and
+discarded.
 """
 
 import collections
@@ -36,7 +38,8 @@ LARGEST_PASS = 1025  # rows; no kernel is chosen because there are more
 class TokensInFlight:
     """A launched pass that draws a token for each request.
 
-    logprobs: the results of token_logprobs, valid after wait_for_ids; empty if no request asks for them.
+    logprobs: the results of token_logprobs, valid after wait_for_ids; empty if no request asks for
+    them.
     rows: the rows of the requests in these arrays.
     """
 
@@ -51,7 +54,8 @@ class TokensInFlight:
         return NewTokens(self.requests, ids, self._token_logprobs())
 
     def _token_logprobs(self) -> Iterable[TokenLogprobs | None]:
-        """Return what the Completion of each request says about its token; None if it was not asked for."""
+        """Return what the Completion of each request says about its token; None if it was not asked
+        for."""
         if not self.logprobs:
             return itertools.repeat(None)
         counts = [r.logprobs for r in self.requests]
@@ -85,7 +89,8 @@ class ScoresInFlight:
 
 
 class Runner:
-    """Computes a Transformer's steps. The arguments of `launch` say what, `arrived` returns the results in order.
+    """Computes a Transformer's steps. The arguments of `launch` say what, `arrived` returns the
+    results in order.
 
     cache: with its arrays allocated.
     graph: capture the decoding step as a CUDA graph, on a GPU.
@@ -110,15 +115,16 @@ class Runner:
         table_blocks = -(-max_seq_len // cache.S)
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
         self.penalties: Penalties | None = None
-        # What the batch on the device contains: its sequences, their slots, and the arguments of `decode`.
+        # What the batch on the device contains: its sequences, their slots, and the arguments of
+        # `decode`.
         self.batch_requests: list[Request] = []
         self.batch_slots: list[int] = []
         self.batch_variant = (0, False, False)
         self.in_flight: collections.deque[TokensInFlight | ScoresInFlight] = collections.deque()
         self.newest = 0  # how many of them belong to the newest step
         self.graphed: Callable[..., Any] | None = None
-        # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is read while the other is
-        # computed. The second name is the same memory as kernels see it.
+        # The tokens of the last two steps of each slot, in host memory that the GPU writes: one is
+        # read while the other is computed. The second name is the same memory as kernels see it.
         self.device_to_host_ids: Any = None
         self.device_to_host_ids_gpu: Any = None
         on_gpu = model.device == "gpu"
@@ -148,14 +154,18 @@ class Runner:
             ):  # before prefill, which puts first tokens into slots that are idle here
                 self.launch_decoding(work.decoding, work.grown)
             else:
-                self.batch_requests = []  # a preempted sequence may come back alone, in another place
+                # a preempted sequence may come back alone, in another place
+                self.batch_requests = []
             if work.prefill is not None:
                 self._launch_prefill(work.prefill)
         self.newest = len(self.in_flight) - before
 
     def arrived(self, everything: bool = False) -> Iterator[NewTokens | NewScores]:
-        """Wait for what has been launched, and return it in order, but not the newest step if that runs ahead."""
-        kept = 0 if everything or not self.run_ahead else self.newest
+        """Wait for what has been launched, and return it in order, but not the newest step if that
+        runs ahead."""
+        kept = 0
+        if self.run_ahead and not everything:
+            kept = self.newest
         while len(self.in_flight) > kept:
             new = self.in_flight[0].wait()
             self.in_flight.popleft()
@@ -174,9 +184,11 @@ class Runner:
 
     # ------------------------------------------------------------------------- decoding
     def decode(self, b: int, penalized: bool, scored: bool) -> tuple[Array, ...]:
-        """Compute one token for each of the first b entries of the batch: the step that a CUDA graph records.
+        """Compute one token for each of the first b entries of the batch: the step that a CUDA
+        graph records.
 
-        penalized, scored: does a request have penalties, and does one ask for log-probabilities? Returns these.
+        penalized, scored: does a request have penalties, and does one ask for log-probabilities?
+        Returns these.
         """
         batch = self.batch
         columns = batch.first(b)
@@ -216,7 +228,8 @@ class Runner:
         self.batch_requests = requests
 
     def compact(self, moved: list[tuple[Request, int]]) -> None:
-        """Move sequences to other slots: (request, earlier slot) of the first slots. No token is in flight."""
+        """Move sequences to other slots: (request, earlier slot) of the first slots. No token is in
+        flight."""
         old_slots = [slot for _, slot in moved]
         self.batch.ids[: len(moved)] = self.batch.ids[old_slots]
         for request, old_slot in moved:
@@ -251,7 +264,8 @@ class Runner:
             self._score(prefill.scored, x_WC[n_drawing:])
 
     def draw_first_tokens(self, requests: list[Request], logits: Array) -> None:
-        """Sample a token for each request, row by row of logits, and put it where the decoding step reads it."""
+        """Sample a token for each request, row by row of logits, and put it where the decoding step
+        reads it."""
         batch = self.batch
         slots = [r.slot for r in requests]
         batch.write(requests)
@@ -309,10 +323,13 @@ class Runner:
         )
         if penalized and self.penalties is not None:
             count_tokens(logits, self.penalties, slots_B, ids_B)
-        return token_logprobs(logits, ids_B, MAX_TOP, vocab) if scored else ()
+        if not scored:
+            return ()
+        return token_logprobs(logits, ids_B, MAX_TOP, vocab)
 
     def _write_penalties(self, request: Request) -> None:
-        """Write the request's tokens so far to its slot of the penalties, if it has any. None of them may be in flight."""
+        """Write the request's tokens so far to its slot of the penalties, if it has any. None of
+        them may be in flight."""
         if not request.penalties.active:
             return
         if self.penalties is None:
@@ -335,7 +352,8 @@ class Runner:
         self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows))
 
     def read_ids_later(self, requests: list[Request], slots: list[int]) -> Callable[[], list[int]]:
-        """Return a function that waits for the ids of the step just launched and returns them, one per request."""
+        """Return a function that waits for the ids of the step just launched and returns them, one
+        per request."""
         if self.model.device != "gpu":
             ids = to_numpy(self.batch.ids)[slots].tolist()
             return lambda: ids
@@ -356,11 +374,13 @@ class Runner:
         event.record()
         return event.synchronize
 
-    # ------------------------------------------------------------------------- compiling before the first request
+    # ----------------------------------------------------------- compiling before the first request
     def every_shape(self, prefill_tokens: int) -> None:
-        """Run a forward pass of each kind that a request may cause, for note_launches: the results mean nothing.
+        """Run a forward pass of each kind that a request may cause, for note_launches: the results
+        mean nothing.
 
-        Kernels are chosen by the number of rows, at most at powers of two, and up to 8 rows some are compiled for each number.
+        Kernels are chosen by the number of rows, at most at powers of two, and up to 8 rows some
+        are compiled for each number.
         """
         longest = min(prefill_tokens, self.max_batch * (self.max_seq_len - 1), LARGEST_PASS)
         powers = [1 << i for i in range(3, longest.bit_length())]
@@ -389,7 +409,8 @@ class Runner:
 
 
 def _extras(requests: list[Request]) -> tuple[bool, bool]:
-    """Return whether a request has penalties or a bias, and whether one asks for log-probabilities."""
+    """Return whether a request has penalties or a bias, and whether one asks for
+    log-probabilities."""
     penalized = any([request.penalties.active for request in requests])
     scored = any([request.logprobs is not None for request in requests])
     return penalized, scored
@@ -401,12 +422,14 @@ def _token_numbers(requests: list[Request]) -> list[int]:
 
 
 def _host_rows(requests: list[Request]) -> list[int]:
-    """Return the row of device_to_host_ids in which each request's newest token arrives, as `advance` writes it."""
+    """Return the row of device_to_host_ids in which each request's newest token arrives, as
+    `advance` writes it."""
     return [number % 2 for number in _token_numbers(requests)]
 
 
 def _to_host_later(x: Array) -> np.ndarray:
-    """Return an array in host memory that has the values of x when the kernels launched so far, and the copy, have ended."""
+    """Return an array in host memory that has the values of x when the kernels launched so far, and
+    the copy, have ended."""
     if not is_gpu(x):
         return to_numpy(x)
     host, host_gpu = mapped_array(x.shape, x.dtype)

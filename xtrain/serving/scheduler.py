@@ -1,11 +1,12 @@
 """What each step of the engine computes: integers and lists only, no arrays and no model.
 
-    work = scheduler.next(step)       admit, choose the sequences that decode and the prompt tokens to prefill
-    ...                               the runner computes it (runner.py)
-    scheduler.take(arrived)           append the new tokens and end finished sequences
+    work = scheduler.next(step)    admit, choose what decodes and which prompt tokens are prefilled
+    ...                            the runner computes it (runner.py)
+    scheduler.take(arrived)        append the new tokens and end finished sequences
 
-`next` notes everything in `work` as done: the blocks are allocated, and the counters of the requests are those after the step.
-If the step fails, `recover` makes all unfinished requests wait again with the tokens that they have.
+`next` notes everything in `work` as done: the blocks are allocated, and the counters of the
+requests are those after the step. If the step fails, `recover` makes all unfinished requests wait
+again with the tokens that they have.
 
 `waiting_in_order` is the policy: the order in which waiting requests are admitted.
 """
@@ -34,7 +35,8 @@ class Limits:
     prefill_interval: while sequences decode, steps between two admissions.
     reuse_prefix: share blocks between sequences that begin with the same tokens.
     run_ahead: a step is launched before the tokens of the previous one arrive.
-    trained_length: prompts of more tokens have RoPE angles of their own and share nothing; None: no prompt has.
+    trained_length: prompts of more tokens have RoPE angles of their own and share nothing; None: no
+    prompt has.
     pass_flops: floating-point operations of a prefill pass while other sequences decode.
     token_flops, past_flops: those of one token, about, and of each token before it.
     """
@@ -56,7 +58,8 @@ class Limits:
 class Scheduler:
     """Gives slots and blocks to requests, step by step. One thread at a time uses it.
 
-    weights_version: returns a number that changes when the weights do; keys and values of other weights are not shared.
+    weights_version: returns a number that changes when the weights do; keys and values of other
+    weights are not shared.
     unfinished: all submitted requests that have not ended, by request_id.
     waiting, prefilling, decoding: the same requests by their state, in order.
     trace: what happened in the last steps.
@@ -99,7 +102,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- requests come and go
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Compute what `add` needs of the requests. It changes nothing else, so any thread may call it at any time."""
+        """Compute what `add` needs of the requests. It changes nothing else, so any thread may call
+        it at any time."""
         keys_of: dict[int, list[bytes]] = {}  # by prompt
         for request in requests:
             room = self.limits.max_seq_len - len(request.prompt)
@@ -138,7 +142,8 @@ class Scheduler:
         return work
 
     def take(self, arrived: Iterable[NewTokens | NewScores]) -> list[tuple[Request, int]]:
-        """Append what has been computed and end finished sequences. Return the (request, new token) pairs."""
+        """Append what has been computed and end finished sequences. Return the (request, new token)
+        pairs."""
         pairs: list[tuple[Request, int]] = []
         for new in arrived:
             if isinstance(new, NewScores):
@@ -159,7 +164,8 @@ class Scheduler:
             if completion:
                 self.decoded_tokens += 1
             if completion.logprobs is not None and logprobs is not None:
-                # First, for readers in other threads. Ctrl-C may have come between these two statements before.
+                # First, for readers in other threads. Ctrl-C may have come between these two
+                # statements before.
                 completion.logprobs[len(completion) :] = [logprobs]
             completion.append(token)
             pairs.append((request, token))
@@ -178,9 +184,10 @@ class Scheduler:
     def waiting_in_order(self) -> list[Request]:
         """Return the waiting requests in the order of their admission: first come, first served.
 
-        A preempted request stands in front of the others. Another policy is another order of this list, for example
-        `sorted(self.waiting.values(), key=lambda request: len(request.prompt))`: shortest prompt first. A request for which
-        there are no blocks keeps those after it waiting, so that large ones get their turn.
+        A preempted request stands in front of the others. Another policy is another order of this
+        list, for example `sorted(self.waiting.values(), key=lambda request: len(request.prompt))`:
+        shortest prompt first. A request for which there are no blocks keeps those after it waiting,
+        so that large ones get their turn.
         """
         return list(self.waiting.values())
 
@@ -234,7 +241,8 @@ class Scheduler:
             self.reused_tokens += request.cached_tokens
 
     def has_own_angles(self, request: Request) -> bool:
-        """Return True if the prompt has RoPE angles of its own: dynamic scaling, beyond the trained length."""
+        """Return True if the prompt has RoPE angles of its own: dynamic scaling, beyond the trained
+        length."""
         longest = self.limits.trained_length
         return longest is not None and len(request.prompt) > longest
 
@@ -246,14 +254,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- blocks
     def _assign_blocks(self, request: Request, prefix: Prefix, work: Work) -> bool:
-        """Share or allocate blocks for all tokens of the request. Return False if there are not enough.
+        """Share or allocate blocks for all tokens of the request. Return False if there are not
+        enough.
 
         prefix: the blocks that hold its first tokens.
         """
         pool = self.pool
         n_blocks = -(-request.length // pool.S)
-        # A block that begins with the next tokens is copied (copy on write), or taken over if that loses nothing or there is
-        # no other way. If all this keeps too many blocks from being evicted, less is shared.
+        # A block that begins with the next tokens is copied (copy on write), or taken over if that
+        # loses nothing or there is no other way. If all this keeps too many blocks from being
+        # evicted, less is shared.
         ways = (
             (prefix, prefix.whole),
             (prefix, True),
@@ -286,7 +296,8 @@ class Scheduler:
         return True
 
     def _leaves_room(self, n_new: int) -> bool:
-        """Return True if `n_new` blocks may be allocated: some stay for the sequences that grow, half a block for each."""
+        """Return True if `n_new` blocks may be allocated: some stay for the sequences that grow,
+        half a block for each."""
         left = self.pool.available - n_new
         if left < 0 or left >= (len(self.decoding) + 1) // 2:
             return left >= 0
@@ -300,7 +311,8 @@ class Scheduler:
     def _publish(self, request: Request, last: bool = False) -> None:
         """Let other sequences find the request's full blocks.
 
-        The last block too, if the prompt is complete, or if `last`: the request gives up its blocks.
+        The last block too, if the prompt is complete, or if `last`: the request gives up its
+        blocks.
         """
         if (
             not request.keys
@@ -348,7 +360,8 @@ class Scheduler:
         step.decoded = [request.request_id for request in work.decoding]
 
     def _make_room(self, request: Request, step: Step) -> None:
-        """Preempt the newest sequences until a block is available; one of them may be the request itself."""
+        """Preempt the newest sequences until a block is available; one of them may be the request
+        itself."""
         while not self.pool.available and request.state is State.DECODING:
             newest = max(self.decoding + self.prefilling, key=lambda r: r.request_id)
             self._give_up_place(newest)
@@ -360,7 +373,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- prefill
     def _choose_prefill(self, step: Step, work: Work) -> None:
-        """Choose the prompt tokens of one forward pass. Prompts that it completes get their first token."""
+        """Choose the prompt tokens of one forward pass. Prompts that it completes get their first
+        token."""
         chunks = self._next_chunks()
         if not chunks:
             return
@@ -412,10 +426,11 @@ class Scheduler:
         return chunks
 
     def _join(self, leaders: list[Request], step: Step) -> list[list[Request]]:
-        """Admit waiting requests whose prompt the next pass completes for a leader. Return each leader with those.
+        """Admit waiting requests whose prompt the next pass completes for a leader. Return each
+        leader with those.
 
-        They get first tokens from the same logits. They share the leader's full blocks; its last block is copied if it is not
-        full.
+        They get first tokens from the same logits. They share the leader's full blocks; its last
+        block is copied if it is not full.
         """
         groups = [[leader] for leader in leaders]
         group_of = {
@@ -423,7 +438,9 @@ class Scheduler:
             for leader, group in zip(leaders, groups)
             if _may_join(leader) and leader.weights_version == self.weights_version
         }
-        for request in self.waiting_in_order() if group_of else ():
+        if not group_of:
+            return groups
+        for request in self.waiting_in_order():
             if not self.free_slots:
                 break
             if request.in_flight or not _may_join(request) or request.keys[-1] not in group_of:
@@ -446,7 +463,8 @@ class Scheduler:
         return groups
 
     def _add_scored(self, prefill: Prefill, chunk: PrefillChunk, end: int) -> None:
-        """Note the positions of a chunk whose logits are scored. end: rows of the pass up to the chunk's last one."""
+        """Note the positions of a chunk whose logits are scored. end: rows of the pass up to the
+        chunk's last one."""
         scores = chunk.request.scores
         if scores is None:
             return
@@ -480,14 +498,16 @@ class Scheduler:
                 targets += [request.blocks[-1] for request in others]
                 sources += [leader.blocks[-1]] * len(others)
                 longest = max(longest, tail_tokens)
-        return BlockCopy(targets, sources, longest) if targets else None
+        if not targets:
+            return None
+        return BlockCopy(targets, sources, longest)
 
     # ------------------------------------------------------------------------- slots
     def is_sparse(self) -> bool:
         """Return True if the sequences should move to lower slots.
 
-        With steps that run ahead, if the batch is less than half full; otherwise if a decoding sequence is not in the first
-        slots.
+        With steps that run ahead, if the batch is less than half full; otherwise if a decoding
+        sequence is not in the first slots.
         """
         if not self.limits.run_ahead:
             return _last_slot(self.decoding) >= len(self.decoding)
@@ -496,7 +516,8 @@ class Scheduler:
         return _last_slot(requests) + 1 > 2 * full
 
     def compact(self) -> list[tuple[Request, int]]:
-        """Move the sequences to the first slots. Return the (request, earlier slot) pairs of the sequences in all slots.
+        """Move the sequences to the first slots. Return the (request, earlier slot) pairs of the
+        sequences in all slots.
 
         No token may be in flight: it arrives by the slot.
         """
@@ -507,7 +528,7 @@ class Scheduler:
         self.free_slots = list(range(len(requests), self.limits.max_batch))
         return moved
 
-    # ------------------------------------------------------------------------- the end of a sequence
+    # ------------------------------------------------------------------------ the end of a sequence
     def _end_if_finished(self, request: Request) -> None:
         completion = request.completion
         if completion.reason:  # cancelled, or `_end` was interrupted
@@ -536,8 +557,10 @@ class Scheduler:
     def _give_up_place(self, request: Request) -> None:
         """Free the request's slot and blocks. What the blocks hold can still be found."""
         self._publish(request, last=True)
-        running = self.prefilling if request.state is State.PREFILLING else self.decoding
-        running.remove(request)
+        if request.state is State.PREFILLING:
+            self.prefilling.remove(request)
+        else:
+            self.decoding.remove(request)
         self.pool.release(request.blocks)
         heapq.heappush(self.free_slots, request.slot)
         request.blocks = []
@@ -545,7 +568,8 @@ class Scheduler:
 
 
 def _may_join(request: Request) -> bool:
-    """Return True if the request may share a prompt, computed once, with others that begin together with it."""
+    """Return True if the request may share a prompt, computed once, with others that begin together
+    with it."""
     return bool(request.keys) and not request.completion and request.scores is None
 
 
@@ -554,7 +578,8 @@ def _last_slot(requests: list[Request]) -> int:
 
 
 def graph_size(b: int, max_batch: int) -> int:
-    """Return the entries of the CUDA graph that serves b sequences: a power of two up to 8, then a multiple of 8.
+    """Return the entries of the CUDA graph that serves b sequences: a power of two up to 8, then a
+    multiple of 8.
 
     Entries without a sequence are idle.
     """

@@ -42,7 +42,8 @@ def _tokens(engine: Any, requests: list[Request]) -> Generator[tuple[int, int], 
     try:
         # Some may have been cancelled before the first token.
         engine.submit(*[r for r in requests if r.completion.reason is None])
-        completions, sent = [request.completion for request in requests], [0] * len(requests)
+        completions = [request.completion for request in requests]
+        sent = [0] * len(requests)
         unfinished = list(range(len(requests)))
         # Read the completions, not what `step` returns: another stream may have made the step.
         while unfinished:

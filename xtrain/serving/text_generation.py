@@ -82,7 +82,8 @@ class TextChunk:
 
 
 def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[list[str], Engine]:
-    """Continue options.prompts on stdout, and print a summary on stderr. Return the new texts and the engine.
+    """Continue options.prompts on stdout, and print a summary on stderr. Return the new texts and
+    the engine.
 
     pretrained: the model to use, instead of loading options.model.
     Raises UserError for invalid options, prompts or model folders.
@@ -97,7 +98,8 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     stream = engine.stream(tokens, stop=p.stop, n=o.samples, **o.stream_arguments())
     if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
         say(
-            "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher temperature to draw at random"
+            "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher "
+            "temperature to draw at random"
         )
     texts = [TextStream(p.tokenizer, o.stop) for _ in prompts]
     chunks: Iterable[TextChunk] = text_chunks(stream, texts)
@@ -128,7 +130,8 @@ def _check_texts(o: Options) -> None:
 
 
 def is_text(argument: str) -> bool:
-    """False if a command-line argument was not valid UTF-8: Python then has surrogates in place of its bytes."""
+    """False if a command-line argument was not valid UTF-8: Python then has surrogates in place of
+    its bytes."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -137,7 +140,8 @@ def is_text(argument: str) -> bool:
 
 
 def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
-    """Return an engine with only as much KV cache as these prompts (token ids) need. Raises UserError if one does not fit."""
+    """Return an engine with only as much KV cache as these prompts (token ids) need. Raises
+    UserError if one does not fit."""
     context = p.model.config.context
     lengths = [len(t) for t in tokens]
     longest = max(lengths)
@@ -147,8 +151,8 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
         )
     if longest >= context:
         raise UserError(
-            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model supports {context} including the answer: "
-            "shorten it"
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model supports "
+            f"{context} including the answer: shorten it"
         )
     max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
     sizes = dict(max_batch=min(len(tokens) * o.samples, o.max_batch), max_seq_len=max_seq_len)
@@ -178,7 +182,8 @@ def text_chunks(stream: Stream, texts: list[TextStream]) -> Iterator[TextChunk]:
 
 
 class Printer:
-    """Prints prompts and their continuations on stdout, one after the other, although they may be generated together.
+    """Prints prompts and their continuations on stdout, one after the other, although they may be
+    generated together.
 
     The text of a later prompt is buffered until the earlier ones are complete.
     """

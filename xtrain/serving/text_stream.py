@@ -1,4 +1,5 @@
-"""From tokens to text, one token at a time: only whole characters, no special tokens, and an end at a stop string."""
+"""From tokens to text, one token at a time: only whole characters, no special tokens, and an end at
+a stop string."""
 
 import codecs
 from collections.abc import Iterable
@@ -9,48 +10,57 @@ from ..data.tokenizer import Tokenizer
 class TextStream:
     """The text of one sequence while its tokens arrive.
 
-    A token may end inside a character, and a text may end with the start of a stop string. Both are held back until the
-    following tokens decide.
+    A token may end inside a character, and a text may end with the start of a stop string. Both are
+    held back until the following tokens decide.
 
     text: everything returned so far.  stopped: a stop string was found; it is not part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()):
-        self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
+        self.tokenizer = tokenizer
+        self.stop = [s for s in stop if s]
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text, self.held_back, self.stopped = "", "", False
+        self.text = ""
+        self.held_back = ""
+        self.stopped = False
 
     def feed(self, *tokens: int) -> str:
-        """-> the text that is certain after these tokens, often empty. Special and unknown ids add nothing."""
-        size, special = self.tokenizer.vocab_size, self.tokenizer.special_ids
-        known = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
-        new = self.decoder.decode(b"".join(known))
+        """Return the text that is certain after these tokens, often empty. Special and unknown ids add
+        nothing."""
+        size = self.tokenizer.vocab_size
+        special = self.tokenizer.special_ids
+        pieces = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
+        new = self.decoder.decode(b"".join(pieces))
         if self.stop:
             return self._release(new)
         self.text += new
         return new
 
     def finish(self) -> str:
-        """End the text: no token follows. -> the rest; the bytes of an unfinished character become U+FFFD"""
+        """End the text: no token follows. -> the rest; the bytes of an unfinished character become
+        U+FFFD"""
         return self._release(self.decoder.decode(b"", final=True), at_the_end=True)
 
     def _release(self, new: str, at_the_end: bool = False) -> str:
         if self.stopped:
             return ""
         self.held_back += new
-        found = [self.held_back.find(s) for s in self.stop if s in self.held_back]
-        if found:
-            self.stopped, ready, self.held_back = True, self.held_back[: min(found)], ""
+        ends = [self.held_back.find(s) for s in self.stop if s in self.held_back]
+        if ends:
+            self.stopped = True
+            ready = self.held_back[: min(ends)]
+            self.held_back = ""
         else:
             keep = 0 if at_the_end else self._could_become_a_stop()
             cut = len(self.held_back) - keep
-            ready, self.held_back = self.held_back[:cut], self.held_back[cut:]
+            ready = self.held_back[:cut]
+            self.held_back = self.held_back[cut:]
         self.text += ready
         return ready
 
     def _could_become_a_stop(self) -> int:
         """The number of characters at the end that are the start of a stop string."""
         text = self.held_back
-        most = min(len(text), max((len(s) - 1 for s in self.stop), default=0))
-        sizes = range(most, 0, -1)
+        longest = min(len(text), max((len(s) - 1 for s in self.stop), default=0))
+        sizes = range(longest, 0, -1)
         return next((n for n in sizes if any(s.startswith(text[-n:]) for s in self.stop)), 0)

@@ -1,4 +1,5 @@
-"""Compile every kernel that a request may need before the first request, so that none waits for a compiler."""
+"""Compile every kernel that a request may need before the first request, so that none waits for a
+compiler."""
 
 import time
 from typing import Any
@@ -9,9 +10,11 @@ from ..kernels.runtime.launch import compile_noted, note_launches
 
 
 def warm_up(engine: Any) -> str:
-    """Compile the kernels of an idle Engine, which is as new afterwards. Return one line for the user.
+    """Compile the kernels of an idle Engine, which is as new afterwards. Return one line for the
+    user.
 
-    Numba's kernels are compiled in parallel. CuPy compiles its kernels when they first run, so some requests run.
+    Numba's kernels are compiled in parallel. CuPy compiles its kernels when they first run, so some
+    requests run.
     """
     start = time.perf_counter()
     runner = engine.runner

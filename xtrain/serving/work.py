@@ -1,4 +1,5 @@
-"""What a step computes, from the scheduler to the runner, and what has been computed, on the way back."""
+"""What a step computes, from the scheduler to the runner, and what has been computed, on the way
+back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """Positions `position`, `position` + 1, ... of a request's sequence, whose next tokens are scored.
+    """Positions `position`, `position` + 1, ... of a request's sequence, whose next tokens are
+    scored.
 
     rows: their places among the rows of the pass that are scored.
     """
@@ -41,7 +43,8 @@ class ScoredChunk:
 class Prefill:
     """One forward pass over prompt tokens.
 
-    rows: the tokens of the pass whose logits are needed: one for each request in `drawing`, then those of `scored`.
+    rows: the tokens of the pass whose logits are needed: one for each request in `drawing`, then
+    those of `scored`.
     drawing: requests that get their first token, a group of equal prompts together.
     copy: the last blocks of such prompts, if they are not full.
     """
@@ -67,7 +70,7 @@ class Work:
     prefill: Prefill | None = None
 
 
-# ----------------------------------------------------------------------------- what has been computed
+# ------------------------------------------------------------------------- what has been computed
 @dataclass(frozen=True)
 class NewTokens:
     """One token for each request; below 0: the logits were NaN."""
