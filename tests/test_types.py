@@ -19,7 +19,7 @@ from runs import DATA
 import xtrain
 from xtrain import nn
 from xtrain.data import batches, dataset, tokenizer
-from xtrain.nn import functional, optim
+from xtrain.nn import functions, optim
 
 ROOT = Path(__file__).parents[1]
 NAMES = {  # what a user's own loop calls
@@ -81,8 +81,8 @@ def test_every_op_is_a_function_with_types_and_a_docstring(name):
 def test_every_function_has_its_op():
     made = {
         x
-        for x in vars(functional).values()
-        if inspect.isclass(x) and x.__module__ == functional.__name__
+        for x in vars(functions).values()
+        if inspect.isclass(x) and x.__module__ == functions.__name__
     }
     assert made == {applied for _, applied in public_ops().values()}
 

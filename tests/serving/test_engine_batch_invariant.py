@@ -12,7 +12,7 @@ from twins import LLAMA3, random_model, small
 from xtrain import Engine, ModelConfig, Transformer
 from xtrain.device import to_device
 from xtrain.kernels import gemm
-from xtrain.nn import functional
+from xtrain.nn import functions
 
 SCALINGS = (None, LLAMA3, {"rope_type": "linear", "factor": 2.0})
 
@@ -111,7 +111,7 @@ def in_two_orders(y, x, w, b):
 PLANTED = {
     "products of all rows at once": (gemm, "linear_into", lambda y, x, w, b: gemm.matmul(y, x, w, trans_b=True)),
     "rows computed in two orders": (gemm, "linear_into", in_two_orders),
-    "attention of training": (functional, "is_batch_invariant", lambda: False),
+    "attention of training": (functions, "is_batch_invariant", lambda: False),
 }  # fmt: skip
 
 

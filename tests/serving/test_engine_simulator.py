@@ -7,7 +7,7 @@ from twins import random_model, small
 
 from xtrain import Engine, Transformer
 from xtrain.device import to_device
-from xtrain.nn import functional
+from xtrain.nn import deferred, functions
 
 SHAPE = dict(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32, vocab_size=21)
 PROMPTS = [[1, 2, 3], [6]]
@@ -44,7 +44,8 @@ def test_logits_in_the_simulator(precision, most, few_rows, changes, monkeypatch
     """Both kinds of products (gemv, GEMM), with an idle entry in the batch."""
     there, here = pair(precision, **changes)
     if not few_rows:
-        monkeypatch.setattr(functional, "few_rows", lambda *_, **__: False)
+        for module in (functions, deferred):
+            monkeypatch.setattr(module, "few_rows", lambda *_, **__: False)
     logits = []
     for model in (there, here):
         cached = Cached(model, 3, 16)

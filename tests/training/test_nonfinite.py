@@ -19,7 +19,7 @@ from xtrain.errors import UserError
 from xtrain.kernels.cross_entropy import count_targets
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function
-from xtrain.nn.deferred import SwiGLULinear
+from xtrain.nn.deferred import AddNormLinear, ResidualRMSNorm, SwiGLULinear
 from xtrain.nn.modules import Module, Parameter
 from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
@@ -29,9 +29,10 @@ from xtrain.training.run_log import RunLog
 
 swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
+FUSED = AddNormLinear, ResidualRMSNorm, SwiGLULinear
 OPS = {
     c
-    for c in vars(F).values()
+    for c in [*vars(F).values(), *FUSED]
     if isinstance(c, type) and issubclass(c, Function) and c is not Function
 }
 
