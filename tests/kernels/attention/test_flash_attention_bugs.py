@@ -130,7 +130,7 @@ def test_bugs(planted, bug):
 WINDOW_BUGS = {  # of a window of 9 keys
     "a tile of keys too few": (FWD, "while n0 + BN > begin:", "while n0 > begin:"),
     "the window is a key shorter": (FWD, "here = int32(lo[m, r] - n0", "here = int32(lo[m, r] + 1 - n0"),
-    "dQ sees all earlier keys": (BWD, "                hide_early(s, lo, most, n0)\n", ""),
+    "dQ sees all earlier keys": (BWD, "                hide_early(s, lo, max_lo, n0)\n", ""),
     "dK, dV see all later queries": (BWD, "                hide_late(s, hi, least, t0)\n", ""),
     "the last query is left out": (BWD, "if int32(8 * n + c) > here:", "if int32(8 * n + c) >= here:"),
 }  # fmt: skip
