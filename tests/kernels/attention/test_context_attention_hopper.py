@@ -148,7 +148,7 @@ def test_values_that_only_the_device_knows(calls, which, values):
 BUGS = {  # module, old, new
     "table off by one": (sequences, "uint32(p) // uint32(PAGE)])", "uint32(p) // uint32(PAGE) + uint32(1)])"),
     "table of another sequence": (sequences, "tables[uint32(b * M) + uint32(p)", "tables[uint32(p)"),
-    "stale block": (parts, "                        found[i] = following[i]\n", "                        pass\n"),
+    "stale block": (parts, "                        entries[i] = next_entries[i]\n", "                        pass\n"),
     "next block asked for too early": (parts, "n0 - BN, S, state)", "n0, S, state)"),
     "row of another box": (sequences, "uint32(n0 + i * BOX) % uint32(PAGE)", "uint32(n0) % uint32(PAGE)"),
     "block of another key head": (sequences, "int32(g * PAGE + int32(offset))", "int32(offset)"),

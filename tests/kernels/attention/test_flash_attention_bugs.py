@@ -92,10 +92,10 @@ BUGS = {
     "statistics of the other stage": (BWD, "weights(s, stats, now // 2 + LSE", "weights(s, stats, other // 2 + LSE", KernelError),
     # swizzle and fragments
     "no swizzle": ("primitives.tiles", "chunk ^ ((row >> SHIFT) & MASK)", "chunk", KernelError),
-    "rows swizzled by another rule than read": ("primitives.tiles", "to, source = a + chunk_offset(row, chunk)", "to, source = a + row * D + chunk * 8", WRONG),
+    "rows swizzled by another rule than read": ("primitives.tiles", "target = a + chunk_offset(row, chunk)", "target = a + row * D + chunk * 8", WRONG),
     "right operand not transposed": ("primitives.tiles", "            ldmatrix_trans(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", "            ldmatrix(fb, smem, b + left_lane(), 16 * n, 16 * k * D)", WRONG),
     "halves of the right operand exchanged": ("primitives.tiles", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[1])", "mma_bf16(s[m, 2 * n + 1], fa[m], fb[0])", WRONG),
-    "packed tiles in the wrong order": ("primitives.tiles", "n, r = 2 * k + i // 2, i % 2", "n, r = 2 * k + i % 2, i // 2", WRONG),
+    "packed tiles in the wrong order": ("primitives.tiles", "n = 2 * k + i // 2\n                r = i % 2", "n = 2 * k + i % 2\n                r = i // 2", WRONG),
     # the maths
     "sums not rescaled": (FWD, "total[m, r] *= shrink", "total[m, r] *= float32(1.0)", WRONG),
     "diagonal off by one": (FWD, "last = int32(last - n0", "last = int32(last + 1 - n0", WRONG),
@@ -130,7 +130,7 @@ def test_bugs(planted, bug):
 WINDOW_BUGS = {  # of a window of 9 keys
     "a tile of keys too few": (FWD, "while n0 + BN > begin:", "while n0 > begin:"),
     "the window is a key shorter": (FWD, "here = int32(lo[m, r] - n0", "here = int32(lo[m, r] + 1 - n0"),
-    "dQ sees all earlier keys": (BWD, "                hide_early(s, lo, most, n0)\n", ""),
+    "dQ sees all earlier keys": (BWD, "                hide_early(s, lo, max_lo, n0)\n", ""),
     "dK, dV see all later queries": (BWD, "                hide_late(s, hi, least, t0)\n", ""),
     "the last query is left out": (BWD, "if int32(8 * n + c) > here:", "if int32(8 * n + c) >= here:"),
 }  # fmt: skip

@@ -335,7 +335,7 @@ RACES = [
     (SEARCH, "put_in_order", "step > 32 or after > 32", "step > 64 or after > 64", dict(top_k=100)),
     (SEARCH, "put_in_order", "cuda.syncwarp()", "pass", dict(top_k=20)),
     (SEARCH, "add_weight", "int64(cuda.atomic.add(bins, (0, i), uint32(low)))", "int64(bins[0, i])\n    bins[0, i] = 1", {}),
-    (SEARCH, "make_search", BARRIER + "        i = found", "pass\n        i = found", {}),
+    (SEARCH, "make_search", BARRIER + "        i = place_s", "pass\n        i = place_s", {}),
     (SEARCH, "make_search", "count_s[0] = 0\n        " + BARRIER + "        x =", "count_s[0] = 0\n        x =", {}),
     (SEARCH, "make_search", "cuda.atomic.add(bins, first + i, v)", "bins[first + i] += v", {}),
     (SEARCH, "make_top_kernel", "arrive_last(counters, b, blocks, last_s)", "s == blocks - 1", {}),

@@ -367,7 +367,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
         end = int32(past + min(q0 + BM, T))  # end of the keys that the block sees
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(edges_E, 0, q0, past)
-        most = first_keys(lo, edges_E, 0, w0, T, past)
+        max_lo = first_keys(lo, edges_E, 0, w0, T, past)
         visible = int32(w0 + ROWS + past if w0 < T else 0)  # end of the keys that this warp sees
         copy_q(smem, 0, q, head + q0 * stride, stride, T - q0)
         entry = entry_for(pages, n0)
@@ -393,7 +393,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
                     scores(s, smem, mine, now)
                 # opaque: otherwise its limits are computed, and spilled, before the loop
                 hide_keys(s, opaque(w0), n0, end, past)
-                hide_early(s, lo, most, n0)
+                hide_early(s, lo, max_lo, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0 = int32(n0 - BN)

@@ -395,18 +395,18 @@ def decode_attention(
     a multiple of 16.
     """
     op = "decode_attention"
-    given = (qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D)
+    arguments = (qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos_PR, sin_PR, q_w_D, k_w_D)
     codes = scales_RGS2 is not None
-    weights = _check(op, *given, scales_RGS2)
+    weights = _check(op, *arguments, scales_RGS2)
     check(window >= 0, f"{op}: a window of {window} keys")
     R, G, S, D = k_RGSD.shape
     B, P = qkv_BP.shape
     M = tables_BM.shape[1]
     H = P // D - 2 * G
-    if on_host(*given[:7], *weights, *([scales_RGS2] if codes else [])):
+    if on_host(*arguments[:7], *weights, *([scales_RGS2] if codes else [])):
         lengths = np.where(lengths_B < M * S, lengths_B + 1, 0)
         check_blocks(op, tables_BM, lengths, R, S)
-        return decode_attention_ref(*given, eps, scale, window, scales_RGS2)
+        return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2)
     _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes)
     o_BC = empty(qkv_BP, (B, H * D))
     group = H // G

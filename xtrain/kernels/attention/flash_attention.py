@@ -442,8 +442,8 @@ def _check(op, q_BTHD, k_BSGD, v_BSGD, scale, causal, bounds):
     if not on_host(q_BTHD, k_BSGD, v_BSGD):
         half = dtype == "bfloat16"
         widths = WIDTHS if half else range(1, fp32.MAX_D + 1)
-        wanted = f"one of {WIDTHS}" if half else f"at most {fp32.MAX_D}"
-        check(D in widths, f"{op}: head dim {D}, but {dtype} needs {wanted}: {shapes}")
+        expected = f"one of {WIDTHS}" if half else f"at most {fp32.MAX_D}"
+        check(D in widths, f"{op}: head dim {D}, but {dtype} needs {expected}: {shapes}")
         check(B * H <= MAX_GRID, f"{op}: {B * H} heads in one launch, at most {MAX_GRID}: {shapes}")
         most = 64 * MAX_GRID  # no bf16 tile has fewer rows
         check(max(T, S) <= most, f"{op}: more than {most} positions: {shapes}")

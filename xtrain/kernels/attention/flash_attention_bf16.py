@@ -95,8 +95,8 @@ def make_hide_early(MT, NT, KIND):
 
     first_keys(lo, first, i, t0, T, past) -> the largest
         lo (MT, 2) = the first key that each row sees, from query t0 on
-    hide_early(s, lo, most, n0)
-        set scores of keys before it to -inf. n0: the tile's first key. most: the largest of lo
+    hide_early(s, lo, max_lo, n0)
+        set scores of keys before it to -inf. n0: the tile's first key. max_lo: the largest of lo
     """
     first_key = make_first_key(KIND)
 
@@ -112,8 +112,8 @@ def make_hide_early(MT, NT, KIND):
         return first_key(first, i, min(int32(t0 + 16 * MT - 1), int32(T - 1)), past)
 
     @device
-    def hide_early(s, lo, most, n0):
-        if KIND != 0 and n0 < most:
+    def hide_early(s, lo, max_lo, n0):
+        if KIND != 0 and n0 < max_lo:
             lane = cuda.threadIdx.x & 31
             for m in range(MT):
                 for r in range(2):
@@ -261,7 +261,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
             end = int32(q0 + BM + past)
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(first, b * T, q0, past)
-        most = first_keys(lo, first, b * T, w0, T, past)
+        max_lo = first_keys(lo, first, b * T, w0, T, past)
         # end of the keys that this warp sees
         visible = int32(0)
         if w0 < T:
@@ -294,7 +294,7 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
                 else:
                     scores(s, smem, mine, now)
                 hide_keys(s, w0, n0, S, past)
-                hide_early(s, lo, most, n0)
+                hide_early(s, lo, max_lo, n0)
                 add_scores(s, acc, top, total, scale * LOG2E)
                 add_product(acc, s, smem, now + BN * D)
             n0 = int32(n0 - BN)

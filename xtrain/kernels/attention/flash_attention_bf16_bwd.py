@@ -178,7 +178,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         lo = cuda.local.array((MT, 2), int32)
         clear(acc)
         n0 = int32(first_key(first_BT, b * T, q0, past) // BN * BN)
-        most = first_keys(lo, first_BT, b * T, w0, T, past)
+        max_lo = first_keys(lo, first_BT, b * T, w0, T, past)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         copy_q(smem, DO, do, first + q0 * row, row, T - q0)
         k0, v0 = b * S * k_row + head, b * S * v_row + head
@@ -204,7 +204,7 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
             if n0 < visible:
                 scores(s, smem, mine, now)
                 hide_keys(s, w0, n0, S, past)
-                hide_early(s, lo, most, n0)
+                hide_early(s, lo, max_lo, n0)
                 scores(dp, smem, DO + mine, now + BN * D)
                 row_gradients(s, dp, shift, delta, scale * LOG2E)
                 add_product(acc, s, smem, now)

@@ -259,8 +259,8 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             of_b = int64(b) * int64(T)  # where its queries begin in the bounds
             begin_block = first_block(bounds, of_b, q0, T, S)
             it, blocks = skip(base, it, blocks, begin_block, w0, T, S)
-            # in blocks that begin before `most`, a row may not see all keys
-            most = row_bounds(lo, bounds, of_b, row, w0, T, S)
+            # in blocks that begin before `max_lo`, a row may not see all keys
+            max_lo = row_bounds(lo, bounds, of_b, row, w0, T, S)
             q = descriptor(base + Q + QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             n0 = int32((blocks - 1) * BN)  # key blocks run from the diagonal down to the first key
             begin(o, top, total)
@@ -271,7 +271,7 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
             wait_s(s)
             mbar_arrive(base + K_FREE + 8 * stage)
             hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
-            if KIND != 0 and n0 < most:
+            if KIND != 0 and n0 < max_lo:
                 hide_below(s, lo, n0 + column)
             softmax(s, top, total, shrink, scale)
             pack(p, s)
@@ -289,7 +289,7 @@ def make_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, PAGE: int, KIND: int
                 mbar_arrive(base + K_FREE + 8 * stage)
                 if CAUSAL and n0 + BN - 1 > w0 + past:
                     hide_after(s, row + past - n0 - column, ROW_STEP)
-                if KIND != 0 and n0 < most:
+                if KIND != 0 and n0 < max_lo:
                     hide_below(s, lo, n0 + column)
                 softmax(s, top, total, shrink, scale)
                 hold_s(s)

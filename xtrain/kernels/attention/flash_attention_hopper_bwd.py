@@ -250,7 +250,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
             of_b = int64(split(bh, H)[0]) * int64(T)  # where its queries begin in the bounds
             begin = first_block(first, of_b, q0, T, S)
             it, blocks = skip(base, it, key_blocks(q0, T, S), begin, w0, T, S)
-            most = row_bounds(lo, first, of_b, row, w0, T, S)
+            max_lo = row_bounds(lo, first, of_b, row, w0, T, S)
             q = descriptor(base + Q + 2 * QUERIES * (done % OWN) + (warp >> 2) * (64 * PANEL_ROW))
             do = q + uint64(QUERIES >> 4)
             n0 = int32((blocks - 1) * BN)
@@ -269,7 +269,7 @@ def make_dq_consumer(D: int, CAUSAL: bool, tiles: HopperTiles, KIND: int):
                     mbar_arrive(base + K_FREE + 8 * before)
                 if n0 + BN - 1 > (w0 + past if CAUSAL else S - 1):
                     hide_after(s, (row + past if CAUSAL else S - 1) - n0 - column, ROW_STEP)
-                if KIND != 0 and n0 < most:
+                if KIND != 0 and n0 < max_lo:
                     hide_below(s, lo, n0 + column)
                 weights(s, shift, scale * LOG2E)
                 hold_s(s)

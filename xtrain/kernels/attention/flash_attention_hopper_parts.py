@@ -346,14 +346,14 @@ def make_key_producer(
                 load_tile(to + ROWS + p * OWN_PANEL, maps, 3, full, PANEL * p, row, h, b)
 
     @device
-    def load_keys(ring, full, free, maps, i, it, n0, g, b, found, where):
+    def load_keys(ring, full, free, maps, i, it, n0, g, b, entries, where):
         stage = it % STAGES
         mbar_wait(free + 8 * stage, ((it // STAGES) & 1) ^ 1)
         full = full + 8 * stage
         to = ring + stage * RING
         mbar_expect(full, RING)
         for j in range(BOXES):
-            row, head, batch = place(found, j, where, b, g, n0)
+            row, head, batch = place(entries, j, where, b, g, n0)
             for p in range(PANELS):
                 at = to + p * RING_PANEL + j * (BOX * PANEL_ROW)
                 load_tile(at, maps, i, full, PANEL * p, row, head, batch)
@@ -367,10 +367,10 @@ def make_key_producer(
         it = uint32(0)
         done = uint32(0)
         tile = int32(cuda.blockIdx.x)
-        found = cuda.local.array(
+        entries = cuda.local.array(
             BOXES, uint32
         )  # blocks of the tile of keys n0, and of the next one
-        following = cuda.local.array(BOXES, uint32)
+        next_entries = cuda.local.array(BOXES, uint32)
         k, v = base + K, base + V
         while tile < blocks_m * planes:
             m, bh = find_tile(tile, blocks_m, planes, together)
@@ -381,25 +381,31 @@ def make_key_producer(
             if q0 < mine:
                 n0 = int32((key_blocks(q0, mine, S) - 1) * BN)
                 begin = int32(first_block(bounds, int64(b) * int64(T), q0, mine, S) * BN)
-                look_up(found, where, b, n0, S, state)
+                look_up(entries, where, b, n0, S, state)
                 if EARLY:
-                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
+                    load_keys(
+                        k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, entries, where
+                    )
                 barriers = offer_tile(base, done, tile)
                 to = base + Q + QUERIES * ROWS * (done % OWN)
                 load_own(to, barriers + TILE_FULL, maps, first + q0, h, batch)
                 if not EARLY:
-                    load_keys(k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where)
+                    load_keys(
+                        k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, entries, where
+                    )
                 while opaque(n0) >= begin:
                     # arrives while V's stage is waited for
-                    look_up(following, where, b, n0 - BN, S, state)
-                    load_keys(v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b, found, where)
+                    look_up(next_entries, where, b, n0 - BN, S, state)
+                    load_keys(
+                        v, base + V_FULL, base + V_FREE, maps, 2, it, n0, g, b, entries, where
+                    )
                     it += uint32(1)
                     n0 = int32(n0 - BN)
                     for i in range(BOXES):
-                        found[i] = following[i]
+                        entries[i] = next_entries[i]
                     if n0 >= begin:
                         load_keys(
-                            k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, found, where
+                            k, base + K_FULL, base + K_FREE, maps, 1, it, n0, g, b, entries, where
                         )
                 done += uint32(1)
             wait_for_previous()  # the previous kernel may be this one, with the same counter

@@ -23,9 +23,9 @@ class Sequences:
 
     size(where, b) -> (T, S, row, batch, state)
         its queries, its keys; its first query is row `row` of batch `batch` of Q
-    look_up(found, where, b, n0, S, state)
-        found[i] = the block of the i-th box of the tile of keys n0, for `place`
-    place(found, i, where, b, g, n0) -> (row, head, batch)
+    look_up(entries, where, b, n0, S, state)
+        entries[i] = the block of the i-th box of the tile of keys n0, for `place`
+    place(entries, i, where, b, g, n0) -> (row, head, batch)
         where the i-th box of the tile begins in the maps of K and V
     check(where, b, end, state) -> state
         INVALID if one of the blocks of keys 0 .. end - 1 does not exist
@@ -57,11 +57,11 @@ def _make_batched(BN):
         return where[0], where[1], int32(0), b, VALID
 
     @device
-    def look_up(found, where, b, n0, S, state):
-        found[0] = uint32(0)
+    def look_up(entries, where, b, n0, S, state):
+        entries[0] = uint32(0)
 
     @device
-    def place(found, i, where, b, g, n0):
+    def place(entries, i, where, b, g, n0):
         return n0, g, b
 
     @device
@@ -93,19 +93,19 @@ def _make_paged(BN, PAGE):
         return int32(T), int32(T + past), int32(begin), int32(0), state
 
     @device
-    def look_up(found, where, b, n0, S, state):
+    def look_up(entries, where, b, n0, S, state):
         _, _, tables, _, R, M = where
         for i in range(BOXES):
             p = int32(n0 + i * BOX)
-            found[i] = uint32(R)
+            entries[i] = uint32(R)
             if p >= 0 and p < S and state == VALID:
-                found[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
+                entries[i] = uint32(tables[uint32(b * M) + uint32(p) // uint32(PAGE)])
 
     @device
-    def place(found, i, where, b, g, n0):
+    def place(entries, i, where, b, g, n0):
         R = where[4]
         offset = uint32(n0 + i * BOX) % uint32(PAGE)
-        block = int32(min(found[i], uint32(R)))
+        block = int32(min(entries[i], uint32(R)))
         return int32(g * PAGE + int32(offset)), int32(0), block
 
     @device

@@ -265,7 +265,7 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
         f"{op}: swiglu of {w_OK.shape[0]} rows of w, expected an even number",
     )
     shape = (N, w_OK.shape[0] // 2 if swiglu else w_OK.shape[0])
-    given = [x for x in (delta_NK, norm_w_K, b_O) if x is not None]
+    optional = [x for x in (delta_NK, norm_w_K, b_O) if x is not None]
     if norm_w_K is not None:
         check_array(op, "norm_w", norm_w_K, (K,))
     if delta_NK is not None:
@@ -274,7 +274,7 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
         check_array(op, "b", b_O, (w_OK.shape[0],))
     dtype = np.dtype(dtype or w_OK.dtype)
     stored = (w_OK.codes_OK, w_OK.scale_O) if quantized else (w_OK,)
-    if on_host(x_NK, *stored, *given):
+    if on_host(x_NK, *stored, *optional):
         h, y = gemv_ref(x_NK, dense(w_OK, np.float32), norm_w_K, eps, delta_NK, swiglu, b_O)
         return x_NK if delta_NK is None else h.astype(x_NK.dtype), y.astype(dtype, copy=False)
     fused = norm_w_K is not None or swiglu

@@ -299,7 +299,7 @@ def make_product(K: int, variant: Variant, config: Config):
         tile = share.first
         while tile * SPAN < weights.F:  # a range would divide by the number of blocks
             next_tile = tile + share.blocks
-            more = not once and next_tile * SPAN < weights.F
+            has_next = not once and next_tile * SPAN < weights.F
             if tile != share.first:
                 load_scales(scales, weights, tile)
             for m in range(SUMS):
@@ -311,14 +311,14 @@ def make_product(K: int, variant: Variant, config: Config):
                 multiply(s, words, fx, rows, weights, shared, step)
                 if ODD or step + 2 < STEPS:
                     squares += load(words, fx, rows, weights, tile, step + 2, share)
-                elif more:
+                elif has_next:
                     load(words, fx, rows, weights, next_tile, 0, share)
                 multiply(s, next_words, next_fx, rows, weights, shared, step + 1)
             if ODD:
-                if more:
+                if has_next:
                     load(next_words, next_fx, rows, weights, next_tile, 0, share)
                 multiply(s, words, fx, rows, weights, shared, STEPS - 1)
-                if more:
+                if has_next:
                     copy_words(words, next_words)
                     if DIRECT:
                         copy_fx(fx, next_fx)

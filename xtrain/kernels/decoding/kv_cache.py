@@ -153,17 +153,17 @@ def make_append_kernel(G, D, each, aligned):
         at_k, at_v = n * k_row + g * D + d, n * v_row + g * D + d
         if aligned:
             words = cuda.local.array(4, uint32)
-            more = cuda.local.array(4, uint32)
+            v_words = cuda.local.array(4, uint32)
             if each == 8:
                 load_words8(words, k, at_k)
-                load_words8(more, v, at_v)
+                load_words8(v_words, v, at_v)
                 store_words8(k_cache, to, words)
-                store_words8(v_cache, to, more)
+                store_words8(v_cache, to, v_words)
             else:
                 load_words4(words, k, at_k)
-                load_words4(more, v, at_v)
+                load_words4(v_words, v, at_v)
                 store_words4(k_cache, to, words)
-                store_words4(v_cache, to, more)
+                store_words4(v_cache, to, v_words)
         else:
             for j in range(each):
                 if d + j < D:

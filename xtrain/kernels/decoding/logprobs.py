@@ -135,7 +135,7 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
         bins_s = cuda.shared.array((2, K), uint32)
         x = cuda.local.array(BATCH, float32)
         scratch = cuda.shared.array(32, int64)
-        found = cuda.shared.array(3, int64)
+        place_s = cuda.shared.array(3, int64)
         last_s = cuda.shared.array(1, int32)
         values = cuda.local.array(EACH, int64)
         tid = cuda.threadIdx.x
@@ -181,7 +181,7 @@ def make_score_kernel(sizes: Sizes, overlap: bool):
                 logprobs_B[row], log_total_B[row] = logprob, log_total
             if need > 0:
                 load_bins(values, bins, row * K)
-                bin, _, _ = find(values, need - 1, scratch, found)
+                bin, _, _ = find(values, need - 1, scratch, place_s)
                 if tid == 0:
                     last_bin_B[row] = bin
 
@@ -238,7 +238,7 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
         keys_s = cuda.shared.array(K, int64)
         bins_s = cuda.shared.array((2, K), uint32)
         scratch = cuda.shared.array(32, int64)
-        found = cuda.shared.array(3, int64)
+        place_s = cuda.shared.array(3, int64)
         count_s = cuda.shared.array(1, int32)
         tid = cuda.threadIdx.x
         row = int64(cuda.blockIdx.x)
@@ -258,7 +258,7 @@ def make_list_kernel(sizes: Sizes, overlap: bool):
             return
         listed = Candidates(candidates, row, int64(counts_B[row]))
         of_row = Row(logits, row * columns, V, top, float32(1.0), int64(0))
-        shared = Shared(keys_s, bins_s, count_s, scratch, found)
+        shared = Shared(keys_s, bins_s, count_s, scratch, place_s)
         last = last_bin_B[row]
         low = int64(0)
         if listed.n > K:  # find the last of the first `need` keys

@@ -67,8 +67,8 @@ def token_positions_kernel(blocks_N, offsets_N, positions_N, edges_E, history_A,
         a = sequence_of(n, edges_E)
         past = int64(history_A[a])
         p = past + n - edges_E[a] if past >= 0 else int64(0)
-        known = past >= 0 and p >= 0 and p < tables_AM.shape[1] * S
-        blocks_N[n] = tables_AM[a, p // S] if known else int32(-1)
+        inside = past >= 0 and p >= 0 and p < tables_AM.shape[1] * S
+        blocks_N[n] = tables_AM[a, p // S] if inside else int32(-1)
         offsets_N[n] = int32(p % S)
         positions_N[n] = int32(p)
 

@@ -188,7 +188,7 @@ def make_count_kernel(overlap: bool):
     ):
         """Grid B, block THREADS. Restores the row's logits and counts ids_B[b]; a new token is
         appended to the list."""
-        known = cuda.shared.array(1, int32)
+        listed_s = cuda.shared.array(1, int32)
         b = int64(cuda.blockIdx.x)
         tid = cuda.threadIdx.x
         if overlap:
@@ -199,15 +199,15 @@ def make_count_kernel(overlap: bool):
             return
         size, token = sizes_R[r], ids_B[b]
         if tid == 0:
-            known[0] = 0
+            listed_s[0] = 0
         cuda.syncthreads()
         for i in range(tid, size, THREADS):
             store1(logits, b * columns + tokens_RL[r, i], raw_RL[r, i])
             if tokens_RL[r, i] == token:
                 counts_RL[r, i] = max(counts_RL[r, i], int32(0)) + 1
-                known[0] = 1
+                listed_s[0] = 1
         cuda.syncthreads()  # also: every thread has read the size
-        if tid == 0 and known[0] == 0 and token >= 0 and size < tokens_RL.shape[1]:
+        if tid == 0 and listed_s[0] == 0 and token >= 0 and size < tokens_RL.shape[1]:
             tokens_RL[r, size] = token
             counts_RL[r, size] = int32(1)
             biases_RL[r, size] = float32(0.0)
@@ -251,9 +251,9 @@ def count_tokens(logits_BV: Array, penalties: Penalties, slots_B: Array, ids_B: 
     if on_host(logits_BV, slots_B, ids_B, *p.arrays):
         for b, r, n in _lists(p, slots_B):
             logits_BV[b, p.tokens_RL[r, :n]] = p.raw_RL[r, :n].astype(logits_BV.dtype)
-            known = np.flatnonzero(p.tokens_RL[r, :n] == ids_B[b])
-            if known.size:
-                p.counts_RL[r, known] = np.maximum(p.counts_RL[r, known], 0) + 1
+            listed = np.flatnonzero(p.tokens_RL[r, :n] == ids_B[b])
+            if listed.size:
+                p.counts_RL[r, listed] = np.maximum(p.counts_RL[r, listed], 0) + 1
             elif ids_B[b] >= 0 and n < p.tokens_RL.shape[1]:
                 p.tokens_RL[r, n] = ids_B[b]
                 p.counts_RL[r, n] = 1

@@ -224,6 +224,6 @@ def advance(
     overlap = can_overlap(rows_B)
     arrays = (lengths_B, step_B, rows_B)
     copies = host_ids_2L is not None
-    more = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
+    ids = (ids_B, host_ids_2L) if copies else (rows_B, rows_B.reshape(1, -1))  # must not be None
     advance_kernel = make_advance_kernel(overlap, copies)
-    launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *more, overlap=overlap)
+    launch(advance_kernel, -(-rows_B.size // 32), 32, *arrays, *ids, overlap=overlap)

@@ -116,27 +116,27 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
     find = ops.find
 
     @device
-    def choose_bins(state, values, scratch, found, need, fraction, p):
+    def choose_bins(state, values, scratch, place_s, need, fraction, p):
         """state = the fields of this file's list, from the histogram of a row"""
         total = total_of(values, scratch)
         lo = before_lo = before_cut = int64(0)
         if need > 0:
             hi = int64(K - 2)  # fewer tokens than top-k have a weight: all of them
             if need <= total:
-                hi, _, _ = find(values, need - 1, scratch, found)
+                hi, _, _ = find(values, need - 1, scratch, place_s)
             cut = hi
         else:
             # what the kept tokens weigh: from, to
             cut = int64(-1)
             least = total
-            most = total
+            greatest = total
             if p < float32(1.0):
                 goal = end_of_top_p(total, p)
-                cut, before_cut, weight = find(values, goal, scratch, found)
+                cut, before_cut, weight = find(values, goal, scratch, place_s)
                 least = goal + 1
-                most = before_cut + weight
-            lo, before_lo, _ = find(values, scaled(least, fraction), scratch, found)
-            hi, _, _ = find(values, scaled(most, fraction), scratch, found)
+                greatest = before_cut + weight
+            lo, before_lo, _ = find(values, scaled(least, fraction), scratch, place_s)
+            hi, _, _ = find(values, scaled(greatest, fraction), scratch, place_s)
         if cuda.threadIdx.x == 0:
             state[LO] = lo
             state[HI] = hi
@@ -169,7 +169,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         bins_s = cuda.shared.array((2, K), uint32)
         x = cuda.local.array(BATCH, float32)
         scratch = cuda.shared.array(32, int64)
-        found = cuda.shared.array(3, int64)
+        place_s = cuda.shared.array(3, int64)
         last_s = cuda.shared.array(1, int32)
         tid = cuda.threadIdx.x
         b = int64(cuda.blockIdx.y)
@@ -205,7 +205,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             values = cuda.local.array(EACH, int64)
             load_bins(values, bins, b * K)
             fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
-            choose_bins(state_BF[b], values, scratch, found, need, fraction, top_p_B[b])
+            choose_bins(state_BF[b], values, scratch, place_s, need, fraction, top_p_B[b])
 
     return sample_weigh_kernel
 
@@ -279,7 +279,7 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         keys_s = cuda.shared.array(K, int64)
         bins_s = cuda.shared.array((2, K), uint32)
         scratch = cuda.shared.array(32, int64)
-        found = cuda.shared.array(3, int64)
+        place_s = cuda.shared.array(3, int64)
         count_s = cuda.shared.array(1, int32)
         values = cuda.local.array(EACH, int64)
         b = int64(cuda.blockIdx.x)
@@ -295,7 +295,7 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         if filtered:
             least = int64(min_p_B[b] * float32(ONE))
         row = Row(logits, b * columns, V, top, inverse, least)
-        shared = Shared(keys_s, bins_s, count_s, scratch, found)
+        shared = Shared(keys_s, bins_s, count_s, scratch, place_s)
         lo = state_BF[b, LO]
         hi = state_BF[b, HI]
         cut = state_BF[b, CUT]
@@ -334,7 +334,7 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             if not sortable:
                 before += narrow(shared, listed, row, begin, end, goal - before, False)
             weigh_list(values, keys_s, limit, row, begin, end)
-            i, skipped, weight = find(values, goal - before, scratch, found)
+            i, skipped, weight = find(values, goal - before, scratch, place_s)
             if draws:
                 break
             kept = before + skipped + weight

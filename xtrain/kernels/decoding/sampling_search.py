@@ -60,8 +60,8 @@ class Sizes:
         """Return blocks per row, so that all rows keep all multiprocessors of the GPU of x busy,
         and tokens per block"""
         at_once = self.threads * self.batch
-        wanted = max(self.blocks * multiprocessors(x) // rows, 1)
-        length = -(-vocab // (wanted * at_once)) * at_once
+        blocks = max(self.blocks * multiprocessors(x) // rows, 1)
+        length = -(-vocab // (blocks * at_once)) * at_once
         return -(-vocab // length), length
 
     def for_sorting(self) -> "Sizes":
@@ -235,7 +235,7 @@ class Shared(NamedTuple):
     bins: Array  # (2, K)
     count: Array
     scratch: Array
-    found: Array  # 3
+    place: Array  # 3
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         return total
 
     @device
-    def find(values, goal, scratch, found):
+    def find(values, goal, scratch, place_s):
         """Return i, before, value: the running sum of the values exceeds `goal` at element i; it is
         `before` in front of it"""
         mine = int64(0)
@@ -326,14 +326,14 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
         before = end - mine
         for j in range(EACH):
             if before <= goal and goal < before + values[j]:
-                found[0] = cuda.threadIdx.x * EACH + j
-                found[1] = before
-                found[2] = values[j]
+                place_s[0] = cuda.threadIdx.x * EACH + j
+                place_s[1] = before
+                place_s[2] = values[j]
             before += values[j]
         cuda.syncthreads()
-        i = found[0]
-        before = found[1]
-        value = found[2]
+        i = place_s[0]
+        before = place_s[1]
+        value = place_s[2]
         cuda.syncthreads()
         return i, before, value
 
@@ -438,7 +438,7 @@ def make_search(sizes: Sizes, distance: int, weight_of: Callable) -> SearchOps:
             for j in range(EACH):
                 values[j] = of_bin(shared.bins, cuda.threadIdx.x * EACH + j)
             if size > K:
-                digit, skipped, _ = find(values, goal - before, shared.scratch, shared.found)
+                digit, skipped, _ = find(values, goal - before, shared.scratch, shared.place)
                 before += skipped
                 high -= digit << lower
                 low = high - (int64(1) << lower) + 1
