@@ -136,7 +136,7 @@ class Runner:
 
     @property
     def run_ahead(self) -> bool:
-        """True if the newest step stays in flight until the next one is launched.
+        """Return True if the newest step stays in flight until the next one is launched.
 
         Elsewhere than on a GPU a step has ended when its launch returns.
         """
