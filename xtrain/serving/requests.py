@@ -105,11 +105,6 @@ class Request:
         return len(self.prompt) + len(self.completion)
 
     @property
-    def drawn(self) -> int:
-        """Return how many tokens of the answer have been launched."""
-        return len(self.completion) + self.in_flight
-
-    @property
     def reusable(self) -> list[int]:
         """Return the first tokens: the keys and values of all but the last may come from another
         sequence, its logits are wanted."""
