@@ -38,7 +38,7 @@ class IdleRunner(emulated_engine.EmulatedRunner):
         return self.sample(None, range(b), None, penalized, scored)
 
     def read_ids_later(self, requests: list, slots: list[int]) -> Callable[[], list[int]]:
-        drawn = [r.drawn for r in requests]
+        drawn = [len(r.completion) + r.in_flight for r in requests]
         lengths = [LENGTHS[r.seed + (r.random_stream >> 32)] for r in requests]
         ids = [STOP if n == length else STOP + 1 for n, length in zip(drawn, lengths)]
         return lambda: ids

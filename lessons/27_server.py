@@ -593,18 +593,19 @@ class PretendEngine(xtrain.Engine):
         self.prefill, self.decode, self.prefills = prefill, decode, 0
 
     def submit(self, *requests):
-        self.unfinished_requests.update((id(r), r) for r in requests)
+        self.scheduler.unfinished.update((id(r), r) for r in requests)
 
     def step(self):
-        running = list(self.unfinished_requests.values())
+        running = list(self.scheduler.unfinished.values())
         new = any(not r.completion for r in running)
         time.sleep(self.prefill if new else self.decode)
-        self.steps, self.prefills = self.steps + 1, self.prefills + new
+        self.scheduler.steps += 1
+        self.prefills += new
         for r in running:
             r.completion.append(97)
             if len(r.completion) == r.max_new_tokens:
                 r.completion.end("length")
-                del self.unfinished_requests[id(r)]
+                del self.scheduler.unfinished[id(r)]
 
 
 def new_job(tokens):

@@ -62,7 +62,7 @@ class Device:
     def draw(self, requests):
         for request in requests:
             known = self.tokens.setdefault(request.request_id, list(request.tokens))
-            number = request.drawn - 1
+            number = len(request.completion) + request.in_flight - 1
             del known[len(request.prompt) + number :]  # it was preempted, or the step was lost
             known.append(next_token(request, number))
         ids = [self.tokens[r.request_id][-1] for r in requests]

@@ -25,7 +25,8 @@ GSM8K_IGNORE = (",", r"\$", r"\.$")
 
 
 def read_hellaswag(r: Record) -> Item:
-    """Which ending follows? The prompt is the activity and the two parts of the context."""
+    """Read an item of HellaSwag. Which ending follows? The prompt is the activity and the two parts
+    of the context."""
     context = r.text("ctx_a") + " " + r.text("ctx_b", "").capitalize()
     endings = r.texts("endings")
     if r.fields.get("label") == "":
@@ -47,7 +48,7 @@ def _without_brackets(text: str) -> str:
 
 
 def read_arc(r: Record) -> Item:
-    """The choices are the texts, not their labels."""
+    """Read a question of ARC. The choices are the texts, not their labels."""
     question = r.fields["question"]
     choices = r.fields.get("choices")
     if isinstance(question, dict):  # as published by AI2
@@ -77,7 +78,7 @@ def read_arc(r: Record) -> Item:
 
 
 def read_mmlu(r: Record) -> Item:
-    """The choices are in the prompt; their letters are scored."""
+    """Read a question of MMLU. The choices are in the prompt; their letters are scored."""
     if "choices" in r.fields:
         choices = r.texts("choices", least=4)
         answer = r.index("answer", 4)
@@ -108,8 +109,8 @@ def _mmlu_examples(path: Path) -> list[Path]:
 
 
 def read_gsm8k(r: Record) -> Item:
-    """The answer is what follows #### in the generated text; commas, $ and a last point do not
-    count."""
+    """Read a question of GSM8K. The answer is what follows #### in the generated text; commas, $
+    and a last point do not count."""
     answer = r.text("answer")
     if not re.search(GSM8K_ANSWER, answer):
         raise UserError(f'{r.where}: the answer has no "#### NUMBER" at its end: add it')

@@ -166,8 +166,8 @@ class QuestionExam(Exam):
 
 
 def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:
-    """The tokens of an item and one continuation. Raises UserError if they are too many, or if the
-    continuation has none."""
+    """Return the tokens of an item and one continuation. Raises UserError if they are too many, or
+    if the continuation has none."""
     tokens = scorer.encode_pair(item.prompt, item.delimiter + continuation)
     if not tokens.continuation:
         raise UserError(
@@ -183,8 +183,8 @@ def fitting(scorer: Scorer, item: Item, continuation: str, name: str) -> Tokens:
 
 
 def extracted(item: Question, text: str) -> str | None:
-    """The answer in a text: the first match of item.extract, of its first group if it has one; None
-    if there is none."""
+    """Return the answer in a text: the first match of item.extract, of its first group if it has
+    one; None if there is none."""
     if not item.extract:
         return text
     match = re.search(item.extract, text)
@@ -194,7 +194,7 @@ def extracted(item: Question, text: str) -> str | None:
 
 
 def normalized(item: Question, answer: str | None) -> str:
-    """An answer as it is compared."""
+    """Return an answer as it is compared."""
     answer = answer or ""
     for pattern in item.ignore:
         answer = re.sub(pattern, "", answer)
@@ -204,7 +204,8 @@ def normalized(item: Question, answer: str | None) -> str:
 
 
 def together(results: Sequence[Result]) -> Result:
-    """The items of several files of one kind as one result; each item has the same weight."""
+    """Return the items of several files of one kind as one result; each item has the same
+    weight."""
     items = [item for result in results for item in result.items]
     metrics = {name: ratio([item[name] for item in items]) for name in results[0].metrics}
     return Result(

@@ -160,7 +160,7 @@ class XtrainModel:
 
     # ------------------------------------------------------------------------- tokens
     def _cut(self, tokens: Tokens) -> Tokens:
-        """The last max_length + 1 tokens: the last one is only predicted."""
+        """Return the last max_length + 1 tokens: the last one is only predicted."""
         if not tokens.continuation or len(tokens.continuation) > self.scorer.context:
             raise UserError(
                 f"a continuation has {len(tokens.continuation)} tokens: it must have 1 to "
@@ -170,8 +170,8 @@ class XtrainModel:
         return Tokens(tokens.context[too_many:], tokens.continuation)
 
     def _rolling(self, ids: list[int]) -> list[Tokens]:
-        """Windows of which each token is predicted once, as lm_eval.utils.get_rolling_token_windows
-        with context_len 1."""
+        """Return windows of which each token is predicted once, as
+        lm_eval.utils.get_rolling_token_windows with context_len 1."""
         n = self.scorer.context
         whole = [self.scorer.begin_token, *ids]
         windows = []
@@ -187,7 +187,8 @@ class XtrainModel:
 
 
 def generation_options(options: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-    """Return the stop strings, new tokens and options of Engine.stream in a task's generation_kwargs.
+    """Return the stop strings, new tokens and options of Engine.stream in a task's
+    generation_kwargs.
 
     Raises UserError for an option that xtrain does not have.
     """

@@ -43,7 +43,7 @@ def windows(ids: list[int], context: int, stride: int) -> Iterator[Tokens]:
 def byte_windows(
     text: str, ids: list[int], tokenizer: Tokenizer, context: int, stride: int
 ) -> list[Window]:
-    """The windows of a text with the bytes that their scored tokens cover.
+    """Return the windows of a text with the bytes that their scored tokens cover.
 
     Together they are the bytes of the text without those of tokens that are not scored; special
     tokens have none.

@@ -75,7 +75,7 @@ def _exp(x: float) -> float:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """One line per metric."""
+    """Return one line per metric."""
     lines = Table("task", "kind", "metric", "value", "standard error", "n", box=None)
     for column in lines.columns[3:]:
         column.justify = "right"

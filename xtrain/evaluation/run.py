@@ -120,13 +120,13 @@ class TaskExams:
 
 
 def read_tasks(o: Options) -> list[Task]:
-    """The items of o.tasks, with examples in front of them. Raises UserError."""
+    """Return the items of o.tasks, with examples in front of them. Raises UserError."""
     return [prepared(read_task(Path(file), KINDS, o.limit), o) for file in o.tasks]
 
 
 def prepared(task: Task, o: Options) -> Task:
-    """The task with examples in front of its prompts, and with the options' stop strings. Raises
-    UserError."""
+    """Return the task with examples in front of its prompts, and with the options' stop strings.
+    Raises UserError."""
     if task.kind == "text":
         return task
     changes: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def _exam(task: Task, scorer: Scorer, stride: int, max_new_tokens: int) -> Exam:
 
 
 def _pooled(results: list[Result]) -> list[Result]:
-    """One more result for the files of MMLU, if there are several."""
+    """Return one more result for the files of MMLU, if there are several."""
     by_kind = defaultdict(list)
     for result in results:
         by_kind[result.kind].append(result)

@@ -82,8 +82,8 @@ class Scorer:
 
     @property
     def begin_token(self) -> int:
-        """The token that a text without anything before it follows: begin of text, else end of
-        text. Raises UserError."""
+        """Return the token that a text without anything before it follows: begin of text, else end
+        of text. Raises UserError."""
         begin = self._begin_token
         if begin is None:
             raise UserError(
@@ -93,8 +93,8 @@ class Scorer:
         return begin
 
     def encode_pair(self, prompt: str, continuation: str) -> Tokens:
-        """The tokens of a prompt and of what follows it; after an empty prompt, begin_token is the
-        context."""
+        """Return the tokens of a prompt and of what follows it; after an empty prompt, begin_token
+        is the context."""
         if not prompt:
             ids = self.pretrained.tokenizer.encode(continuation)
             if ids[:1] == [self.begin_token]:
@@ -109,7 +109,7 @@ class Scorer:
 
     # ------------------------------------------------------------------------- with the model
     def engine(self, longest: int) -> Engine:
-        """An engine for sequences of `longest` tokens; the last one if it can serve them."""
+        """Return an engine for sequences of `longest` tokens; the last one if it can serve them."""
         longest = min(max(longest, 2), self.context)
         if self._engine is None or self._engine.max_seq_len < longest:
             self._engine = None  # its cache is free before the next one is allocated
@@ -129,7 +129,8 @@ class Scorer:
         free_cached(self.pretrained.model.device)
 
     def score(self, sequences: Sequence[Tokens]) -> list[Score]:
-        """The log-probabilities of continuations. Raises UserError if one is not a number."""
+        """Return the log-probabilities of continuations. Raises UserError if one is not a
+        number."""
         scores = []
         for part in _parts(sequences):
             engine = self.engine(max(map(len, part)) - 1)
@@ -149,8 +150,8 @@ class Scorer:
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, stop: Iterable[str], **options: Any
     ) -> list[str]:
-        """The texts after prompts, up to a stop string, an end token, max_new_tokens or the end of
-        the context.
+        """Return the texts after prompts, up to a stop string, an end token, max_new_tokens or the
+        end of the context.
 
         options: as Engine.stream has them; without any, the most likely token is taken each time.
         Raises UserError if the logits are not numbers.

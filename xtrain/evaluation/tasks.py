@@ -46,11 +46,11 @@ class Item:
 
     @property
     def target(self) -> str:
-        """The right continuation, without the delimiter."""
+        """Return the right continuation, without the delimiter."""
         raise NotImplementedError
 
     def with_examples(self, examples: list["Item"]) -> "Item":
-        """This item with solved examples in front of its prompt."""
+        """Return this item with solved examples in front of its prompt."""
         shots = (x.prompt + x.delimiter + x.target + BETWEEN_EXAMPLES for x in examples)
         prompt = self.description + "".join(shots) + self.prompt
         return dataclasses.replace(self, prompt=prompt, description="")
@@ -112,8 +112,8 @@ class Task:
 
 # ------------------------------------------------------------------------- lines of a file
 def csv_records(path: Path, columns: list[str]) -> Iterator[Record]:
-    """The rows of a .csv, which may begin with a header. A row may have several lines; its first
-    one is named."""
+    """Return the rows of a .csv, which may begin with a header. A row may have several lines; its
+    first one is named."""
     with reading(path), open_file(path) as file:
         rows = csv.reader(map(decoded, file), strict=True)
         begin = 1
@@ -170,7 +170,7 @@ def read_question(r: Record) -> Item:
 
 
 def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> Task:
-    """The items of a file, at most `limit`.
+    """Return the items of a file, at most `limit`.
     kinds: of .jsonl and .csv files; the first one whose fields a line has.
 
     Raises UserError for a file that cannot be read, is empty, or has a line that is not valid.

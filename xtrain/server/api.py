@@ -67,11 +67,11 @@ class Sampling(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def options(self) -> dict[str, Any]:
-        """The fields that are given and that make_requests takes under the same name."""
+        """Return the fields that are given and that make_requests takes under the same name."""
         names = (
             "top_p",
             "min_p",
@@ -101,7 +101,7 @@ class Message(BaseModel):
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """The message as a chat template reads it."""
+        """Return the message as a chat template reads it."""
         parts = self.content if isinstance(self.content, list) else []
         if isinstance(self.content, str):
             content = self.content

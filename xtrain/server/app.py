@@ -60,12 +60,12 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         return {"error": self.error.model_dump()}
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The refusal of a body that does not fit its model."""
+    """Return the refusal of a body that does not fit its model."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     # a value that may have one of several types has an error for each; one that is not about the
     # type fits best
@@ -124,21 +124,21 @@ class Server:
 
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:
-        """/v1/chat/completions"""
+        """Answer /v1/chat/completions."""
         body = await self._read(http, ChatRequest)
         top = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
         return await self._answer(http, body, self._chat_tokens, max_tokens, top, Chat(self))
 
     async def completions(self, http: HttpRequest) -> Response:
-        """/v1/completions"""
+        """Answer /v1/completions."""
         body = await self._read(http, CompletionRequest)
         max_tokens = body.max_tokens or COMPLETION_TOKENS
         text = Text(self)
         return await self._answer(http, body, self._prompt_tokens, max_tokens, body.logprobs, text)
 
     async def models(self, http: HttpRequest) -> Response:
-        """/v1/models and /v1/models/NAME"""
+        """Answer /v1/models and /v1/models/NAME."""
         self._check_key(http)
         name = http.path_params.get("name", self.name)
         self._check_model(name)
@@ -149,13 +149,13 @@ class Server:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, http: HttpRequest) -> Response:
-        """/health"""
+        """Answer /health."""
         if self.engine.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped"}, 503)
 
     async def show_metrics(self, http: HttpRequest) -> Response:
-        """/metrics"""
+        """Answer /metrics."""
         self._check_key(http)
         return Response(self.metrics.text(), media_type=self.metrics.media_type)
 
@@ -283,7 +283,7 @@ class Server:
             self._close(job)
 
     async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
-        """The pieces of a job. Raises ApiError if it fails."""
+        """Return the pieces of a job. Raises ApiError if it fails."""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 async for piece in job:
@@ -330,11 +330,11 @@ class Form:
         raise NotImplementedError
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """The part of a choice that has the text."""
+        """Return the part of a choice that has the text."""
         raise NotImplementedError
 
     def choice(self, pieces: list[Piece], whole: bool) -> dict[str, Any]:
-        """What the client sees of some successive pieces of a sequence."""
+        """Return what the client sees of some successive pieces of a sequence."""
         self.tokens += sum(len(piece.tokens) for piece in pieces)
         reason = pieces[-1].reason
         return {
@@ -345,7 +345,7 @@ class Form:
         }
 
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens so far."""
+        """Return the numbers of tokens so far."""
         total = self.n_prompt + self.tokens
         counts = Usage(
             prompt_tokens=self.n_prompt, completion_tokens=self.tokens, total_tokens=total
@@ -353,17 +353,17 @@ class Form:
         return counts.model_dump()
 
     def whole(self, pieces: list[Piece], n: int) -> dict[str, Any]:
-        """An answer without streaming. n: sequences."""
+        """Return an answer without streaming. n: sequences."""
         sequences = [[piece for piece in pieces if piece.index == i] for i in range(n)]
         choices = [self.choice(sequence, True) for sequence in sequences]
         return {**self.head, "object": self.whole_object, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An event of a stream."""
+        """Return an event of a stream."""
         return {**self.head, "object": self.chunk_object, "choices": choices}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens a sequence in a stream, if there is one."""
+        """Return the choice that opens a sequence in a stream, if there is one."""
         return None
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
@@ -385,19 +385,19 @@ class Chat(Form):
         return self.p.chat_stop
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """The part of a choice that has the text."""
+        """Return the part of a choice that has the text."""
         message = {"role": "assistant", "content": text, "refusal": None}
         if whole:
             return {"message": message}
         return {"delta": {"content": text} if text else {}}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens a sequence in a stream."""
+        """Return the choice that opens a sequence in a stream."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def logprobs(self, pieces: list[Piece]) -> Any:
-        """{"content": [one entry per token]}"""
+        """Return {"content": [one entry per token]}."""
         entries = [
             self._entry(token, chosen) | {"top_logprobs": [self._entry(t, x) for t, x in top]}
             for piece in pieces
@@ -424,11 +424,11 @@ class Text(Form):
         self.offsets: dict[int, int] = {}  # characters of the tokens of each sequence so far
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """The part of a choice that has the text."""
+        """Return the part of a choice that has the text."""
         return {"text": text}
 
     def logprobs(self, pieces: list[Piece]) -> Any:
-        """Lists with one value per token."""
+        """Return lists with one value per token."""
         tokens = []
         chosen = []
         tops = []
@@ -476,7 +476,7 @@ async def _unless_disconnected(receive: Any, answer: Any) -> Any:
 async def _events(
     pieces: AsyncIterator[Piece], form: Form, n: int, usage: bool
 ) -> AsyncIterator[bytes]:
-    """The server-sent events of a stream. An error after the first one is an event, too."""
+    """Return the server-sent events of a stream. An error after the first one is an event, too."""
     try:
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             for i in range(n):

@@ -67,7 +67,7 @@ class Job:
         self.cancel: Callable[[int], None] = lambda index: None
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The pieces of all sequences as they arrive, until all are complete."""
+        """Return the pieces of all sequences as they arrive, until all are complete."""
         while self.running:
             await self.arrived.wait()
             self.arrived.clear()
@@ -148,12 +148,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """True while the other end listens."""
+        """Return True while the other end listens."""
         return all(thread.is_alive() for thread in self.threads)
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Around the preparation of a request, until it is submitted: a step waits a little for
+        """Surround the preparation of a request, until it is submitted: a step waits a little for
         it."""
         self._arrivals(1)
         try:
@@ -182,13 +182,13 @@ class EngineClient:
 
     # ------------------------------------------------------------------------- news
     def _write(self) -> None:
-        """In a thread, because the other end reads between its steps only."""
+        """Send messages, in a thread, because the other end reads between its steps only."""
         with contextlib.suppress(OSError):
             while (message := self.outbox.get()) is not None:
                 self.connection.send(message)
 
     def _read(self) -> None:
-        """In a thread."""
+        """Receive news, in a thread."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._call(self._round, *self.connection.recv())

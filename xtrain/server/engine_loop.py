@@ -73,7 +73,7 @@ class EngineLoop:
         self.news_requested = self.stopped = self.arriving = False
 
     def run(self) -> None:
-        """The loop."""
+        """Run the loop."""
         with contextlib.suppress(EOFError, OSError):  # the HTTP side has ended
             while self._listen():
                 self._step()
@@ -101,7 +101,7 @@ class EngineLoop:
         self.arriving = some
 
     def more(self) -> None:
-        """The HTTP side wants the next news."""
+        """Note that the HTTP side wants the next news."""
         self.news_requested = True
         self._report()
 

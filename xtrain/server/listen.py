@@ -146,7 +146,7 @@ def _http(
     address: Address,
     options: dict[str, Any],
 ) -> None:
-    """The HTTP process."""
+    """Run the HTTP process."""
     import uvicorn
 
     from .app import create_app

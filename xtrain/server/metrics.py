@@ -32,7 +32,7 @@ class EngineFigures(Collector):
         self.engine = engine
 
     def collect(self) -> Iterator[Any]:
-        """The metrics."""
+        """Return the metrics."""
         for kind, names in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text in names.items():
                 yield kind(f"xtrain_{name}", text, getattr(self.engine.figures, name))
@@ -67,5 +67,5 @@ class Metrics:
             self.first_token.observe(job.first_token - job.start)
 
     def text(self) -> bytes:
-        """What /metrics answers."""
+        """Return what /metrics answers."""
         return prometheus.generate_latest(self.registry)

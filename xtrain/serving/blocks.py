@@ -33,8 +33,8 @@ def block_key(previous: Key, tokens: Sequence[int]) -> Key:
 
 
 def block_keys(tokens: Sequence[int], S: int) -> list[Key]:
-    """Return the keys of the successive blocks of S tokens that hold `tokens`; the last block may hold
-    fewer"""
+    """Return the keys of the successive blocks of S tokens that hold `tokens`; the last block may
+    hold fewer"""
     keys = []
     key = ROOT
     for i in range(0, len(tokens), S):
@@ -81,7 +81,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """How many blocks `allocate` can give."""
+        """Return how many blocks `allocate` can give."""
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> int:
@@ -98,12 +98,13 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more sequence uses the block."""
+        """Note that one more sequence uses the block."""
         self.references[block] += 1
         self.cached.pop(block, None)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """A sequence uses these blocks no more. They are evicted from the last to the first."""
+        """Note that a sequence uses these blocks no more. They are evicted from the last to the
+        first."""
         for block in reversed(list(blocks)):
             self.references[block] -= 1
             if self.references[block] == 0 and block in self._contents:
@@ -112,8 +113,8 @@ class BlockPool:
                 self.free.append(block)
 
     def publish(self, block: int, previous: Key, tokens: Sequence[int]) -> None:
-        """The block holds these tokens, after the block with the key `previous`: other sequences
-        may use it.
+        """Note that the block holds these tokens, after the block with the key `previous`: other
+        sequences may use it.
 
         A block that is not full may be published again when it holds more."""
         if not tokens:
@@ -128,12 +129,12 @@ class BlockPool:
             self._by_key[key] = block
 
     def can_take(self, block: int | None) -> bool:
-        """True if no sequence uses the block, so that one may write to it. (It shares the block and
-        calls `forget`.)"""
+        """Return True if no sequence uses the block, so that one may write to it. (It shares the
+        block and calls `forget`.)"""
         return block in self.cached
 
     def forget(self, block: int) -> None:
-        """What the block holds cannot be found any more."""
+        """Forget what the block holds: it cannot be found any more."""
         contents = self._contents.pop(block, None)
         if contents is None:
             return
@@ -145,7 +146,7 @@ class BlockPool:
             del self._by_key[contents.key]
 
     def forget_all(self) -> None:
-        """What the blocks hold is of no use any more, for example because the weights have
+        """Forget what all blocks hold, for example because the weights have
         changed."""
         self._contents.clear()
         self._by_key.clear()
@@ -154,8 +155,8 @@ class BlockPool:
         self.cached.clear()
 
     def find(self, tokens: Sequence[int], keys: Sequence[Key]) -> Prefix:
-        """Return the longest known prefix of `tokens`, without the last one, which must be computed:
-        its logits are wanted.
+        """Return the longest known prefix of `tokens`, without the last one, which must be
+        computed: its logits are wanted.
 
         keys: block_keys(tokens, S)"""
         limit = len(tokens) - 1
@@ -185,7 +186,7 @@ class BlockPool:
 
 
 def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """The number of equal tokens at the start of a and b."""
+    """Return the number of equal tokens at the start of a and b."""
     # a[:low] == b[:low], and no more than `high` are equal
     low = 0
     high = min(len(a), len(b))

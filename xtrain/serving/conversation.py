@@ -74,7 +74,8 @@ class Conversation:
         self.tokens: list[int] = []
 
     def reply(self, user_text: str, **options: Any) -> Iterator[str]:
-        """Return the text of the model's answer, while it is generated. options: as in Engine.stream.
+        """Return the text of the model's answer, while it is generated. options: as in
+        Engine.stream.
 
         Leaving the iterator early keeps what was generated so far. Raises ContextFull, or UserError
         from the template; the conversation is unchanged then.
@@ -179,7 +180,7 @@ def chat(options: Options) -> None:
 
 
 def _read_line() -> str | None:
-    """A line from the user; None at the end of the input. The prompt is only shown in a
+    """Return a line from the user; None at the end of the input. The prompt is only shown in a
     terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys in input())

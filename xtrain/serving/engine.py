@@ -11,13 +11,13 @@ Any Transformer is served by the forward that trains it. Its KV cache is divided
 step
 
     admits     waiting requests, while there is a free slot in the decode batch and there are blocks
-               for their tokens. Blocks that other sequences have computed for the same first tokens are shared. Requests with
-               equal prompts begin together: one of them prefills, and the others join it in the
-               pass that completes the prompt
+               for their tokens. Blocks that other sequences have computed for the same first tokens
+               are shared. Requests with equal prompts begin together: one of them prefills, and the
+               others join it in the pass that completes the prompt
     decodes    one token for every other sequence
     prefills   the next tokens of the admitted prompts, several prompts in one pass, or part of a
-               long one: so many that other sequences do not wait for long. A prompt that is complete
-               gets its first token
+               long one: so many that other sequences do not wait for long. A prompt that is
+               complete gets its first token
     ends       finished sequences; their slots and blocks are free in the next step
 
 The scheduler (scheduler.py) decides what a step computes, the runner (runner.py) computes it on the
@@ -87,9 +87,9 @@ class Engine:
     decoding uses the attention of prefill.
 
     New weights are detected if AdamW has written them or if they are assigned, as in
-    `parameter.data = x`; if they are written in place, call `forget_prefixes`. Weights in int8 or fp8
-    (nn/quantized.py) need a model made with trainable=False, which can only be served from then on:
-    half of bf16's memory, and decoding reads half the bytes. A cache in fp8
+    `parameter.data = x`; if they are written in place, call `forget_prefixes`. Weights in int8 or
+    fp8 (nn/quantized.py) need a model made with trainable=False, which can only be served from then
+    on: half of bf16's memory, and decoding reads half the bytes. A cache in fp8
     (kernels/decoding/kv_codes.py) is for models in bf16 with heads of 32, 64 or 128 channels if
     they are on a GPU, not for batch-invariant mode: with 12 and more layers it holds 1.6 to 1.8
     times the tokens of bf16 in the same memory.
@@ -190,7 +190,7 @@ class Engine:
     # ----------------------------------------------------------------- the numbers of the scheduler
     @property
     def trace(self) -> collections.deque[Step]:
-        """What happened in the last steps."""
+        """Return what happened in the last steps."""
         return self.scheduler.trace
 
     @property
@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if there are unfinished requests, or results that have not arrived."""
+        """Return True if there are unfinished requests, or results that have not arrived."""
         return bool(self.scheduler.unfinished or self.runner.in_flight)
 
     # ------------------------------------------------------------------------- requests
@@ -398,7 +398,8 @@ class Engine:
                 self.turn.acquire()
                 self.lock.acquire()
             finally:
-                # not contextlib.suppress, whose Python code Ctrl-C could interrupt before the release
+                # not contextlib.suppress, whose Python code Ctrl-C could interrupt before the
+                # release
                 try:  # noqa: SIM105
                     self.turn.release()
                 except RuntimeError:

@@ -188,8 +188,8 @@ class PagedCache:
             append_codes(*layer, k_NGD, v_NGD, blocks_N, offsets_N)
 
     def read(self, layer: Layer, blocks_U: Array | None) -> tuple[Array, Array]:
-        """Return k, v (R, G, S, D) in the model's dtype, of which these blocks (None: all) are valid
-        until the next call."""
+        """Return k, v (R, G, S, D) in the model's dtype, of which these blocks (None: all) are
+        valid until the next call."""
         if layer.scales is None:
             return layer.k, layer.v
         k, v = (x[: layer.k.size].reshape(layer.k.shape) for x in self.copies)
@@ -233,7 +233,10 @@ class PagedCache:
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of the longest prompt with the usual RoPE angles, with dynamic scaling; else None."""
+        """Return the length of the longest prompt with the usual RoPE angles, if there is a limit.
+
+        With dynamic scaling, a longer prompt has angles of its own.
+        """
         c = self.model.rotary.config
         if c.rope_type != "dynamic":
             return None
@@ -455,7 +458,7 @@ def check_room(cache: PagedCache, n_blocks: int) -> None:
 
 
 def _join(a: Array, b: Array) -> Array:
-    """(n, R), (m, R) -> (n + m, R)"""
+    """Join (n, R) and (m, R) to (n + m, R)."""
     joined = empty(a, (len(a) + len(b), a.shape[1]))
     joined[: len(a)], joined[len(a) :] = a, b
     return joined

@@ -48,7 +48,8 @@ class Texts:
 
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template; None if the folder has none. Raises UserError if it cannot be read."""
+        """Return the chat template; None if the folder has none. Raises UserError if it cannot be
+        read."""
         return ChatTemplate.load(source_of(self.folder, TOKENIZER))
 
     @property

@@ -96,23 +96,18 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """The sequence so far."""
+        """Return the sequence so far."""
         return self.prompt + self.completion
 
     @property
     def length(self) -> int:
-        """How many tokens the sequence has so far."""
+        """Return how many tokens the sequence has so far."""
         return len(self.prompt) + len(self.completion)
 
     @property
-    def drawn(self) -> int:
-        """How many tokens of the answer have been launched."""
-        return len(self.completion) + self.in_flight
-
-    @property
     def reusable(self) -> list[int]:
-        """The first tokens: the keys and values of all but the last may come from another sequence,
-        its logits are wanted."""
+        """Return the first tokens: the keys and values of all but the last may come from another
+        sequence, its logits are wanted."""
         return self.tokens if self.scores is None else self.prompt[: self.scores.first]
 
 
@@ -205,7 +200,7 @@ def make_scoring_requests(
     max_seq_len: int,
     top: int,
 ) -> list[Request]:
-    """One Request per prompt whose result is its Scores. Arguments and errors as in
+    """Return one Request per prompt whose result is its Scores. Arguments and errors as in
     Engine.logprobs."""
     prompts = _listed("prompts", prompts)
     if continuations is not None:

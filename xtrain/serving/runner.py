@@ -136,7 +136,7 @@ class Runner:
 
     @property
     def run_ahead(self) -> bool:
-        """True if the newest step stays in flight until the next one is launched.
+        """Return True if the newest step stays in flight until the next one is launched.
 
         Elsewhere than on a GPU a step has ended when its launch returns.
         """
@@ -424,7 +424,7 @@ def _token_numbers(requests: list[Request]) -> list[int]:
 def _host_rows(requests: list[Request]) -> list[int]:
     """Return the row of device_to_host_ids in which each request's newest token arrives, as
     `advance` writes it."""
-    return [number % 2 for number in _token_numbers(requests)]
+    return [(len(r.completion) + r.in_flight - 1) % 2 for r in requests]
 
 
 def _to_host_later(x: Array) -> np.ndarray:

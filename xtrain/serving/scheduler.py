@@ -342,8 +342,10 @@ class Scheduler:
         If no block is left, the newest sequences are preempted.
         """
         for request in list(self.decoding):
-            if request.state is not State.DECODING or request.drawn >= request.room:
-                continue  # preempted in this loop, or its last token is in flight
+            if step.preempted and request.state is not State.DECODING:
+                continue  # preempted in this loop
+            if len(request.completion) + request.in_flight >= request.room:
+                continue  # its last token is in flight
             if request.cached_tokens == len(request.blocks) * self.pool.S:
                 self._make_room(request, step)
                 if request.state is not State.DECODING:

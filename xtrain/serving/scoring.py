@@ -41,7 +41,7 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """The sum: the log-probability of all the tokens together."""
+        """Return the sum: the log-probability of all the tokens together."""
         return float(self.logprobs.sum(dtype=np.float64))
 
     @property

@@ -130,8 +130,8 @@ def _check_texts(o: Options) -> None:
 
 
 def is_text(argument: str) -> bool:
-    """False if a command-line argument was not valid UTF-8: Python then has surrogates in place of
-    its bytes."""
+    """Return False if a command-line argument was not valid UTF-8: Python then has surrogates in
+    place of its bytes."""
     try:
         argument.encode()
     except UnicodeEncodeError:

@@ -25,8 +25,8 @@ class TextStream:
         self.stopped = False
 
     def feed(self, *tokens: int) -> str:
-        """Return the text that is certain after these tokens, often empty. Special and unknown ids add
-        nothing."""
+        """Return the text that is certain after these tokens, often empty. Special and unknown ids
+        add nothing."""
         size = self.tokenizer.vocab_size
         special = self.tokenizer.special_ids
         pieces = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
@@ -59,7 +59,7 @@ class TextStream:
         return ready
 
     def _could_become_a_stop(self) -> int:
-        """The number of characters at the end that are the start of a stop string."""
+        """Return the number of characters at the end that are the start of a stop string."""
         text = self.held_back
         longest = min(len(text), max((len(s) - 1 for s in self.stop), default=0))
         sizes = range(longest, 0, -1)
