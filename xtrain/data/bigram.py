@@ -1,5 +1,4 @@
-"""A byte-bigram model: the baseline that a language model must beat, in bits per byte of the same
-text."""
+"""A byte-bigram model: the baseline, in bits per byte, that a language model must beat."""
 
 from typing import Any
 
@@ -8,15 +7,10 @@ import numpy as np
 PRIOR = 16  # the unigram distribution counts as this many observations in each row of bigrams
 
 
-def byte_bigrams(documents: list[bytes]) -> np.ndarray:
-    """Count how often byte b follows byte a, (256, 256) int64; byte 0 comes before a document."""
-    starts = np.cumsum([0] + [len(raw) for raw in documents])[:-1]
-    return count_bigrams(b"".join(documents), starts)
-
-
 def count_bigrams(raw: bytes, starts: Any, before: int = 0) -> np.ndarray:
-    """Count the bigrams of documents that begin at raw[i] for i in starts.
+    """Count how often byte b follows byte a, (256, 256) int64; byte 0 precedes a document.
 
+    starts: documents begin at raw[i] for i in starts
     before: the byte that precedes raw[0] if no document begins there
     """
     following = np.frombuffer(raw, np.uint8)
@@ -38,7 +32,7 @@ def bigram_bpb(train_AB: np.ndarray, val_AB: np.ndarray) -> float:
 
         P(b|a) = (n_ab + K P(b)) / (n_a + K)      P(b) = (n_b + 1) / (n + 256)      K = PRIOR
 
-    train_AB, val_AB: (256, 256) counts from byte_bigrams; n are those of train_AB
+    train_AB, val_AB: (256, 256) counts from count_bigrams; n are those of train_AB
     """
     K = PRIOR
     unigram_B = (train_AB.sum(0) + 1) / (train_AB.sum() + 256)

@@ -139,7 +139,7 @@ class Sources:
 
         Names that begin with a dot are skipped. Links to folders are followed; none is read twice.
         """
-        unwanted = ()
+        unwanted: tuple[str, ...] = ()
         if self.own:
             unwanted = ("site-packages", "dist-packages", "__pycache__")
         is_seen = lambda name: name not in unwanted and not name.startswith(".")

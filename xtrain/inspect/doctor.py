@@ -23,13 +23,17 @@ from ..cli import print_text
 
 # The install_requires of setup.cfg; a test compares them.
 NEEDED = {
-    "numpy": ">=2.0,<2.5", "numba": ">=0.61", "ml_dtypes": ">=0.5", "safetensors": ">=0.5", "tokenizers": ">=0.20",
-    "tyro": ">=1.0", "rich": ">=13", "jinja2": ">=3.1.6", "matplotlib": ">=3.8.4", "packaging": ">=24", "threadpoolctl": ">=3",
+    "numpy": ">=2.0,<2.5", "numba": ">=0.61", "ml_dtypes": ">=0.5", "safetensors": ">=0.5",
+    "tokenizers": ">=0.20", "tyro": ">=1.0", "typing_extensions": ">=4.8", "rich": ">=13",
+    "jinja2": ">=3.1.6", "matplotlib": ">=3.8.4", "packaging": ">=24", "threadpoolctl": ">=3",
 }  # fmt: skip
 # The packages of the extras gpu and gpu12.
 ON_GPU = {
-    "numba-cuda": ">=0.24", "nvmath-python": ">=0.6", "nvidia-ml-py": ">=12", "cuda-pathfinder": ">=1.2",
-}  # fmt: skip
+    "numba-cuda": ">=0.24",
+    "nvmath-python": ">=0.6",
+    "nvidia-ml-py": ">=12",
+    "cuda-pathfinder": ">=1.2",
+}
 LIBRARIES = ("cudart", "nvrtc", "nvvm", "nvJitLink", "cublas", "cublasLt")  # that training loads
 # Do not install by the bare name: on PyPI `xtrain` is another project.
 EXTRA = "pip install -e '.[{}]'  # in the checkout"

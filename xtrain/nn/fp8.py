@@ -76,8 +76,8 @@ class Fp8Scales:
     scale_S: float32, three per layer (KINDS), SPACING apart.
     ready: are there scales of a step before?
     kinds: of tensors that are counted together, over all layers, such as "qkv x".
-    last_counts_K2: of the last step and each kind, how many numbers were clamped and how many were
-        not finite, int64.
+    last_counts_K: of the last step and each kind, how many numbers were clamped and how many were
+        not finite, int64; two numbers per kind.
     largest_RS: int32, see kernels.fp8.Slot; of each rank.
     """
 
@@ -109,10 +109,6 @@ class Fp8Scales:
         )
         self.ready = False
         self.divide(0, 1)
-
-    @property
-    def last_counts_K2(self) -> Array:
-        return self.last_counts_K.reshape(-1, 2)
 
     def divide(self, rank: int, world: int) -> Array:
         """Make this rank number `rank` of `world` with the same scales. Return largest_RS, flat.

@@ -121,7 +121,6 @@ store_words8_shared = WORD_OPS[8].store_shared
 unpack4 = WORD_OPS[4].unpack
 pack4 = WORD_OPS[4].pack
 unpack8 = WORD_OPS[8].unpack
-pack8 = WORD_OPS[8].pack
 
 
 # ------------------------------------------------------------------------ the same in the simulator
