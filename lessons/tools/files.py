@@ -1,4 +1,4 @@
-"""Print every file of xtrain with the first line of its docstring:   python lessons/tools/files.py
+"""Print every file of xtrain with the first sentence of its docstring:   python lessons/tools/files.py
 
 As a hook of mkdocs, write the same list as the page api/files.md, and point the links of known_issues.md at the site's pages.
 """
@@ -12,10 +12,14 @@ PACKAGE = ROOT / "xtrain"
 PAGE = "api/files.md"
 
 
-def first_line(path):
-    """Return the first line of a module's docstring up to a column, which two spaces begin."""
+def summary(path):
+    """Return the first sentence of a module's docstring, or its first line up to a column, which two spaces begin."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return re.split(r" {2,}", docstring.partition("\n")[0])[0].rstrip(":")
+    paragraph = re.split(r"\n\s", docstring)[0]
+    if "  " in paragraph:
+        return paragraph.partition("  ")[0].rstrip(":")
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])", paragraph)[0]
+    return " ".join(sentence.split()).rstrip(":")
 
 
 def rooms():
@@ -29,15 +33,15 @@ def rooms():
 
 def page():
     """Return the list as Markdown."""
-    lines = ["# Every file", "", "The first line of each module's docstring."]
+    lines = ["# Every file", "", "The first sentence of each module's docstring."]
     for folder, files in rooms():
         lines += ["", f"## {folder.relative_to(ROOT).as_posix()}/", ""]
-        introduction = first_line(folder / "__init__.py")
+        introduction = summary(folder / "__init__.py")
         if introduction:
             lines += [introduction.replace("*", r"\*"), ""]
         lines += ["| file | what is in it |", "|---|---|"]
         for path in files:
-            text = re.sub(r"([|*<])", r"\\\1", first_line(path))
+            text = re.sub(r"([|*<])", r"\\\1", summary(path))
             lines.append(f"| `{path.name}` | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -107,7 +107,7 @@ def test_every_file_says_what_is_in_it(files):
     modules = [path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     rows = re.findall(r"^\| `\w+\.py` \| (.+) \|$", page, re.M)
     assert len(rows) == len(modules)
-    short = [path.name for path in modules if len(files.first_line(path)) < 8]
+    short = [path.name for path in modules if len(files.summary(path)) < 8]
     assert short == []
 
 
