@@ -58,13 +58,18 @@ def check(number: str, solution: Callable, seed: int | None = None) -> None:
         display(said.stepper)
 
 
-def verdict(number: str, solution: Callable, seed: int | None = None) -> Verdict:
-    """check() without printing. Raises UserError if there is no such exercise."""
+def verdict(
+    number: str, solution: Callable, seed: int | None = None, steps: bool = True
+) -> Verdict:
+    """Judge as check() does, without printing. Raises UserError if there is no such exercise.
+
+    steps: record the run to step through it, which takes two thirds of the time
+    """
     lesson = number.split(".")[0]
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], solution, seed)
+    return attempt.judge(EXERCISES[number], solution, seed, steps)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:

@@ -125,12 +125,17 @@ def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kern
     return enter
 
 
-def judge(exercise: Exercise, work, seed: int | None = None) -> Verdict:
-    """work: the function that the reader wrote. seed: of the random case; None: another one in every run."""
+def judge(exercise: Exercise, work, seed: int | None = None, steps: bool = True) -> Verdict:
+    """Judge what the reader wrote.
+
+    work: the reader's function
+    seed: of the random case; None: another one in every run
+    steps: record the run to step through it, which takes two thirds of the time
+    """
     title = f"{exercise.number} {exercise.name}"
     if seed is None:
         seed = int(np.random.default_rng().integers(100_000))
-    attempt = Attempt(exercise, work, seed)
+    attempt = Attempt(exercise, work, seed, steps)
     try:
         attempt.look()
         with _time_limit(), _noted(attempt.work) as attempt.notes:
@@ -169,6 +174,7 @@ class Attempt:
     exercise: Exercise
     work: Callable
     seed: int = 0  # of the random case
+    steps: bool = True  # record the run to step through it
     count: int = 0  # cases so far
     where: str = ""  # the current case: "n = 33, grid 2, block 32"
     source: str = ""
@@ -303,11 +309,11 @@ class Attempt:
                 f"{self.exercise.name} is called with {len(args)} arguments: do not change the parameters of the function."
             )
         self.names = {id(a): name for name, a in zip(parameters, args)}
-        self.stepper = Stepper()
+        self.stepper = Stepper() if self.steps else None
         self.notes.writers.clear()
         try:
             run = traced if trace else simulator.run
-            with observe(self.stepper):
+            with observe(self.stepper) if self.steps else contextlib.nullcontext():
                 result = run(self.work, grid, block, *args, shared=shared)
         except KernelError as error:
             hint = self._barrier_hint(error) or _hint(

@@ -65,11 +65,11 @@ def our_logits(model, prompt, tokens):
 def test_every_token_is_that_of_transformers_with_rounded_keys_and_values(config):
     model = random_model(config)
     theirs = twin(model)
-    exact = [greedy(theirs, prompt, 24)[1] for prompt in PROMPTS]
+    exact = [greedy(theirs, prompt, 12)[1] for prompt in PROMPTS]
     theirs.set_attn_implementation("e4m3_cache")
-    together = Engine(model, 3, kv_cache="fp8").generate(PROMPTS, 24)
+    together = Engine(model, 3, kv_cache="fp8").generate(PROMPTS, 12)
     for prompt, tokens, without in zip(PROMPTS, together, exact):
-        expected, logits = greedy(theirs, prompt, 24)
+        expected, logits = greedy(theirs, prompt, 12)
         error = np.abs(our_logits(model, prompt, expected) - logits)
         # a number close to the middle of two codes becomes the other one: few do
         assert np.median(error) < 1e-5 and error.max() < 0.05
