@@ -17,7 +17,7 @@ from xtrain.nn import model as model_module
 from xtrain.nn.model import choose_precision
 from xtrain.nn.optim import clip
 from xtrain.serving import pretrained
-from xtrain.training import loop
+from xtrain.training import start
 from xtrain.training.memory_plan import planning
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
@@ -117,8 +117,8 @@ def test_training_takes_bf16_where_it_is(tmp_path, monkeypatch):
         raise Enough
 
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loop, "resolve_device", lambda _: "gpu")
-    monkeypatch.setattr(loop, "Transformer", made)
+    monkeypatch.setattr(start, "resolve_device", lambda _: "gpu")
+    monkeypatch.setattr(start, "Transformer", made)
     monkeypatch.setattr(model_module, "has_bf16", lambda: True)
     monkeypatch.setitem(
         PRESETS, "odd", Preset(dict(runs.SHAPE, head_dim=24), PRESETS["test"].train)
