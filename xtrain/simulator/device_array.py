@@ -242,7 +242,10 @@ class DeviceArray:
         """The view of an index: integers, slices, ellipses, names of fields."""
         if isinstance(item, str):  # of a record
             return self.array[item]
-        items = item if isinstance(item, tuple) else (item,)
+        if isinstance(item, tuple):
+            items = item
+        else:
+            items = (item,)
         if not all(isinstance(i, (int, np.integer, slice)) or i is ... for i in items):
             raise NotImplementedError(
                 f"a device array takes integers and slices as index, not {item!r}"

@@ -126,7 +126,9 @@ def launch(self, *args):
     prepared = [_prepare(a, copies_back) for a in args]
     if argtypes is not None:
         prepared = [_cast(value, kind) for value, kind in zip(prepared, argtypes)]
-    stepper = None if failed is None else Stepper()
+    stepper = None
+    if failed is not None:
+        stepper = Stepper()
     try:
         with contextlib.nullcontext() if stepper is None else observe(stepper):
             shared = self.sharedmem

@@ -417,4 +417,6 @@ class Engines:
         lines = [
             f"    {b}" for b in self.barriers.values() if b.pending != b.count or b.bytes or b.phase
         ]
-        return "\n" + "\n".join(lines) if lines else ""
+        if lines:
+            return "\n" + "\n".join(lines)
+        return ""

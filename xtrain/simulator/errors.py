@@ -9,7 +9,9 @@ from typing import NamedTuple
 def file_name(path: str) -> str:
     """The name of a file for a reader; "cell" for a cell of a notebook."""
     folder, file = os.path.split(path)
-    return "cell" if "ipykernel" in folder else file
+    if "ipykernel" in folder:
+        return "cell"
+    return file
 
 
 class Site(NamedTuple):
@@ -295,7 +297,10 @@ def numeric(thread, site, kind, text):
 def out_of_bounds(thread, a, index, site):
     """An index that does not fit the array: OutOfBoundsError, or KernelError if it is not an
     integer."""
-    axes = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, tuple):
+        axes = index
+    else:
+        axes = (index,)
     if len(axes) != a.ndim:
         reason = f"{len(axes)} indices for {a.ndim} axes"
     else:
@@ -326,7 +331,9 @@ def out_of_bounds(thread, a, index, site):
 
 def atomic_kind(thread, site, name, a, kinds):
     """An atomic that Numba does not have for this dtype. kinds: the dtypes that it has."""
-    kind = "bfloat16" if a.dtype.str == "|V2" else a.dtype
+    kind = "bfloat16"
+    if a.dtype.str != "|V2":
+        kind = a.dtype
     return KernelError(
         f"cuda.atomic.{name} {where(thread, site)}: {site.what} is an array of {kind}, Numba "
         f"supports {', '.join(kinds)}",

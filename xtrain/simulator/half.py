@@ -49,7 +49,9 @@ def rounded(x, kind, how=round):
 
 def wide(x):
     """x, a BFloat16 as a float32."""
-    return np.float32(x) if type(x) is BFloat16 else x
+    if type(x) is BFloat16:
+        return np.float32(x)
+    return x
 
 
 def _operation(op, keeps):
@@ -137,7 +139,9 @@ def _fma(a, b, c):
 def _saturated(f):
     def call(*args):
         y = f(*args)
-        return min(max(0.0, y), 1.0) if y == y else 0.0
+        if y == y:
+            return min(max(0.0, y), 1.0)
+        return 0.0
 
     return call
 
@@ -209,7 +213,9 @@ _TYPES = {
 
 def _conversion(name, kind, cast):
     """int2bfloat16_rd, half2float, bfloat16_as_short, ...; None for other names."""
-    own = "half" if kind is np.float16 else "bfloat16"
+    own = "bfloat16"
+    if kind is np.float16:
+        own = "half"
     if found := re.fullmatch(rf"(\w+)2{own}(_r[nzdu])?", name):
         given = cast(np.dtype(_TYPES[found[1]]))
         how = _ROUNDINGS[found[2] or ""]

@@ -141,7 +141,9 @@ def _erfcinv(x):
     if not 0 < x < 2:
         return {0: math.inf, 2: -math.inf}.get(x, math.nan)
     if x > 1:
-        return -_erfcinv(2 - x) if x > 1.5 else _erfinv(1 - x)
+        if x > 1.5:
+            return -_erfcinv(2 - x)
+        return _erfinv(1 - x)
     return _newton(-_normcdfinv(x / 2) / math.sqrt(2), lambda y: x - math.erfc(y))
 
 
@@ -212,7 +214,9 @@ def _sinpi(x):
 
 def _cospi(x):
     r = abs(math.remainder(x, 2))
-    return 0.0 if r == 0.5 else math.cos(math.pi * r)
+    if r == 0.5:
+        return 0.0
+    return math.cos(math.pi * r)
 
 
 def _round_away(x):
@@ -356,7 +360,10 @@ def _computation(name):
     if found := re.fullmatch(r"(f|d)sqrt_(r.)", name):
         return _directed_sqrt(_KINDS[found[1]], found[2]), "numpy"
     if found := re.fullmatch(r"fma(f?)(?:_(r.))?", name):
-        kind = np.float32 if found[1] else np.float64
+        if found[1]:
+            kind = np.float32
+        else:
+            kind = np.float64
         return _directed(*_OPERATIONS["ma"], kind, found[2] or "rn"), "numpy"
     if found := re.fullmatch(r"(f|d)(add|sub|mul|div|rcp)_(r.)", name):
         exact, plain = _OPERATIONS[found[2]]  # IEEE 754 rounds one operation to nearest
@@ -372,7 +379,9 @@ def table(frontend, cast):
     for full, (returns, parameters) in frontend.libdevice_functions.items():
         name = full.removeprefix("__nv_")
         given = [p.ty for p in parameters if not p.is_ptr]
-        results = [] if str(returns) == "none" else [returns]
+        results = []
+        if str(returns) != "none":
+            results = [returns]
         results += [p.ty for p in parameters if p.is_ptr]
         casts = [[cast(np.dtype(str(t))) for t in types] for types in (given, results)]
         function = carries(_typed(*_computation(name), *casts))

@@ -277,7 +277,9 @@ class Array:
         size = math.prod(self.dims)
         if dims.count(-1) == 1:
             known = -math.prod(dims)
-            dims[dims.index(-1)] = size // known if known else 0
+            dims[dims.index(-1)] = 0
+            if known:
+                dims[dims.index(-1)] = size // known
         if math.prod(dims) != size or min(dims, default=0) < 0:
             raise ValueError(
                 f"an array of shape {self.dims} cannot have the shape {tuple(map(int, shape))}"
@@ -527,7 +529,10 @@ def _global_array(memory, a, extent, base):
     start = (a.__array_interface__["data"][0] - low) // a.itemsize
     steps = tuple(stride // a.itemsize for stride in a.strides)
     bias = (low - base) // memory.granule
-    dtype = np.uint16 if is_bits(a) else dtype_of(a.dtype)
+    if is_bits(a):
+        dtype = np.uint16
+    else:
+        dtype = dtype_of(a.dtype)
     return make_array(memory, raw.view(dtype), a.shape, steps, start, bias, a.flags.writeable)
 
 
@@ -600,4 +605,6 @@ def poison(a):
     if a.dtype.names:
         return Record(new_array("local", (1,), a.dtype), 0)
     value = poisoned(1, a.dtype)[0]
-    return value if a.wrap is None else a.wrap(value)
+    if a.wrap is None:
+        return value
+    return a.wrap(value)

@@ -274,7 +274,9 @@ class Recording(Observer):
             path = _waiting(thread, how).path
         else:
             path = _path(site)
-        values = [] if engine else [None] * len(words)
+        values = []
+        if not engine:
+            values = [None] * len(words)
         event = Event(site, path, how, number, [*words], values, engine)
         now.add(thread, event)
         if engine == "wgmma":
@@ -288,7 +290,10 @@ class Recording(Observer):
         self, block: Any, engine: str, thread: Any, site: Any = None, barrier: Any = None
     ) -> None:
         now = self._blocks.get(block)
-        who = thread.warp if engine == "wgmma" else thread
+        if engine == "wgmma":
+            who = thread.warp
+        else:
+            who = thread
         begun = now and now.in_flight.get((engine, who))
         if not now or not begun:  # not recorded
             return
@@ -488,7 +493,9 @@ def _add_meeting(block, thread, how):
     if product is None:
         block.add(thread, event)
     elif thread.lane or thread.warp not in block.products:
-        words = [] if thread.lane else product.elements
+        words = []
+        if not thread.lane:
+            words = product.elements
         block.add(thread, replace(product, path=event.path, elements=words))
 
 
@@ -522,4 +529,6 @@ def width(what, size):
     """Number of elements that one call moves: 4 for load4 of float32. The site of an intrinsic is
     its whole call."""
     call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
-    return min(int(call[1]), 16 // size) if call else 1
+    if call:
+        return min(int(call[1]), 16 // size)
+    return 1

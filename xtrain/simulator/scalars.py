@@ -123,7 +123,9 @@ def _unary(op):
 
 
 def _unsigned(x):
-    return UInt64(x) if type(x) is np.uint64 else x
+    if type(x) is np.uint64:
+        return UInt64(x)
+    return x
 
 
 def _integer_methods():
@@ -189,7 +191,9 @@ def dtype_of(kind) -> np.dtype:
             return BF16
         return frontends.of(kind).as_dtype(kind)
     dtype = np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
-    return BF16 if dtype.name == "bfloat16" else dtype
+    if dtype.name == "bfloat16":
+        return BF16
+    return dtype
 
 
 def scalar_type(dtype) -> type:

@@ -36,7 +36,10 @@ class Stepper(Recording):
     def page(self) -> str:
         """The page: HTML that needs nothing else."""
         data = json.dumps(contents(self), separators=(",", ":")).replace("<", "\\u003c")
-        name = self.launch.name if self.launch else ""
+        if self.launch:
+            name = self.launch.name
+        else:
+            name = ""
         frame = FRAME.read_text(encoding="utf-8")
         return frame.replace("TITLE", html.escape(name), 1).replace("DATA", data, 1)
 
@@ -47,7 +50,10 @@ class Stepper(Recording):
         return path
 
     def __repr__(self) -> str:
-        name = self.launch.name if self.launch else "nothing"
+        if self.launch:
+            name = self.launch.name
+        else:
+            name = "nothing"
         times = {step.time for step in self.steps()}
         return f'<{name}, block {self.position}, {len(times)} steps: save("FILE.html") writes them as a page>'
 
@@ -169,7 +175,9 @@ def _number(value):
         return int(value)
     if isinstance(value, (float, np.floating)):
         value = float(f"{float(value):.4g}")
-        return value if math.isfinite(value) else str(value)
+        if math.isfinite(value):
+            return value
+        return str(value)
     return None if value is None else str(value)
 
 

@@ -130,7 +130,8 @@ class Thread:
         k = a.locate(index)
         if k is None:
             k = a.row(index)
-            k = self._find(a, index, site) if k is None else k
+            if k is None:
+                k = self._find(a, index, site)
             if type(k) is not int:  # a view
                 return k
         if a.memory.local:  # no other thread has this memory
@@ -169,7 +170,9 @@ class Thread:
                     if k in a.memory.writes:
                         a.run[k] = site
                         value = a.flat[k]
-                        return value if a.wrap is None else a.wrap(value)
+                        if a.wrap is None:
+                            return value
+                        return a.wrap(value)
         except (AttributeError, TypeError, ValueError):  # no array, no integers, not two axes
             pass
         return self.load(a, (i, j), site)
@@ -178,7 +181,8 @@ class Thread:
         """An element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
             k = Array.locate(a, index)
-            k = self._find(a, index, site) if k is None else k
+            if k is None:
+                k = self._find(a, index, site)
             if type(k) is int:
                 return Record(a, k, site.what)
             return k
@@ -475,7 +479,9 @@ class Thread:
         old = a.flat[k]
         a.flat[k] = new = change(old)
         self.block.launch.changes += bool(new != old)
-        return old if a.wrap is None else a.wrap(old)
+        if a.wrap is None:
+            return old
+        return a.wrap(old)
 
     def load_acquire(self, site, a, index):
         """a[index] as one access, which acquires what atomics on this element have released."""
@@ -658,7 +664,9 @@ def _bits(x) -> int:
 
 
 def _integer(x):
-    return type(x) if isinstance(x, np.integer) else Int32
+    if isinstance(x, np.integer):
+        return type(x)
+    return Int32
 
 
 _ATOMICS = {

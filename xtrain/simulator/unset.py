@@ -47,7 +47,9 @@ class Unset:
 
 def plain(x, what, site=None):
     """x itself, or the number in an Unset, which is reported."""
-    return x.use(what, site) if type(x) is Unset else x
+    if type(x) is Unset:
+        return x.use(what, site)
+    return x
 
 
 def _value(x):
