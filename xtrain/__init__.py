@@ -13,15 +13,19 @@ if _TYPE_CHECKING:
 
 __version__ = _version.VERSION
 
-# While `xtrain train` or `python -m xtrain.train` is importing, Ctrl-C ends it without a traceback. cli.command_line takes over
-# afterwards.
+# While `xtrain train` or `python -m xtrain.train` is importing, Ctrl-C ends it without a traceback.
+# cli.command_line takes over afterwards.
 _program = _sys.argv[0] if _sys.argv else ""
-_names = _sys.orig_argv if _program == "-m" else [_os.path.basename(_program)]
+if _program == "-m":
+    _names = _sys.orig_argv
+else:
+    _names = [_os.path.basename(_program)]
 _importing = any(name.split(".")[0] == "xtrain" for name in _names)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
-# What an import makes stays: to search it for garbage, again and again, would take a fifth of the time.
+# What an import makes stays: to search it for garbage, again and again, would take a fifth of the
+# time.
 _collects = _gc.isenabled()
 _gc.disable()
 try:

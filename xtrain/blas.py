@@ -1,8 +1,10 @@
-"""The threads of the BLAS library behind NumPy's matrix products: how many there are, and how many are fastest now.
+"""The threads of the BLAS library behind NumPy's matrix products: how many there are, and how many
+are fastest now.
 
-The number of threads decides how a product is divided, and so the order of its sums: a product on 2 threads differs from the same
-product on 1 thread in the last bits of some elements. With the same number its bits are the same every time. A run therefore
-records the number and keeps it when it resumes (training/loop.py).
+The number of threads decides how a product is divided, and so the order of its sums: a product on 2
+threads differs from the same product on 1 thread in the last bits of some elements. With the same
+number its bits are the same every time. A run therefore records the number and keeps it when it
+resumes (training/loop.py).
 """
 
 import contextlib
@@ -37,7 +39,9 @@ def threads() -> int | None:
 
 def use_threads(number: int | None) -> contextlib.AbstractContextManager:
     """Inside, matrix products use this number of threads. None: as many as now."""
-    return contextlib.nullcontext() if number is None else threadpool_limits(number, "blas")
+    if number is None:
+        return contextlib.nullcontext()
+    return threadpool_limits(number, "blas")
 
 
 def in_environment() -> bool:
@@ -46,7 +50,8 @@ def in_environment() -> bool:
 
 
 def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: int) -> int | None:
-    """`asked` if it is given, else what the environment says, else fastest_threads. None: the number cannot be set.
+    """`asked` if it is given, else what the environment says, else fastest_threads. None: the
+    number cannot be set.
 
     Raises UserError if `asked` is more than the cores, or if this BLAS cannot set the number.
     """
@@ -57,20 +62,26 @@ def choose_threads(asked: int | None, rows: int, width: int, hidden: int, most: 
         )
     if asked is not None and asked > cores():
         raise UserError(
-            f"--blas-threads {asked} is more than the {cores()} cores that this process may use: give fewer"
+            f"--blas-threads {asked} is more than the {cores()} cores that this process may use: "
+            "give fewer"
         )
     if asked is not None or in_use is None:
         return asked
-    return in_use if in_environment() else fastest_threads(rows, width, hidden, most)
+    if in_environment():
+        return in_use
+    return fastest_threads(rows, width, hidden, most)
 
 
 def fastest_threads(rows: int, width: int, hidden: int, most: int) -> int:
-    """The number of threads, of 1, 2, 4, ..., most, with which products of a training step are fastest now.
+    """The number of threads, of 1, 2, 4, ..., most, with which products of a training step are
+    fastest now.
 
-    rows: tokens in a forward pass.  width, hidden: of the model and its MLP. Takes about SECONDS; other processes that use the
+    rows: tokens in a forward pass.
+    width, hidden: of the model and its MLP. Takes about SECONDS; other processes that use the
     machine at the same time count.
     """
-    width, hidden = min(width, WIDEST), min(hidden, WIDEST)
+    width = min(width, WIDEST)
+    hidden = min(hidden, WIDEST)
     rows = max(1, min(rows, int(OPERATIONS / (4 * width * hidden))))
     x, up, down = (
         np.ones(shape, np.float32) for shape in ((rows, width), (hidden, width), (width, hidden))

@@ -327,7 +327,9 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
             values["warmup"] = (steps - 1) // 2
         if self.init and self.tokenizer is None and self.vocab_size is None:
             own = Path(self.init) / "tokenizer.json"  # the weights need their own tokenizer
-            values["tokenizer"] = str(own) if own.is_file() else None
+            values["tokenizer"] = None
+            if own.is_file():
+                values["tokenizer"] = str(own)
         return replace(self, preset=name, **values), self.shape(preset)
 
 

@@ -1,4 +1,5 @@
-"""Rich's console for tables, progress bars and log lines, whose text cannot control the terminal."""
+"""Rich's console for tables, progress bars and log lines, whose text cannot control the
+terminal."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +11,11 @@ from .cli import printable
 
 
 class PrintableConsole(rich.console.Console):
-    """A rich console that prints text as cli.printable: only rich itself moves the cursor and chooses colors."""
+    """A rich console that prints text as cli.printable: only rich itself moves the cursor and
+    chooses colors."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """The segments of anything printable; those in which rich controls the terminal are unchanged."""
+        """The segments of anything printable; those in which rich controls the terminal are
+        unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

@@ -33,7 +33,8 @@ from .training_command import training_command
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code. `finetune` and `reinforce` may precede their
     options."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     if arguments[:1] in (["finetune"], ["reinforce"]):
         return importlib.import_module(f".{arguments[0]}", __package__).main(arguments[1:])
     return training_command("xtrain.ddp", TrainConfig, __doc__, train.run_command, arguments)

@@ -1,7 +1,7 @@
 """Find the GPU, and move arrays to it and back.
 
-The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the GPU. Nothing here keeps a
-separate "current device"; CuPy's current device and stream are the only ones.
+The device is the array type: NumPy arrays live on the CPU, CuPy arrays on the GPU. Nothing here
+keeps a separate "current device"; CuPy's current device and stream are the only ones.
 """
 
 import contextlib
@@ -18,23 +18,28 @@ import numpy as np
 from .errors import UserError
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-Array = Any  # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so an annotation cannot name its type
+# numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so an annotation cannot name
+# its type
+Array = Any
 
 
 _replacement: Any = None  # for CuPy: see use_array_module
 
 
 def cupy() -> Any:
-    """The cupy module if it is installed and sees a GPU, else None. Inside use_array_module: that module."""
-    return _usable_cupy() if _replacement is None else _replacement
+    """The cupy module if it is installed and sees a GPU, else None. Inside use_array_module: that
+    module."""
+    if _replacement is None:
+        return _usable_cupy()
+    return _replacement
 
 
 @contextlib.contextmanager
 def use_array_module(module: Any) -> Iterator[None]:
     """Inside, cupy() and array_module return `module` instead of CuPy, with or without a GPU.
 
-    The memory plan uses this with arrays that have no values. It applies to all threads, and nested uses must end in reverse
-    order.
+    The memory plan uses this with arrays that have no values. It applies to all threads, and nested
+    uses must end in reverse order.
     """
     global _replacement
     before, _replacement = _replacement, module
@@ -51,7 +56,9 @@ def _usable_cupy() -> ModuleType | None:
     except ImportError:
         return None
     try:
-        return cupy if cupy.cuda.runtime.getDeviceCount() > 0 else None
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return cupy
+        return None
     except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or one that is too old
         return None
 
@@ -69,7 +76,8 @@ def gpu_available() -> bool:
 
 
 def has_bf16() -> bool:
-    """Does this GPU support bf16 instructions (compute capability 8.0, Ampere, or higher)? Needs a GPU."""
+    """Does this GPU support bf16 instructions (compute capability 8.0, Ampere, or higher)? Needs a
+    GPU."""
     return int(cupy().cuda.Device().compute_capability) >= 80
 
 
@@ -104,7 +112,9 @@ def is_gpu(x: Array) -> bool:
 
 def as_array(x: Any) -> Array:
     """x if it is an array, else np.asarray(x): NumPy operations turn 0-d arrays into scalars."""
-    return x if hasattr(x, "strides") and not isinstance(x, np.generic) else np.asarray(x)
+    if hasattr(x, "strides") and not isinstance(x, np.generic):
+        return x
+    return np.asarray(x)
 
 
 def to_device(x: np.ndarray, device: str) -> Array:
@@ -159,9 +169,9 @@ class HostCopies:
 
     def event(self) -> Callable[[], None]:
         """-> a function that waits until all copies so far are complete; any thread may call it."""
-        return (
-            cupy().cuda.get_current_stream().record().synchronize if self.from_gpu else lambda: None
-        )
+        if self.from_gpu:
+            return cupy().cuda.get_current_stream().record().synchronize
+        return lambda: None
 
 
 def synchronize(device: str) -> None:
@@ -181,9 +191,9 @@ def device_name(device: str) -> str:
 class PrivatePool:
     """A CuPy memory pool for one CUDA graph; memory_peak_bytes counts it while it exists.
 
-    When the GPU is full, a CuPy pool frees its unused blocks and tries again. Once a graph holds the
-    addresses of the blocks (`keep`) that must not happen: then the default pool frees its blocks, and
-    if that is not enough, MemoryError is raised.
+    When the GPU is full, a CuPy pool frees its unused blocks and tries again. Once a graph holds
+    the addresses of the blocks (`keep`) that must not happen: then the default pool frees its
+    blocks, and if that is not enough, MemoryError is raised.
     """
 
     alive: weakref.WeakSet = weakref.WeakSet()
@@ -192,7 +202,8 @@ class PrivatePool:
         # a list shared with the pool: a reference to self would be a cycle that is never freed
         self.kept: list[bool] = []
         self.pool = cupy().cuda.MemoryPool(functools.partial(_allocate, self.kept))
-        self.malloc, self.total_bytes = self.pool.malloc, self.pool.total_bytes
+        self.malloc = self.pool.malloc
+        self.total_bytes = self.pool.total_bytes
         self.free_all_blocks = self.pool.free_all_blocks
         weakref.finalize(self, self.pool.free_all_blocks)  # CuPy 14 leaves them on the GPU
         self.alive.add(self)
@@ -205,7 +216,8 @@ class PrivatePool:
 
 
 def _allocate(kept: list[bool], size: int) -> Any:
-    """Allocate `size` bytes from the driver, for a PrivatePool. kept: not empty after PrivatePool.keep."""
+    """Allocate `size` bytes from the driver, for a PrivatePool. kept: not empty after
+    PrivatePool.keep."""
     gpu = cupy().cuda
     new = lambda: gpu.MemoryPointer(gpu.Memory(size), 0)
     try:
@@ -223,8 +235,10 @@ def _allocate(kept: list[bool], size: int) -> Any:
 
 
 def mapped_array(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, Any]:
-    """An array in pinned and mapped host memory, zero-filled. -> as NumPy array, as CuPy array for kernels"""
-    cp, dtype = cupy(), np.dtype(dtype)
+    """An array in pinned and mapped host memory, zero-filled. -> as NumPy array, as CuPy array for
+    kernels"""
+    cp = cupy()
+    dtype = np.dtype(dtype)
     nbytes = int(np.prod(shape)) * dtype.itemsize
     memory = cp.cuda.alloc_pinned_memory(nbytes)
     owned = cp.cuda.UnownedMemory(memory.ptr, nbytes, memory, cp.cuda.Device().id)
@@ -240,7 +254,8 @@ def free_cached(device: str) -> None:
 
 
 def memory_peak_bytes(device: str) -> int | None:
-    """Bytes that the memory pools have allocated on the GPU (they keep freed blocks); None on the CPU."""
+    """Bytes that the memory pools have allocated on the GPU (they keep freed blocks); None on the
+    CPU."""
     if device == "cpu":
         return None
     pools = [cupy().get_default_memory_pool(), *PrivatePool.alive]

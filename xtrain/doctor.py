@@ -1,10 +1,12 @@
-"""Check the machine: what xtrain finds, what is missing or incompatible, and the command that fixes it.
+"""Check the machine: what xtrain finds, what is missing or incompatible, and the command that fixes
+it.
 
     python -m xtrain.doctor            a table; exit code 0: all checks pass, 1: something needs a fix
     python -m xtrain.doctor --json     the same for programs
 
-Checks that could crash the interpreter (drivers, MPI) run in a subprocess. A small kernel is compiled and run in the simulator,
-and on the GPU if there is one. Nothing on the machine is changed.
+Checks that could crash the interpreter (drivers, MPI) run in a subprocess. A small kernel is
+compiled and run in the simulator, and on the GPU if there is one. Nothing on the machine is
+changed.
 """
 
 import argparse  # not tyro, which may be missing

@@ -1,4 +1,5 @@
-"""UserError, the error that a user can fix; and how to recognize and describe an out-of-memory error."""
+"""UserError, the error that a user can fix; and how to recognize and describe an out-of-memory
+error."""
 
 import contextlib
 import traceback
@@ -13,7 +14,8 @@ ALLOCATORS = ("launch.py", "device.py", "out_of_memory.py")
 
 
 class UserError(ValueError):
-    """Bad input. The message is one sentence: what is wrong and what to do. A command prints it and exits with 2."""
+    """Bad input. The message is one sentence: what is wrong and what to do. A command prints it and
+    exits with 2."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -26,11 +28,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_out_of_memory(error: BaseException) -> str:
     """What was being allocated, and where:
 
-    "out of memory: Unable to allocate 3.0 GiB for an array ... (in swiglu_fwd, kernels/swiglu.py, layer 3)"
+    "out of memory: Unable to allocate 3.0 GiB for an array ... (in swiglu_fwd, kernels/swiglu.py,
+    layer 3)"
     """
     message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     package = Path(__file__).parent
-    callers, backward, layer = [], False, ""
+    callers = []
+    backward = False
+    layer = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         if package not in path.parents or path.name in ALLOCATORS:
@@ -44,8 +49,11 @@ def describe_out_of_memory(error: BaseException) -> str:
 
 
 def _layer(variables: dict[str, Any]) -> str:
-    """The current layer, from the local variables of the frame in model.py that loops over the layers."""
+    """The current layer, from the local variables of the frame in model.py that loops over the
+    layers."""
     layers = getattr(getattr(variables.get("self"), "layers", None), "index", None)
     with contextlib.suppress(ValueError, TypeError):
-        return f"layer {layers(variables['layer'])}" if layers and "layer" in variables else ""
+        if layers and "layer" in variables:
+            return f"layer {layers(variables['layer'])}"
+        return ""
     return ""

@@ -3,7 +3,8 @@
     python -m xtrain.export --model FOLDER --gguf FILE --type q8_0      a GGUF file, for llama.cpp and Ollama
     python -m xtrain.export --model ADAPTERS --merge FOLDER             LoRA adapters and their model as one model
 
-For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every checkpoint is one.
+For transformers, vLLM and other programs that read Hugging Face folders no export is needed: every
+checkpoint is one.
 """
 
 import sys
@@ -28,10 +29,12 @@ class Options:
 
     model: str  # a Hugging Face folder, a folder with LoRA adapters, or that of an xtrain run
     gguf: str = ""  # the file to write; an existing one is replaced when the new one is complete
-    # the folder to write: the adapters in --model, added to the weights of the model that they belong to
+    # the folder to write: the adapters in --model, added to the weights of the model that they
+    # belong to
     merge: str = ""
     change: str | None = None  # with --merge: MODULE:FUNCTION, with which the model was changed
-    # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale for every 32 values
+    # with --gguf, of the matrices: f32 is exact, f16 rounds to 11 bits, q8_0 to 8 bits with a scale
+    # for every 32 values
     type: Literal["f32", "f16", "q8_0"] = "f16"
 
 
@@ -42,7 +45,8 @@ def merge(folder: Path, out: Path, change: str | None = None) -> None:
     """
     if not is_adapter(folder):
         raise UserError(
-            f"{folder} has no adapter_config.json, so there is nothing to merge: give the folder of adapters"
+            f"{folder} has no adapter_config.json, so there is nothing to merge: give the folder "
+            "of adapters"
         )
     if out.resolve() in (folder.resolve(), base_folder(folder).resolve()):
         raise UserError(f"{out} holds the adapters or their model: give another folder to --merge")

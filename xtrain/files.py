@@ -21,11 +21,14 @@ from typing import Any
 
 from .errors import UserError
 
-# where folders cannot be locked: a work folder unchanged for this long counts as left by a dead process
+# where folders cannot be locked: a work folder unchanged for this long counts as left by a dead
+# process
 STRAY_SECONDS = 3600
 FULL = {errno.ENOSPC, errno.EDQUOT}  # a full disk: freeing space fixes it, so a run continues
 LOCK_FILE = ".lock"  # in a folder that cannot be locked: the machine whose process uses it
-NEW, OLD = "new", "old"  # in the work folder of `replacing`
+# in the work folder of `replacing`
+NEW = "new"
+OLD = "old"
 
 
 class DiskFull(UserError):
@@ -68,7 +71,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The name of a temporary file to write, which replaces `path` atomically at the end, if nothing was raised."""
+    """The name of a temporary file to write, which replaces `path` atomically at the end, if
+    nothing was raised."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary
@@ -91,17 +95,20 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder against other processes. -> is it locked? Raises Busy if another process holds the lock.
+    """Lock a folder against other processes. -> is it locked? Raises Busy if another process holds
+    the lock.
 
     The lock (flock) is on the folder itself and leaves no file; the kernel releases it when the
-    process ends. Where flock is not supported (Windows, some network disks) the folder is not locked.
+    process ends. Where flock is not supported (Windows, some network disks) the folder is not
+    locked.
     """
     try:
         import fcntl
     except ImportError:
         yield False
         return
-    descriptor, is_locked = os.open(folder, os.O_RDONLY), True
+    descriptor = os.open(folder, os.O_RDONLY)
+    is_locked = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,11 +123,12 @@ def locked(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """As locked, also where flock is not supported. Raises Busy, or OSError if the lock cannot be written.
+    """As locked, also where flock is not supported. Raises Busy, or OSError if the lock cannot be
+    written.
 
-    There, a socket excludes the other processes of this machine; the kernel releases it when the process
-    ends. LOCK_FILE excludes other machines. A killed process leaves it behind: only its own machine
-    knows that the process has ended, so on another one the user has to delete the file.
+    There, a socket excludes the other processes of this machine; the kernel releases it when the
+    process ends. LOCK_FILE excludes other machines. A killed process leaves it behind: only its own
+    machine knows that the process has ended, so on another one the user has to delete the file.
     """
     with contextlib.ExitStack() as stack:
         # a process on another machine, where flock is not supported, may have written LOCK_FILE
@@ -133,9 +141,11 @@ def owned(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _machine_lock(folder: Path) -> Iterator[str]:
-    """Lock a folder against other processes of this machine. -> the machine that the lock is valid for. Raises Busy.
+    """Lock a folder against other processes of this machine. -> the machine that the lock is valid
+    for. Raises Busy.
 
-    The lock is a name in Linux's abstract socket namespace. Elsewhere nothing is locked: the result differs at every call.
+    The lock is a name in Linux's abstract socket namespace. Elsewhere nothing is locked: the result
+    differs at every call.
     """
     host = platform.node()
     if sys.platform != "linux":
@@ -161,7 +171,9 @@ def _write_lock_file(path: Path, machine: str) -> None:
     except FileExistsError:
         owner = path.read_text("utf-8", "replace")
         if owner != machine:  # else its process has ended: this one holds the machine's lock
-            host = owner.split()[0] if owner.split() else "an unknown machine"
+            host = "an unknown machine"
+            if owner.split():
+                host = owner.split()[0]
             raise Busy(
                 f"if the process on {host} that wrote {path} has ended, delete that file"
             ) from None
@@ -178,7 +190,8 @@ def work_folder(
 ) -> Iterator[Path]:
     """A new folder in `parent`, removed at the end unless the caller has renamed it.
 
-    Work folders of killed processes, with the same prefix, are removed first.  discard(folder): removes one.
+    Work folders of killed processes, with the same prefix, are removed first.  discard(folder):
+    removes one.
     """
     for stray in _work_folders(parent, prefix):
         _remove_if_dead(stray, discard)
@@ -198,7 +211,8 @@ def _work_folders(parent: Path, prefix: str) -> list[Path]:
 
 
 def _own_folder(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path | None:
-    """Make and lock a folder; the stack releases the lock. None if another process has removed it."""
+    """Make and lock a folder; the stack releases the lock. None if another process has removed
+    it."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     with contextlib.suppress(Busy, FileNotFoundError):
         stack.enter_context(locked(folder))
@@ -219,9 +233,10 @@ def _remove_if_dead(stray: Path, discard: Callable[[Path], Any]) -> None:
 def replacing(folder: Path, is_stale: Callable[[str], Any]) -> Iterator[Path]:
     """Yield an empty folder, whose files replace those of `folder` at the end, all at once.
 
-    Files of other names stay (as hard links where possible), unless is_stale(name). After an error or a kill,
-    `folder` is as before; the next call removes what a kill has left next to it. At the end the files are on the
-    disk. folder: without symbolic links. Raises UserError if writing fails.
+    Files of other names stay (as hard links where possible), unless is_stale(name). After an error
+    or a kill, `folder` is as before; the next call removes what a kill has left next to it. At the
+    end the files are on the disk. folder: without symbolic links. Raises UserError if writing
+    fails.
     """
     if not folder.name:
         raise UserError(f"{folder} is the root of the disk: give a folder to write to")
@@ -259,9 +274,12 @@ def _check_replaceable(folder: Path) -> None:
     # the shell that started this process would be left in a folder that is gone
     is_here = Path(os.path.realpath(".")).is_relative_to(folder)
     if is_here or os.path.ismount(folder):
-        what = "is the current folder or contains it" if is_here else "is a mounted disk"
+        what = "is a mounted disk"
+        if is_here:
+            what = "is the current folder or contains it"
         raise UserError(
-            f"{folder} {what}, so another cannot take its place: give a folder inside, such as {folder / 'model'}"
+            f"{folder} {what}, so another cannot take its place: give a folder inside, such as "
+            f"{folder / 'model'}"
         )
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -271,7 +289,9 @@ def _link_others(folder: Path, new: Path, stays: Callable[[str], bool]) -> None:
     """Link, or copy, the entries of `folder` that stay into `new`. Raises OSError."""
 
     def replaced(at: str, names: list[str]) -> set[str]:
-        return set() if Path(at) != folder else {name for name in names if not stays(name)}
+        if Path(at) != folder:
+            return set()
+        return {name for name in names if not stays(name)}
 
     shutil.copytree(
         folder, new, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True
@@ -290,9 +310,11 @@ def _link(source: str, target: str) -> None:
 
 
 def publish(new: Path, folder: Path, aside: Path) -> None:
-    """Rename `new` to `folder`, and sync that. What `folder` was is then at `new` or `aside`. Raises OSError.
+    """Rename `new` to `folder`, and sync that. What `folder` was is then at `new` or `aside`.
+    Raises OSError.
 
-    Where the system cannot exchange two names (NFS, macOS, Windows), a kill between two renames leaves it at `aside`.
+    Where the system cannot exchange two names (NFS, macOS, Windows), a kill between two renames
+    leaves it at `aside`.
     """
     if not os.path.lexists(folder):
         new.rename(folder)
@@ -307,10 +329,13 @@ def publish(new: Path, folder: Path, aside: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two names, atomically. -> False if the system cannot; nothing has changed then. Raises OSError."""
+    """Exchange two names, atomically. -> False if the system cannot; nothing has changed then.
+    Raises OSError."""
     if sys.platform != "linux":
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    # AT_FDCWD, RENAME_EXCHANGE
+    here = -100
+    exchange = 2
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # an older C library
@@ -346,7 +371,8 @@ def restore(folder: Path) -> None:
     If that process is alive, wait for its second rename, at most a second.
     """
     folder = folder.resolve()
-    deadline, alive = time.monotonic() + 1, True
+    deadline = time.monotonic() + 1
+    alive = True
     with contextlib.suppress(OSError):  # the caller finds out that the folder is missing
         while alive and not folder.exists() and time.monotonic() < deadline:
             alive = False
@@ -361,14 +387,20 @@ def restore(folder: Path) -> None:
 
 # ----------------------------------------------------------------------------- log files
 class Journal:
-    """An append-only file. Text that does not fit on a full disk is kept and written with the next."""
+    """An append-only file. Text that does not fit on a full disk is kept and written with the
+    next."""
 
     def __init__(self, path: Path):
-        self.path, self.pending = path, b""
-        self.size = path.stat().st_size if path.exists() else 0  # bytes written to the file
+        self.path = path
+        self.pending = b""
+        # bytes written to the file
+        self.size = 0
+        if path.exists():
+            self.size = path.stat().st_size
 
     def write(self, text: str) -> bool:
-        """Append text. -> is all of it in the file? Raises UserError for any error but a full disk."""
+        """Append text. -> is all of it in the file? Raises UserError for any error but a full
+        disk."""
         self.pending += text.encode()
         return self.flush()
 
@@ -382,7 +414,8 @@ class Journal:
             if error.errno not in FULL:
                 raise cannot_write(self.path, error) from error
             return False
-        self.size, self.pending = self.size + len(self.pending), b""
+        self.size = self.size + len(self.pending)
+        self.pending = b""
         return True
 
     def _append(self) -> None:

@@ -18,7 +18,8 @@ __all__ = ["check", "main"]
 
 @command("xtrain.gradcheck")
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code, 0: all gradients are right, 1: a gradient is wrong, 2: invalid arguments."""
+    """Run the command. Returns the exit code, 0: all gradients are right, 1: a gradient is wrong,
+    2: invalid arguments."""
     about = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser("python -m xtrain.gradcheck", description=about)
     which = f"ops to check: {', '.join(CASES)}; none: all of them"

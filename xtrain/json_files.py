@@ -1,4 +1,5 @@
-"""Read small JSON files that any program may have written: every error is a UserError that names the file."""
+"""Read small JSON files that any program may have written: every error is a UserError that names
+the file."""
 
 import collections
 import contextlib
@@ -32,15 +33,18 @@ def read_json_if_present(path: Path) -> dict[str, Any]:
 
 
 def check_pointer(text: bytes, path: Path) -> None:
-    """Raises UserError if path is what git leaves in place of a large file. text: with which it begins."""
+    """Raises UserError if path is what git leaves in place of a large file. text: with which it
+    begins."""
     if text.startswith(b"version https://git-lfs"):
         raise UserError(
-            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or download it again"
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its "
+            "folder, or download it again"
         )
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in text, read from path. Raises UserError, also for a key that occurs twice."""
+    """The JSON object in text, read from path. Raises UserError, also for a key that occurs
+    twice."""
     check_pointer(text, path)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
@@ -52,7 +56,8 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree about its value."""
+    """The pairs as a dict. Raises ValueError for a key that occurs twice: readers would disagree
+    about its value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
@@ -71,8 +76,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_folder(path: Path) -> bool:
-    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if permissions or the length of the
-    name prevent the check."""
+    """path.is_dir(), after restoring a folder whose export was killed. Raises UserError if
+    permissions or the length of the name prevent the check."""
     with reading(path):
         if not os.path.lexists(path):
             restore(path)

@@ -4,8 +4,8 @@
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them
     python -m xtrain.lesson check 1        run them in the simulator and report errors; `check 1.2` runs one
 
-In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`. lessons/checks/api.py
-defines these names.
+In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`.
+lessons/checks/api.py defines these names.
 """
 
 import argparse
@@ -23,11 +23,13 @@ PACKAGE = "lesson_checks"  # the folder's name as a package; "checks" is too com
 
 
 def load_checks(module: str) -> Any:
-    """A module of lessons/checks. Raises UserError in an installed package, which has no lessons."""
+    """A module of lessons/checks. Raises UserError in an installed package, which has no
+    lessons."""
     if PACKAGE not in sys.modules:
         if not CHECKS.is_dir():
             raise UserError(
-                "the lessons are in xtrain's repository, not in the installed package: run this in a clone"
+                "the lessons are in xtrain's repository, not in the installed package: run this in "
+                "a clone"
             )
         spec = importlib.util.spec_from_file_location(
             PACKAGE, CHECKS / "__init__.py", submodule_search_locations=[str(CHECKS)]

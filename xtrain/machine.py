@@ -38,7 +38,9 @@ def shared_memory() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts several processes.  world: their number.  variable: the environment variable that says so."""
+    """A program that starts several processes.
+    world: their number.
+    variable: the environment variable that says so."""
 
     name: str
     variable: str
@@ -58,11 +60,15 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
 
     def found(name: str, variable: str, first: int = 0) -> list[Launcher]:
         value = environment.get(variable, "")
-        return [Launcher(name, variable, int(value) + first)] if value.isdecimal() else []
+        if value.isdecimal():
+            return [Launcher(name, variable, int(value) + first)]
+        return []
 
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     in_step = "SLURM_PROCID" in environment and step.isdecimal() and int(step) < SPECIAL_STEP
-    pmi = "srun" if in_step and "MPI_LOCALRANKID" not in environment else "MPICH's mpirun"
+    pmi = "MPICH's mpirun"
+    if in_step and "MPI_LOCALRANKID" not in environment:
+        pmi = "srun"
     pmix = "srun" if in_step else "Open MPI's mpirun"
     sizes = [
         *found("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),

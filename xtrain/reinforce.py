@@ -1,4 +1,6 @@
-"""Train a model on rewards, with GRPO:   python -m xtrain.reinforce --init FOLDER --data prompts.jsonl --task MODULE:FUNCTION
+"""Train a model on rewards, with GRPO.
+
+    python -m xtrain.reinforce --init FOLDER --data prompts.jsonl --task MODULE:FUNCTION
 
 Each line of the data has a "prompt", or "messages" up to the answer. The function gets such a line
 and the texts of several completions, and returns one number for each: reward(record, completions)

@@ -37,7 +37,10 @@ def training_command(
         work(parse_options(cli), SingleDevice())
         return 0
 
-    given = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        given = sys.argv[1:]
+    else:
+        given = arguments
     if {"-h", "--help"} & set(given):  # without MPI, which may not be able to start here
         return run_alone() if first_on_machine() else 0
     started_by = launcher()

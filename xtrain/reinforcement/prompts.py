@@ -1,7 +1,9 @@
 """The prompts of reinforcement learning, and the function that rewards completions.
 
 {"prompt": ..., and anything that the function reads}
-{"messages": [{"role": "user", "content": ...}], ...}      rendered by the model's chat template, up to where the answer begins
+{"messages": [{"role": "user", "content": ...}], ...}
+
+Messages are rendered by the model's chat template, up to where the answer begins.
 """
 
 import hashlib
@@ -56,7 +58,8 @@ def _text(record: Record, template: ChatTemplate | None) -> str:
         return record.text("prompt")
     if template is None:
         raise UserError(
-            f'{record.where} has "messages", but the model\'s folder has no chat template: give "prompt", or add chat_template.jinja'
+            f'{record.where} has "messages", but the model\'s folder has no chat template: '
+            'give "prompt", or add chat_template.jinja'
         )
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{record.where}: "messages" must be a list of messages: fix the line')

@@ -12,12 +12,14 @@ def pytest_addoption(parser):
     group.addoption(
         "--simulate-cuda",
         action="store_true",
-        help="run every @cuda.jit kernel in a simulator that reports races, deadlocks, bounds and uninitialized reads; no GPU needed",
+        help="run every @cuda.jit kernel in a simulator that reports races, deadlocks, bounds and "
+        "uninitialized reads; no GPU needed",
     )
     group.addoption(
         "--cuda-report",
         metavar="FILE.html",
-        help="with --simulate-cuda: write each launch that has a mistake as a page to step through: FILE.html, FILE-2.html, ...",
+        help="with --simulate-cuda: write each launch that has a mistake as a page to step "
+        "through: FILE.html, FILE-2.html, ...",
     )
     for option, does in (("allow", "do not report"), ("enable", "report also")):
         group.addoption(

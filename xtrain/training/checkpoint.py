@@ -1,14 +1,14 @@
 """Save a run and resume it, bit for bit.
 
     runs/NAME/checkpoints/step-000200/
-        config.json, model.safetensors, tokenizer.json ...   the model in the Hugging Face layout, ready to be served
-        optimizer.safetensors                                 both moments of each tensor, float32: m.NAME, v.NAME (AdamW; with
-                                                              Muon m is the momentum, v zero); in
-                                                              fp8 training also fp8.scale
-                                                              (nn/fp8.py)
-        ema/                                                  with --ema: the model again, with the average of its weights
-        state.json                                            step, position in the data, options: formats/saved_runs.py
-        manifest.json                                         a checksum of every file and tensor: formats/manifest.py
+        config.json, model.safetensors, tokenizer.json ...
+                                 the model in the Hugging Face layout, ready to be served
+        optimizer.safetensors    both moments of each tensor, float32: m.NAME, v.NAME (AdamW; with
+                                 Muon m is the momentum, v zero); in fp8 training also fp8.scale
+                                 (nn/fp8.py)
+        ema/                     with --ema: the model again, with the average of its weights
+        state.json               step, position in the data, options: formats/saved_runs.py
+        manifest.json            a checksum of every file and tensor: formats/manifest.py
 
 No state of a random generator is stored: initialisation, the order of the text and samples follow
 from the seed, and the order of an epoch from (seed, epoch). model.safetensors holds the float32

@@ -5,11 +5,13 @@ metrics.jsonl   reproducible numbers only: step, loss, grad_norm, lr; at validat
                 --eval-tasks FILE/METRIC, as quiz/acc. A value that is not finite is null; "skipped"
                 says why a step changed nothing, "spike" by how many standard deviations a loss
                 exceeds the ones before it
-layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run; reproducible too
-timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py), peak memory, seconds
-                that the run has taken, without the time between a stop and --resume; different in
-                every run
-starts.jsonl    each start of the run: its command line, and the commit of the working directory (run_folder.py)
+layers.jsonl    gradient norm of each layer, before clipping, about 100 times in a run;
+                reproducible too
+timing.jsonl    tokens per second, MFU (flops.py), milliseconds per step and phase (phase_timer.py),
+                peak memory, seconds that the run has taken, without the time between a stop and
+                --resume; different in every run
+starts.jsonl    each start of the run: its command line, and the commit of the working directory
+                (run_folder.py)
 trackers.json   the identity of the logged run of --log (trackers.py)
 samples.txt     generated text
 loss.png        the loss curve
