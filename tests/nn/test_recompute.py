@@ -111,7 +111,7 @@ def test_what_the_ops_make_again_is_what_they_had(precision):
             )
         )  # fmt: skip
         if joined:
-            stream = Stream(x, r, dtype)
+            stream = Stream(x, r, dtype=dtype)
             z = F.linear(F.swiglu(F.linear(F.rmsnorm(stream, w, 1e-6), v)), u)
             h = stream.h
         else:

@@ -165,7 +165,7 @@ class Stream(Deferred):
 
     __slots__ = ("branch_dtype", "delta", "h")
 
-    def __init__(self, h_NC: Tensor, delta_NC: Tensor | None = None, dtype: Any = None):
+    def __init__(self, h_NC: Tensor, delta_NC: Tensor | None = None, *, dtype: Any = None):
         super().__init__()
         self.h = h_NC
         self.delta = delta_NC
@@ -190,8 +190,8 @@ class Stream(Deferred):
         is_delta = isinstance(other, Tensor) and other.dtype == self.branch_dtype
         h_NC = self.added()
         if is_delta and other.shape == h_NC.shape:
-            return Stream(h_NC, other, self.branch_dtype)
-        return Stream(h_NC + other, None, self.branch_dtype)
+            return Stream(h_NC, other, dtype=self.branch_dtype)
+        return Stream(h_NC + other, dtype=self.branch_dtype)
 
     __radd__ = __add__
 
