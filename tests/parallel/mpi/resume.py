@@ -238,9 +238,9 @@ def fine_tuning(folder):
 
     alone = tuned("tuned", 1)
     tuned("divided", 2, stop_at=3, zero=1)
-    divided = tuned("divided", 1, resume=True)
+    resumed = tuned("divided", 1, resume=True)
     if WORLD.rank == 0:
-        np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
+        np.testing.assert_allclose(losses(resumed), losses(alone), rtol=1e-5)
 
 
 def reinforcement(folder):
