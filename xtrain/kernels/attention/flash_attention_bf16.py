@@ -256,16 +256,12 @@ def make_fwd_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(S)
-        if CAUSAL and q0 + BM < T:
-            end = int32(q0 + BM + past)
+        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(first, b * T, q0, past)
         max_lo = first_keys(lo, first, b * T, w0, T, past)
         # end of the keys that this warp sees
-        visible = int32(0)
-        if w0 < T:
-            visible = int32(w0 + ROWS + past if CAUSAL else S)
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         copy_q(smem, 0, q, (b * T + q0) * q_row + h * D, q_row, T - q0)
         at_k = (b * S + n0) * k_row + head
         at_v = (b * S + n0) * v_row + head

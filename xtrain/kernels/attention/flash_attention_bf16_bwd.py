@@ -186,13 +186,9 @@ def make_dq_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         i = int64(bh) * T + w0
         valid = T - w0
         statistics(shift, delta, do, o, first + w0 * row, row, lse_BHT, delta_BHT, i, valid)
-        end = int32(S)
-        if CAUSAL and q0 + BM < T:
-            end = int32(q0 + BM + past)
+        end = int32(q0 + BM + past if CAUSAL and q0 + BM < T else S)
         # end of the keys that this warp sees
-        visible = int32(0)
-        if w0 < T:
-            visible = int32(w0 + ROWS + past if CAUSAL else S)
+        visible = int32((w0 + ROWS + past if CAUSAL else S) if w0 < T else 0)
         now = int32(KV)
         other = int32(KV + STAGE)
         while n0 < end:
@@ -425,16 +421,12 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         clear(acc_k)
         clear(acc_v)
         # first tile that sees a key
-        first = int32(0)
-        if CAUSAL and n0 > past:
-            first = int32((n0 - past) // BM * BM)
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
         # end of the queries that see a key
         stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
         least = last_queries(hi, last, b * S, w0, T, S, past)
         # first query tile that this warp needs
-        visible = int32(T)
-        if w0 < S:
-            visible = int32(w0 - past - BM + 1 if CAUSAL else 0)
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h = int32(g * group)
         t0 = first
         end = int32((g + 1) * group)
@@ -448,11 +440,7 @@ def make_dkdv_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         while h < end:
             wait_copies(0)
             cuda.syncthreads()  # this tile has arrived; all warps have left the previous one
-            next_h = h
-            next_t = int32(t0 + BM)
-            if next_t >= stop:
-                next_h = int32(h + 1)
-                next_t = first
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, other, queries, b, next_h, next_t)
             if t0 >= visible:

@@ -160,15 +160,11 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
         hi = cuda.local.array((MT, 2), int32)
         clear(acc)
         # first tile that sees a key
-        first = int32(0)
-        if CAUSAL and n0 > past:
-            first = int32((n0 - past) // BM * BM)
+        first = int32((n0 - past) // BM * BM if CAUSAL and n0 > past else 0)
         # end of the queries that see a key
         stop = int32(last_query(last, b * S, min(int32(n0 + BN), S) - 1, T, past) + 1)
         least = last_queries(hi, last, b * S, w0, T, S, past)
-        visible = int32(T)
-        if w0 < S:
-            visible = int32(w0 - past - BM + 1 if CAUSAL else 0)
+        visible = int32((w0 - past - BM + 1 if CAUSAL else 0) if w0 < S else T)
         h = int32(g * group)
         t0 = first
         old_t = int32(NEVER)
@@ -187,11 +183,7 @@ def make_dkdv_d128_kernel(D: int, CAUSAL: bool, tiles: Tiles, KIND: int = 0):
             wait_copies(0)
             # this tile and P^T of the previous one have arrived; all left the oldest
             cuda.syncthreads()
-            next_h = h
-            next_t = int32(t0 + BM)
-            if next_t >= stop:
-                next_h = int32(h + 1)
-                next_t = first
+            next_h, next_t = (h, int32(t0 + BM)) if t0 + BM < stop else (int32(h + 1), first)
             if next_h < end:
                 copy_queries(smem, stats, new, queries, b, next_h, next_t)
             if is_k and old_t >= visible:
