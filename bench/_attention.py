@@ -86,9 +86,7 @@ def in_turns(contestants: dict, turns: int) -> dict:
 
 # ----------------------------------------------------------------------------- compilation
 def _compiled(compile_one):
-    """Return compile_one(task), which returns bytes, as a function that returns (task, bytes,
-    error).
-    """
+    """Return the function of a task that returns (task, bytes of compile_one(task), error)."""
 
     @functools.wraps(compile_one)
     def caught(task):

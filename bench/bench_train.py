@@ -189,9 +189,12 @@ def torch_step(config, T, ours, precision, mode, liger=False, recipe=None, head=
 
 
 def torch_best(config, B, T, ours, precision, modes, data, synchronize, head=False):
-    """Return (losses, ms (median, p20, p80), peak GB and name of the fastest variant), and tok/s of
-    the fastest with Liger-Kernel and with torchao's float8, as "liger" and "torchao". precision
-    fp8: bf16 and float8. head: the head in float8, too
+    """Return (losses, ms, peak GB, name) of the fastest variant, and tok/s of other libraries.
+
+    ms: (median, p20, p80).
+    The others: the fastest with Liger-Kernel and with torchao's float8, as "liger" and "torchao".
+    precision fp8: bf16 and float8.
+    head: the head in float8, too.
     """
     import torch
     from torch_model import HAS_FLOAT8, HAS_LIGER, RECIPES

@@ -1,5 +1,4 @@
-"""An Engine without a GPU whose steps take as long as on one, to measure what surrounds the engine
-(bench_server.py --emulate).
+"""An Engine without a GPU whose steps take as long as on one (bench_server.py --emulate).
 
 The scheduler, the blocks and the bookkeeping are the Engine's own. Its forward passes compute
 nothing. Launching one takes CPU time in Python, which holds the interpreter's lock; then the
@@ -52,8 +51,7 @@ class EmulatedRunner(Runner):
         self.sleep = time.sleep
 
     def _pass(self, host: float, gpu: float) -> None:
-        """Launch a forward pass: it begins when the previous one has ended, and ends after its last
-        launch."""
+        """Launch a forward pass: begins after the previous one, ends after its last launch."""
         begin = self.now()
         end = time.thread_time() + host
         while time.thread_time() < end:

@@ -26,17 +26,13 @@ CHART_FILES = ROOT / "lessons" / "charts"
 
 
 def latest(bench: str, per_peer: bool = True, per_gpu: bool = False) -> list[dict]:
-    """Return the newest line of every (name, shape, dtype, peer) of one bench, in order.
+    """Return the newest line of every (name, shape, dtype, peer), in order of first appearance.
 
-    The order is that of the first appearance.
     per_peer: False: the newest line of every (name, shape, dtype), with any peer or none.
     per_gpu: the newest line of each GPU model, for tables that compare two lines with each other.
     """
     path = RESULTS / f"{bench}.jsonl"
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-    else:
-        lines = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     newest = {}
     for i, record in enumerate(map(json.loads, filter(str.strip, lines))):
         key = record["name"], record["shape"], record["dtype"], record["peer"] if per_peer else None
@@ -58,9 +54,7 @@ def machine(records: list[dict], count: str) -> str:
     """Return the line below a table: the GPU and the dates of its records."""
     gpus = ", ".join(sorted({r["gpu"] or "CPU" for r in records}))
     dates = sorted({r["date"] for r in records})
-    period = dates[0]
-    if len(dates) > 1:
-        period = f"{dates[0]} to {dates[-1]}"
+    period = " to ".join(sorted({dates[0], dates[-1]}))
     return f"{count} {gpus}, {period}."
 
 

@@ -1,3 +1,1 @@
-"""Device functions for building kernels: reductions, 16-byte words, rows, tiles, tensor cores, PTX,
-Hopper instructions.
-"""
+"""Device functions for building kernels: reductions, words, rows, tiles, PTX, tensor cores."""

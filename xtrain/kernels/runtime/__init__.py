@@ -1,3 +1,1 @@
-"""From arrays to machine code: kernel launches, compilation, the machine-code cache, overlapping
-kernels.
-"""
+"""From arrays to machine code: launches, compilation and its cache, overlapping kernels."""
