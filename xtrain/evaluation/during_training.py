@@ -31,7 +31,7 @@ def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
     o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)
     stop = as_ids(run.model.special_tokens.get("eos_token_id"))
     if tokenizer.eos_token_id is None:
-        end = frozenset()
+        end: frozenset[int] = frozenset()
     else:
         end = frozenset([tokenizer.eos_token_id])
     pretrained = Pretrained(Path(), tokenizer, stop or end, run.model)

@@ -73,6 +73,7 @@ class Sampling(BaseModel):
     def options(self) -> dict[str, Any]:
         """Return the fields that are given and that make_requests takes under the same name."""
         names = (
+            "temperature",
             "top_p",
             "min_p",
             "presence_penalty",
@@ -82,8 +83,9 @@ class Sampling(BaseModel):
         )
         values = {name: getattr(self, name) for name in names}
         options = {name: value for name, value in values.items() if value is not None}
-        options["temperature"] = 1.0 if self.temperature is None else self.temperature
-        options["top_k"] = None if self.top_k in (None, -1, 0) else self.top_k
+        options.setdefault("temperature", 1.0)
+        if self.top_k not in (None, -1, 0):
+            options["top_k"] = self.top_k
         return options
 
 

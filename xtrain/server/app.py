@@ -288,8 +288,9 @@ class Server:
             async with asyncio.timeout(self.limits.seconds):
                 async for piece in job:
                     if piece.reason not in (None, *FINISH):
-                        nan = piece.reason == "nan"
-                        why = "the model's logits are NaN" if nan else "the engine failed"
+                        why = "the engine failed"
+                        if piece.reason == "nan":
+                            why = "the model's logits are NaN"
                         raise ApiError(500, f"{why}: see the server's log", type="server_error")
                     yield piece
         except TimeoutError:

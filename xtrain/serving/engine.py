@@ -118,7 +118,7 @@ class Engine:
         self.config = model.config
         self.max_batch = options.max_batch
         self.max_seq_len = self.sizes.max_seq_len
-        self.cache = self._make_cache()
+        self.cache = _make_cache(model, options, self.max_seq_len)
         self.cache_bytes = self.cache.nbytes
         self.runner = self.runner_type(
             model,
@@ -140,21 +140,6 @@ class Engine:
         self.ready = ""  # one line on the start, for the user
         if options.warm_up and model.device == "gpu":
             self.ready = warm_up(self)
-
-    def _make_cache(self) -> PagedCache:
-        """Quantize the weights and allocate the KV cache in the memory that is free then."""
-        options = self.options
-        model = self.model
-        cache = PagedCache(model, self.max_seq_len, options.block_tokens, options.kv_cache)
-        if options.cache_bytes is not None:
-            check_room(cache, options.cache_bytes // cache.block_bytes)
-        quantize_weights(model, options.weights)
-        model.arena.refresh()
-        n_blocks = self.max_batch * -(-self.max_seq_len // options.block_tokens)
-        n_blocks = affordable_blocks(cache, n_blocks, options.gpu_memory, options.cache_bytes)
-        check_room(cache, n_blocks)
-        cache.allocate(n_blocks)
-        return cache
 
     def _limits(self) -> Limits:
         heads = self.cache.heads
@@ -418,11 +403,24 @@ class Engine:
                 pass
 
 
-def _document(kind: type) -> None:
+def _make_cache(model: Transformer, options: EngineOptions, max_seq_len: int) -> PagedCache:
+    """Quantize the weights, and allocate the KV cache in the memory that is free then."""
+    cache = PagedCache(model, max_seq_len, options.block_tokens, options.kv_cache)
+    if options.cache_bytes is not None:
+        check_room(cache, options.cache_bytes // cache.block_bytes)
+    quantize_weights(model, options.weights)
+    model.arena.refresh()
+    n_blocks = options.max_batch * -(-max_seq_len // options.block_tokens)
+    n_blocks = affordable_blocks(cache, n_blocks, options.gpu_memory, options.cache_bytes)
+    check_room(cache, n_blocks)
+    cache.allocate(n_blocks)
+    return cache
+
+
+def _document(kind: Any) -> None:
     """Let `help` show the options, with their texts."""
     self, model = list(inspect.signature(kind.__init__).parameters.values())[:2]
-    signature = inspect.Signature([self, model, *engine_parameters()])
-    kind.__init__.__signature__ = signature  # type: ignore[attr-defined]
+    kind.__init__.__signature__ = inspect.Signature([self, model, *engine_parameters()])
     kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{described()}\n"
 
 
