@@ -374,7 +374,7 @@ def cache_path(monkeypatch, tmp_path):
 
 def test_the_rooms_of_the_kernels():
     names = {str(room) for room in ROOMS}
-    assert names == {".", "attention", "decoding", "primitives", "runtime", "step"}
+    assert names == {".", "attention", "decoding", "primitives", "runtime"}
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)
