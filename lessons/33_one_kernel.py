@@ -832,6 +832,18 @@ for t, token in enumerate(ids):
 # not like other buffers, which a launch writes before it reads them: **what outlives a launch must lie outside of the pool**. Such counters
 # are now allocated apart.
 #
+# ## The library's kernels
+#
+# They stay separate. Most of what a hand-over inside one kernel gains, a *launch* can have as well: the next kernel starts while the previous one ends, loads its first weights, and
+# then waits for its inputs (`wait_for_previous`). That is one attribute of the launch, and `resident=True` is another one:
+
+# %%
+from xtrain.kernels.runtime import overlap
+
+lesson.source(overlap.launch_overlapping)
+lesson.source(overlap.launch_resident)
+
+# %% [markdown]
 # ## What did not help
 #
 # The first version (469 µs for 132 blocks of 256 threads) in other shapes, on one H100:
