@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 
 from xtrain import device
+from xtrain.training.run_log import RunLog
 
 try:
     from hypothesis import settings
@@ -17,6 +18,16 @@ except ModuleNotFoundError:  # the compile tests need none
 else:  # a test that is slow because other work has the cores has not failed
     settings.register_profile("xtrain", deadline=None)
     settings.load_profile("xtrain")
+
+
+draw = RunLog.picture
+RunLog.picture = lambda self: None  # takes longer than all the rest of a short run
+
+
+@pytest.fixture
+def loss_picture(monkeypatch):
+    """Let runs draw loss.png, as they do outside the tests."""
+    monkeypatch.setattr(RunLog, "picture", draw)
 
 
 def is_inner_loop(config) -> bool:

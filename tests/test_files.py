@@ -105,7 +105,6 @@ def test_a_journal_that_was_extended(tmp_path, monkeypatch):
 def test_logs_of_a_run_on_a_full_disk(tmp_path, monkeypatch):
     """From step 6 to 9 nothing can be written. The run continues; at its end every line is in the files."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=12, save_every=4, eval_every=5, sample_every=7)
     whole = run(tmp_path / "a", **kind)
     disk, step = Disk(monkeypatch, 10**9), RunLog.step
@@ -240,7 +239,6 @@ def test_one_owner_without_flock(tmp_path, monkeypatch, code):
 def test_an_owner_on_another_machine(tmp_path, monkeypatch, owner):
     """Whether it is alive cannot be known here: the user decides."""
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     folder = run(tmp_path, steps=2, stop_at=1)
     (folder / ".lock").write_text(owner)
     for code in (None, errno.ENOLCK):
@@ -258,7 +256,6 @@ def test_an_owner_on_another_machine(tmp_path, monkeypatch, owner):
 @pytest.mark.parametrize("code", NO_FLOCK.values(), ids=NO_FLOCK)
 def test_two_resumes_without_flock(tmp_path, monkeypatch, code):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     without_flock(monkeypatch, code)
     folder = run(tmp_path, steps=2, stop_at=1)
     with owned(folder), pytest.raises(UserError, match="being written by another process"):

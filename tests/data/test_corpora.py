@@ -22,7 +22,6 @@ from xtrain.data.shards import ShardWriter, read_shard
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.generate import main as generate
 from xtrain.train import main
-from xtrain.training.run_log import RunLog
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
 
@@ -30,7 +29,6 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs away. "
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     (tmp_path / "text").mkdir()
     return tmp_path / "cache"
 

@@ -27,7 +27,6 @@ from xtrain.nn.modules import RMSNorm
 from xtrain.train import train
 from xtrain.training.model_summary import parameter_table
 from xtrain.training.run import Run
-from xtrain.training.run_log import RunLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "change_the_model"))
 
@@ -391,7 +390,6 @@ def test_models_without_a_variation(tmp_path):
 
 def test_a_custom_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     kind = dict(steps=6, eval_every=4, save_every=3, sample_every=6, device="cpu")
     mine = lambda out, **more: train(
         options(tmp_path / out, **kind, **more), SILENT, make_run=variants.MyRun

@@ -25,7 +25,6 @@ from xtrain.nn.observers import in_layer, observe_ops
 from xtrain.training.loop import Loop
 from xtrain.training.nonfinite import count_nonfinite, first_nonfinite, spike, unsound
 from xtrain.training.run import Run
-from xtrain.training.run_log import RunLog
 
 swapped = mock.patch.object
 CONFIG = ModelConfig(vocab_size=40, dim=64, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
@@ -40,7 +39,6 @@ OPS = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
 
 
 # ----------------------------------------------------------------------------- models that use every op

@@ -24,13 +24,11 @@ from xtrain.train import main
 from xtrain.training import preemption, run_folder
 from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
-from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)  # as slow as everything else
 
 
 PRECISIONS = ["fp32", "bf16"] if GPU else ["fp32"]

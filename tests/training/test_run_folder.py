@@ -23,7 +23,6 @@ from xtrain.training import checkpoint
 from xtrain.training import loop as train_module
 from xtrain.training.checkpoint_writer import CheckpointWriter
 from xtrain.training.run import Run
-from xtrain.training.run_log import RunLog
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,7 +114,7 @@ def test_no_file_in_a_checkpoint(folder, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["a file", "a pipe", "a broken link", "a link to itself"])
-def test_no_folder_where_a_checkpoint_is_to_be(stopped, folder, kind):
+def test_no_folder_where_a_checkpoint_is_to_be(loss_picture, stopped, folder, kind):
     """The run goes back and overwrites it, and also what a killed process has left."""
     instead(folder / "checkpoints/step-000006", kind)
     instead(folder / "checkpoints/.step-000009.tmp", kind)
@@ -139,7 +138,7 @@ def test_a_log_that_is_no_file(folder, name, kind):
 
 
 @pytest.mark.parametrize("name", ["loss.png", "report.html", "sentence.json"])
-def test_what_a_run_does_not_need(stopped, folder, name):
+def test_what_a_run_does_not_need(loss_picture, stopped, folder, name):
     instead(folder / name, "a folder")
     console = Console(record=True, width=1000)
     run(folder.parent, console, **KIND, resume=True)
@@ -153,7 +152,7 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_lines_of_any_kind(stopped, folder):
+def test_lines_of_any_kind(loss_picture, stopped, folder):
     """Lines that are not records are removed, the others stay; none disturbs the next steps or the picture."""
     path = folder / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES, path.read_bytes()]))
@@ -207,7 +206,6 @@ def test_no_place_for_a_run(tmp_path, monkeypatch, capsys, out, more):
 @pytest.mark.parametrize("where", ["validate", "sample", "snapshot"])
 def test_a_signal_in_the_middle_of(stopped, tmp_path, monkeypatch, where, number):
     """The work in progress and the step are finished, then a checkpoint is written; the resumed run is the same."""
-    monkeypatch.setattr(RunLog, "picture", lambda self: None)
     monkeypatch.setattr("xtrain.report.page.finish", lambda *_: None)
     work, sent = getattr(Run, where), []
 

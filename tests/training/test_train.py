@@ -77,7 +77,7 @@ def test_golden_losses(tmp_path):
     np.testing.assert_allclose(golden_losses(tmp_path), expected, rtol=1e-4 if GPU else 1e-5)
 
 
-def test_a_run_leaves_everything(tmp_path, capsys):
+def test_a_run_leaves_everything(loss_picture, tmp_path, capsys):
     run = train(options(tmp_path))
     out = capsys.readouterr().out
     for name in ("config.json", "metrics.jsonl", "timing.jsonl", "samples.txt", "loss.png"):

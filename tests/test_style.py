@@ -1,0 +1,113 @@
+"""One thing a line: limits of STYLE for the code of the package, each with a planted violation that is found."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "xtrain"
+ARGUMENTS = 29  # of a function or kernel
+FUNCTION = 80  # code lines: no blank lines, comments or docstrings
+MODULE = 600  # lines
+LINE = 120  # characters
+METHODS = 20  # of Engine
+TUPLES = 4  # `a, b = x, y` per 100 assignments
+CONDITIONS = 12  # `x if c else y` per 1,000 lines
+# Modules that may be longer, until they are divided
+LONG_MODULES = {
+    "simulator/block.py": 781, "simulator/memory.py": 603, "simulator/scalars.py": 608,
+    "simulator/source.py": 717, "simulator/thread.py": 697,
+}  # fmt: skip
+
+
+def table_lines(tree: ast.Module, lines: list[str]) -> set[int]:
+    """Return the numbers of the lines in tables: between `# fmt: off` and `# fmt: on`, or in a `# fmt: skip` statement."""
+    table: set[int] = set()
+    off = False
+    for number, line in enumerate(lines, 1):
+        off = (off or "# fmt: off" in line) and "# fmt: on" not in line
+        if off:
+            table.add(number)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and "# fmt: skip" in lines[node.end_lineno - 1]:
+            table.update(range(node.lineno, node.end_lineno + 1))
+    return table
+
+
+def code_lines(function: ast.FunctionDef, lines: list[str]) -> int:
+    """Count the lines of a function that are neither blank nor a comment nor a docstring."""
+    code = set(range(function.lineno, function.end_lineno + 1))
+    for node in ast.walk(function):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            code -= set(range(node.lineno, node.end_lineno + 1))
+    return sum(bool(lines[n - 1].split("#")[0].strip()) for n in code)
+
+
+def violations(package: Path) -> list[str]:
+    """Return what is wrong in the modules of a package: `file:line what`, and the two ratios of the whole."""
+    wrong = []
+    assignments = tuples = conditions = total = 0
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        lines = path.read_text(encoding="utf-8").splitlines()
+        tree = ast.parse("\n".join(lines))
+        total += len(lines)
+        if len(lines) > LONG_MODULES.get(file, MODULE):
+            wrong.append(f"{file}:{len(lines)} module of {len(lines)} lines")
+        table = table_lines(tree, lines)
+        for number, line in enumerate(lines, 1):
+            if len(line) > LINE and number not in table:
+                wrong.append(f"{file}:{number} line of {len(line)} characters")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                assignments += 1
+                both = (node.targets[0], node.value)
+                tuples += all(isinstance(side, ast.Tuple) for side in both)
+            elif isinstance(node, ast.IfExp):
+                conditions += 1
+            elif isinstance(node, ast.FunctionDef):
+                a = node.args
+                arguments = len([*a.posonlyargs, *a.args, *a.kwonlyargs])
+                if arguments > ARGUMENTS:
+                    wrong.append(f"{file}:{node.lineno} {node.name} has {arguments} arguments")
+                length = code_lines(node, lines)
+                if length > FUNCTION and not file.startswith("kernels/"):
+                    wrong.append(f"{file}:{node.lineno} {node.name} has {length} code lines")
+            elif isinstance(node, ast.ClassDef) and node.name == "Engine":
+                methods = sum(isinstance(x, ast.FunctionDef) for x in node.body)
+                if methods > METHODS:
+                    wrong.append(f"{file}:{node.lineno} Engine has {methods} methods")
+    if tuples > assignments * TUPLES / 100:
+        wrong.append(f"{tuples} of {assignments} assignments are `a, b = x, y`")
+    if conditions > total * CONDITIONS / 1000:
+        wrong.append(f"{conditions} conditional expressions in {total} lines")
+    return wrong
+
+
+def test_style():
+    wrong = violations(PACKAGE)
+    assert not wrong, "\n".join(wrong)
+
+
+LONG = "x = '" + "y" * 120 + "'"
+PLANTED = {  # code of a module, and words of the answer (None: nothing is wrong)
+    "arguments": ("def f(" + ",\n".join(f"a{i}" for i in range(30)) + "): ...", "m.py:1 f has 30 arguments"),
+    "tuple": ("a, b = 1, 2\nc = 3", "1 of 2 assignments"),
+    "condition": ("a = 1 if b else 2", "1 conditional expressions in 1 lines"),
+    "line": (f"\n{LONG}", "m.py:2 line of 126 characters"),
+    "table": (f"{LONG}  # fmt: skip\n# fmt: off\n{LONG}\n# fmt: on", None),
+    "after a table": (f"# fmt: off\n# fmt: on\n{LONG}", "m.py:3 line of 126"),
+    "function": ("def f():\n" + "    g()\n" * 80, "m.py:1 f has 81 code lines"),
+    "comments": ('def f():\n    """A\n    B\n    """\n    # C\n\n' + "    g()\n" * 79, None),
+    "module": ("\n" * 601, "module of 601 lines"),
+    "methods": ("class Engine:\n" + "    def f(self): ...\n" * 21, "m.py:1 Engine has 21 methods"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_found(tmp_path, name):
+    code, words = PLANTED[name]
+    (tmp_path / "m.py").write_text(code)
+    wrong = violations(tmp_path)
+    assert len(wrong) == (words is not None)
+    assert not wrong or words in wrong[0]
