@@ -25,6 +25,7 @@ from numba_cuda_mlir.lowering_utilities import (
 )
 from numba_cuda_mlir.lowering_utilities.context import get_context
 from numba_cuda_mlir.mlir_lowering import MLIRLower
+from numba_cuda_mlir.numba_cuda.types import NamedTupleClass
 
 DYNAMIC = -(2**31)  # marks an index of llvm.getelementptr that is a value
 DYNAMIC_SIZE = -(2**63)  # marks a size, stride or offset of a memref that is a value
@@ -223,6 +224,23 @@ MLIRLower.from_argument = _argument
 _not_equal = functools.partial(arith.cmpf, arith.CmpFPredicate.UNE)
 _operators = _operator_mapping()
 _operators[operator.ne] = dataclasses.replace(_operators[operator.ne], float=_not_equal)
+
+
+# ----------------------------------------------------------------------------- named tuples
+_release_call = MLIRLower.lower_call_expr_assign
+
+
+def _call(self, target, function, args, kws, expr=None):
+    """Make a named tuple, which the release can pass and read but not make."""
+    kind = self.get_numba_type(function.name)
+    if not isinstance(kind, NamedTupleClass):
+        return _release_call(self, target, function, args, kws, expr)
+    by_name = dict(kws)
+    fields = kind.instance_class._fields[len(args) :]
+    self.lower_build_tuple_expr_assign(target, [*args, *(by_name[f] for f in fields)])
+
+
+MLIRLower.lower_call_expr_assign = _call
 
 
 # ----------------------------------------------------------------------------- functions
