@@ -149,8 +149,8 @@ def normalize_kernel(x_n, squares_BP, size, tiles, eps, aligned):
     t = int64(cuda.blockIdx.x) % tiles
     partial = cuda.shared.array(MAX_WARPS, float32)
     x = cuda.local.array(CHUNK, float32)
-    end = (b + 1) * size
-    i = b * size + t * TILE + cuda.threadIdx.x * QUAD
+    start, end = b * size, (b + 1) * size
+    i = start + t * TILE + cuda.threadIdx.x * QUAD
     vectorized = aligned and size % QUAD == 0 and i + GAP + QUAD <= end
     load(x, x_n, i, GAP, end, vectorized)
     acc = float32(0.0)
