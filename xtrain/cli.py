@@ -120,7 +120,10 @@ def command(
     def decorate(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
         @functools.wraps(main)
         def wrapped(arguments: list[str] | None = None) -> int:
-            launcher = machine.launcher() if one_process else None
+            if one_process:
+                launcher = machine.launcher()
+            else:
+                launcher = None
             if launcher is not None and launcher.world > 1:
                 refuse_once(
                     f"{name}: {launcher.name} started {launcher.world} processes "

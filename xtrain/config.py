@@ -191,7 +191,9 @@ class ModelConfig:
         features = self.features.removesuffix("sliding_window").removesuffix(" with ")
         family = next((name for name, has in FAMILIES.items() if has == features), "")
         if family == "Llama" and self.sliding_window:
-            return "" if self.full_attention_layers else "Mistral"
+            if self.full_attention_layers:
+                return ""
+            return "Mistral"
         return family
 
     def window(self, layer: int) -> int:

@@ -102,7 +102,9 @@ def resolve_device(device: str) -> str:
 
 def array_module(x: Array) -> ModuleType:
     """The module of the array x: numpy or cupy."""
-    return np if isinstance(x, np.ndarray) else cupy()
+    if isinstance(x, np.ndarray):
+        return np
+    return cupy()
 
 
 def is_gpu(x: Array) -> bool:
@@ -123,7 +125,9 @@ def to_device(x: np.ndarray, device: str) -> Array:
         from .simulator import sim
 
         return sim(x)
-    return cupy().asarray(x) if device == "gpu" else x
+    if device == "gpu":
+        return cupy().asarray(x)
+    return x
 
 
 def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -135,7 +139,9 @@ def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
 
 def to_numpy(x: Array) -> np.ndarray:
     """The values as a NumPy array. From the GPU this copies, and waits for the GPU."""
-    return x if isinstance(x, np.ndarray) else x.get()
+    if isinstance(x, np.ndarray):
+        return x
+    return x.get()
 
 
 class HostCopies:

@@ -29,7 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
     """Return the object in a small JSON file, {} if there is no file. Raises UserError."""
-    return read_json(path) if path.is_file() else {}
+    if path.is_file():
+        return read_json(path)
+    return {}
 
 
 def check_pointer(text: bytes, path: Path) -> None:

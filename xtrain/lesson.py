@@ -82,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     verdicts = checks.check_file(options.lesson, options.file, options.seed)
     print_text("\n".join(map(str, verdicts)))
-    return 0 if all(v.passed for v in verdicts) else 1
+    if all(v.passed for v in verdicts):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
     pmi = "MPICH's mpirun"
     if in_step and "MPI_LOCALRANKID" not in environment:
         pmi = "srun"
-    pmix = "srun" if in_step else "Open MPI's mpirun"
+    pmix = "Open MPI's mpirun"
+    if in_step:
+        pmix = "srun"
     sizes = [
         *found("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
         *found("MVAPICH2's mpirun", "MV2_COMM_WORLD_SIZE"),

@@ -215,7 +215,9 @@ def template_source(folder: Path) -> str | None:
             raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
     if isinstance(source, list):
         named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
-        source = named[-1].get("template") if named else None
+        source = None
+        if named:
+            source = named[-1].get("template")
     if source is not None and not isinstance(source, str):
         raise UserError(f"{path}: chat_template must be a text or a list with one named default")
     return source

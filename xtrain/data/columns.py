@@ -45,7 +45,10 @@ def read_arrow(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
                 reader = pyarrow.ipc.open_stream(mapped)
             _check_column(pyarrow, path, reader.schema, key)
             column = reader.schema.get_field_index(key)
-            n = reader.num_record_batches if is_file else 0
+            if is_file:
+                n = reader.num_record_batches
+            else:
+                n = 0
             if is_file:
                 batches = map(reader.get_batch, range(n))
             else:

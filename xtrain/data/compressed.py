@@ -116,8 +116,11 @@ class _Unpacked(io.RawIOBase):
                         break
                     self.member = self.make()
                 pieces.append(self.member.decompress(block))
-                block = self.member.unused_data if self.member.eof else b""
-                self.member = None if self.member.eof else self.member
+                block = b""
+                if self.member.eof:
+                    block = self.member.unused_data
+                if self.member.eof:
+                    self.member = None
         except self.errors as error:
             what = "it cannot be unpacked"
             if str(error):

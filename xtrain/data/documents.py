@@ -181,7 +181,9 @@ class Survey:
                 drawn.add(digest)
                 size += self.first[digest]
         longest = max(self.longest, max((self.first[digest] for digest in drawn), default=0))
-        return drawn if longest <= self.held_out else set()
+        if longest <= self.held_out:
+            return drawn
+        return set()
 
 
 class Surveying:

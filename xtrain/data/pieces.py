@@ -167,7 +167,9 @@ def _role(step: dict[str, Any]) -> str | None:
     if kind == "Digits":
         return "neutral"
     if kind == "Metaspace" and step["replacement"] == SPACE:
-        return "boundary" if step.get("split", True) else "neutral"
+        if step.get("split", True):
+            return "boundary"
+        return "neutral"
     if kind == "Split" and (step["behavior"], step["invert"]) in (
         ("Isolated", False),
         ("Removed", True),  # keeps the matches
@@ -221,7 +223,9 @@ class Cutter:
         """
         self._text += text
         while len(self._text) > PIECE:
-            margin = 0 if ends else self.rule.reach + 2
+            margin = 0
+            if not ends:
+                margin = self.rule.reach + 2
             end = min(len(self._text) - margin, LONGEST)
             cut = self.rule.next_cut(self._text, self._searched, end)
             if cut is None and len(self._text) <= LONGEST + margin:

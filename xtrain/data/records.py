@@ -62,7 +62,8 @@ class Record:
 
     def texts(self, name: str, values: Any = None, least: int = 2) -> tuple[str, ...]:
         """Return a list of at least two different strings."""
-        values = self.fields.get(name) if values is None else values
+        if values is None:
+            values = self.fields.get(name)
         if not isinstance(values, list):
             raise UserError(f'{self.where} needs a list of strings in "{name}": add it')
         checked = tuple(self.check_text(x, f'"{name}" {i}') for i, x in enumerate(values, 1))

@@ -36,7 +36,9 @@ class ShardWriter:
         resume_at: continue after this many tokens and cut off what follows; None: a new file
         """
         self.path, self.vocab_size = path, vocab_size
-        self._kind = 0 if vocab_size <= 1 << 16 else 1
+        self._kind = 1
+        if vocab_size <= 1 << 16:
+            self._kind = 0
         self._dtype = list(SHARD_KINDS.values())[self._kind]
         self._hash = hashlib.blake2b(digest_size=16)
         self.tokens = 0

@@ -175,7 +175,9 @@ class Sources:
                 f"{folder} has the splits {listed(splits)} and no train: give the folder of one, "
                 f"such as {folder / splits[0]}"
             )
-        used = "train" if "train" in splits else splits[0]
+        used = "train"
+        if "train" not in splits:
+            used = splits[0]
         others = [split for split in splits if split != used]
         self._splits[folder] = f"split {used}" + (f", not {listed(others)}" if others else "")
         return used
@@ -219,7 +221,8 @@ def from_standard_input(
     """
     if STANDARD_INPUT not in data:
         return tuple(data)
-    stream = sys.stdin.buffer if stream is None else stream
+    if stream is None:
+        stream = sys.stdin.buffer
     if stream.isatty():
         raise UserError(
             "--data - reads standard input, which is a terminal: pipe a text to the program, or "

@@ -39,7 +39,9 @@ def load(cache: Path, name: str) -> dict[str, Any]:
         content = json.loads((cache / FOLDER / f"{name}.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}
 
 
 def save(cache: Path, name: str, content: dict[str, Any]) -> None:

@@ -61,8 +61,9 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        kind = BadFile if error.errno in LASTING else UserError
-        raise kind(unreadable(error, path)) from None
+        if error.errno in LASTING:
+            raise BadFile(unreadable(error, path)) from None
+        raise UserError(unreadable(error, path)) from None
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -154,7 +155,10 @@ def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
                 f"({error.strerror}): make room, or set TMPDIR to "
                 "another folder"
             ) from None
-        raw = b"" if raw.endswith(b"\n") else file.readline(PART)
+        if raw.endswith(b"\n"):
+            raw = b""
+        else:
+            raw = file.readline(PART)
     copy.seek(0)
     return copy
 
@@ -293,7 +297,9 @@ class _LongLine:
 
     def _read(self) -> bool:
         """Read the next part of the line, and return False if there was none."""
-        part = b"" if self.ended else self.file.readline(PART)
+        part = b""
+        if not self.ended:
+            part = self.file.readline(PART)
         self.ended = not part or part.endswith(b"\n")
         read = self.file.tell() - self.begin
         if 0 in part:

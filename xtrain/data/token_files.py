@@ -45,7 +45,9 @@ def of(sources: Sources) -> list[Source]:
     Raises UserError if some hold the one, some the other. In a folder of texts, a .bin is a file
     that is not text.
     """
-    files = [] if sources.own else sources.find()
+    files = []
+    if not sources.own:
+        files = sources.find()
     tokens = [source for source in files if source.path.suffix == SUFFIX]
     text = [source for source in files if source.path.suffix not in (SUFFIX, *PICKLES)]
     if tokens and text:
@@ -95,7 +97,9 @@ class TokenFiles:
             except BadFile as error:
                 self.left_out.append(str(error))
         self.files = len(self.train) + len(self.val)
-        self.split = "files" if self.train and self.val else "tail"
+        self.split = "tail"
+        if self.train and self.val:
+            self.split = "files"
         if self.files and self.split == "tail":
             # of val.bin alone, too
             self.train = [*self.train, *self.val]
@@ -152,7 +156,9 @@ class TokenFiles:
         path = os.fsencode(span.path.resolve())
         which = f" {span.dtype} {span.offset} {span.n} {tokenizer.sha256} {tokenizer.eot_id}"
         name = f"tokens-{hashlib.sha256(path + which.encode()).hexdigest()[:16]}"
-        stored = {} if self.verify else stamps.load(self.cache, name)
+        stored = {}
+        if not self.verify:
+            stored = stamps.load(self.cache, name)
         read_at = time.time()
         with reading(span.path):
             now = stamps.stamp(span.path)

@@ -313,7 +313,9 @@ def token_text(entry: Any) -> str | None:
     """Return the text of a token in tokenizer_config.json, also if an object holds it."""
     if isinstance(entry, dict):
         entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
+    if isinstance(entry, str):
+        return entry
+    return None
 
 
 def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> list[bytes]:

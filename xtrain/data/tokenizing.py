@@ -315,7 +315,10 @@ class Tokenizing:
         encoding = None
         for part in itertools.chain(split(documents, survey), [None]):
             if part is not None:
-                side = self.val if part.held_out else self.train
+                if part.held_out:
+                    side = self.val
+                else:
+                    side = self.train
                 for piece, ends in side.add(part):
                     queue.append((side, piece, ends))
                     queued += len(piece.encode())

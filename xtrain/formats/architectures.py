@@ -179,7 +179,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _rope_flags(c):
     """Return no_rope_layers as SmolLM3 has them, if there are any."""
     flags = [int(i not in c.no_rope_layers) for i in range(c.n_layers)]
-    return {"no_rope_layers": flags} if c.no_rope_layers else {}
+    if c.no_rope_layers:
+        return {"no_rope_layers": flags}
+    return {}
 
 
 def _window_flags(c):
@@ -208,7 +210,9 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     ]
     if unsupported:
         quantized = config.get("quantization_config") is not None
-        hint = ": use the model's unquantized weights" if quantized else ""
+        hint = ""
+        if quantized:
+            hint = ": use the model's unquantized weights"
         raise UserError(f"it needs {listed(unsupported)}, which xtrain does not support{hint}")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
@@ -261,7 +265,10 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     supported = listed(list(ARCHITECTURES), most=len(ARCHITECTURES))
     if names:
-        name = names[0] if isinstance(names, list) else names
+        if isinstance(names, list):
+            name = names[0]
+        else:
+            name = names
         if name not in list(ARCHITECTURES):
             raise UserError(
                 f"the architecture {name!r} is not supported: xtrain supports {supported}"
@@ -292,7 +299,8 @@ def _window(
         raise UserError(f"sliding_window must be a positive whole number, got {window!r}")
     if not kinds or architecture.model_type == "phi3":  # which does not read layer_types
         kinds = [_layer_type(config, architecture, made, i) for i in layers]
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not isinstance(kinds, list):
+        kinds = [kinds]
     if window is None:
         supported = ["full_attention"]
     else:

@@ -367,7 +367,9 @@ def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[s
     start = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
     before = around[:start]
     after = around[start + len(inside) :]
-    bos = before[0] if before else tokenizer.bos_token_id
+    bos = tokenizer.bos_token_id
+    if before:
+        bos = before[0]
     ends = sorted(as_ids(named.get("eos_token_id")))
     own = tokenizer.eos_token_id
     if own is not None and (own in ends or not ends):  # the first, as in the tokenizer

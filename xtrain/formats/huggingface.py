@@ -148,7 +148,9 @@ def read_companions(model: Any, folder: Path) -> None:
     """Set model.special_tokens and model.generation from its folder. Raises UserError."""
     path = source_of(folder, GENERATION) / GENERATION
     model.special_tokens = read_special_tokens(folder)
-    content = read_json(path) if path.is_file() else None
+    content = None
+    if path.is_file():
+        content = read_json(path)
     model.generation = content and {k: x for k, x in content.items() if k not in SPECIAL}
 
 
@@ -167,7 +169,10 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
 def as_ids(value: Any) -> frozenset[int]:
     """Return the ids in a token id or a list of them; values that are not ids are ignored."""
-    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        values = value
+    else:
+        values = [value]
     return frozenset(x for x in values if type(x) is int and x >= 0)
 
 
@@ -301,7 +306,9 @@ def _check_tensors(
         for name, shape in expected.items()
         if name in names and stored[name].shape != shape
     ]
-    faults = [f"missing tensors: {listed(missing)}"] if missing else []
+    faults = []
+    if missing:
+        faults = [f"missing tensors: {listed(missing)}"]
     faults += [f"unexpected tensors: {listed(extra)}"] if extra else []
     faults += [f"wrong shapes: {listed(wrong)}"] if wrong else []
     if faults:

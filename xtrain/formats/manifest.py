@@ -82,7 +82,8 @@ def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
     """
     files = {}
     for path in sorted(folder.iterdir()):
-        path = path / MANIFEST if path.is_dir() else path
+        if path.is_dir():
+            path = path / MANIFEST
         wrong = _wrong_tensors(path, tensors)
         if wrong:
             raise OSError(f"{path.name} was not written correctly: {listed(wrong)}")

@@ -136,7 +136,9 @@ def model_folder(folder: Path, warn: Callable[[str], None] = warnings.warn) -> P
             )
         return average
     if not is_folder(folder):
-        what = "is a file" if folder.exists() else "does not exist"
+        what = "does not exist"
+        if folder.exists():
+            what = "is a file"
         hint = ""
         if hub_name and not folder.parent.exists():  # else it is a name in that folder, misspelt
             install = "pip install huggingface_hub && "

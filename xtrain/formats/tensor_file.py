@@ -81,7 +81,9 @@ class Stored:
         values = data.astype(np.float32, copy=False)
         if self.update is not None:
             values = values + self.update.read()
-        return values if self.scale == 1 else values * np.float32(self.scale)
+        if self.scale == 1:
+            return values
+        return values * np.float32(self.scale)
 
     def read_finite(self) -> np.ndarray:
         """Return the values in float32. Raises UserError also if one is infinite or NaN."""
@@ -135,7 +137,8 @@ def _entry(path: Path, name: str, entry: Any, base: int) -> Stored:
 
     base: where the data begins
     """
-    entry = entry if isinstance(entry, dict) else {}
+    if not isinstance(entry, dict):
+        entry = {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(

@@ -64,7 +64,9 @@ def check(f: Callable, inputs: list[np.ndarray], seed: int = 0, step: float = ST
 
     def outputs_of(*tensors):
         outputs = f(*tensors)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        if isinstance(outputs, tuple):
+            return outputs
+        return (outputs,)
 
     normal = np.random.default_rng(seed).standard_normal
     tensors = [Tensor(x.copy(), requires_grad=True) for x in inputs]

@@ -328,7 +328,10 @@ def chrome_trace(times: list[Timed]) -> dict[str, Any]:
         for track in ("layers", "ops"):
             owner = ""
             if launch is not None:
-                owner = launch.layer if track == "layers" else launch.op
+                if track == "layers":
+                    owner = launch.layer
+                else:
+                    owner = launch.op
             name = ""
             if launch is not None and owner:
                 name = f"{owner} {launch.way}"

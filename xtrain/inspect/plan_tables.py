@@ -77,7 +77,9 @@ def _fit_table(
     table = new_table(f"what fits on a GPU of {gpu_gb:.0f} GB", *columns)
     for precision in precisions:
         # in fp8 a forward pass has a multiple of TILE tokens
-        unit = TILE // math.gcd(T, TILE) if precision == "fp8" else 1
+        unit = 1
+        if precision == "fp8":
+            unit = TILE // math.gcd(T, TILE)
         options = options | {"fp8_head": options["fp8_head"] and precision == "fp8"}
         for recompute in ("none", "attention", "block"):
             shape = config, T, precision, recompute, options

@@ -147,7 +147,8 @@ def a_run(o: Options) -> Any:
         write_shard(shard, (config.vocab_size * draws).astype(np.int64), config.vocab_size)
         loader = lambda B, T, seed, rank=0, world=1: Loader([shard], B, T, seed, rank, world)
         model = Transformer(config, 0, device, c.precision, o.recompute)
-        model = model.changed(o.change) if o.change else model
+        if o.change:
+            model = model.changed(o.change)
         if c.fp8_head:
             model.use_fp8_head()
         corpus: Any = SimpleNamespace(loader=loader)
@@ -464,7 +465,8 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
 def profile(o: Options) -> None:
     """Run `xtrain profile`. Raises UserError."""
     console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
-    o = o if o.run is None else with_options_of(o.run, o)
+    if o.run is not None:
+        o = with_options_of(o.run, o)
     if o.plan and o.change:
         raise UserError(
             f"--plan does not support --change {o.change}: plan a preset of about the same size"

@@ -588,18 +588,13 @@ def embedding_bwd(
 
 
 def _check_ids(ids_N, V, *others):
-    """Return True if all arrays are NumPy arrays; then every id is checked.
-
-    Raises ValueError or TypeError.
-    """
+    """Return True if all arrays are NumPy arrays; then every id is checked."""
     check_ids("embedding", "ids", ids_N)
     check_array("embedding", "ids", ids_N, (None,), (dtype_name(ids_N.dtype),))
     if not on_host(ids_N, *others):
         return False
     outside = np.flatnonzero((ids_N < 0) | (ids_N >= V))
-    if outside.size:
-        n = int(outside[0])
-        raise ValueError(
-            f"embedding: id {ids_N[n]} at position {n} is outside the table of {V} rows"
-        )
-    return True
+    if not outside.size:
+        return True
+    n = int(outside[0])
+    raise ValueError(f"embedding: id {ids_N[n]} at position {n} is outside the table of {V} rows")

@@ -208,7 +208,7 @@ def fp8_norm(
         f"at most {WIDEST} columns",
     )
     add = r_NC is not None
-    r = r_NC if add else x_NC  # a kernel argument cannot be None
+    r = x_NC if r_NC is None else r_NC  # a kernel argument cannot be None
     if on_host(x_NC, r, w_C, *slot.arrays):
         h = wide(x_NC)
         if add:

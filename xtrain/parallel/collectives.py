@@ -59,7 +59,8 @@ class Division:
 
     def shard(self, a: int, b: int, rank: int | None = None) -> slice:
         """Return a rank's shard of an evenly divided [a, b). None: this rank's."""
-        rank = self.ranks.rank if rank is None else rank
+        if rank is None:
+            rank = self.ranks.rank
         n = (b - a) // self.ranks.world
         return slice(a + rank * n, a + (rank + 1) * n)
 
@@ -73,7 +74,8 @@ class Division:
     def own(self, array: Array, a: int, b: int, rank: int | None = None) -> Slices:
         """Return what a rank owns of array[a:b]: its shard, or its pieces, neighbouring ones
         joined. None: this rank."""
-        rank = self.ranks.rank if rank is None else rank
+        if rank is None:
+            rank = self.ranks.rank
         pieces = self.pieces_of(array, a, b)
         if pieces is None:
             shard = self.shard(a, b, rank)

@@ -70,7 +70,10 @@ class CopyCollectives(GpuCollectives):
         self.aligned = False
         self.opened: dict[tuple[int, bytes], int] = {}  # (rank, memory handle) -> address here
         self.addresses: dict[int, list[int]] = {}  # address of an array -> its address on each rank
-        weights = arena.weights if arena.half is None else arena.half
+        if arena.half is None:
+            weights = arena.weights
+        else:
+            weights = arena.half
         for array in (self.grads, weights, self.window, self.flags, self.gathered):
             self.register(array)
         cupy().cuda.Device().synchronize()
@@ -197,7 +200,10 @@ class CopyCollectives(GpuCollectives):
         chunks = [self._chunks(array, a, b, rank, CHUNK) for rank in range(self.ranks.world)]
         for i in range(max(map(len, chunks))):
             for rank in (self.ranks.rank, *self._neighbours()):
-                first, n = chunks[rank][i] if i < len(chunks[rank]) else (0, 0)
+                if i < len(chunks[rank]):
+                    first, n = chunks[rank][i]
+                else:
+                    first, n = (0, 0)
                 here = array[first : first + n]
                 if rank == self.ranks.rank:
                     window[:n] = here
@@ -313,7 +319,9 @@ def _check(driver: Any, error: Any, what: str) -> None:
 # ----------------------------------------------------------------------------- choice of the transport
 def gpu_collectives(ranks: Ranks, arena: Any, bf16: bool, how: str) -> GpuCollectives:
     """how: "nccl", "copy", or "auto": copy if it is possible. Raises UserError if "copy" is not."""
-    reason = "" if how == "nccl" else why_no_copies(ranks, bf16)
+    reason = ""
+    if how != "nccl":
+        reason = why_no_copies(ranks, bf16)
     if how == "copy" and reason:
         raise UserError(f"--transport copy is not possible: {reason}; use --transport nccl")
     if how == "nccl" or reason:

@@ -106,7 +106,9 @@ class Overlap(NoSync):
         # slice -> its parameters that are not complete
         self.incomplete = Counter(i for slices in self.slices_of.values() for i in slices)
         self.sending = last and bool(self.uses)
-        self.additions_left = sum(self.uses.values()) if self.sending else 0
+        self.additions_left = 0
+        if self.sending:
+            self.additions_left = sum(self.uses.values())
         loss.backward()
         if last:
             self.model.arena.zero_unwritten_grads()  # the collectives read its memory
@@ -293,7 +295,9 @@ class DataParallel(SingleDevice):
         self.ranks.check_identical(arrays + ([] if fp8 is None else [fp8.scale_S]), step)
 
     def sum_over_owners(self, values: list[float]) -> list[float]:
-        return self.ranks.sum(values) if self.sharded else values
+        if self.sharded:
+            return self.ranks.sum(values)
+        return values
 
     def timing(self, tokens_per_s: float) -> dict[str, Any]:
         world = self.ranks.world
@@ -331,7 +335,10 @@ class DataParallel(SingleDevice):
             super().load(saved, optimizer)
             return
         whole = lambda: np.zeros(self.model.arena.grads.shape, np.float32)
-        ema = None if optimizer.ema is None else whole()
+        if optimizer.ema is None:
+            ema = None
+        else:
+            ema = whole()
         moments = SimpleNamespace(m=whole(), v=whole(), ema=ema, t=0)
         optimizer.restore()
         checkpoint.load(saved, self.model, moments)

@@ -80,7 +80,9 @@ class Ranks(SingleProcess):
     def gather_on_rank_0(self, own_n: np.ndarray) -> list[np.ndarray] | None:
         """(n,) of each rank, of any length -> all of them on rank 0, None elsewhere."""
         sizes = self.gather(own_n.size)
-        whole = np.empty(sum(sizes), own_n.dtype) if self.rank == 0 else None
+        whole = None
+        if self.rank == 0:
+            whole = np.empty(sum(sizes), own_n.dtype)
         self.comm.Gatherv(np.ascontiguousarray(own_n), None if whole is None else (whole, sizes))
         if whole is None:
             return None

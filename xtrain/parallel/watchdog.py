@@ -91,7 +91,10 @@ class AbortOnError:
             self.code = 130
             self._print_once(f"{self.name}: interrupted; the last checkpoint is intact", 130)
         elif error is not None:
-            code = error.code if isinstance(error, SystemExit) else 1
+            if isinstance(error, SystemExit):
+                code = error.code
+            else:
+                code = 1
             self._abort_with_traceback(error, code if isinstance(code, int) and code else 1)
         self.monitor.sign_off()
         return True

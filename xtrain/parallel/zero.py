@@ -195,7 +195,10 @@ class ShardedAdamW(AdamW):
         rank must call it."""
         m = self._gathered(self.m)
         v = self._gathered(self.v)
-        ema = None if self.ema is None else self._gathered(self.ema)
+        if self.ema is None:
+            ema = None
+        else:
+            ema = self._gathered(self.ema)
         return SimpleNamespace(m=m, v=v, ema=ema, t=self.t)
 
     def _gathered(self, own_n: Array) -> np.ndarray | None:

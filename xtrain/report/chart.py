@@ -108,8 +108,14 @@ def chart(
 def _horizontal(name: str, xs: list[float]) -> dict[str, Any]:
     """Return a horizontal axis: its ends and its ticks [[position, label], ...]."""
     low = min(xs)
-    high = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    size, unit = unit_of(high) if name == "time" else (1.0, "")
+    if max(xs) > min(xs):
+        high = max(xs)
+    else:
+        high = min(xs) + 1
+    if name == "time":
+        size, unit = unit_of(high)
+    else:
+        size, unit = (1.0, "")
     ticks = [x for x in _axis(low / size, high / size, log=False, most=5)[2]]
     ticks = [x for x in ticks if low <= x * size <= high]
     labels = [f"{text} {unit}".rstrip() for text in _numbers(ticks)]
@@ -153,7 +159,9 @@ def _short(x, digits=6):
     if x is None:
         return None
     x = float(f"{x:.{digits}g}")
-    return int(x) if x.is_integer() and abs(x) < 2**53 else x
+    if x.is_integer() and abs(x) < 2**53:
+        return int(x)
+    return x
 
 
 def axis_switch(axes: Iterable[Axes | None]) -> str:

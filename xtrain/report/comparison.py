@@ -113,4 +113,6 @@ def _samples(runs, names):
 
 
 def _shown(x, form):
-    return "-" if x is None else form.format(x)
+    if x is None:
+        return "-"
+    return form.format(x)

@@ -142,7 +142,10 @@ def _update_sentence(folder: Path, text: str | None, say: Callable[[str], None])
     run = record.read(folder)
     prompt = str(run.section("train").get("sample_prompt") or " ")
     try:
-        sample = run.samples[-1][1] if run.samples else prompt
+        if run.samples:
+            sample = run.samples[-1][1]
+        else:
+            sample = prompt
         write_sentence(folder, look_at_text(folder, sample, say))
     except UserError as error:
         say(str(error))

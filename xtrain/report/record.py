@@ -45,7 +45,8 @@ class Record:
 
         value None: not a finite number
         """
-        lines = self.metrics if lines is None else lines
+        if lines is None:
+            lines = self.metrics
         values = {line["step"]: _number(line[key]) for line in lines if key in line}
         return sorted(values.items())
 
@@ -55,7 +56,9 @@ class Record:
         name: "train", "model", "data", "machine" or "versions"
         """
         value = self.config.get(name)
-        return value if isinstance(value, dict) else {}
+        if isinstance(value, dict):
+            return value
+        return {}
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric."""

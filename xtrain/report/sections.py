@@ -310,7 +310,9 @@ def _sentence(s: dict[str, Any]) -> str:
 
 def _next_row(token, following):
     real = following["real"]
-    chance = "" if real is None else f"{100 * float(real):.1f} %"
+    chance = ""
+    if real is not None:
+        chance = f"{100 * float(real):.1f} %"
     cells = "".join(
         f'<td>{_token(t)}<span class="bar" '
         f'style="width:{60 * float(p):.1f}px"></span>{100 * float(p):.1f} %</td>'
@@ -391,7 +393,10 @@ def profile(run: Record) -> str:
 def _source(start):
     """Return which code a start of a run ran."""
     commit = start.get("commit")
-    changed = ", with changes" if start.get("changed") else ""
+    if start.get("changed"):
+        changed = ", with changes"
+    else:
+        changed = ""
     code = "not in a git repository"
     if commit:
         code = f"commit {str(commit)[:12]}{changed}"
@@ -430,17 +435,25 @@ def _value(x):
 
 def _last_mean(run):
     means = running_mean(run.points("loss"))
-    return means[-1][1] if means else None
+    if means:
+        return means[-1][1]
+    return None
 
 
 def _median(values):
     finite = [y for y in values if y is not None]
-    return float(np.median(finite)) if finite else None
+    if finite:
+        return float(np.median(finite))
+    return None
 
 
 def _float(x):
-    return float(x) if isinstance(x, (int, float)) else None
+    if isinstance(x, (int, float)):
+        return float(x)
+    return None
 
 
 def _shown(x, form):
-    return "" if x is None else form.format(x)
+    if x is None:
+        return ""
+    return form.format(x)

@@ -47,7 +47,9 @@ def look(model: Transformer, tokenizer: Any, ids: list[int], step: int) -> dict[
     following = []
     for t, p_V in enumerate(p_TV):
         top = np.argsort(-p_V, kind="stable")[:TOP]
-        real = ids[t + 1] if t + 1 < len(ids) else None
+        real = None
+        if t + 1 < len(ids):
+            real = ids[t + 1]
         following.append(
             {
                 "top": [[text(int(i)), round(float(p_V[i]), 4)] for i in top],

@@ -86,7 +86,9 @@ class Frontend:
         fitting = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
         if hasattr(dispatcher, "_resolve_overload"):  # an MLIRDispatcher
             best, _ = dispatcher._resolve_overload(given, candidate_sig_args=fitting)
-            return best[0] if len(best) == 1 else None
+            if len(best) == 1:
+                return best[0]
+            return None
         for kinds in fitting:
             dispatcher.typingctx.install_possible_conversions(given, kinds)
         try:

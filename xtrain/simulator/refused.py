@@ -41,9 +41,9 @@ SYNTAX = {
 # NumPy's functions of numbers that Numba does not have on a GPU. Some of those that it has compute
 # in float64.
 _NUMPY = """
-abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 fabs float_power floor floor_divide fmod full
-isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones pow power reciprocal remainder rint sign signbit sqrt
-square subtract trunc where zeros
+abs absolute add array cbrt ceil clip copysign divmod dot empty exp exp2 expm1 fabs float_power
+floor floor_divide fmod full isfinite isinf ldexp log1p logaddexp max min mod multiply negative ones
+pow power reciprocal remainder rint sign signbit sqrt square subtract trunc where zeros
 """
 _BUILTINS = (
     "all any bin callable chr dict getattr hash hex id list map repr reversed set sorted str"

@@ -384,7 +384,10 @@ def _select(better):
     def of_two(a, b):
         if type(a) is Unset or type(b) is Unset:
             raise TypeError
-        chosen = b if better(b, a) or a != a else a
+        if better(b, a) or a != a:
+            chosen = b
+        else:
+            chosen = a
         kinds: tuple[type, type] = type(a), type(b)
         if kinds[0] is kinds[1]:
             return chosen

@@ -61,7 +61,8 @@ class Stepper(Recording):
         """The page in a frame, apart from the notebook's own styles and scripts."""
         return (
             f'<iframe srcdoc="{html.escape(self.page())}" title="the threads of a block, step by step" '
-            f'style="width:100%;height:{HEIGHT}px;box-sizing:border-box;border:1px solid #8884;border-radius:6px"></iframe>'
+            f'style="width:100%;height:{HEIGHT}px;box-sizing:border-box;border:1px solid #8884;'
+            'border-radius:6px"></iframe>'
         )
 
 
@@ -70,7 +71,7 @@ def contents(recording: Recording) -> dict[str, Any]:
     steps = recording.steps()
     launch = recording.launch
     paths = [step.event.path for step in steps]
-    error_sites = ()
+    error_sites: tuple = ()
     if recording.error:
         error_sites = recording.error.sites
     # the files of an error first: then both its lines are in sight
@@ -178,7 +179,9 @@ def _number(value):
         if math.isfinite(value):
             return value
         return str(value)
-    return None if value is None else str(value)
+    if value is None:
+        return None
+    return str(value)
 
 
 def _error(recording: Recording, steps: list[Step], lines) -> dict[str, Any] | None:

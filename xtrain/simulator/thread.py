@@ -516,7 +516,9 @@ class Thread:
             return np.int64(int(self.blockIdx.x) * int(self.blockDim.x) + int(self.threadIdx.x))
         axes = zip(self.blockIdx, self.blockDim, self.threadIdx)
         position = tuple(np.int64(b) * n + t for b, n, t in axes)[: int(ndim)]
-        return position if ndim > 1 else position[0]
+        if ndim > 1:
+            return position
+        return position[0]
 
     def gridsize(self, ndim):
         size = tuple(np.int64(g) * n for g, n in zip(self.gridDim, self.blockDim))[: int(ndim)]

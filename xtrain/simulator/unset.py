@@ -28,7 +28,10 @@ class Unset:
     def use(self, what, site=None):
         """Report that the value reaches `what`, and return the number."""
         here = errors.caller()
-        thread = here[0] if here else self.read[0]
+        if here:
+            thread = here[0]
+        else:
+            thread = self.read[0]
         place = site or (here[1] if here else self.read[3])
         if self.read[1].kind == "global":
             kind = "unwritten_global"

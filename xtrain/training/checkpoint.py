@@ -165,7 +165,9 @@ def write(run: Path, snapshot: Snapshot) -> Path:
 
 
 def _write_files(folder, snapshot):
-    prefix = PREFIX if snapshot.adapter else ""
+    prefix = ""
+    if snapshot.adapter:
+        prefix = PREFIX
     checksums_of = lambda tensors: {name: tensor_checksum(x) for name, x in tensors.items()}
     prefixed = lambda tensors: {prefix + name: x for name, x in tensors.items()}
     if snapshot.ema:

@@ -85,15 +85,22 @@ class Loop:
         self.unread: list[StepResult] = []  # steps whose numbers are still on the device
         self.since = 0.0  # when the first of them began
         self.flops_per_token = flops_per_token(run.model, run.document_tokens)
-        self.peak_flops = peak_flops(run.model.precision) if gpu else None
-        self.read_every = GPU_READ_EVERY if gpu else 1
+        self.peak_flops = None
+        if gpu:
+            self.peak_flops = peak_flops(run.model.precision)
+        self.read_every = 1
+        if gpu:
+            self.read_every = GPU_READ_EVERY
         self.layers_every = max(self.read_every, c.steps // LAYER_RECORDS)
         self.phase_timer = run.phase_timer = PhaseTimer(run.model.device, gpu and c.graph)
 
     def __call__(self) -> None:
         run = self.run
         c = self.run.config
-        last = c.steps if c.stop_at is None else min(c.steps, c.stop_at)
+        if c.stop_at is None:
+            last = c.steps
+        else:
+            last = min(c.steps, c.stop_at)
         if run.done >= last and run.ranks.rank == 0:  # killed after its last checkpoint
             checkpoint.prune(self.writer.run, run.done, c.keep)
         self.stop.begin(_checkpoint_bytes(run))
@@ -148,13 +155,19 @@ class Loop:
         if due.checkpoint:
             self.wait_for_writer()
             run.ranks.on_rank_0(self.writer.check)
-            afterwards = (lambda: None) if self.stopping else log.picture
+            if self.stopping:
+                afterwards = lambda: None
+            else:
+                afterwards = log.picture
             self.writer.save(lambda: run.snapshot(log.lengths()), log.flush, afterwards)
 
     def evaluate_tasks(self) -> None:
         """Evaluate on --eval-tasks, on rank 0. The others wait for one task at a time, so that no
         watchdog reports a hang."""
-        tasks = self.evaluation() if self.evaluation else iter(())
+        if self.evaluation:
+            tasks = self.evaluation()
+        else:
+            tasks = iter(())
         results: dict[str, float] = {}
         self.run.parallel.report_progress()
         while self.run.ranks.any(bool(metrics := next(tasks, {}))):
@@ -318,7 +331,9 @@ def _prepare_evaluation(
         raise UserError("this program cannot evaluate: omit --eval-tasks")
     prepared: list[Evaluation] = []  # not broadcast
     run.ranks.on_rank_0(lambda: prepared.append(evaluation(run)))
-    return prepared[0] if prepared else None
+    if prepared:
+        return prepared[0]
+    return None
 
 
 def _record(run: Run, folder: Path, device: str, warn: Callable[[str], None]) -> None:
@@ -340,7 +355,10 @@ def _loop(
     """Make the steps of the run. Rank 0 writes the log and the checkpoints."""
     log: RunLog | NullRunLog = NullRunLog()
     if run.ranks.rank == 0:
-        state = folder.saved.state if folder.saved else {}
+        if folder.saved:
+            state = folder.saved.state
+        else:
+            state = {}
         log = RunLog(folder.path, run.config, state, console)
         _warn_of_little_room(run, folder.path, warn)
     with log:
@@ -388,7 +406,9 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
     left_out = getattr(corpus, "left_out", ())
     whole_list = run.ranks.on_rank_0(lambda: run_folder.write_left_out(path, left_out))
     if left_out:
-        where = f", all in {escape(str(whole_list))}" if whole_list else ""
+        where = ""
+        if whole_list:
+            where = f", all in {escape(str(whole_list))}"
         say(f"files left out: {len(left_out)}{where}")
     for sentence in left_out[: run_folder.LEFT_OUT_SHOWN]:
         say(f"  {escape(sentence)}")

@@ -9,7 +9,9 @@ from ..nn.model import Transformer
 
 def describe(config: ModelConfig) -> str:
     """Return "Qwen3-style, 12 layers, width 384, ..." """
-    kind = f"{config.family}-style, " if config.family else ""
+    kind = ""
+    if config.family:
+        kind = f"{config.family}-style, "
     return (
         f"{kind}{config.n_layers} layers, width {config.dim}, {config.n_heads} heads x "
         f"{config.head_dim} "

@@ -81,7 +81,9 @@ def first_nonfinite(model: Transformer, step: Callable[[], Any]) -> str | None:
         for array in op.outputs if op.name else ():
             if found := count_nonfinite(array):
                 used = [names[id(x)][0] for x in op.inputs if id(x) in names]
-                weights = f" with {', '.join(used)}" if used else ""
+                weights = ""
+                if used:
+                    weights = f" with {', '.join(used)}"
                 raise _Found(
                     f"{op.layer or 'outside the layers'}, {op.name}{weights}, {op.way} ({found})"
                 )

@@ -35,7 +35,9 @@ class PhaseTimer(NoPhaseTimer):
 
     def __init__(self, device: str, captured: bool):
         self.gpu = device == "gpu"
-        self.phases = CAPTURED_PHASES if captured else EAGER_PHASES
+        self.phases: tuple[str, ...] = EAGER_PHASES
+        if captured:
+            self.phases = CAPTURED_PHASES
         self.timestamps: list[tuple[str | None, Any]] = []  # (phase that begins or None, time)
 
     def begin(self, phase: str) -> None:
@@ -76,4 +78,6 @@ def memory_bytes(device: str) -> int | None:
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak

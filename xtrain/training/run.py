@@ -135,7 +135,10 @@ class Run:
         self.done += 1
         self.parallel.check_identical(self.optimizer, self.done)
         fp8 = self.model.fp8
-        counts = None if fp8 is None else fp8.last_counts_K.copy()
+        if fp8 is None:
+            counts = None
+        else:
+            counts = fp8.last_counts_K.copy()
         return StepResult(self.done, loss, norm, self.optimizer.lr, fp8_counts=counts)
 
     def update(self, batch: Any) -> tuple[Array, Array]:
@@ -434,8 +437,12 @@ class Run:
         )
         for rank, where in enumerate(places):
             if where is not None:
-                return where if len(places) == 1 else f"rank {rank}: {where}"
-        everywhere = "" if len(places) == 1 else " on every rank"
+                if len(places) == 1:
+                    return where
+                return f"rank {rank}: {where}"
+        everywhere = " on every rank"
+        if len(places) == 1:
+            everywhere = ""
         return (
             f"every result is finite{everywhere} when the step is repeated: the gradient norm is "
             "too large, or the error "

@@ -119,7 +119,9 @@ def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
         digests = ranks.gather(digest(manifest) if manifest.is_file() else None)
         for rank, seen in enumerate(digests):
             if seen != digests[0]:
-                sees = "does not see" if seen is None else "sees another"
+                sees = "sees another"
+                if seen is None:
+                    sees = "does not see"
                 raise UserError(
                     f"rank {rank} {sees} {path}: give a folder --out that all machines share"
                 )
@@ -149,7 +151,8 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
     precision = config.precision
     if precision == "auto":
         precision = saved.state["options"].get("precision")
-        precision = precision if precision in ("bf16", "fp8") else "fp32"
+        if precision not in ("bf16", "fp8"):
+            precision = "fp32"
     return replace(config, init=init, precision=precision)
 
 
@@ -183,7 +186,10 @@ def parse_options(
         return given
     given.check_place()  # the other options may need some that the run has
     kept, allowed = ranks.on_rank_0(lambda: _options_to_resume(given))
-    defaults = replace(type(given)(), **kept) if kept else given
+    if kept:
+        defaults = replace(type(given)(), **kept)
+    else:
+        defaults = given
     config = parse(defaults if kept else None)
     if getattr(config, "epochs", None) != kept.get("epochs") and config.steps == kept.get("steps"):
         config = replace(config, steps=None)  # --epochs is given, which decides them
@@ -222,7 +228,10 @@ def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
     """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of
     ranks."""
     machine = read_json(path / "config.json").get("machine")
-    ranks = machine.get("ranks") if isinstance(machine, dict) else None
+    if isinstance(machine, dict):
+        ranks = machine.get("ranks")
+    else:
+        ranks = None
     if "dp" not in stored:
         ranks = ranks or 1
     numbers: list[Any] = [stored.get("batch"), ranks, stored.get("micro_batch")]
@@ -380,7 +389,9 @@ def _stored_options(path: Path, kind: type[RunOptions]) -> dict[str, Any] | None
 def _one_path(options: dict[str, Any]) -> dict[str, Any]:
     """--data as earlier versions stored it: one path."""
     data = options.get("data")
-    return {"data": (data,)} if isinstance(data, str) else {}
+    if isinstance(data, str):
+        return {"data": (data,)}
+    return {}
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -402,7 +413,9 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
         path.mkdir(parents=True, exist_ok=True)
         stack.enter_context(owned(path))
     except Busy as busy:
-        advice = f"; {busy}" if str(busy) else ""
+        advice = ""
+        if str(busy):
+            advice = f"; {busy}"
         raise UserError(
             f"{path} is being written by another process: wait for it, or choose another "
             f"--name{advice}"

@@ -93,7 +93,9 @@ class RunLog:
             )
         self.files = {name: Journal(folder / name) for name in LOGS}
         self.full = False  # has the warning about a full disk been printed?
-        about = {"train": asdict(config)} if config.log else {}
+        about = {}
+        if config.log:
+            about = {"train": asdict(config)}
         self.trackers = Trackers(config.log, folder, self.first_step, about, self.warn)
         columns = [
             TextColumn("{task.description}"),
@@ -170,7 +172,9 @@ class RunLog:
         self.record("metrics.jsonl", {"step": step, "val_loss": loss, "val_bpb": bpb})
         verdict = ""
         if bigram_bpb is not None:
-            word = "beats" if bpb < bigram_bpb else "not yet below"
+            word = "not yet below"
+            if bpb < bigram_bpb:
+                word = "beats"
             verdict = f" ({word} the byte-bigram model's {bigram_bpb:.3f})"
         self.console.print(
             f"[bold]step {step}: validation loss {loss:.4f}, {bpb:.3f} bits per byte[/]{verdict}",

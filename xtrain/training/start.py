@@ -112,7 +112,10 @@ def _blas_threads(
     the fewest of all ranks."""
     number = config.blas_threads
     share = max(1, blas.cores() // ranks.local_world)
-    made_on = {} if saved is None else saved.state["made_on"]
+    if saved is None:
+        made_on = {}
+    else:
+        made_on = saved.state["made_on"]
     if number is None and made_on.get("ranks") == ranks.world:
         before = made_on.get("blas_threads")
         if before is None and not blas.in_environment():
@@ -123,7 +126,9 @@ def _blas_threads(
     rows = config.micro_batch * config.seq_len
     number = blas.choose_threads(number, rows, model.dim, model.hidden_dim, share)
     numbers = ranks.gather(number)
-    return None if None in numbers else min(numbers)
+    if None in numbers:
+        return None
+    return min(numbers)
 
 
 # ----------------------------------------------------------------------------- the model

@@ -21,7 +21,10 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
         console.print(f"peak GPU memory {peak / 1e9:.2f} GB", highlight=False)
     if run.skipped:
         console.print(f"{run.skipped} steps were skipped", highlight=False)
-    reason = f" ({stop.reason})" if stop.reason else ""
+    if stop.reason:
+        reason = f" ({stop.reason})"
+    else:
+        reason = ""
     state = "done"
     if not finished:
         state = f"stopped after step {run.done}{reason}"
@@ -47,8 +50,12 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
             f"model.load_weights({str(last)!r})"
         ]
     prompt = quote(run.config.sample_prompt or "Once upon")
-    option = f" --change {quote(change)}" if change else ""
-    argument = f", change={change!r}" if change else ""
+    option = ""
+    if change:
+        option = f" --change {quote(change)}"
+    argument = ""
+    if change:
+        argument = f", change={change!r}"
     return [
         f"train further             python -m xtrain.train --init {quote(last)}{option} --data "
         "FILE_OR_FOLDER",
@@ -62,7 +69,10 @@ def _how_to_continue(run: Run, folder: Path) -> str:
     done, c = run.done, run.config
     if type(run).__module__.split(".")[0] != "xtrain":  # a class of the user
         return "the same program with resume=True"
-    out = "" if c.out == "runs" else f" --out {quote(c.out)}"
+    if c.out == "runs":
+        out = ""
+    else:
+        out = f" --out {quote(c.out)}"
     steps = ""
     if done > c.steps:
         steps = f" --steps N --allow-change steps, N larger than {done}"

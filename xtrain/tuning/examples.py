@@ -168,7 +168,8 @@ def _conversation(
         if not template.marks_generation:
             last = [n for n, i in enumerate(inside) if ids[i] in tokenizer.special_ids]
             blank = bool(last) and not text[places[inside[last[-1]]][1] : end].strip()
-            inside = inside[: last[-1] + 1] if blank else inside
+            if blank:
+                inside = inside[: last[-1] + 1]
         for i in inside:
             trained[i] = True
     if not any(trained[1:]):
@@ -188,7 +189,9 @@ def _growing(
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = template.render(messages[:i], True, tools) if i else ""
+            before = ""
+            if i:
+                before = template.render(messages[:i], True, tools)
             after = template.render(messages[: i + 1], False, tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(

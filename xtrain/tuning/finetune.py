@@ -251,7 +251,10 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
         return kept
 
     examples = read(c.data)
-    val = read(c.val_data) if c.val_data else []
+    if c.val_data:
+        val = read(c.val_data)
+    else:
+        val = []
     if not val:
         examples, val = hold_out(examples, c.val_share, "example")
     name = ", ".join(Path(file).name for file in c.data)
@@ -265,7 +268,10 @@ def filled(config: Config, corpus: Conversations, context: int, world: int) -> C
     longest = corpus.seq_len
     if c.pack:
         longest = max(longest, min(PACKED_ROW, corpus.train_tokens))
-    unit = TILE if c.precision == "fp8" else UNIT
+    if c.precision == "fp8":
+        unit = TILE
+    else:
+        unit = UNIT
     seq_len = c.seq_len or min(-(-longest // unit) * unit, context)
     rows = len(corpus.rows(corpus.train, seq_len, c.seed))
     rows_of_16 = max(1, round(EXAMPLES * rows / len(corpus.train)))
@@ -430,7 +436,9 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
         )
     corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
     if corpus.skipped and ranks.rank == 0:
-        what = "cut or left out" if config.too_long == "cut" else "left out"
+        what = "left out"
+        if config.too_long == "cut":
+            what = "cut or left out"
         limit = min(config.seq_len or context, context)
         say(
             f"xtrain.finetune: {corpus.skipped} examples are longer than {limit} tokens and were "

@@ -45,7 +45,10 @@ def packed(lengths: Sequence[int], T: int, seed: int = 0) -> list[list[int]]:
     rows: list[list[int]] = []
     for i in map(int, order):
         fits = room[: len(rows)] >= lengths[i]
-        row = int(fits.argmax()) if fits.any() else len(rows)
+        if fits.any():
+            row = int(fits.argmax())
+        else:
+            row = len(rows)
         if row == len(rows):
             rows.append([])
             room[row] = T
@@ -81,4 +84,6 @@ class RowLoader(Shuffled):
         """Return the next batch: (B / world, T)."""
         chosen = [self.groups[self.order(e)[w]] for e, w in self.next_windows()]
         batch = rows_of([[self.examples[i] for i in group] for group in chosen], self.T)
-        return batch if self.packed else batch._replace(starts=None)
+        if self.packed:
+            return batch
+        return batch._replace(starts=None)

@@ -420,7 +420,7 @@ def decode_attention(
     cos = cos_PR.reshape(-1)
     sin = sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
-    scales = scales_RGS2.reshape(-1) if codes else cos
+    scales = cos if scales_RGS2 is None else scales_RGS2.reshape(-1)
     cache = k_RGSD.reshape(-1), v_RGSD.reshape(-1), scales
     for low in range(0, B, MOST_ROWS):
         rows = slice(low, min(low + MOST_ROWS, B))

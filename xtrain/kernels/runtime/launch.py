@@ -303,9 +303,9 @@ def launch(
         )
     if SimArray in map(type, converted):
         if _notes.specializations is None:
-            limit = RESIDENT_IN_SIMULATOR if resident else None
+            at_most = RESIDENT_IN_SIMULATOR if resident else None
             simulator.run(
-                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=limit
+                kernel, grid, block, *converted, shared=shared, overlap=overlap, resident=at_most
             )
         else:
             special = _specialization(kernel, converted, shared)
