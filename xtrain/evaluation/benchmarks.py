@@ -54,7 +54,9 @@ def read_arc(r: Record) -> Item:
     if isinstance(question, dict):  # as published by AI2
         listed = question.get("choices")
         question = question.get("stem")
-        rows = listed if isinstance(listed, list) else []
+        rows = []
+        if isinstance(listed, list):
+            rows = listed
         if not all(isinstance(row, dict) for row in rows):
             raise UserError(f'{r.where}: each of "choices" must have a text and a label: fix it')
         choices = {name: [row.get(name) for row in rows] for name in ("text", "label")}

@@ -51,4 +51,6 @@ def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
 def names_of(files: Sequence[str]) -> list[str]:
     """Short names of files: without folder and ending, if no two are then the same."""
     short = [Path(file).stem for file in files]
-    return short if len({*short}) == len(short) else list(files)
+    if len({*short}) == len(short):
+        return short
+    return list(files)

@@ -156,7 +156,8 @@ class QuestionExam(Exam):
         for x, text in zip(self.items, texts):
             answer = extracted(x, text)
             right = extracted(x, x.answer)
-            right = x.answer if right is None else right
+            if right is None:
+                right = x.answer
             match = answer is not None and normalized(x, answer) == normalized(x, right)
             found.append(
                 {"where": x.where, "text": text, "found": answer, "exact_match": float(match)}

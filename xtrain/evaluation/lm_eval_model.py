@@ -52,17 +52,26 @@ class XtrainModel:
         change: str | None = None,
     ):
         super().__init__()
-        device = "gpu" if str(device).startswith("cuda") else device or "auto"
+        if str(device).startswith("cuda"):
+            device = "gpu"
+        else:
+            device = device or "auto"
         names: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}
         chosen: Any = names.get(dtype, dtype)
         if chosen not in ("auto", "fp32", "bf16"):
             raise UserError(f"dtype {dtype!r} is not supported: choose auto, fp32 or bf16")
         p = load(str(pretrained), device, chosen, change)
         supported = p.model.config.context
-        context = supported if max_length is None else int(max_length)
+        if max_length is None:
+            context = supported
+        else:
+            context = int(max_length)
         if not 2 <= context <= supported:
             raise UserError(f"max_length must be from 2 to {supported}, got {max_length}")
-        size = batch_size if str(batch_size).isdigit() else max_batch_size or 32
+        if str(batch_size).isdigit():
+            size = batch_size
+        else:
+            size = max_batch_size or 32
         self.scorer = Scorer(p, context, int(size), batch_invariant)
 
     # ------------------------------------------------------------------------- what lm-eval calls

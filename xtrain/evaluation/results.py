@@ -47,7 +47,10 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float] | None = No
     lm-eval.
     """
     x = np.array(numerators, np.float64)
-    y = np.ones_like(x) if denominators is None else np.array(denominators, np.float64)
+    if denominators is None:
+        y = np.ones_like(x)
+    else:
+        y = np.array(denominators, np.float64)
     n = len(x)
     r = float(x.sum() / y.sum())
     if n < 2:
@@ -71,7 +74,9 @@ def perplexity(nlls: Sequence[float], counts: Sequence[float] | None = None) -> 
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    if x < 700:
+        return math.exp(x)
+    return math.inf
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -65,7 +65,10 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
-    width = None if sys.stdout.isatty() else 160  # long names of files stay on one line
+    # long names of files stay on one line
+    width = 160
+    if sys.stdout.isatty():
+        width = None
     PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {
@@ -95,13 +98,19 @@ class TaskExams:
 
     def __init__(self, p: Pretrained, tasks: list[Task], o: Options):
         supported = p.model.config.context
-        context = supported if o.context is None else o.context
+        if o.context is None:
+            context = supported
+        else:
+            context = o.context
         if not 2 <= context <= supported:
             raise UserError(
                 f"--context must be from 2 to {supported}, the longest sequence of the model, got "
                 f"{context}"
             )
-        stride = max(1, context // 2) if o.stride is None else o.stride
+        if o.stride is None:
+            stride = max(1, context // 2)
+        else:
+            stride = o.stride
         if not 1 <= stride <= context:
             raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
         self.scorer = Scorer(p, context, o.max_batch, o.batch_invariant, o.kv_cache)
@@ -134,7 +143,10 @@ def prepared(task: Task, o: Options) -> Task:
         changes["stop"] = tuple(o.stop)
     if o.extract is not None:
         changes["extract"] = o.extract
-    shots = _examples(task, o) if o.shots else []
+    if o.shots:
+        shots = _examples(task, o)
+    else:
+        shots = []
     items = []
     for item in task.items:
         assert isinstance(item, Item)

@@ -176,7 +176,9 @@ def read_task(path: Path, kinds: dict[str, Kind], limit: int | None = None) -> T
     Raises UserError for a file that cannot be read, is empty, or has a line that is not valid.
     """
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+        what = "does not exist"
+        if path.is_dir():
+            what = "is a folder"
         raise UserError(f"{path} {what}: give a file of test items")
     if suffix(path) not in (".jsonl", ".csv"):
         text = "".join(read_text(path))

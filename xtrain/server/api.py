@@ -68,7 +68,9 @@ class Sampling(BaseModel):
     @property
     def stops(self) -> list[str]:
         """Return the stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return self.stop or []
 
     def options(self) -> dict[str, Any]:
         """Return the fields that are given and that make_requests takes under the same name."""
@@ -104,7 +106,9 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        parts = self.content if isinstance(self.content, list) else []
+        parts = []
+        if isinstance(self.content, list):
+            parts = self.content
         if isinstance(self.content, str):
             content = self.content
         else:

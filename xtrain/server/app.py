@@ -126,7 +126,10 @@ class Server:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer /v1/chat/completions."""
         body = await self._read(http, ChatRequest)
-        top = (body.top_logprobs or 0) if body.logprobs else None
+        if body.logprobs:
+            top = body.top_logprobs or 0
+        else:
+            top = None
         max_tokens = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
         return await self._answer(http, body, self._chat_tokens, max_tokens, top, Chat(self))
 
@@ -212,7 +215,10 @@ class Server:
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         encode = self.texts.tokenizer.encode
-        prompts = prompt if several else [prompt]
+        if several:
+            prompts = prompt
+        else:
+            prompts = [prompt]
         if not any(isinstance(x, str) for x in prompts):
             return prompts
         return await run_in_threadpool(
@@ -245,7 +251,10 @@ class Server:
                     400,
                     f"a request may have {room} answers in all: give fewer prompts or a smaller n",
                 )
-            seed = secrets.randbits(62) if body.seed is None else body.seed
+            if body.seed is None:
+                seed = secrets.randbits(62)
+            else:
+                seed = body.seed
             requests = make_requests(
                 prompts,
                 self.engine.config,
@@ -370,7 +379,9 @@ class Form:
     def token_text(self, token: int) -> tuple[str, list[int]]:
         """Return (text, bytes) of one token"""
         known = token < self.p.tokenizer.vocab_size
-        data = self.p.tokenizer.token_bytes[token] if known else b""
+        data = b""
+        if known:
+            data = self.p.tokenizer.token_bytes[token]
         return data.decode("utf-8", "replace"), list(data)
 
 
@@ -530,7 +541,10 @@ def create_app(
     name: of the model for clients;
     None: the folder's.  api_key: what clients must send; None: nothing.
     """
-    client = EngineThread(engine) if isinstance(engine, Engine) else engine
+    if isinstance(engine, Engine):
+        client = EngineThread(engine)
+    else:
+        client = engine
     server = Server(client, texts, name or texts.folder.resolve().name, api_key, limits)
 
     @contextlib.asynccontextmanager

@@ -85,7 +85,10 @@ class Job:
     ) -> None:
         text = self.texts[piece.index]
         used = 0
-        each = [tokens] if not text.stop else [[token] for token in tokens]
+        if not text.stop:
+            each = [tokens]
+        else:
+            each = [[token] for token in tokens]
         for some in each:
             piece.text += text.feed(*some)
             used += len(some)

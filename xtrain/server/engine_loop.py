@@ -118,7 +118,9 @@ class EngineLoop:
             seconds: float | None = None
             if self.engine.busy:
                 until = until or time.perf_counter() + ADMISSION_SECONDS
-                seconds = max(0.0, until - time.perf_counter()) if self.arriving else 0.0
+                seconds = 0.0
+                if self.arriving:
+                    seconds = max(0.0, until - time.perf_counter())
             if not self.connection.poll(seconds):
                 return True
             method, *arguments = self.connection.recv()

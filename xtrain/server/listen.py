@@ -75,7 +75,10 @@ def serve(options: Options) -> None:
         if not getattr(o, name) > 0:
             option = name.replace("_", "-")
             raise UserError(f"--{option} must be positive, got {getattr(o, name)}")
-    api_key = os.environ.get("XTRAIN_API_KEY") if o.api_key is None else o.api_key
+    if o.api_key is None:
+        api_key = os.environ.get("XTRAIN_API_KEY")
+    else:
+        api_key = o.api_key
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
     p = o.load()
@@ -83,7 +86,10 @@ def serve(options: Options) -> None:
     engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
     if api_key is None and o.host not in LOCAL:
         say(f"--host {o.host} without --api-key: every machine that reaches this one may use it")
-    ready = f"; {engine.ready}" if engine.ready else ""
+    if engine.ready:
+        ready = f"; {engine.ready}"
+    else:
+        ready = ""
     say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
     name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
     limits = Limits(o.max_body, o.max_queue, o.timeout)
