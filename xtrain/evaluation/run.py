@@ -66,9 +66,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
     # long names of files stay on one line
-    width = 160
-    if sys.stdout.isatty():
-        width = None
+    width = None if sys.stdout.isatty() else 160
     PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {

@@ -538,13 +538,10 @@ def create_app(
     engine: an Engine, which gets a thread of this process, between startup and shutdown; or a
     connection to one elsewhere.
     texts: tokenizer, stop tokens and chat template of the engine's model; a Pretrained has them.
-    name: of the model for clients;
-    None: the folder's.  api_key: what clients must send; None: nothing.
+    name: of the model for clients; None: the folder's.
+    api_key: what clients must send; None: nothing.
     """
-    if isinstance(engine, Engine):
-        client = EngineThread(engine)
-    else:
-        client = engine
+    client = EngineThread(engine) if isinstance(engine, Engine) else engine
     server = Server(client, texts, name or texts.folder.resolve().name, api_key, limits)
 
     @contextlib.asynccontextmanager
