@@ -31,8 +31,7 @@ Three rules keep the meaning of an expression:
 A mistake in an operand, such as a wrong shape, is reported where the value is read.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,8 +101,7 @@ class Deferred(Tensor):
         """Return the value, an ordinary Tensor. Raises RuntimeError if an operand has changed."""
         if self._value is None:
             self.check_operands()
-            with self.mode():
-                self._value = self.compute()
+            self._value = self.in_mode(self.compute)
         return self._value
 
     def check_operands(self) -> None:
@@ -114,12 +112,13 @@ class Deferred(Tensor):
                 "read: read it before (`y.data`), or change a copy"
             )
 
-    @contextlib.contextmanager
-    def mode(self) -> Iterator[None]:
-        """Inside, ops run in the mode in which the expression was written."""
+    def in_mode(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return compute(), whose ops run in the mode in which the expression was written."""
+        if self.in_same_mode():
+            return compute()
         mode, invariant = self._mode
         with in_mode(mode), batch_invariant(invariant):
-            yield
+            return compute()
 
     def in_same_mode(self) -> bool:
         """Return whether ops run now as they did where the expression was written."""
@@ -178,10 +177,7 @@ class Stream(Deferred):
         """Return h + delta, and leave it in h."""
         if self.delta is not None:
             delta_NC = self.delta
-            with self.mode():
-                if delta_NC.dtype != self.h.dtype:
-                    delta_NC = Cast.apply(delta_NC, self.h.dtype)
-                self.h = Add.apply(self.h, delta_NC)
+            self.h = self.in_mode(lambda: sum_of(self.h, delta_NC))
             self.delta = None
         return self.h
 
@@ -210,6 +206,13 @@ class Stream(Deferred):
         if self.in_same_mode():
             return Normed(self, w_C, eps)
         return RMSNorm.apply(self, w_C, eps, self.branch_dtype)
+
+
+def sum_of(h_NC: Tensor, delta_NC: Tensor) -> Tensor:
+    """Return h + delta, in the dtype of h."""
+    if delta_NC.dtype != h_NC.dtype:
+        delta_NC = Cast.apply(delta_NC, h_NC.dtype)
+    return Add.apply(h_NC, delta_NC)
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
