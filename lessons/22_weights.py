@@ -433,7 +433,7 @@ lesson.source(architectures.config_from_hf)
 for change in ({"hidden_act": "gelu"}, {"attention_bias": True}, {"num_hidden_layers": None}):
     try:
         architectures.config_from_hf({**about, **change})
-    except xtrain.config.UserError as error:
+    except xtrain.UserError as error:
         print(error)
 
 # %% [markdown]

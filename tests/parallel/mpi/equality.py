@@ -12,7 +12,7 @@ from xtrain.data.dataset import prepare
 from xtrain.device import to_device, to_numpy
 from xtrain.errors import UserError
 from xtrain.kernels.muon import newton_schulz_flops
-from xtrain.nn import functional
+from xtrain.nn import deferred, functions
 from xtrain.nn.model import Transformer
 from xtrain.nn.optim import AdamW, Muon
 from xtrain.parallel.collectives import HostCollectives
@@ -332,8 +332,8 @@ def overlap_is_real(folder):
     ranks = some_ranks(2)
     if ranks is None:
         return
-    names = "Linear", "AddNormLinear", "SwiGLULinear", "LinearCrossEntropy"
-    products = [getattr(functional, name) for name in names]
+    fused = deferred.AddNormLinear, deferred.SwiGLULinear
+    products = [functions.Linear, *fused, functions.LinearCrossEntropy]
     fast = [op.backward for op in products]
 
     def slowed(backward):
