@@ -14,7 +14,7 @@ from xtrain import ModelConfig, Tensor, Transformer, no_grad
 from xtrain.device import to_device
 from xtrain.inspect.gradcheck import CASES, Draw
 from xtrain.kernels.rope import rope_tables
-from xtrain.nn import autograd, functional
+from xtrain.nn import autograd, functions
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Function, is_unit
 from xtrain.nn.deferred import ResidualRMSNorm
@@ -450,11 +450,15 @@ def packed_attention(qkv, more, dtype=np.float64):
 def test_the_gradient_of_v_is_written_where_it_belongs(monkeypatch, more):
     """Its first user writes it into the packed gradient; what others give is added. The values are those without that."""
     qkv = np.random.default_rng(0).standard_normal((6, 16))
-    seen, same_place = [], functional.same_place
-    monkeypatch.setattr(
-        functional, "same_place", lambda *a: (seen.append(same_place(*a)), seen[-1])[1]
-    )
+    seen = []
+    same_place = functions.same_place
+
+    def noted(a, b):
+        seen.append(same_place(a, b))
+        return seen[-1]
+
+    monkeypatch.setattr(functions, "same_place", noted)
     got = packed_attention(qkv, more)
     assert seen == [not more]
-    monkeypatch.setattr(F.QKNormRope, "gradient_view", staticmethod(lambda ctx, i: None))
+    monkeypatch.setattr(functions.QKNormRope, "gradient_view", staticmethod(lambda ctx, i: None))
     assert np.array_equal(got, packed_attention(qkv, more)) and seen[1:] == [False]

@@ -285,17 +285,6 @@ def test_a_gradient_stays_in_the_arena():
             p.grad = np.ones(1, np.float32)  # NumPy would write it everywhere
 
 
-def test_a_norm_with_and_without_a_residual():
-    model = Own()
-    norm = model.blocks[0].norm
-    x, r = (
-        Tensor(np.random.default_rng(i).standard_normal((3, 5)).astype(np.float32)) for i in (0, 1)
-    )
-    h, y = norm(x, r)
-    assert np.array_equal(h.data, x.data + r.data)
-    np.testing.assert_allclose(y.data, norm(x + r).data, rtol=1e-6)
-
-
 # ----------------------------------------------------------------------------- to compute with only
 def test_without_training_there_are_no_gradients():
     config = small()
