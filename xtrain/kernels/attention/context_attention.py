@@ -364,7 +364,7 @@ def make_bf16_kernel(D: int, S: int, tiles: Tiles, WINDOW: int = 0):
         clear(acc)
         fill(top, LOWEST)
         fill(total, float32(0.0))
-        end = int32(past + min(q0 + BM, T))  # end of the keys that the block sees
+        end = int32(past + (q0 + BM if q0 + BM < T else T))  # end of the keys that the block sees
         n0 = int32((end - 1) // BN * BN)  # tiles run from the diagonal down to the first key
         begin = first_key(edges_E, 0, q0, past)
         max_lo = first_keys(lo, edges_E, 0, w0, T, past)
