@@ -370,7 +370,10 @@ def restore(folder: Path) -> None:
 
     If that process is alive, wait for its second rename, at most a second.
     """
-    folder = folder.resolve()
+    try:
+        folder = folder.resolve()
+    except UnicodeEncodeError:  # no file can have this name
+        return
     deadline = time.monotonic() + 1
     alive = True
     with contextlib.suppress(OSError):  # the caller finds out that the folder is missing

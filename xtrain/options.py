@@ -33,6 +33,7 @@ OTHER_NAMES = {  # xtrain's name -> what others call it
     "out": "output-dir",
     "name": "run-name",
     "data": "dataset",
+    "text-key": "text-column",
     "clip": "grad-clip max-grad-norm",
     "warmup": "warmup-steps",
     "weight-decay": "wd",

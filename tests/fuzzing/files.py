@@ -192,15 +192,13 @@ def shard() -> Target:
     files = seeds("shard")
 
     def call(value, folder):
-        which, vocab_size, changes = value
+        which, changes = value
         path = folder / "tokens.bin"
         path.unlink(missing_ok=True)  # the previous file may still be memory-mapped
         path.write_bytes(changed_bytes(files[which], changes))
-        tokens = read_shard(path, vocab_size)
-        assert len(tokens) and (vocab_size is None or tokens.max() < vocab_size)
+        assert len(read_shard(path))
 
-    sizes = st.sampled_from([None, 1, 300, 2**16, 2**31])
-    return Target(st.tuples(st.integers(0, len(files) - 1), sizes, CHANGES), refusing(call))
+    return Target(st.tuples(st.integers(0, len(files) - 1), CHANGES), refusing(call))
 
 
 def run_folder() -> Target:

@@ -277,9 +277,7 @@ class Array:
         size = math.prod(self.dims)
         if dims.count(-1) == 1:
             known = -math.prod(dims)
-            dims[dims.index(-1)] = 0
-            if known:
-                dims[dims.index(-1)] = size // known
+            dims[dims.index(-1)] = size // known if known else 0
         if math.prod(dims) != size or min(dims, default=0) < 0:
             raise ValueError(
                 f"an array of shape {self.dims} cannot have the shape {tuple(map(int, shape))}"

@@ -186,7 +186,7 @@ class Recording(Observer):
         last = mine[-1] if mine else None
         if (
             last is not None and last.site is site and last.how == how and last.array == number
-            and last.elements[-1] + 1 == k and len(last.elements) < width(site.what, size)
+            and last.elements[-1] + 1 == k and len(last.elements) < width(thread.instruction, size)
         ):  # fmt: skip
             last.elements.append(k)
             last.values.append(value)
@@ -525,10 +525,9 @@ def parameters(launch):
     return found
 
 
-def width(what, size):
-    """Number of elements that one call moves: 4 for load4 of float32. The site of an intrinsic is
-    its whole call."""
-    call = re.match(r"(?:\w+\.)*(?:load|store)(?:_words)?(\d+)\(", what)
-    if call:
-        return min(int(call[1]), 16 // size)
+def width(instruction, size):
+    """Return how many elements an access moves: 4 for the intrinsic load4 of float32, else 1."""
+    n = re.fullmatch(r"(?:load|store)(?:_words)?(\d+)", instruction)
+    if n:
+        return min(int(n[1]), 16 // size)
     return 1

@@ -73,9 +73,9 @@ class Thread:
     """
 
     __slots__ = (
-        "_state", "block", "blockDim", "blockIdx", "fenced_at", "fences", "generator", "gridDim", "index", "known",
-        "lane",
-        "laneid", "left", "mark", "reply", "request", "seen", "seen_at_fence", "state_at_spin", "threadIdx", "warp",
+        "_state", "block", "blockDim", "blockIdx", "fenced_at", "fences", "generator", "gridDim",
+        "index", "instruction", "known", "lane", "laneid", "left", "mark", "reply", "request", "seen",
+        "seen_at_fence", "state_at_spin", "threadIdx", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -94,16 +94,19 @@ class Thread:
         self._state = self.state_at_spin = self.seen_at_fence = None
         self.fences = ()
         self.fenced_at = 0
+        self.instruction = ""  # the simulated intrinsic that is running
 
     def intrinsic(self, function, site, *args):
         """Call a simulated intrinsic. A value that was never written is reported where it reads
         it."""
         args = [plain(a, "an instruction", site) for a in args]
         self.block.eager = True
+        self.instruction = function.__qualname__
         try:
             return function(self, site, *args)
         finally:
             self.block.eager = False
+            self.instruction = ""
 
     @property
     def state(self) -> dict:
