@@ -289,7 +289,7 @@ class RowOptions(RunOptions):
 class ParallelOptions(RunOptions):
     """How several ranks share a run; without effect on one."""
 
-    # divide the optimizer state among the ranks (ZeRO-1): 1, or 0; none: 1, unless --dp is given
+    # divide the optimizer state among the ranks (ZeRO-1): 1, or 0; none: 1 with --dp bucket, else 0
     zero: Literal[0, 1] | None = None
     bucket_mb: float = 32.0  # size of a bucket: MiB of float32 gradients in one message
     grad_comm: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients are communicated

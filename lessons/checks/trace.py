@@ -134,7 +134,7 @@ class _Tracer(Observer):
         if array.memory.kind == "global":
             name, k = _place(arguments, array.flat.__array_interface__["data"][0] + k * size, size)
         if site not in self.widths:
-            self.widths[site] = width(site.what, size)
+            self.widths[site] = width(thread.instruction, size)
         write = how == WRITE
         position = tuple(int(i) for i in thread.block.position)
         who = (number, position, thread.index, site.line, site.column, name, write)

@@ -33,7 +33,7 @@ SUFFIX = ".bin"
 PICKLES = (".pkl", ".pickle")
 VALIDATION = re.compile(r"(^|[._-])val(id|idation)?([._-]|$)")
 LLM_C = range(20240000, 20300000)  # magic numbers of llm.c: dates
-# held out of the last file: 1/10 of the tokens, at most
+# held out of the last file: 1/10 of the tokens, at most VAL_TOKENS
 VAL_FRACTION = 10
 VAL_TOKENS = 500_000
 BLOCK = 1 << 22  # tokens read at once

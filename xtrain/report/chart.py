@@ -243,7 +243,7 @@ def _scale(low, high, log):
 
 
 def _axis(low: float, high: float, log: bool, most: int) -> tuple[float, float, list[float]]:
-    """Return the ends of an axis from low to high, and about `most` round numbers between at most."""
+    """Return the ends of an axis from low to high, and at most about `most` round numbers."""
     # a smaller range would need ticks with more digits than float64 has
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) / 10 or 1.0

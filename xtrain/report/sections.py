@@ -165,7 +165,7 @@ def rewards(run: Record) -> str:
 
 
 def fp8(run: Record) -> str:
-    """Return the shares of numbers that did not fit their scale, by kind of tensor.
+    """Return how many numbers did not fit their scale, by kind of tensor.
 
     "" if the run was not in fp8.
     """

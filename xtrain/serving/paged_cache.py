@@ -88,6 +88,11 @@ class PagedCache:
         self.heads = [Heads(c.n_kv_heads, c.head_dim)] * c.n_layers
         if model.variation:
             self.heads = _observed_heads(model)
+        if not self.heads:
+            raise UserError(
+                "the engine cannot serve this model, none of whose layers has keys and values to "
+                "cache: let an attention call `attend` or `attention` of its sequences"
+            )
         if kind not in KINDS:
             raise UserError(f"kv_cache {kind!r} is not known: choose {', '.join(KINDS)}")
         self._check_kernels()

@@ -184,10 +184,10 @@ class Scheduler:
     def waiting_in_order(self) -> list[Request]:
         """Return the waiting requests in the order of their admission: first come, first served.
 
-        A preempted request stands in front of the others. Another policy is another order of this
-        list, for example `sorted(self.waiting.values(), key=lambda request: len(request.prompt))`:
-        shortest prompt first. A request for which there are no blocks keeps those after it waiting,
-        so that large ones get their turn.
+        Here a preempted request stands in front of the others. A request for which there are no
+        blocks keeps those after it waiting, so that large ones get their turn. Another policy is
+        another order, in a class derived from this one that is `Engine.scheduler_type`: for example
+        sorted by `(not request.completion, len(request.prompt))`, the shortest prompt first.
         """
         return list(self.waiting.values())
 

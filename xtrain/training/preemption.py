@@ -77,8 +77,8 @@ class StopRequest:
     def _on_signal(self, number, frame):
         if not self.training or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name  # first: another signal may interrupt the call
         self.requested = True
-        self.reason = signal.Signals(number).name
 
     def begin(self, checkpoint_bytes: float) -> None:
         """Training begins: from now on a signal waits for the end of the step."""
@@ -97,8 +97,8 @@ class StopRequest:
             # twice the slowest step and checkpoint, as a margin
             needed = EXIT_SECONDS + 2 * (self.slowest_step + self.slowest_save)
             if now - STARTED + needed >= self.limit:
-                self.requested = True
                 self.reason = "--time-limit"
+                self.requested = True
         return self.requested
 
 

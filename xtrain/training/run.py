@@ -29,6 +29,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
+from ..run_options import RESUME_KEYS
 from . import checkpoint
 from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
@@ -499,8 +500,7 @@ def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # older checkpoints lack the newer options; their runs used what are the defaults now
     defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    new = ("optimizer", "schedule", "decay_fraction", "decay_shape", "ema", "fp8_head")
-    defaults |= {f.name: f.default for f in fields(TrainConfig) if f.name in new}
+    defaults |= {f.name: f.default for f in fields(TrainConfig) if f.name in RESUME_KEYS}
     then = {name: default for name, default in defaults.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {
