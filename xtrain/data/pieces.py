@@ -11,8 +11,7 @@ sides. `rule` knows three such places, for tokenizers whose every part it knows:
 **Regular expressions** (GPT-2, GPT-4, o200k, Llama 3, Qwen, DeepSeek): a word is letters, digits or
 punctuation with at most one character in front (never a line break), or it is white space, so no
 word spans any of these places. Their only lookaround, `\\s+(?!\\S)`, reads one character after
-white
-space: the white space at x| y is all on the right, and a single line break is one word either way.
+white space: the white space at x| y is all on the right, and a single line break is one word either way.
 **NFC** neither composes nor reorders across a space, a line break, or these punctuation marks.
 **SentencePiece** (Llama 2, Mistral, Gemma) writes a space as U+2581. There x| y is a place if the
 pre-tokenizer splits at it, or if no token holds U+2581 after another character: then no merge joins

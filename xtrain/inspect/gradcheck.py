@@ -1,7 +1,7 @@
 """Checks backward passes: compares autograd with finite differences, in float64 on NumPy arrays.
 
-    L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input
-    x: (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
+    L(inputs) = sum of <c, output> over the outputs, c random. For a random direction v of one input:
+    (L(x + e v) - L(x - e v)) / 2e  =  <dL/dx, v> + O(e^2)
 
 The left side needs two forward passes, the right side the gradient from backward(). One number
 checks a whole gradient, because a wrong element anywhere changes <dL/dx, v> for almost every v. e =

@@ -13,8 +13,7 @@ block, threads, file and lines. Its subclasses:
                         at least one writes without an atomic, and neither a barrier nor syncwarp
                         orders the accesses; or threads of two blocks do; or two overlapping kernels
     UninitializedError  a value that depends on memory that was never written reaches a store to
-    global
-                        memory, an atomic, a branch, an index or a warp function (unset.py). If
+                        global memory, an atomic, a branch, an index or a warp function (unset.py). If
                         another thread writes the element before the next barrier, the report names
                         both lines
     OutOfBoundsError    an index past the end, on any axis; a computed negative index

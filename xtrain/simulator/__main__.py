@@ -2,8 +2,8 @@
 simulator.
 
 -m NAME                        run a module instead
---allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas); report
-these, which are off by default
+--allow KINDS, --enable KINDS  do not report these kinds of findings (separated by commas);
+                               report these, which are off by default
 """
 
 import os

@@ -22,11 +22,9 @@ _ROUNDINGS = {"": round, "_rn": round, "_rz": math.trunc, "_rd": math.floor, "_r
 def rounded(x, kind, how=round):
     """A number in a 16-bit format. how: round (to nearest, ties to even), math.trunc, math.floor or
     math.ceil."""
-    if isinstance(x, Fraction):
-        x = x
-    elif isinstance(x, np.integer):
+    if isinstance(x, np.integer):
         x = int(x)
-    else:
+    elif not isinstance(x, Fraction):
         x = float(x)
     if not x or x != x or abs(x) == math.inf:
         return float(x)
