@@ -4,7 +4,7 @@ are fastest now.
 The number of threads decides how a product is divided, and so the order of its sums: a product on 2
 threads differs from the same product on 1 thread in the last bits of some elements. With the same
 number its bits are the same every time. A run therefore records the number and keeps it when it
-resumes (training/loop.py).
+resumes (training/start.py).
 """
 
 import contextlib

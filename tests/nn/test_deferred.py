@@ -235,6 +235,18 @@ def test_a_value_keeps_the_batch_invariance_of_its_place():
         expected = F.logits(x, w).numpy()
         later = F.logits(x, w)
     assert np.array_equal(later.numpy(), expected)
+    expected = F.logits(x, w).numpy()
+    later = F.logits(x, w)
+    with xtrain.batch_invariant():
+        assert np.array_equal(later.numpy(), expected)
+
+
+def test_values_of_inference_may_be_read_after_weights_have_changed():
+    x, w = leaves((3, 300), (5, 300))
+    with inference():
+        later = F.logits(x, w)
+        w.version.count += 1  # as Engine.forget_prefixes of another thread
+        assert later.shape == (3, 5)
 
 
 def test_an_operand_that_was_changed_before_the_value_is_read():

@@ -43,7 +43,7 @@ from ..kernels import rmsnorm as _rmsnorm
 from ..kernels import swiglu as _swiglu
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding import gemv as _gemv
-from ..kernels.runtime.invariance import batch_invariant, is_batch_invariant
+from ..kernels.runtime.invariance import invariance, is_batch_invariant
 from .autograd import Function
 from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
 from .functions import (
@@ -90,7 +90,9 @@ class Deferred(Tensor):
     def __init__(self, *operands: Tensor):
         self._mode = current_mode(), is_batch_invariant()
         self._value: Tensor | None = None
-        plain = [x for x in operands if isinstance(x, Tensor) and not isinstance(x, Deferred)]
+        plain: list[Tensor] = []
+        if not is_inference():  # where weights may change between two steps of an engine
+            plain = [x for x in operands if isinstance(x, Tensor) and not isinstance(x, Deferred)]
         self._versions = [(x.version, x.version.count) for x in plain]
 
     def compute(self) -> Tensor:
@@ -117,7 +119,7 @@ class Deferred(Tensor):
         if self.in_same_mode():
             return compute()
         mode, invariant = self._mode
-        with in_mode(mode), batch_invariant(invariant):
+        with in_mode(mode), invariance(invariant):
             return compute()
 
     def in_same_mode(self) -> bool:

@@ -48,9 +48,10 @@ class NoSync:
         self.zero = zero
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Run backward of one micro-batch. After the last one, gradients are sums over the ranks
-        (with
-        ZeRO: where owned)."""
+        """Run backward of one micro-batch.
+
+        After the last one, gradients are sums over the ranks (with ZeRO: where owned).
+        """
         loss.backward()
 
 

@@ -205,7 +205,7 @@ def _answer(conversation: Conversation, line: str, sampling: dict[str, Any], see
         return
     print_text("", flush=True)
     completion = conversation.completion
-    reason = completion and completion.reason
+    reason = None if completion is None else completion.reason  # a completion may be empty
     if reason == "full":
         say(
             f"[the context of {conversation.engine.max_seq_len} tokens is full: type /reset to "

@@ -97,6 +97,8 @@ class Scheduler:
             request.published = 0
             request.cached_tokens = 0
             request.in_flight = 0
+            if not request.completion:
+                request.completion.prefilled = 0  # its prompt is computed again
         for request in requests:
             self._end_if_finished(request)
 

@@ -52,8 +52,15 @@ def batch_invariant(on: bool = True) -> Iterator[None]:
     For training passes whose log-probabilities must be those of `Engine(batch_invariant=True)`.
     on=False: nothing changes.
     """
+    with invariance(_mode.on or on):
+        yield
+
+
+@contextlib.contextmanager
+def invariance(on: bool) -> Iterator[None]:
+    """Inside, this thread's forward passes are batch-invariant, or not, whatever is set outside."""
     before = _mode.on
-    _mode.on = before or on
+    _mode.on = on
     try:
         yield
     finally:
