@@ -99,6 +99,7 @@ HINTS = {  # options that xtrain does not have -> what to do
     "tokenizer": "the model has one: leave it out",
     "vocab-size": "the model's tokenizer decides it: leave it out",
     "preset": "the model has its shape: leave it out",
+    "graph": "CUDA graphs are used where they can be: leave it out",
     "stream-output": "use --stream",
     "load-in-8bit": "use --weights int8",
     "load-in-4bit": "4-bit weights are not supported: use --weights int8",

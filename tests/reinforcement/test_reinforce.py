@@ -218,7 +218,7 @@ def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
         ([*given, "--group", "1"], "--group must be at least 2"),
         ([*given, "--batch", "12"], "--batch 12 is not a multiple of --group 8"),
         ([*given, "--max-new-tokens", "47"], "no prompt leaves room for --max-new-tokens 47"),
-        ([*given, "--graph"], "there is no option --graph: a step of this command cannot"),
+        ([*given, "--graph"], "there is no option --graph: CUDA graphs are used where they can be"),
         ([*given, "--reference", "there"], "--reference needs --kl"),
         ([*given, "--seq-len", "9"], "there is no option --seq-len: the longest prompt"),
         ([*given, "--clip-ratio", "1"], "--clip-ratio must be between"),
