@@ -141,7 +141,8 @@ def translated(kind: type, arguments: list[str]) -> list[str]:
             return translated_words + arguments[i:]
         match = re.fullmatch(r"--([a-zA-Z][\w-]*)(=.*)?", argument, re.DOTALL)
         if match and not match[1].startswith("tyro"):
-            option = _known_name(match[1].replace("_", "-"), names)
+            own_hints = getattr(kind, "HINTS", {})
+            option = _known_name(match[1].replace("_", "-"), names, HINTS | own_hints)
             value = match[2] or ""
             following = arguments[i + 1 : i + 2]
             if option in PATHS and not value and (not following or following[0].startswith("--")):
@@ -157,16 +158,19 @@ def translated(kind: type, arguments: list[str]) -> list[str]:
     return translated_words
 
 
-def _known_name(name: str, known: list[str]) -> str:
-    """Return xtrain's name of an option. Raises UserError if there is none."""
+def _known_name(name: str, known: list[str], hints: dict[str, str]) -> str:
+    """Return xtrain's name of an option. Raises UserError if there is none.
+
+    hints: what to do about options that do not exist: HINTS, and the HINTS of the options' class.
+    """
     for candidate in (name, name.lower()):
         if candidate in known:
             return candidate
         for ours, others in OTHER_NAMES.items():
             if ours in known and candidate in others.split():
                 return ours
-    if name.lower() in HINTS:
-        raise UserError(f"there is no option --{name}: {HINTS[name.lower()]}")
+    if name.lower() in hints:
+        raise UserError(f"there is no option --{name}: {hints[name.lower()]}")
     words: dict[str, str] = {}
     for ours, others in OTHER_NAMES.items():
         if ours in known:

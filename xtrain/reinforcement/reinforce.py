@@ -85,6 +85,9 @@ class ReinforceConfig(AdapterOptions):
     fp8_head: ClassVar[bool] = False
     # a step cannot be captured in a CUDA graph, because the loss is computed on the host
     graph: ClassVar[bool] = False
+    HINTS: ClassVar[dict[str, str]] = {
+        "seq-len": "the longest prompt and --max-new-tokens decide it: leave it out"
+    }
 
     def default_name(self, gpu: bool) -> str:
         """Return the name of the run's folder if no --name is given."""
