@@ -130,7 +130,7 @@ def test_skipped_steps_of_a_run_are_not_averaged(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ema", [1.0, -0.1, float("nan")])
 def test_a_decay_out_of_range(ema):
     with pytest.raises(UserError, match="--ema must be"):
-        options("", ema=ema).validate()
+        options("out", ema=ema).validate()
     with pytest.raises(UserError, match="ema_decay is out of range"):
         AdamW(Transformer(TINY), 1e-3, ema_decay=ema)
 
