@@ -24,6 +24,7 @@ from xtrain.nn import functional as F
 from xtrain.nn import modules as nn
 from xtrain.nn.model import Attention, Block
 from xtrain.nn.modules import RMSNorm
+from xtrain.nn.tensor import Tensor
 from xtrain.train import train
 from xtrain.training.model_summary import parameter_table
 from xtrain.training.run import Run
@@ -362,6 +363,29 @@ def test_what_can_be_trained_can_be_served(make):
             full = model.generate(np.array(prompt), 18)[len(prompt) :].tolist()
             assert full == list(completion)
     assert any(step.preempted for step in tight.trace)
+
+
+class Mean(nn.Module):
+    """Adds the mean of the rows so far: another way to mix tokens than attention."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x_NC, *args):
+        rows_N1 = np.arange(1, len(x_NC.data) + 1, dtype=np.float32)[:, None]
+        return self.inner(x_NC, *args) + Tensor(np.cumsum(x_NC.data, 0) / rows_N1)
+
+
+@pytest.mark.parametrize("place", ["self_attn", "mlp"])
+def test_a_layer_that_mixes_tokens_without_the_cache_is_refused(place):
+    """Next to layers that use the cache, its tokens would be wrong without a word."""
+    model = random_weights(Transformer(LONG))
+    layer = model.model.layers[1]
+    setattr(layer, place, Mean(getattr(layer, place)))
+    model.renew_arena()
+    with pytest.raises(UserError, match="one of whose layers reads other tokens without the KV"):
+        Engine(model)
 
 
 @pytest.mark.parametrize("make", SERVED.values(), ids=SERVED)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import Array, cupy, free_cached, to_device
+from ..device import Array, cupy, free_cached, to_device, to_numpy
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
 from ..kernels.attention.decode_attention import CODE_WIDTHS, decode_attention
@@ -418,23 +418,36 @@ class CachedSequences(Sequences):
 
 @dataclass(frozen=True)
 class _Observer(Sequences):
-    """Notes the heads of every attention that a forward pass calls."""
+    """Notes the heads of every attention that a forward pass calls, and keeps rows apart: the
+    result of attention is its query."""
 
     heads: list[Heads]
 
     def attention(self, q_NHD, k_NGD, v_NGD, scale):
         self.heads.append(Heads(*k_NGD.shape[1:]))
-        return super().attention(q_NHD, k_NGD, v_NGD, scale)
+        return q_NHD.reshape(len(q_NHD.data), -1)
 
 
 def _observed_heads(model: Transformer) -> list[Heads]:
     """Return the heads of every attention of a model with changed layers, in the order of a forward
-    pass"""
-    heads: list[Heads] = []
-    ids = to_device(np.zeros(1, np.int32), model.device)
-    sequences = _Observer(1, 1, *model.rotary(1), model.branch_dtype, "none", heads)
-    with inference():
-        model.hidden(ids, sequences)
+    pass.
+
+    Raises UserError if a row depends on the token before it other than through these attentions:
+    such a layer would not find that token in the KV cache.
+    """
+    last_rows = []
+    for first_token in (0, 1):
+        heads: list[Heads] = []
+        ids = to_device(np.array([first_token, 0], np.int32), model.device)
+        sequences = _Observer(1, 2, *model.rotary(2), model.branch_dtype, "none", heads)
+        with inference():
+            hidden_NC = model.hidden(ids, sequences)
+        last_rows.append(to_numpy(hidden_NC.data)[-1].tobytes())
+    if last_rows[0] != last_rows[1]:
+        raise UserError(
+            "the engine cannot serve this model, one of whose layers reads other tokens without "
+            "the KV cache: let it call `attend` or `attention` of its sequences"
+        )
     return heads
 
 
