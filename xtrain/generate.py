@@ -1,8 +1,8 @@
 """Continue texts:   python -m xtrain.generate --model FOLDER "prompt" ["another" ...] [--max-new-tokens 128] ...
 
 Prints each prompt and the model's continuation; everything else goes to stderr. FOLDER: a Hugging
-Face folder (Llama 2/3, Qwen3), or a run of xtrain.train. Only the end tokens of its
-generation_config.json are used.
+Face folder (Llama 2/3, Qwen3), or a run of xtrain.train. Its generation_config.json has the
+defaults of sampling and the end tokens.
 """
 
 import sys

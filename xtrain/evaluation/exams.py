@@ -134,6 +134,7 @@ class QuestionExam(Exam):
         self.task = task
         self.items = items
         self.max_new_tokens = max_new_tokens
+        _ = scorer.defaults  # a wrong generation_config.json is refused here
         self.prompts = [scorer.encode(x.prompt) for x in items]
         for x, ids in zip(items, self.prompts):
             if len(ids) + max_new_tokens > scorer.context:

@@ -7,20 +7,24 @@ own, also where the first ones of both together differ. Spaces at the end of the
 the continuation.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..cli import say
 from ..device import free_cached
 from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
 from ..serving.engine import Engine
 from ..serving.options import KVCache
 from ..serving.pretrained import Pretrained
 from ..serving.text_generation import text_chunks
 from ..serving.text_stream import TextStream
 
+GREEDY = {"temperature": 0.0}
 AT_A_TIME = 256  # sequences given to the engine; it computes max_batch of them at a time
 
 
@@ -108,6 +112,15 @@ class Scorer:
         return Tokens(context, whole[len(context) :])
 
     # ------------------------------------------------------------------------- with the model
+    @functools.cached_property
+    def defaults(self) -> GenerationDefaults:
+        """What the model's generation_config.json says, for generated answers; as in lm-eval's hf
+        model. The user is told once. Raises UserError."""
+        defaults = GenerationDefaults.of(self.pretrained.model.generation)
+        for note in defaults.notes(GREEDY | {"max_new_tokens": 0}, GREEDY):
+            say(note)
+        return defaults
+
     def engine(self, longest: int) -> Engine:
         """Return an engine for sequences of `longest` tokens; the last one if it can serve them."""
         longest = min(max(longest, 2), self.context)
@@ -153,18 +166,21 @@ class Scorer:
         """Return the texts after prompts, up to a stop string, an end token, max_new_tokens or the
         end of the context.
 
-        options: as Engine.stream has them; without any, the most likely token is taken each time.
+        options: as Engine.stream has them; the model's defaults are the others. Without a
+        temperature the most likely token is taken each time.
         Raises UserError if the logits are not numbers.
         """
         tokenizer = self.pretrained.tokenizer
         stop = list(stop)
+        given = GREEDY | options | {"max_new_tokens": max_new_tokens}
+        arguments = self.defaults.fill(given, GREEDY)
         end = self.pretrained.stop | (
             frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
         )
         texts: list[str] = []
         for part in _parts(prompts):
             engine = self.engine(max(map(len, part)) + max_new_tokens)
-            stream = engine.stream(part, max_new_tokens, stop=end, **options)
+            stream = engine.stream(part, stop=end, **arguments)
             for _ in text_chunks(stream, [TextStream(tokenizer, stop) for _ in part]):
                 pass  # it ends sequences at stop strings
             for completion in stream.completions:

@@ -37,6 +37,8 @@ from .architectures import (
     tensor_shapes,
     translate,
 )
+from .generation_config import FILE as GENERATION
+from .generation_config import read_generation
 from .manifest import MANIFEST, WEIGHT_FILES, verify_weights
 from .saved_runs import CONFIG
 from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
@@ -44,7 +46,6 @@ from .tensor_file import Stored, read_header, tensor_bytes, write_safetensors
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GENERATION = "generation_config.json"
 DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop")  # keys of config.json
 
 
@@ -146,11 +147,8 @@ def _warn(sentence: str) -> None:
 
 def read_companions(model: Any, folder: Path) -> None:
     """Set model.special_tokens and model.generation from its folder. Raises UserError."""
-    path = source_of(folder, GENERATION) / GENERATION
     model.special_tokens = read_special_tokens(folder)
-    content = None
-    if path.is_file():
-        content = read_json(path)
+    content = read_generation(source_of(folder, GENERATION), source_of(folder, CONFIG))
     model.generation = content and {k: x for k, x in content.items() if k not in SPECIAL}
 
 

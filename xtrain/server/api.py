@@ -1,11 +1,12 @@
 """The requests and answers of OpenAI's API, as pydantic models.
 
-Fields of OpenAI or vLLM that xtrain does not have and that would change the answer are in
-UNSUPPORTED; a request that sets one is refused. Other unknown fields are ignored, as clients send
-many. Limits that depend on the model are checked by `make_requests` (serving/requests.py).
+A field that would have no effect is refused: otherwise an answer looks as if the server had done
+what it was asked to do. So every unknown field is an error that names it, except those in HARMLESS,
+and values in NEUTRAL, which mean the same as leaving the field out, as null does. Limits that
+depend on the model are checked by `make_requests` (serving/requests.py).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,56 +14,90 @@ from ..errors import UserError
 
 MAX_STOPS = 16  # stop strings of a request
 MAX_SAMPLES = 128  # answers per prompt
-UNSUPPORTED = {  # field -> values that mean the same as leaving it out
+HARMLESS = {  # field -> why no client can miss its effect in an answer
+    **dict.fromkeys(("user", "safety_identifier"), "says who asks"),
+    **dict.fromkeys(("metadata", "store"), "labels for a log of OpenAI's; nothing is stored here"),
+    "prompt_cache_key": "equal beginnings are always reused",
+    "prompt_cache_options": "the same",
+    "prompt_cache_retention": "the same",
+    "service_tier": "there is one",
+    "parallel_tool_calls": "there are no tools",
+}  # fmt: skip
+NEUTRAL = {  # field -> values that mean the same as leaving it out
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (), "suffix": ("",), "echo": (False,), "best_of": (1,),
-    # of vLLM
-    "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
+    # of vLLM, llama.cpp and others
+    "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,), "bad_words": ([],), "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (),
+    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "use_beam_search": (False,), "length_penalty": (1,), "priority": (0,),
+    "repeat_penalty": (1,), "typical_p": (1,), "cache_prompt": (True,),
 }  # fmt: skip
 
 StopText = Annotated[str, Field(min_length=1)]
 TokenIds = list[int]
 
 
-class StreamOptions(BaseModel):
+class FieldError(UserError):
+    """The refusal of one field.   field: its name"""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
+class Body(BaseModel):
+    """An object that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    harmless: ClassVar[dict[str, str]] = {}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> "Body":
+        for name, value in (self.model_extra or {}).items():
+            harmless = value is None or name in self.harmless
+            if not harmless and value not in self.neutral.get(name, ()):
+                raise FieldError(name, f"{name} is not supported: leave it out")
+        return self
+
+
+class StreamOptions(Body):
     """include_usage: a last chunk, without a choice, has the numbers of tokens."""
 
+    harmless = {"include_obfuscation": "it only pads the events"}
     include_usage: bool = False
 
 
-class Sampling(BaseModel):
-    """What /v1/chat/completions and /v1/completions share. None: the default."""
+class Sampling(Body):
+    """What /v1/chat/completions and /v1/completions share. None: the model's default
+    (generation_config.json), else OpenAI's."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
+    harmless = HARMLESS
+    neutral = NEUTRAL
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = None
-    top_k: int | None = None  # -1 and 0: all tokens
-    min_p: float | None = None
-    seed: int | None = None  # None: another one for every request
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0: all tokens
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)  # None: another one for every request
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[int, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _refuse_unsupported(self) -> "Sampling":
-        for name, value in (self.model_extra or {}).items():
-            neutral = UNSUPPORTED.get(name)
-            if neutral is not None and value is not None and value not in neutral:
-                raise UserError(f"{name} is not supported: leave it out")
+    def _stream_options_need_stream(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
-            raise UserError("stream_options needs stream: set it to true, or leave the options out")
+            raise FieldError(
+                "stream_options",
+                "stream_options needs stream: set it to true, or leave the options out",
+            )
         return self
 
     @property
@@ -77,6 +112,7 @@ class Sampling(BaseModel):
         names = (
             "temperature",
             "top_p",
+            "top_k",
             "min_p",
             "presence_penalty",
             "frequency_penalty",
@@ -85,22 +121,23 @@ class Sampling(BaseModel):
         )
         values = {name: getattr(self, name) for name in names}
         options = {name: value for name, value in values.items() if value is not None}
-        options.setdefault("temperature", 1.0)
-        if self.top_k not in (None, -1, 0):
-            options["top_k"] = self.top_k
+        if self.top_k == -1:
+            options["top_k"] = 0
         return options
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A part of a message. Images and audio have other types, which are refused."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Body):
     """One message of a conversation."""
 
+    # what the client of an answer has, and sends back with it
+    neutral = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
@@ -119,6 +156,7 @@ class Message(BaseModel):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
+    neutral = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,)}
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -127,18 +165,32 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise UserError(
-                "top_logprobs needs logprobs: set it to true, or leave top_logprobs out"
+            raise FieldError(
+                "top_logprobs",
+                "top_logprobs needs logprobs: set it to true, or leave top_logprobs out",
             )
         return self
 
 
 class CompletionRequest(Sampling):
-    """The body of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of
-    ids."""
+    """The body of /v1/completions.
+
+    prompt: a text, token ids, or a list of texts or of lists of ids.
+    echo: the answer begins with the prompt, and its log-probabilities, if requested.
+    add_special_tokens: whether a text gets the tokens that the tokenizer puts around texts.
+    """
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Return the prompts, each a text or token ids."""
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            return self.prompt
+        return [self.prompt]
 
 
 class Usage(BaseModel):

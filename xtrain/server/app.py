@@ -9,6 +9,7 @@ in the next step.
 import asyncio
 import contextlib
 import json
+import math
 import re
 import secrets
 import time
@@ -26,17 +27,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
 from ..serving.engine import Engine
 from ..serving.pretrained import Texts
-from ..serving.requests import make_requests
-from .api import ChatRequest, CompletionRequest, Error, Sampling, Usage
+from ..serving.requests import Request, TokenLogprobs, make_requests, make_scoring_requests
+from .answers import FINISH, Chat, Form, Text
+from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
 
-FINISH = {"stop": "stop", "length": "length", "full": "length"}  # engine's reason -> OpenAI's
 # pydantic's names for the types of a value
 UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
+NAN = "the model's logits are NaN: see the server's log"
 COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
 
 
@@ -66,14 +69,17 @@ class ApiError(Exception):
 
 def _invalid(error: ValidationError) -> ApiError:
     """Return the refusal of a body that does not fit its model."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     # a value that may have one of several types has an error for each; one that is not about the
     # type fits best
     best = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
-    where = ".".join(str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))) or None
-    if best["type"] == "value_error":  # a UserError of ours
-        return ApiError(400, best["msg"].removeprefix("Value error, "), param=where)
-    return ApiError(400, f"{where or 'body'}: {best['msg']}", param=where)
+    places = [str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))]
+    ours = best.get("ctx", {}).get("error")
+    if isinstance(ours, FieldError):
+        where = ".".join([*places, ours.field])
+        return ApiError(400, where + str(ours).removeprefix(ours.field), param=where)
+    param = ".".join(places) or None
+    return ApiError(400, f"{param or 'body'}: {best['msg']}", param=param)
 
 
 class JobResponse(Response):
@@ -111,10 +117,17 @@ class Server:
     """The routes' functions and what they share. Arguments: see create_app."""
 
     def __init__(
-        self, engine: EngineClient, texts: Texts, name: str, api_key: str | None, limits: Limits
+        self,
+        engine: EngineClient,
+        texts: Texts,
+        name: str,
+        api_key: str | None,
+        limits: Limits,
+        defaults: GenerationDefaults,
     ):
         self.engine = engine
         self.texts = texts
+        self.defaults = defaults
         self.name = name
         self.limits = limits
         self.api_key = api_key
@@ -126,19 +139,19 @@ class Server:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer /v1/chat/completions."""
         body = await self._read(http, ChatRequest)
+        top = None
         if body.logprobs:
             top = body.top_logprobs or 0
-        else:
-            top = None
-        max_tokens = body.max_completion_tokens or body.max_tokens or self.engine.max_seq_len
-        return await self._answer(http, body, self._chat_tokens, max_tokens, top, Chat(self))
+        limits = (body.max_completion_tokens or body.max_tokens, self.engine.max_seq_len)
+        form = Chat(self.texts, self.name)
+        return await self._answer(http, body, self._chat_tokens, limits, top, form)
 
     async def completions(self, http: HttpRequest) -> Response:
         """Answer /v1/completions."""
         body = await self._read(http, CompletionRequest)
-        max_tokens = body.max_tokens or COMPLETION_TOKENS
-        text = Text(self)
-        return await self._answer(http, body, self._prompt_tokens, max_tokens, body.logprobs, text)
+        limits = (body.max_tokens, COMPLETION_TOKENS)
+        form = Text(self.texts, self.name, body)
+        return await self._answer(http, body, self._prompt_tokens, limits, body.logprobs, form)
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models and /v1/models/NAME."""
@@ -212,17 +225,13 @@ class Server:
         return [await run_in_threadpool(lambda: encode(template.render(messages)))]
 
     async def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
-        prompt: Any = body.prompt
-        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        special = body.add_special_tokens is not False
         encode = self.texts.tokenizer.encode
-        if several:
-            prompts = prompt
-        else:
-            prompts = [prompt]
+        prompts: list[Any] = body.prompts
         if not any(isinstance(x, str) for x in prompts):
             return prompts
         return await run_in_threadpool(
-            lambda: [encode(x, special=True) if isinstance(x, str) else x for x in prompts]
+            lambda: [encode(x, special=special) if isinstance(x, str) else x for x in prompts]
         )
 
     async def _answer(
@@ -230,64 +239,107 @@ class Server:
         http: HttpRequest,
         body: Sampling,
         tokens_of: Callable[[Any], Awaitable[list[list[int]]]],
-        max_tokens: int,
+        limits: tuple[int | None, int],
         top: int | None,
-        form: "Form",
+        form: Form,
     ) -> Response:
         """Compute the answers to a body.
 
         tokens_of: makes its prompts.
-        max_tokens: of each answer.
+        limits: tokens of each answer, as the body says, and by default.
         top: log-probabilities of so many tokens.
         form: the form of the answer.
         """
         with self.engine.arrival():
             await asyncio.sleep(0)  # others that have arrived are counted before this one is ready
             prompts = await tokens_of(body)
-            n = body.n or 1
-            room = self.engine.max_batch + self.limits.queue
-            if len(prompts) * n > room:
-                raise ApiError(
-                    400,
-                    f"a request may have {room} answers in all: give fewer prompts or a smaller n",
+            requests = self._requests(body, prompts, limits, top, form)
+            scoring = []
+            if form.scores_prompts:
+                several = [tokens for tokens in prompts if len(tokens) > 1]
+                engine = self.engine
+                scoring = make_scoring_requests(
+                    several, None, engine.config, engine.max_seq_len, top or 0
                 )
-            if body.seed is None:
-                seed = secrets.randbits(62)
+            if scoring:
+                job = self._submit(scoring, [])
             else:
-                seed = body.seed
-            requests = make_requests(
+                job = self._submit(requests, body.stops)
+        scores: list[list[TokenLogprobs]] = []
+        if scoring:
+            scores = _by_sequence(await self._whole(http, job), len(scoring))
+            job = self._submit(requests, body.stops)
+        form.take_prompts(prompts, scores)
+        if body.stream:
+            form.usage_events = (
+                body.stream_options is not None and body.stream_options.include_usage
+            )
+            events = _events(self._pieces(job), form, len(requests), form.usage_events)
+            return JobResponse(events, lambda: self._close(job))
+        return JSONResponse(form.whole(await self._whole(http, job), len(requests)))
+
+    def _requests(
+        self,
+        body: Sampling,
+        prompts: list[list[int]],
+        limits: tuple[int | None, int],
+        top: int | None,
+        form: Form,
+    ) -> list[Request]:
+        """Return the checked requests for the answers to a body. Arguments: see _answer."""
+        n = body.n or 1
+        room = self.engine.max_batch + self.limits.queue
+        if len(prompts) * n > room:
+            raise ApiError(
+                400,
+                f"a request may have {room} answers in all: give fewer prompts or a smaller n",
+            )
+        if body.seed is None:
+            seed = secrets.randbits(62)
+        else:
+            seed = body.seed
+        given = body.options()
+        if limits[0] is not None:
+            given["max_new_tokens"] = limits[0]
+        options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
+        options["max_new_tokens"] = min(options["max_new_tokens"], self.engine.max_seq_len)
+        engine = self.engine
+        try:
+            return make_requests(
                 prompts,
-                self.engine.config,
-                self.engine.max_seq_len,
+                engine.config,
+                engine.max_seq_len,
                 form.stop(),
                 seed,
                 n,
-                max_new_tokens=min(max_tokens, self.engine.max_seq_len),
                 logprobs=top,
-                **body.options(),
+                **options,
             )
-            if self.waiting + len(requests) > room:
-                self.metrics.refused.inc()
-                raise ApiError(
-                    429,
-                    "the queue is full: try again later",
-                    {"Retry-After": "1"},
-                    type="rate_limit_error",
-                    code="queue_full",
-                )
-            job = Job(requests, self.texts.tokenizer, body.stops)
-            self.waiting += len(requests)
-            self.engine.submit(job)
-        form.n_prompt = sum(map(len, prompts))
-        pieces = self._pieces(job)
-        if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return JobResponse(
-                _events(pieces, form, len(requests), usage), lambda: self._close(job)
+        except UserError as error:  # "logit_bias holds ...", "sampling: ...", "prompt 0 has ..."
+            names = [word.rstrip(":") for word in str(error).split()[:2]]
+            fields = [name for name in names if name in type(body).model_fields]
+            raise ApiError(400, str(error), param=[*fields, form.source][0]) from None
+
+    def _submit(self, requests: list[Request], stops: list[str]) -> Job:
+        """Let the engine compute requests, which `_close` must follow."""
+        if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
+            self.metrics.refused.inc()
+            raise ApiError(
+                429,
+                "the queue is full: try again later",
+                {"Retry-After": "1"},
+                type="rate_limit_error",
+                code="queue_full",
             )
+        job = Job(requests, self.texts.tokenizer, stops)
+        self.waiting += len(requests)
+        self.engine.submit(job)
+        return job
+
+    async def _whole(self, http: HttpRequest, job: Job) -> list[Piece]:
+        """Return all pieces of a job, and close it."""
         try:
-            whole = await _unless_disconnected(http.receive, _all(pieces))
-            return JSONResponse(form.whole(whole, len(requests)))
+            return await _unless_disconnected(http.receive, _all(self._pieces(job)))
         finally:
             self._close(job)
 
@@ -297,10 +349,10 @@ class Server:
             async with asyncio.timeout(self.limits.seconds):
                 async for piece in job:
                     if piece.reason not in (None, *FINISH):
-                        why = "the engine failed"
-                        if piece.reason == "nan":
-                            why = "the model's logits are NaN"
-                        raise ApiError(500, f"{why}: see the server's log", type="server_error")
+                        why = "the engine failed: see the server's log"
+                        raise ApiError(
+                            500, NAN if piece.reason == "nan" else why, type="server_error"
+                        )
                     yield piece
         except TimeoutError:
             message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
@@ -313,157 +365,20 @@ class Server:
         self.metrics.observe(job)
 
 
-# ------------------------------------------------------------------------- the form of answers
-class Form:
-    """One of OpenAI's two forms of an answer. n_prompt: tokens of the prompts."""
-
-    prefix = ""
-    whole_object = ""
-    chunk_object = ""
-    n_prompt = 0
-
-    def __init__(self, server: Server):
-        self.p = server.texts
-        self.tokens = 0
-        self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": server.name,
-        }
-
-    def stop(self) -> frozenset[int]:
-        """Ids that end an answer."""
-        return self.p.stop
-
-    def logprobs(self, pieces: list[Piece]) -> Any:
-        """Log-probabilities of the tokens of a sequence's pieces; None if there are none."""
-        raise NotImplementedError
-
-    def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the part of a choice that has the text."""
-        raise NotImplementedError
-
-    def choice(self, pieces: list[Piece], whole: bool) -> dict[str, Any]:
-        """Return what the client sees of some successive pieces of a sequence."""
-        self.tokens += sum(len(piece.tokens) for piece in pieces)
-        reason = pieces[-1].reason
-        return {
-            "index": pieces[0].index,
-            **self.content("".join(p.text for p in pieces), whole),
-            "logprobs": self.logprobs(pieces),
-            "finish_reason": reason and FINISH[reason],
-        }
-
-    def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens so far."""
-        total = self.n_prompt + self.tokens
-        counts = Usage(
-            prompt_tokens=self.n_prompt, completion_tokens=self.tokens, total_tokens=total
-        )
-        return counts.model_dump()
-
-    def whole(self, pieces: list[Piece], n: int) -> dict[str, Any]:
-        """Return an answer without streaming. n: sequences."""
-        sequences = [[piece for piece in pieces if piece.index == i] for i in range(n)]
-        choices = [self.choice(sequence, True) for sequence in sequences]
-        return {**self.head, "object": self.whole_object, "choices": choices, "usage": self.usage()}
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an event of a stream."""
-        return {**self.head, "object": self.chunk_object, "choices": choices}
-
-    def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that opens a sequence in a stream, if there is one."""
-        return None
-
-    def token_text(self, token: int) -> tuple[str, list[int]]:
-        """Return (text, bytes) of one token"""
-        known = token < self.p.tokenizer.vocab_size
-        data = b""
-        if known:
-            data = self.p.tokenizer.token_bytes[token]
-        return data.decode("utf-8", "replace"), list(data)
-
-
-class Chat(Form):
-    """/v1/chat/completions"""
-
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def stop(self) -> frozenset[int]:
-        """Ids that end an answer."""
-        return self.p.chat_stop
-
-    def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the part of a choice that has the text."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        if whole:
-            return {"message": message}
-        return {"delta": {"content": text} if text else {}}
-
-    def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that opens a sequence in a stream."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def logprobs(self, pieces: list[Piece]) -> Any:
-        """Return {"content": [one entry per token]}."""
-        entries = [
-            self._entry(token, chosen) | {"top_logprobs": [self._entry(t, x) for t, x in top]}
-            for piece in pieces
-            for token, (chosen, top) in zip(piece.tokens, piece.logprobs)
-        ]
-        if not entries:
-            return None
-        return {"content": entries, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self.token_text(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
-
-
-class Text(Form):
-    """/v1/completions"""
-
-    prefix = "cmpl"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(self, server: Server):
-        super().__init__(server)
-        self.offsets: dict[int, int] = {}  # characters of the tokens of each sequence so far
-
-    def content(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the part of a choice that has the text."""
-        return {"text": text}
-
-    def logprobs(self, pieces: list[Piece]) -> Any:
-        """Return lists with one value per token."""
-        tokens = []
-        chosen = []
-        tops = []
-        offsets = []
-        index = pieces[0].index
-        for piece in pieces:
-            for token, (value, top) in zip(piece.tokens, piece.logprobs):
-                text = self.token_text(token)[0]
-                tokens.append(text)
-                chosen.append(max(value, -9999.0))
-                tops.append({self.token_text(t)[0]: max(x, -9999.0) for t, x in top})
-                offsets.append(self.offsets.get(index, 0))
-                self.offsets[index] = offsets[-1] + len(text)
-        if not tokens:
-            return None
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return dict(zip(names, (tokens, chosen, tops, offsets)))
-
-
 # ------------------------------------------------------------------------- asyncio
 async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         return [piece async for piece in pieces]
+
+
+def _by_sequence(pieces: list[Piece], n: int) -> list[list[TokenLogprobs]]:
+    """Return the log-probabilities of each of n sequences. Raises ApiError if one is NaN."""
+    values: list[list[TokenLogprobs]] = [[] for _ in range(n)]
+    for piece in pieces:
+        values[piece.index] += piece.logprobs
+    if any(math.isnan(value) for row in values for value, _ in row):
+        raise ApiError(500, NAN, type="server_error")
+    return values
 
 
 async def _unless_disconnected(receive: Any, answer: Any) -> Any:
@@ -532,6 +447,7 @@ def create_app(
     name: str | None = None,
     api_key: str | None = None,
     limits: Limits = Limits(),
+    defaults: GenerationDefaults | None = None,
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
 
@@ -540,9 +456,15 @@ def create_app(
     texts: tokenizer, stop tokens and chat template of the engine's model; a Pretrained has them.
     name: of the model for clients; None: the folder's.
     api_key: what clients must send; None: nothing.
+    defaults: of sampling, for requests that leave them open; None: those of the engine's model.
     """
-    client = EngineThread(engine) if isinstance(engine, Engine) else engine
-    server = Server(client, texts, name or texts.folder.resolve().name, api_key, limits)
+    if isinstance(engine, Engine):
+        client: EngineClient = EngineThread(engine)
+        defaults = defaults or GenerationDefaults.of(engine.model.generation)
+    else:
+        client = engine
+    name = name or texts.folder.resolve().name
+    server = Server(client, texts, name, api_key, limits, defaults or GenerationDefaults())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -101,6 +101,8 @@ class Job:
         piece.reason = reason
         if reason:
             piece.text += text.finish()
+            if text.stopped and reason == "length":  # by an unfinished character at its end
+                piece.reason = "stop"
             self.running.remove(piece.index)
 
 

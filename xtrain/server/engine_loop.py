@@ -68,6 +68,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, connection: Connection):
         self.engine, self.connection = engine, connection
         self.sequences: dict[tuple[int, int], Request] = {}  # by job and index: not complete
+        self.scoring: list[Request] = []  # those whose result is Scores
         self.sent: dict[tuple[int, int], int] = {}  # tokens of each that the HTTP side knows
         self.figures: Figures | None = None  # as last sent
         self.news_requested = self.stopped = self.arriving = False
@@ -89,6 +90,7 @@ class EngineLoop:
         for index, request in enumerate(requests):
             self.sequences[job, index] = request
             self.sent[job, index] = 0
+        self.scoring += [request for request in requests if request.scores is not None]
         self.engine.submit(*requests)
 
     def cancel(self, job: int, index: int) -> None:
@@ -130,12 +132,22 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             self.engine.step()
+            self._take_scores()
         except Exception:  # for instance out of memory: these sequences fail, the next may work
             traceback.print_exc()
             for request in self.sequences.values():
                 request.completion.end("error")
             self._report()
             self.connection.poll(PAUSE_AFTER_ERROR)
+
+    def _take_scores(self) -> None:
+        """Make the scores that are complete the tokens of their sequences."""
+        for request in self.scoring:
+            if request.completion.reason == "scored" and request.scores is not None:
+                scores = request.scores
+                request.completion.logprobs = list(zip(scores.logprobs.tolist(), scores.top))
+                request.completion.extend(scores.tokens[scores.first :])
+        self.scoring = [r for r in self.scoring if r.completion.reason is None]
 
     def _report(self) -> None:
         """Send the news, if the HTTP side wants some and there are any."""

@@ -14,6 +14,7 @@ from typing import Any
 from ..cli import say
 from ..config import ModelConfig
 from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
 from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
@@ -82,6 +83,7 @@ def serve(options: Options) -> None:
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
     p = o.load()
+    defaults = GenerationDefaults.of(p.model.generation)
     size = chosen_seq_len(o.max_seq_len, p.model.config.context)
     engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
     if api_key is None and o.host not in LOCAL:
@@ -91,11 +93,19 @@ def serve(options: Options) -> None:
     else:
         ready = ""
     say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
+    for note in defaults.notes({}, {"temperature": 1.0}):
+        say(note)
     name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
     limits = Limits(o.max_body, o.max_queue, o.timeout)
     texts = functools.partial(load_texts, p.folder)
     serve_engine(
-        engine, texts, Address(o.host, o.port, o.drain), name=name, api_key=api_key, limits=limits
+        engine,
+        texts,
+        Address(o.host, o.port, o.drain),
+        name=name,
+        api_key=api_key,
+        limits=limits,
+        defaults=defaults,
     )
 
 

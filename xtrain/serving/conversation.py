@@ -9,19 +9,15 @@ from typing import Any
 
 from ..cli import print_text, say
 from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
 from .engine import Engine
 from .options import KVCache, MaxSeqLen, Weights, chosen_seq_len, engine_arguments
 from .pretrained import ModelOptions, Pretrained
 from .requests import Completion, make_requests
-from .text_generation import (
-    MaxNewTokens,
-    SamplingOptions,
-    Temperature,
-    TopP,
-    is_text,
-    text_chunks,
-)
+from .text_generation import SamplingOptions, is_text, text_chunks
 from .text_stream import TextStream
+
+OWN = {"max_new_tokens": 1024, "temperature": 0.7, "top_p": 0.9}  # defaults of chat
 
 
 @dataclass(frozen=True)
@@ -29,9 +25,6 @@ class Options(SamplingOptions, ModelOptions):
     """Chat with a model in the terminal."""
 
     system: str | None = None  # instructions at the start of the conversation
-    max_new_tokens: MaxNewTokens = 1024
-    temperature: Temperature = 0.7
-    top_p: TopP = 0.9
     max_seq_len: MaxSeqLen = None
     weights: Weights = "full"
     kv_cache: KVCache = "full"
@@ -157,13 +150,14 @@ def chat(options: Options) -> None:
             notes.append("--system is ignored: it needs a chat template")
     if size < context:
         notes.append(f"context {size} of {context} tokens (--max-seq-len)")
-    sampling = o.stream_arguments()
+    defaults = GenerationDefaults.of(pretrained.model.generation)
+    sampling = defaults.fill(o.given(), OWN)
     # Report invalid options before the user types.
     make_requests([[0]], pretrained.model.config, size, (), **sampling)
     seed = sampling.pop("seed")
     if engine.ready:
         notes.append(engine.ready)
-    say("; ".join(notes))
+    say("\n".join(["; ".join(notes), *defaults.notes(o.given(), OWN)]))
     while True:
         try:
             line = _read_line()

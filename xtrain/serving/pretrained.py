@@ -108,17 +108,11 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end an answer: eos_token_id of generation_config.json, else of
     config.json, else of the tokenizer.
 
-    Without any, only the limit of tokens ends an answer. Raises UserError if one of the files
-    enables beam search.
+    Without any, only the limit of tokens ends an answer.
     """
     for name in (huggingface.GENERATION, huggingface.CONFIG):
         path = source_of(folder, name) / name
         content = read_json(path) if path.is_file() else {}
-        beams = content.get("num_beams")
-        if beams not in (None, 1):
-            raise UserError(
-                f"{path} sets num_beams {beams!r}, but xtrain has no beam search: set it to 1"
-            )
         ids = huggingface.as_ids(content.get("eos_token_id"))
         if ids:
             return ids

@@ -11,6 +11,7 @@ from typing_extensions import Doc
 
 from ..cli import print_text, say
 from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
 from .engine import Engine
 from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
 from .pretrained import ModelOptions, Pretrained
@@ -21,37 +22,41 @@ from .text_stream import TextStream
 LESS_MEMORY = (
     "use a smaller model, a smaller --max-batch, fewer tokens, --precision bf16, or --weights int8"
 )
-# options with other defaults in other commands
-MaxNewTokens = Annotated[int, Doc("tokens of an answer, at most")]
-Temperature = Annotated[float, Doc("0: always the most likely token")]
-TopP = Annotated[
-    float, Doc("draw among the fewest tokens that together have this share of the probability")
-]
+MaxNewTokens = Annotated[int, Doc("tokens of an answer, at most")]  # with other defaults elsewhere
+
+
+OWN = {"max_new_tokens": 128, "temperature": 0.0}  # defaults of generate
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options that `generate` and `chat` share."""
+    """Options that `generate` and `chat` share. None: as the model's generation_config.json says,
+    else the command's own default."""
 
-    # draw among this many of the most likely tokens (at most 1024); none: all
+    # tokens of an answer, at most; none: the model's default, else 128 in generate, 1024 in chat
+    max_new_tokens: int | None = None
+    # 0: always the most likely token; none: the model's default, else 0 in generate, 0.7 in chat
+    temperature: float | None = None
+    # draw among this many of the most likely tokens (at most 1024); 0: all; none: the model's
+    # default, else all
     top_k: int | None = None
-    # draw among tokens with at least this share of the most likely one's probability; 0: all
-    min_p: float = 0.0
-    # above 1: tokens of the prompt and the answer become less likely (logits divided or multiplied)
-    repetition_penalty: float = 1.0
+    # draw among the fewest tokens that together have this share of the probability; none: the
+    # model's default, else 1 in generate, 0.9 in chat
+    top_p: float | None = None
+    # draw among tokens with at least this share of the most likely one's probability; none: the
+    # model's default, else 0
+    min_p: float | None = None
+    # above 1: tokens of the prompt and the answer become less likely (logits divided or
+    # multiplied); none: the model's default, else 1
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0  # subtracted from the logits of tokens of the answer
     frequency_penalty: float = 0.0  # the same, once for each time that a token occurs
     seed: int = 0  # the same seed and the same input give the same texts
 
-    def stream_arguments(self) -> dict[str, Any]:
-        """Return the options of a command that Engine.stream has under the same name."""
-        names = [
-            "max_new_tokens",
-            "temperature",
-            "top_p",
-            *[x.name for x in fields(SamplingOptions)],
-        ]
-        return {name: getattr(self, name) for name in names}
+    def given(self) -> dict[str, Any]:
+        """Return the options that are not None. Engine.stream has them under the same names."""
+        values = {x.name: getattr(self, x.name) for x in fields(SamplingOptions)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,6 @@ class Options(SamplingOptions, ModelOptions):
     """Continue texts with a model."""
 
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional]  # texts to continue
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
     samples: int = 1  # texts per prompt; at temperature 0 they are all the same
     # end before this text; may be given several times
     stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
@@ -91,12 +93,17 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     o = options
     _check_texts(o)
     p = pretrained or o.load()
+    defaults = GenerationDefaults.of(p.model.generation)
+    arguments = defaults.fill(o.given(), OWN)
     tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
     prompts = [prompt for prompt in o.prompts for _ in range(o.samples)]
-    engine = make_engine(p, tokens, o)
+    engine = make_engine(p, tokens, o, arguments["max_new_tokens"])
     start = time.perf_counter()
-    stream = engine.stream(tokens, stop=p.stop, n=o.samples, **o.stream_arguments())
-    if o.temperature == 0 and (o.top_k, o.top_p, o.min_p, o.seed) != (None, 1.0, 0.0, 0):
+    stream = engine.stream(tokens, stop=p.stop, n=o.samples, **arguments)
+    for note in defaults.notes(o.given(), OWN):
+        say(note)
+    drawing = (o.top_k or 0, o.top_p or 1.0, o.min_p or 0.0, o.seed)
+    if arguments["temperature"] == 0 and drawing != (0, 1.0, 0.0, 0):
         say(
             "--top-k, --top-p, --min-p and --seed change nothing at --temperature 0: give a higher "
             "temperature to draw at random"
@@ -139,7 +146,7 @@ def is_text(argument: str) -> bool:
     return True
 
 
-def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
+def make_engine(p: Pretrained, tokens: list[list[int]], o: Options, max_new_tokens: int) -> Engine:
     """Return an engine with only as much KV cache as these prompts (token ids) need. Raises
     UserError if one does not fit."""
     context = p.model.config.context
@@ -154,7 +161,7 @@ def make_engine(p: Pretrained, tokens: list[list[int]], o: Options) -> Engine:
             f"prompt {lengths.index(longest) + 1} has {longest} tokens, the model supports "
             f"{context} including the answer: shorten it"
         )
-    max_seq_len = min(context, longest + max(o.max_new_tokens, 1))
+    max_seq_len = min(context, longest + max(max_new_tokens, 1))
     sizes = dict(max_batch=min(len(tokens) * o.samples, o.max_batch), max_seq_len=max_seq_len)
     return Engine(p.model, **engine_arguments(o) | sizes)
 

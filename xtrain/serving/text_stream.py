@@ -7,6 +7,13 @@ from collections.abc import Iterable
 from ..data.tokenizer import Tokenizer
 
 
+def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """Return what a token adds to a text, b"" for special and unknown ids."""
+    if token < tokenizer.vocab_size and token not in tokenizer.special_ids:
+        return tokenizer.token_bytes[token]
+    return b""
+
+
 class TextStream:
     """The text of one sequence while its tokens arrive.
 
@@ -27,10 +34,7 @@ class TextStream:
     def feed(self, *tokens: int) -> str:
         """Return the text that is certain after these tokens, often empty. Special and unknown ids
         add nothing."""
-        size = self.tokenizer.vocab_size
-        special = self.tokenizer.special_ids
-        pieces = [self.tokenizer.token_bytes[t] for t in tokens if t < size and t not in special]
-        new = self.decoder.decode(b"".join(pieces))
+        new = self.decoder.decode(b"".join([text_bytes(self.tokenizer, t) for t in tokens]))
         if self.stop:
             return self._release(new)
         self.text += new
