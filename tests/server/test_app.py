@@ -19,62 +19,18 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
-from twins import random_model, small  # noqa: E402
+from served import Served, make_folder, until  # noqa: E402
 
-from xtrain import Engine  # noqa: E402
-from xtrain.data.tokenizer import Tokenizer  # noqa: E402
 from xtrain.server import listen  # noqa: E402
 from xtrain.server.api import ChatRequest, CompletionRequest  # noqa: E402
-from xtrain.server.app import Limits, create_app  # noqa: E402
-from xtrain.serving import pretrained  # noqa: E402
+from xtrain.server.app import Limits  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 HI = [{"role": "user", "content": "def f"}]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
-    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
-    random_model(config, device="cpu").save_pretrained(folder, tokenizer)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-class Served:
-    """An application in a thread of this process."""
-
-    def __init__(self, folder, api_key=None, limits=None):
-        p = pretrained.load(folder, "cpu")
-        self.engine = Engine(p.model, 2, 256, batch_invariant=True)
-        app = create_app(self.engine, p, "tiny", api_key, limits or Limits())
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        until(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(
-            base_url=self.url + "/v1", api_key=api_key or "x", max_retries=0
-        )
-
-    def close(self):
-        self.client.close()
-        self.server.should_exit = True
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-    @property
-    def idle(self):
-        return not self.engine.scheduler.unfinished and len(self.engine.scheduler.free_slots) == 2
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +122,12 @@ def test_other_errors(served):
 def test_malformed_bodies_never_fail_the_server(served):
     """Any value in any field that the models describe. XTRAIN_FUZZ=10000 sends so many."""
     rng = random.Random(0)
-    valid = {"messages": HI, "prompt": "a", "max_tokens": 1}
-    names = sorted(
-        {
-            *ChatRequest.model_json_schema()["properties"],
-            *CompletionRequest.model_json_schema()["properties"],
-        }
-    )
+    valid = {
+        "/v1/chat/completions": {"messages": HI, "max_tokens": 1},
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    }
+    models = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+    names = {x: sorted(m.model_json_schema()["properties"]) for x, m in models.items()}
     values = [
         None, -1, 0, 1, 2, 1e999, 2**70, "", "x", "\ud800", "\0", [], {}, [[]], [None], [1, 2], ["a"], [[1], [400]],
         [-1], True, 0.5, {"a": [1]}, {"1": 2}, {"include_usage": True}, [{"role": "user"}], [{"role": "x", "content": "y"}],
@@ -181,13 +136,13 @@ def test_malformed_bodies_never_fail_the_server(served):
     statuses = set()
     with httpx.Client(base_url=served.url, timeout=30) as client:
         for _ in range(int(os.environ.get("XTRAIN_FUZZ", 200))):
-            body = dict(valid)
-            for name in rng.sample(names, rng.randint(1, 4)):
+            path = rng.choice(sorted(valid))
+            body = dict(valid[path])
+            for name in rng.sample([*names[path], "x"], rng.randint(1, 4)):
                 body[name] = rng.choice(values)
             data = json.dumps(body).encode()
             if rng.random() < 0.2:
                 data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
-            path = rng.choice(["/v1/chat/completions", "/v1/completions"])
             answer = client.post(path, content=data)
             assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text, data)
             assert "Traceback" not in answer.text and '"server_error"' not in answer.text, data

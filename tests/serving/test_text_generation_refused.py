@@ -79,11 +79,6 @@ def test_bytes_that_are_not_text(folder, tmp_path):
     assert gone.returncode == 141
 
 
-def test_beam_search_is_refused_by_name(mine, capsys):
-    (mine / "generation_config.json").write_text(json.dumps({"num_beams": 4}))
-    refused(capsys, mine, "num_beams 4", "no beam search")
-
-
 def test_folders(capsys, tmp_path, mine):
     refused(capsys, tmp_path / "none", "does not exist")
     refused(capsys, tmp_path / ("x" * 300), "cannot be read: File name too long")

@@ -61,11 +61,13 @@ class Offsets:
 
     def next(self, data: bytes) -> int:
         """Return the offset of the next token, which adds `data` to the text."""
-        if not data:
-            return self.length
         self.length += len(self.decoder.decode(data[:1]))
-        unfinished = bool(self.decoder.getstate()[0])  # the character of the first byte
-        offset = self.length if unfinished else self.length - 1
+        offset = self.length
+        unfinished = bool(self.decoder.getstate()[0])  # the last character that has begun
+        if unfinished and not data:
+            offset += 1
+        elif data and not unfinished:
+            offset -= 1
         self.length += len(self.decoder.decode(data[1:]))
         return offset
 

@@ -1,0 +1,144 @@
+"""Fields of a request: what is not known is refused by name, what changes nothing is accepted."""
+
+import json
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+
+from pydantic import ValidationError  # noqa: E402
+from served import Served, make_folder  # noqa: E402
+
+from xtrain.server import api  # noqa: E402
+from xtrain.server.app import _invalid  # noqa: E402
+
+HI = [{"role": "user", "content": "def f"}]
+BODIES = {api.ChatRequest: {"messages": HI}, api.CompletionRequest: {"prompt": "def f"}}
+# of OpenAI, vLLM, llama.cpp, SGLang, text-generation-inference: each with a value that asks for something
+UNKNOWN = {
+    "tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"},
+    "reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}, "prediction": {"type": "content"},
+    "web_search_options": {}, "moderation": {"model": "x"}, "modalities": ["text", "audio"], "best_of": 2, "suffix": "x",
+    "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "prompt_logprobs": 1, "regex": "a", "guided_json": {},
+    "structured_outputs": {"regex": "a"}, "chat_template": "x", "chat_template_kwargs": {"enable_thinking": False},
+    "ignore_eos": True, "min_tokens": 1, "stop_token_ids": [1], "bad_words": ["x"], "skip_special_tokens": False,
+    "include_stop_str_in_output": True, "logits_processors": ["x"], "length_penalty": 0.5, "use_beam_search": True,
+    "repeat_penalty": 1.1, "grammar": "root ::= a", "n_predict": 5, "mirostat": 2, "typical_p": 0.5, "samplers": ["top_k"],
+    "dry_multiplier": 0.8, "min_new_tokens": 1, "no_repeat_ngram_size": 3, "lora_path": "x", "cache_salt": "x",
+    "max_new_tokens": 5, "do_sample": True, "options": {"num_ctx": 4096}, "num_ctx": 4096, "Temperature": 0,
+}  # fmt: skip
+SAME = {
+    "user": "me", "safety_identifier": "x", "metadata": {"a": "b"}, "store": True, "service_tier": "flex",
+    "parallel_tool_calls": False, "prompt_cache_key": "x", "prompt_cache_retention": "24h", "tools": [], "tool_choice": "none",
+    "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1, "suffix": "", "chat_template_kwargs": {},
+    "ignore_eos": False, "min_tokens": 0, "stop_token_ids": [], "repeat_penalty": 1.0, "skip_special_tokens": True,
+    "anything": None,
+}  # fmt: skip
+
+
+def refusal(kind, body):
+    """-> OpenAI's error object for a body"""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(body))
+    error = _invalid(caught.value).error
+    assert error.message.count("\n") == 0 and "Value error" not in error.message
+    return error
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_every_unknown_field_is_refused_by_name(kind):
+    for name, value in UNKNOWN.items():
+        error = refusal(kind, BODIES[kind] | {name: value})
+        assert error.param == name
+        assert error.message == f"{name} is not supported: leave it out"
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_fields_that_change_nothing(kind):
+    body = kind.model_validate(BODIES[kind] | SAME)
+    assert body.options() == kind.model_validate(BODIES[kind]).options() == {}
+
+
+def test_what_only_one_of_the_routes_has():
+    chat, text = BODIES
+    for name, value in {"echo": True, "add_special_tokens": True, "prompt": "x"}.items():
+        assert refusal(chat, BODIES[chat] | {name: value}).param == name
+    for name, value in {"messages": HI, "max_completion_tokens": 5, "top_logprobs": 2}.items():
+        assert refusal(text, BODIES[text] | {name: value}).param == name
+    chat.model_validate(BODIES[chat] | {"echo": False, "add_special_tokens": False})
+
+
+NESTED = [
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"messages": [HI[0] | {"name": "Ann"}]}, "messages.0.name"),
+    ({"messages": [HI[0], {"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]}, "messages.1.tool_calls"),
+    ({"messages": [HI[0] | {"reasoning_content": "x"}]}, "messages.0.reasoning_content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]}, "messages.0.content.0.cache_control"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, param", NESTED)
+def test_nested_objects(change, param):
+    error = refusal(api.ChatRequest, {"messages": HI} | change)
+    assert error.param == param and error.message.startswith(param)
+
+
+RANGES = {
+    "temperature": [-1, 2.1, "hot"], "top_p": [0, 1.5], "top_k": [-2, 0.5], "min_p": [-0.1, 2], "seed": [-1, 2**63],
+    "n": [0, 129], "presence_penalty": [-3], "frequency_penalty": [3], "repetition_penalty": [0, -1], "stop": ["", ["x"] * 17],
+    "max_tokens": [0], "logit_bias": ["x"], "stream": ["maybe"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_ranges_name_the_field(kind):
+    for name, values in RANGES.items():
+        for value in values:
+            param = refusal(kind, BODIES[kind] | {name: value}).param
+            assert param.split(".")[0] == name, (name, value)
+
+
+# ----------------------------------------------------------------------------- with OpenAI's client
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(make_folder(tmp_path_factory.mktemp("model")))
+    yield served
+    served.close()
+
+
+def test_the_client_sees_the_field(served):
+    """Also for limits that depend on the model."""
+    chat, text = served.client.chat.completions.create, served.client.completions.create
+    wrong = [
+        (chat, {"extra_body": {"grammar": "x"}}, "grammar"),
+        (chat, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (text, {"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        (chat, {"logit_bias": {"99999": 1}}, "logit_bias"),
+        (chat, {"logit_bias": {"5": 1000}}, "logit_bias"),
+        (chat, {"temperature": 1e-9}, "temperature"),
+        (chat, {"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        (text, {"prompt": "x" * 2000}, "prompt"),
+        (text, {"prompt": [99999]}, "prompt"),
+        (text, {"prompt": []}, "prompt"),
+    ]
+    for create, change, param in wrong:
+        body = {"prompt": "def f"} if create is text else {"messages": HI}
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(**{"model": "tiny", "max_tokens": 2} | body | change)
+        assert caught.value.param == param, caught.value
+
+
+def test_a_conversation_of_the_client_s_own_objects(served):
+    """An answer goes back into `messages` as the client has it, with its empty fields."""
+    options = dict(model="tiny", max_tokens=3, seed=1, user="me", metadata={"a": "b"}, store=False)
+    create = served.client.chat.completions.create
+    answer = create(messages=HI, **options).choices[0].message
+    plain = {"role": "assistant", "content": answer.content}
+    texts = [
+        create(messages=[*HI, message, HI[0]], **options).choices[0].message.content
+        for message in (answer, answer.model_dump(), answer.to_dict(), plain)
+    ]
+    assert texts == texts[:1] * 4
