@@ -240,15 +240,22 @@ def test_echo_is_what_lm_eval_reads(request, name, stream):
 
 
 def test_echo_without_log_probabilities_and_of_one_token(served):
-    (choice,) = completions(served, prompt=[[5]], echo=True, max_tokens=2, temperature=0).choices
-    (plain,) = completions(served, prompt=[5], max_tokens=2, temperature=0, logprobs=0).choices
-    assert choice.text == served.p.tokenizer.token_bytes[5].decode() + plain.text
-    assert choice.logprobs is None and len(plain.logprobs.top_logprobs[0]) == 1
-    (one,) = completions(served, prompt=[5], echo=True, max_tokens=2, temperature=0, logprobs=0).choices  # fmt: skip
-    assert one.logprobs.token_logprobs == [None, *plain.logprobs.token_logprobs]
-    stop = choice.text[0]  # in the prompt: it ends nothing
-    again = completions(served, prompt=[5], echo=True, max_tokens=2, temperature=0, logprobs=0, stop=[stop * 9]).choices[0]  # fmt: skip
-    assert again.text == one.text
+    options = dict(prompt=[5], max_tokens=2, temperature=0)
+    (plain,) = completions(served, **options, logprobs=0).choices
+    assert len(plain.logprobs.top_logprobs[0]) == 1
+    (echo,) = completions(served, **options, echo=True).choices
+    assert echo.text == served.p.tokenizer.token_bytes[5].decode() + plain.text
+    assert echo.logprobs is None
+    (both,) = completions(served, **options, echo=True, logprobs=0).choices
+    assert both.logprobs.token_logprobs == [None, *plain.logprobs.token_logprobs]
+    assert both.text == echo.text
+
+
+def test_a_stop_string_in_an_echoed_prompt_ends_nothing(served):
+    options = dict(prompt="stop def", max_tokens=3, temperature=0, echo=True, logprobs=0)
+    (free,) = completions(served, **options).choices
+    (choice,) = completions(served, **options, stop=["stop"]).choices
+    assert choice == free and choice.text.startswith("stop def")
 
 
 def test_special_tokens_around_a_text(llama):

@@ -347,3 +347,36 @@ def test_sigterm_completes_answers_and_exits_0(folder):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_model_s_defaults_of_sampling(folder, tmp_path, monkeypatch, capsys):
+    """generation_config.json decides what a request leaves open."""
+    shutil.copytree(folder, tmp_path / "model")
+    content = {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9, "top_k": 1}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(content))
+    started = {}
+    monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: started.update(options))
+    listen.serve(listen.Options(model=str(tmp_path / "model"), device="cpu"))
+    said = "generation_config.json: temperature 0.0, top_k 1, repetition_penalty 1.3"
+    assert said in capsys.readouterr().err and started["defaults"].max_new_tokens == 9
+    served = Served(tmp_path / "model")
+    try:
+        create = served.client.completions.create
+        prompt = served.p.tokenizer.encode("def f", special=True)
+        greedy = dict(repetition_penalty=1.3, stop=served.p.stop)
+        texts = [
+            served.p.tokenizer.decode(ids)
+            for n in (9, 4)
+            for ids in served.engine.generate([prompt], n, **greedy)
+        ]
+        answer = create(model="tiny", prompt="def f")
+        assert answer.choices[0].text == texts[0] and answer.usage.completion_tokens == 9
+        options = dict(model="tiny", prompt="def f", max_tokens=4)
+        assert create(**options, temperature=1).choices[0].text == texts[1]  # top_k 1
+        draw = lambda **more: {
+            create(**options, temperature=2, seed=i, extra_body=more).choices[0].text
+            for i in range(6)
+        }
+        assert draw() == {texts[1]} and len(draw(top_k=0)) > 1 and len(draw(top_k=-1)) > 1
+    finally:
+        served.close()
