@@ -252,10 +252,10 @@ def test_echo_without_log_probabilities_and_of_one_token(served):
 
 
 def test_a_stop_string_in_an_echoed_prompt_ends_nothing(served):
-    options = dict(prompt="stop def", max_tokens=3, temperature=0, echo=True, logprobs=0)
+    options = dict(prompt="x stop def", max_tokens=3, temperature=0, echo=True, logprobs=0)
     (free,) = completions(served, **options).choices
     (choice,) = completions(served, **options, stop=["stop"]).choices
-    assert choice == free and choice.text.startswith("stop def")
+    assert choice == free and choice.text.startswith("x stop def")
 
 
 def test_special_tokens_around_a_text(llama):
