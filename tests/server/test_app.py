@@ -192,6 +192,8 @@ def test_logits_that_are_nan_are_an_error_of_the_server(served):
     weight.data = values * np.nan
     with pytest.raises(openai.InternalServerError, match="logits are NaN"):
         ask(served)
+    with pytest.raises(openai.InternalServerError, match="logits are NaN"):
+        served.client.completions.create(model="tiny", prompt="def f", echo=True, logprobs=1)
     weight.data = values
     until(lambda: served.idle)
     assert ask(served).choices[0].message.content == right

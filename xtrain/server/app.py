@@ -254,20 +254,11 @@ class Server:
             await asyncio.sleep(0)  # others that have arrived are counted before this one is ready
             prompts = await tokens_of(body)
             requests = self._requests(body, prompts, limits, top, form)
-            scoring = []
-            if form.scores_prompts:
-                several = [tokens for tokens in prompts if len(tokens) > 1]
-                engine = self.engine
-                scoring = make_scoring_requests(
-                    several, None, engine.config, engine.max_seq_len, top or 0
-                )
-            if scoring:
-                job = self._submit(scoring, [])
-            else:
+            if not form.scores_prompts:
                 job = self._submit(requests, body.stops)
         scores: list[list[TokenLogprobs]] = []
-        if scoring:
-            scores = _by_sequence(await self._whole(http, job), len(scoring))
+        if form.scores_prompts:
+            scores = await self._scores(http, prompts, top or 0)
             job = self._submit(requests, body.stops)
         form.take_prompts(prompts, scores)
         if body.stream:
@@ -320,6 +311,22 @@ class Server:
             fields = [name for name in names if name in type(body).model_fields]
             raise ApiError(400, str(error), param=[*fields, form.source][0]) from None
 
+    async def _scores(
+        self, http: HttpRequest, prompts: list[list[int]], top: int
+    ) -> list[list[TokenLogprobs]]:
+        """Return the log-probabilities of all tokens but the first, for each prompt of several.
+        Raises ApiError if one is NaN."""
+        several = [tokens for tokens in prompts if len(tokens) > 1]
+        requests = make_scoring_requests(
+            several, None, self.engine.config, self.engine.max_seq_len, top
+        )
+        values: list[list[TokenLogprobs]] = [[] for _ in requests]
+        for piece in await self._whole(http, self._submit(requests, [])):
+            values[piece.index] += piece.logprobs
+        if any(math.isnan(value) for row in values for value, _ in row):
+            raise ApiError(500, NAN, type="server_error")
+        return values
+
     def _submit(self, requests: list[Request], stops: list[str]) -> Job:
         """Let the engine compute requests, which `_close` must follow."""
         if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
@@ -369,16 +376,6 @@ class Server:
 async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         return [piece async for piece in pieces]
-
-
-def _by_sequence(pieces: list[Piece], n: int) -> list[list[TokenLogprobs]]:
-    """Return the log-probabilities of each of n sequences. Raises ApiError if one is NaN."""
-    values: list[list[TokenLogprobs]] = [[] for _ in range(n)]
-    for piece in pieces:
-        values[piece.index] += piece.logprobs
-    if any(math.isnan(value) for row in values for value, _ in row):
-        raise ApiError(500, NAN, type="server_error")
-    return values
 
 
 async def _unless_disconnected(receive: Any, answer: Any) -> Any:
