@@ -41,7 +41,7 @@ import xtrain
 from xtrain.server.app import Limits
 from xtrain.server.listen import Address, serve_engine
 from xtrain.serving.options import PREFILL_INTERVAL
-from xtrain.serving.pretrained import Texts
+from xtrain.formats.texts import Texts
 from xtrain.serving.requests import make_requests
 
 
@@ -227,7 +227,7 @@ def texts_of(V: int) -> Texts:
         encode=None,
         eos_token_id=None,
     )
-    return Texts(Path("random"), tokenizer, frozenset())
+    return Texts(Path("random"), tokenizer, frozenset(), None)
 
 
 def main(o: Options) -> None:

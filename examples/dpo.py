@@ -22,7 +22,7 @@ from xtrain.formats.saved_runs import model_folder
 from xtrain.report import page
 from xtrain.training import loop
 from xtrain.training.run import Run
-from xtrain.tuning.examples import Example, beginning
+from xtrain.tuning.examples import Example, answer_ids
 from xtrain.tuning.finetune import Conversations, FinetuneConfig, filled
 
 BETA = 0.1
@@ -69,9 +69,9 @@ def main(folder: str, file: str, steps: int = 100, out: str = "runs") -> Path:
     source = model_folder(Path(folder))  # of a run: its newest checkpoint
     tokenizer, texts = Tokenizer.load(source), []
     for record in json_records(Path(file)):
-        prompt = beginning(tokenizer) + tokenizer.encode(record.text("prompt"))
+        prompt = tokenizer.encode_prompt(record.text("prompt"))
         for name in ("chosen", "rejected"):
-            ids = [*prompt, *tokenizer.encode_more(record.text(name)), tokenizer.eot_id]
+            ids = prompt + answer_ids(record.text(name), tokenizer)
             trained = np.arange(len(ids)) >= len(prompt)
             texts.append(Example(record.where, np.array(ids, np.int32), trained))
     held = 2 * max(1, len(texts) // 40)

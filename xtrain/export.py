@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from .cli import command, command_line, print_text, say
-from .data.chat_template import template_source
 from .data.tokenizer import Tokenizer
 from .errors import UserError
 from .formats.adapters import base_folder, is_adapter, source_of
@@ -67,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_text(f"{options.merge}: {folder} and {base_folder(folder)}, merged")
         return 0
     path = Path(options.gguf)
-    texts = source_of(folder, "tokenizer.json")
-    write(folder, path, options.type, template_source(texts))
+    write(folder, path, options.type)
     print_text(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {options.type}, from {folder}")
     return 0
 

@@ -91,19 +91,26 @@ def test_end_of_text_of_another_tokenizer(tmp_path):
     assert Tokenizer.load(file).eot_id == TOKENIZER.encode("!")[0]
 
 
+MORE = "additional_chat_templates/tool_use.jinja"
+
+
 def test_companion_files_are_saved_with_a_tokenizer(tmp_path):
     """The names of special tokens and the chat template of another program's tokenizer."""
     TOKENIZER.save(tmp_path / "in")
     config = {"bos_token": {"content": "!"}, "eos_token": END_OF_TEXT, "chat_template": "{{ messages }}"}  # fmt: skip
     (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     (tmp_path / "in" / "chat_template.jinja").write_text("{{ bos_token }}", "utf-8")
+    (tmp_path / "in" / MORE).parent.mkdir()
+    (tmp_path / "in" / MORE).write_text("{{ tools }}", "utf-8")
     (tmp_path / "in" / "other.txt").write_text("not a companion")
     loaded = Tokenizer.load(tmp_path / "in")
     assert loaded.encode("!") == [loaded.bos_token_id] and loaded.eos_token_id == TOKENIZER.eot_id
     loaded.save(tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer_config.json", "chat_template.jinja", MORE):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
-    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert len(list((tmp_path / "out").iterdir())) == 4
+    again = Tokenizer.load(tmp_path / "out")
+    assert again.sha256 == loaded.sha256 != TOKENIZER.sha256, "! is a token of its own now"
     (tmp_path / "in" / "tokenizer_config.json").write_text('{"bos_token": null}', "utf-8")
     assert Tokenizer.load(tmp_path / "in").bos_token_id is None
     assert TOKENIZER.bos_token_id == TOKENIZER.eot_id
@@ -250,9 +257,9 @@ def test_tokens_with_other_characters_in_a_byte_level_vocabulary(tmp_path):
 def test_killed_while_saving(tmp_path):
     """Over another tokenizer: each file is the old or the new one, whole, and they change in one order."""
     other = Tokenizer.train(TEXTS[:1], 280)
-    other._companions["chat_template.jinja"] = b"old " * 5_000
+    other.companions["chat_template.jinja"] = b"old " * 5_000
     new = Tokenizer.train(TEXTS, 300)
-    new._companions["chat_template.jinja"] = b"new " * 5_000
+    new.companions["chat_template.jinja"] = b"new " * 5_000
     contents = {}
     for name, tokenizer in (("old", other), ("new", new)):
         tokenizer.save(tmp_path / name)

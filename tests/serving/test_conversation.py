@@ -110,7 +110,7 @@ def test_generation_blocks_are_where_transformers_finds_them(folder):
     )
     set_template(folder, source)
     ours, theirs = ChatTemplate.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert ours.marks_generation and not ChatTemplate(CHATML, {}).marks_generation
+    assert ours.marks_generation() and not ChatTemplate(CHATML, {}).marks_generation()
     text, spans = ours.render_spans(TALK)
     want = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
     ids, places = Tokenizer.load(folder).encode_spans(text)

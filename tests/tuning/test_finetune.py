@@ -17,7 +17,7 @@ from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
-from xtrain.serving.pretrained import stop_tokens
+from xtrain.formats.texts import load_texts
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
@@ -194,7 +194,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
         whole / "report.html"
     ).is_file()
     im_end = Tokenizer.load(last).encode("<|im_end|>")[0]
-    assert stop_tokens(last, Tokenizer.load(last)) == {Tokenizer.load(last).eot_id, im_end}
+    assert load_texts(last).stop == {Tokenizer.load(last).eot_id, im_end}
     assert "<|im_start|>user\nadd one<|im_end|>" in (whole / "samples.txt").read_text()
     stored = json.loads((whole / "config.json").read_text())
     assert stored["train"]["seq_len"] == 64 and stored["data"]["skipped"] == 1

@@ -1,8 +1,11 @@
 """The chat template: the Jinja template that comes with a tokenizer and renders a conversation as
 text.
 
-    chat_template.jinja, or chat_template in tokenizer_config.json: one text, or a list of {"name",
-    "template"} of which "default" is used
+    chat_template.jinja, and others in additional_chat_templates/; or chat_template in
+    tokenizer_config.json: one text, or a list of {"name", "template"}
+
+Of several templates "tool_use" is used for conversations with tools, "default" for the others, as
+in transformers.
 
 It is rendered in Jinja's sandbox with the names that transformers defines for templates: messages,
 add_generation_prompt, tools, documents, bos_token and the other special tokens,
@@ -28,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..json_files import read_json_if_present, reading
-from .tokenizer import CONFIG, SPECIAL_MAP, token_text, with_names
+from ..json_files import listed, reading
+from .tokenizer_files import Files, config_of, read_companions, template_sources, token_text
 
 TOKENS = (
     "bos_token",
@@ -46,7 +49,6 @@ SECONDS = 5  # of CPU time to compile, and for each conversation
 PATIENCE = 60  # seconds until the process is killed, on a machine that gives it little CPU time
 MEMORY = 1 << 30  # bytes of address space, Python's and Jinja's included
 MAX_TEXT = 16 << 20  # characters of a rendered conversation
-MAX_SOURCE = 1 << 20  # characters of a template file
 # Exit code of a process that the operating system ended at its limit.
 OUT_OF_TIME = -getattr(signal, "SIGXCPU", 24)
 LIMITS = {
@@ -59,21 +61,34 @@ LIMITS = {
 class ChatTemplate:
     """Renders a list of {"role": ..., "content": ...} as text.
 
-    source: the Jinja template.  special_tokens: names such as "bos_token" and their texts.
-    Raises UserError if Jinja cannot compile the template.
+    sources: the Jinja template, or several by their names.  special_tokens: names such as
+    "bos_token" and their texts.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]):
-        self.source, self.special_tokens = source, special_tokens
+    def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str]):
+        if isinstance(sources, str):
+            sources = {"default": sources}
+        self.sources = sources
+        self.special_tokens = special_tokens
         self.worker: subprocess.Popen | None = None
+        self.compiled: str | None = None  # the source that the worker renders
         self.lock = threading.Lock()  # one request at a time
-        with self.lock:
-            self._start()
 
-    @property
-    def marks_generation(self) -> bool:
-        """True if the template marks the model's text with {% generation %} blocks."""
-        return re.search(r"\{%-?\s*generation\b", self.source) is not None
+    def source(self, tools: Any = None) -> str:
+        """Return the Jinja template of a conversation. Raises UserError if there is none for it."""
+        if tools is not None and "tool_use" in self.sources:
+            return self.sources["tool_use"]
+        if "default" not in self.sources:
+            raise UserError(
+                f"the model has the chat templates {listed(sorted(self.sources))}, but none named "
+                "default: save the one to use as chat_template.jinja in its folder"
+            )
+        return self.sources["default"]
+
+    def marks_generation(self, tools: Any = None) -> bool:
+        """Return True if the template of a conversation marks the model's text with
+        {% generation %} blocks."""
+        return re.search(r"\{%-?\s*generation\b", self.source(tools)) is not None
 
     def render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None
@@ -82,8 +97,8 @@ class ChatTemplate:
 
         messages: {"role": ..., "content": ...} each, of values that JSON has.
         add_generation_prompt: end with the text that starts the model's answer.
-        tools: descriptions of functions, as the template expects them. Raises UserError if the
-        template rejects the messages, fails, or exceeds one of LIMITS.
+        tools: descriptions of functions, as the template expects them. Raises UserError if Jinja
+        cannot compile the template, or if it rejects the messages, fails, or exceeds one of LIMITS.
         """
         return self._render(messages, add_generation_prompt, tools)["text"]
 
@@ -105,9 +120,12 @@ class ChatTemplate:
 
     def _render(self, messages, add_generation_prompt, tools):
         names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
+        source = self.source(tools)
         with self.lock:
             if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
                 self._start()
+            if self.compiled != source:
+                self._compile(source)
             reply = self._ask(names | {"add_generation_prompt": add_generation_prompt})
         if "error" in reply:
             raise UserError(
@@ -116,7 +134,7 @@ class ChatTemplate:
         return reply
 
     def _start(self) -> None:
-        """Start a worker and let it compile the template. Raises UserError."""
+        """Start a worker. Raises UserError."""
         packages = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
         folders = [str(Path(spec.origin).parents[1]) for spec in packages if spec and spec.origin]
         limits = map(str, (SECONDS, MEMORY, MAX_TEXT))
@@ -136,10 +154,15 @@ class ChatTemplate:
                 f"started: {error.strerror}"
             ) from None
         self._end_worker = weakref.finalize(self, _end, self.worker)  # also at exit
-        reply = self._ask({"source": self.source})
+        self.compiled = None
+
+    def _compile(self, source: str) -> None:
+        """Let the worker compile a template. Raises UserError."""
+        reply = self._ask({"source": source})
         if "error" in reply:
             self._stop()
             raise UserError(f"the chat template cannot be read: {reply['error']}")
+        self.compiled = source
 
     def _stop(self) -> None:
         self._end_worker()
@@ -186,41 +209,25 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
-        """Load the template of a Hugging Face folder; None if it has none.
+        """Load the templates of a Hugging Face folder; None if it has none.
 
-        Raises UserError if it cannot be read.
+        Raises UserError if they cannot be read.
         """
-        source = template_source(folder)
-        if source is None:
+        with reading(folder):
+            return cls.of(read_companions(folder), folder)
+
+    @classmethod
+    def of(cls, companions: Files, folder: Path = Path()) -> "ChatTemplate | None":
+        """Return the templates in the companions of a tokenizer; None if there are none.
+
+        folder: for messages. Raises UserError.
+        """
+        sources = template_sources(companions, folder)
+        if not sources:
             return None
-        files = (folder / name for name in (CONFIG, SPECIAL_MAP))
-        config = with_names(*map(read_json_if_present, files))
+        config = config_of(companions, folder)
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
-        return cls(source, {name: text for name, text in tokens.items() if text is not None})
-
-
-def template_source(folder: Path) -> str | None:
-    """Return the Jinja template of a Hugging Face folder; None if it has none.
-
-    Raises UserError if it cannot be read.
-    """
-    file = folder / "chat_template.jinja"
-    path = folder / "tokenizer_config.json"
-    config = read_json_if_present(path)
-    source = config.get("chat_template")
-    if file.is_file():
-        with reading(file), open(file, encoding="utf-8", errors="replace") as opened:
-            source = opened.read(MAX_SOURCE + 1)
-        if len(source) > MAX_SOURCE:
-            raise UserError(f"{file} is longer than {MAX_SOURCE >> 20} million characters")
-    if isinstance(source, list):
-        named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
-        source = None
-        if named:
-            source = named[-1].get("template")
-    if source is not None and not isinstance(source, str):
-        raise UserError(f"{path}: chat_template must be a text or a list with one named default")
-    return source
+        return cls(sources, {name: text for name, text in tokens.items() if text is not None})
 
 
 def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:

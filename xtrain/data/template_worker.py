@@ -8,8 +8,8 @@ BYTES       of address space
 CHARACTERS  of a rendered conversation
 FOLDER      where the packages jinja2 and markupsafe are
 
-Requests and replies are JSON, one per line, on standard input and output. The first request
-compiles the template, every further one renders a conversation:
+Requests and replies are JSON, one per line, on standard input and output. A source is compiled,
+messages are rendered by the last one:
 
     {"source": ...}                                     {}
     {"messages": ..., "add_generation_prompt": ...}     {"text": ..., "spans": [[start, end], ...]}
@@ -141,7 +141,7 @@ def main():
         limit("RLIMIT_CPU", int(time.process_time()) + 1 + seconds)
         try:
             request = json.loads(line)
-            if template is None:
+            if "source" in request:
                 template = compiled(request["source"])
                 reply = {}
             else:

@@ -6,11 +6,17 @@ window of tokens, and `stream` must hold back a token that ends inside a charact
 until the character is complete.
 
 A tokenizer is saved in Hugging Face's layout: tokenizer.json and tokenizer_config.json. A loaded
-tokenizer keeps its companion files: the names of its special tokens, its chat template.
+tokenizer keeps its companion files: the names of its special tokens, its chat templates.
+
+Which tokens begin and end a text is decided here: encode_prompt for a text that something follows,
+encode_text for a whole one, encode for one that stands as it is, such as a rendered conversation.
+Which tokens end an answer is decided in formats/texts.py.
 """
 
 import codecs
 import contextlib
+import copy
+import functools
 import hashlib
 import json
 import re
@@ -20,21 +26,29 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from ..errors import UserError
 from ..files import write_whole
-from ..json_files import check_pointer, listed, parse_json
+from ..json_files import check_pointer
 from .pieces import rule
+from .tokenizer_files import (
+    CONFIG,
+    Files,
+    add_named_tokens,
+    check_added_tokens,
+    config_of,
+    read_companions,
+    special_names,
+    token_text,
+    with_prefix_space,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
 MAX_VOCAB = 1 << 24  # a larger id means a damaged file, and its table would fill the memory
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-CONFIG = "tokenizer_config.json"
-SPECIAL_MAP = "special_tokens_map.json"
-COMPANION_FILES = (CONFIG, SPECIAL_MAP, "chat_template.jinja")  # of a tokenizer.json
 
 
 class Tokenizer:
@@ -45,9 +59,12 @@ class Tokenizer:
                    token, as Hugging Face does. UserError if there is no such token
     token_bytes    list of V byte strings
     token_lengths  (V,) int32: their lengths, but 0 for the end of text
-    bos_token_id   the token that begins a text, or None; eos_token_id: eot_id, or None
+    bos_token_id   what tokenizer_config.json calls bos_token, or None; eos_token_id: eot_id, or None
+    begin, end     the tokens that it puts before a text, and those after it
     special_ids    control tokens, which are not text: begin, end, roles of a chat
+    added_ids      tokens that are never split: special_ids, and others
     sha256         of the saved tokenizer.json
+    companions     {name: content} of the files next to tokenizer.json
     rule           where a text may be cut without a change of its tokens: pieces.py
     """
 
@@ -55,10 +72,11 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         eot: str = END_OF_TEXT,
-        companions: dict[str, bytes] | None = None,
+        companions: Files | None = None,
     ):
         """Make a tokenizer.
 
+        backend: is changed: the tokens that the companions name are added
         companions: {name: content} of files that `save` writes back unchanged
         """
         # the file may hold a truncation setting, which would cut documents short
@@ -66,21 +84,23 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.eot = eot
-        self.eos_token_id = backend.token_to_id(eot)
-        self._companions = companions or {}
-        if CONFIG not in self._companions:
+        self.companions = companions or {}
+        if CONFIG not in self.companions:
             own = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "bos_token": eot,
                 "eos_token": eot,
                 "clean_up_tokenization_spaces": False,
             }
-            self._companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
-        read = lambda name: json.loads(self._companions.get(name, b"{}"))
-        bos = token_text(with_names(read(CONFIG), read(SPECIAL_MAP)).get("bos_token"))
+            self.companions[CONFIG] = (json.dumps(own, indent=2) + "\n").encode()
+        config = config_of(self.companions)
+        add_named_tokens(backend, config, [eot, *special_names(config)])
+        self.eos_token_id = backend.token_to_id(eot)
+        bos = token_text(config.get("bos_token"))
         self.bos_token_id = None
         if bos is not None:
             self.bos_token_id = backend.token_to_id(bos)
+        self.begin, self.end = _around(backend)
         ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > MAX_VOCAB:
@@ -88,8 +108,10 @@ class Tokenizer:
                 f"the tokenizer has the id {self.vocab_size - 1}, xtrain supports ids below "
                 f"{MAX_VOCAB}"
             )
-        content = json.loads(backend.to_str())
-        self.special_ids = frozenset(t["id"] for t in content["added_tokens"] if t["special"])
+        content = self.content()
+        added = content["added_tokens"]
+        self.added_ids = frozenset(token["id"] for token in added)
+        self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self.token_bytes = _token_bytes(ids, self.vocab_size, content)
         self.token_lengths = np.array([len(b) for b in self.token_bytes], np.int32)
         if self.eos_token_id is not None:
@@ -156,12 +178,11 @@ class Tokenizer:
         try:
             text = path.read_bytes()
             check_pointer(text, path)
+            companions = read_companions(path.parent)
+            config = config_of(companions, path.parent)
+            text = with_prefix_space(text, config)
             backend = tokenizers.Tokenizer.from_str(text.decode())
-            files = [path.with_name(name) for name in COMPANION_FILES]
-            companions = {file.name: file.read_bytes() for file in files if file.is_file()}
-            read = lambda name: parse_json(companions.get(name, b"{}"), path.with_name(name))
-            config = with_names(read(CONFIG), read(SPECIAL_MAP))
-            _check_added_tokens(config, backend)
+            check_added_tokens(config, backend)
             return cls(backend, _end_of_text(config, backend), companions)
         except UserError as error:
             raise UserError(f"{path} cannot be used: {error}") from None
@@ -185,18 +206,40 @@ class Tokenizer:
         folder = Path(folder)
         # without parents: a run's folder that was removed must not come back
         folder.mkdir(exist_ok=True)
-        for name, content in {"tokenizer.json": self._json(), **self._companions}.items():
+        for name, content in {"tokenizer.json": self._json(), **self.companions}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_whole(folder / name, content)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text.
+    def with_special(self, ids: Iterable[int]) -> "Tokenizer":
+        """Return this tokenizer with more special_ids: those of these ids that are never split."""
+        other = copy.copy(self)
+        other.special_ids = self.special_ids | (self.added_ids & frozenset(ids))
+        return other
 
-        special: add the tokens that the tokenizer puts around a text, such as <s>
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without tokens around it.
 
-        Raises UserError if the library fails on this text, as `encode_batch` and `decode` do.
+        Raises UserError if the library fails on this text, as the other methods do.
         """
         with _library("encode this text"):
-            return self._backend.encode(text, add_special_tokens=special).ids
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text that something follows: without tokens that end it.
+
+        add_special_tokens: with `begin` before it, unless the text begins with such a token itself
+        """
+        ids = self.encode(text)
+        if add_special_tokens and ids[:1] != self.begin[:1]:
+            return self.begin + ids
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a whole text: with `begin` and `end`, each unless the text has it."""
+        ids = self.encode_prompt(text)
+        if ids[-1:] != self.end[-1:]:
+            return ids + self.end
+        return ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids, and the characters [start, end) of the text that each comes from.
@@ -204,8 +247,15 @@ class Tokenizer:
         No tokens are put around the text.
         """
         with _library("encode this text"):
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            encoding = self._untrimmed.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
+
+    @functools.cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        """The backend, but white space of a token belongs to its characters."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+        return backend
 
     def encode_more(self, text: str) -> list[int]:
         """Return the ids of a text that follows another one.
@@ -246,6 +296,10 @@ class Tokenizer:
         if tail := decoder.decode(b"", final=True):
             yield tail
 
+    def content(self) -> dict[str, Any]:
+        """Return the content of tokenizer.json."""
+        return json.loads(self._backend.to_str())
+
     def _json(self) -> bytes:
         return (self._backend.to_str(pretty=True) + "\n").encode()
 
@@ -283,39 +337,14 @@ def _end_of_text(config: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
     return token_text(config.get("eos_token")) or next(names, END_OF_TEXT)
 
 
-def with_names(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer_config.json with the names of special tokens.
-
-    Older folders have these in special_tokens_map.json, as in transformers.
-    """
-    if "added_tokens_decoder" in config:
-        return config
-    return config | special_map
-
-
-def _check_added_tokens(config: dict[str, Any], backend: tokenizers.Tokenizer) -> None:
-    """Raise UserError if tokenizer_config.json adds a token that tokenizer.json would split."""
-    added = config.get("added_tokens_decoder")
-    texts = []
-    if isinstance(added, dict):
-        texts = [token_text(token) for token in added.values()]
-    lacking = [text for text in texts if text and backend.token_to_id(text) is None]
-    if lacking:
-        raise UserError(
-            f"it lacks tokens that {CONFIG} adds ({listed(lacking)}): write both files again with "
-            "transformers.AutoTokenizer."
-            "from_pretrained(folder).save_pretrained(folder), or remove them from "
-            "added_tokens_decoder if the model lacks them too"
-        )
-
-
-def token_text(entry: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, also if an object holds it."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    if isinstance(entry, str):
-        return entry
-    return None
+def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the post-processor puts before a text, and those after it."""
+    if backend.post_processor is None:
+        return [], []
+    one = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+    whole = backend.post_processor.process(one)
+    at = whole.sequence_ids.index(0)
+    return whole.ids[:at], whole.ids[at + 1 :]
 
 
 def _token_bytes(ids: dict[str, int], vocab_size: int, spec: dict[str, Any]) -> list[bytes]:

@@ -21,20 +21,17 @@ def evaluation(run: Run) -> Callable[[], Iterator[dict[str, float]]]:
     half of the model's context. Raises UserError.
     """
     # here, because a run without --eval-tasks starts sooner without them
+    from ..formats.texts import texts_of
     from ..serving.pretrained import Pretrained
     from .run import Options, TaskExams, read_tasks
 
     c = run.config
-    tokenizer = run.corpus.tokenizer
     config = run.model.config
     new = min(Options.max_new_tokens, max(1, config.context // 2))
     o = Options(model="", tasks=c.eval_tasks, limit=c.eval_items, max_new_tokens=new)
     stop = as_ids(run.model.special_tokens.get("eos_token_id"))
-    if tokenizer.eos_token_id is None:
-        end: frozenset[int] = frozenset()
-    else:
-        end = frozenset([tokenizer.eos_token_id])
-    pretrained = Pretrained(Path(), tokenizer, stop or end, run.model)
+    texts = texts_of(Path(), run.corpus.tokenizer, stop)
+    pretrained = Pretrained(texts.folder, texts.tokenizer, texts.stop, texts.template, run.model)
     exams = TaskExams(pretrained, read_tasks(o), o)
     names = names_of(c.eval_tasks)
 

@@ -49,15 +49,14 @@ class TextExam(Exam):
 
     def __init__(self, task: Task, texts: Sequence[Text], scorer: Scorer, stride: int):
         self.task, (text,) = task, texts
-        ids = scorer.encode(text.text)
+        tokenizer = scorer.pretrained.tokenizer
+        ids = tokenizer.encode_text(text.text)
         if len(ids) < 2:
             raise UserError(
                 f"{text.where} has {len(ids)} token, and nothing precedes the first one: give a "
                 "longer text"
             )
-        self.windows = byte_windows(
-            text.text, ids, scorer.pretrained.tokenizer, scorer.context, stride
-        )
+        self.windows = byte_windows(text.text, ids, tokenizer, scorer.context, stride)
         self.longest, self.n_sequences = min(len(ids), scorer.context), len(self.windows)
 
     def result(self, scorer: Scorer) -> Result:

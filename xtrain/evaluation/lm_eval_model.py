@@ -97,7 +97,8 @@ class XtrainModel:
         The windows have max_length tokens; the last one has as much context as fits.
         """
         texts = [request.args[0] for request in requests]
-        windows = [self._rolling(self.scorer.encode(text)) for text in texts]
+        encode_text = self.scorer.pretrained.tokenizer.encode_text
+        windows = [self._rolling(encode_text(text)) for text in texts]
         scores = iter(self.scorer.score([tokens for parts in windows for tokens in parts]))
         totals = [sum((next(scores).total for _ in parts), 0.0) for parts in windows]
         for text, total in zip(texts, totals):
@@ -150,7 +151,7 @@ class XtrainModel:
             raise UserError(
                 f"there is no chat template named {chat_template!r}: leave the name out"
             )
-        return self._template().source
+        return self._template().source()
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

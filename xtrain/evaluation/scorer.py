@@ -68,27 +68,17 @@ class Scorer:
 
     # ------------------------------------------------------------------------- text to tokens
     def encode(self, text: str) -> list[int]:
-        """-> ids, with the tokens that the tokenizer puts around a text, unless it begins with the
-        first of them"""
-        begin = self._begin_token
-        first = ""
-        if begin is not None:
-            first = self.pretrained.tokenizer.token_bytes[begin].decode(errors="replace")
-        special = not (first and text.startswith(first))
-        return self.pretrained.tokenizer.encode(text, special=special)
-
-    @property
-    def _begin_token(self) -> int | None:
-        tokenizer = self.pretrained.tokenizer
-        if tokenizer.bos_token_id is None:
-            return tokenizer.eos_token_id
-        return tokenizer.bos_token_id
+        """Return the ids of a text that something follows."""
+        return self.pretrained.tokenizer.encode_prompt(text)
 
     @property
     def begin_token(self) -> int:
         """Return the token that a text without anything before it follows: begin of text, else end
         of text. Raises UserError."""
-        begin = self._begin_token
+        tokenizer = self.pretrained.tokenizer
+        begin = tokenizer.bos_token_id
+        if begin is None:
+            begin = tokenizer.eos_token_id
         if begin is None:
             raise UserError(
                 "the tokenizer has no token that begins or ends a text, so its first token cannot "
@@ -174,9 +164,7 @@ class Scorer:
         stop = list(stop)
         given = GREEDY | options | {"max_new_tokens": max_new_tokens}
         arguments = self.defaults.fill(given, GREEDY)
-        end = self.pretrained.stop | (
-            frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-        )
+        end = self.pretrained.answer_stop
         texts: list[str] = []
         for part in _parts(prompts):
             engine = self.engine(max(map(len, part)) + max_new_tokens)

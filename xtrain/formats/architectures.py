@@ -34,6 +34,8 @@ MAX_LAYERS = 1 << 16
 VARIATION = "xtrain_variation"
 SHAPE = "xtrain_config"
 CHANGE = "xtrain_change"
+TABLE = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 FIELDS = {  # Hugging Face's name -> ModelConfig's
     "vocab_size": "vocab_size",
@@ -420,6 +422,8 @@ def _is_positive(value):
 def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
     """Return a folder's tensors under the names of tensor_shapes, without reading them.
 
+    Tied weights may be stored under either name, as transformers reads them.
+
     content: of config.json
 
     Raises UserError for a packed tensor with another number of rows.
@@ -428,6 +432,9 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
         architecture = architecture_of(content)
     except UserError:  # of a model that only Transformer.load_weights accepts
         return stored
+    tied = {**architecture.defaults, **content}.get("tie_word_embeddings")
+    if tied and TABLE not in stored and HEAD in stored:
+        stored = {TABLE if name == HEAD else name: tensor for name, tensor in stored.items()}
     if not (architecture.packed or architecture.multipliers):
         return stored
     config = config_from_hf(content)
@@ -448,8 +455,8 @@ def translate(content: dict[str, Any], stored: dict[str, Stored]) -> dict[str, S
             translated[part] = tensor.rows(begin, n, name)
             begin += n
     if architecture.multipliers:
-        if content.get("tie_word_embeddings") and "model.embed_tokens.weight" in translated:
-            translated["lm_head.weight"] = translated["model.embed_tokens.weight"]
+        if tied and HEAD not in translated and TABLE in translated:
+            translated[HEAD] = translated[TABLE]
         scales = _scales(content, config)
         for name, tensor in translated.items():
             scale = next((x for end, x in scales.items() if name.endswith(end)), 1.0)
@@ -495,11 +502,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = {"q": H * D, "k": G * D, "v": G * D}
         layer |= {f"self_attn.{name}_proj.bias": (n,) for name, n in rows.items()}
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c.vocab_size, C),
+        TABLE: (c.vocab_size, C),
         "model.norm.weight": (C,),
     }
     for i in range(c.n_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     if not c.tie_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, C)
+        shapes[HEAD] = (c.vocab_size, C)
     return shapes

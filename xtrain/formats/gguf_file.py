@@ -11,7 +11,6 @@ UserError instead. Its source: src/llama-vocab.cpp, src/models/*.cpp.
 """
 
 import importlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,12 @@ import numpy as np
 from .. import files
 from ..config import ModelConfig
 from ..data.pieces import BOUNDARY
-from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..json_files import listed
-from .adapters import source_of
 from .architectures import tensor_shapes
 from .huggingface import as_ids, open_weights, read_special_tokens
 from .tensor_file import Stored
+from .texts import Texts, load_texts
 
 ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3"}
 ROTATES_PAIRS = ("llama", "smollm3")  # the others rotate halves, as transformers does
@@ -57,8 +55,8 @@ PRE_TOKENIZERS = {
 
 
 # ----------------------------------------------------------------------------- the file
-def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None) -> None:
-    """Write the model in a Hugging Face folder as a GGUF file.
+def write(folder: Path, path: Path, kind: Kind) -> None:
+    """Write the model in a Hugging Face folder, with tokenizer and chat templates, as a GGUF file.
 
     kind: of the matrices; biases and norm weights are f32. A matrix whose rows are not a multiple
     of 32 wide is f16 instead of q8_0, as in llama.cpp.
@@ -71,11 +69,11 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
             f"{path} is a folder: give the name of a file, such as {path / 'model.gguf'}"
         )
     config, stored = open_weights(folder)
-    tokenizer = Tokenizer.load(source_of(folder, "tokenizer.json"))
+    texts = load_texts(folder)
     architecture = _architecture(config)
     gguf = _library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
-    vocabulary = _vocabulary(folder, config, tokenizer)
+    vocabulary = _vocabulary(config, texts)
     tensors = {
         names.get_name(name, (".weight", ".bias")): _Tensor(
             gguf, stored[name], kind, _heads(name, config, architecture)
@@ -88,7 +86,8 @@ def write(folder: Path, path: Path, kind: Kind, chat_template: str | None = None
             writer = gguf.GGUFWriter(temporary, architecture)
             try:
                 _add_config(gguf, writer, config, kind)
-                _add_vocabulary(writer, vocabulary, chat_template)
+                _add_vocabulary(writer, vocabulary)
+                _add_templates(writer, texts)
                 if factors is not None:
                     writer.add_tensor_info(
                         "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes
@@ -265,14 +264,14 @@ class _Vocabulary:
     adds: dict[str, bool]
 
 
-def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Vocabulary:
+def _vocabulary(config: ModelConfig, texts: Texts) -> _Vocabulary:
     """Return the tokenizer's vocabulary.
 
     Raises UserError if llama.cpp would tokenize differently.
     """
-    content = json.loads(
-        (source_of(folder, "tokenizer.json") / "tokenizer.json").read_text(encoding="utf-8")
-    )
+    folder = texts.folder
+    tokenizer = texts.tokenizer
+    content = tokenizer.content()
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
@@ -288,7 +287,7 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
         types[i] = kinds.NORMAL
     for added in content["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        if added["special"]:
+        if added["id"] in tokenizer.special_ids:
             types[added["id"]] = kinds.CONTROL
         else:
             types[added["id"]] = kinds.USER_DEFINED
@@ -299,7 +298,7 @@ def _vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> _Voc
         )
     merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
     pre = pre_tokenizer(folder, content)
-    ids, adds = _special(folder, tokenizer)
+    ids, adds = _special(texts)
     return _Vocabulary(pre, tokens, [int(t) for t in types], merges, ids, adds)
 
 
@@ -358,22 +357,22 @@ def _regex(step: dict[str, Any]) -> str | None:
     return None
 
 
-def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[str, bool]]:
+def _special(texts: Texts) -> tuple[dict[str, int], dict[str, bool]]:
     """Return the special tokens, and which of them are put around a text."""
+    folder = texts.folder
+    tokenizer = texts.tokenizer
     named = read_special_tokens(folder)
     single = lambda name: next(iter(as_ids(named.get(name))), None)
-    inside = tokenizer.encode("a")
-    around = tokenizer.encode("a", special=True)
-    start = next((i for i in range(len(around)) if around[i:][: len(inside)] == inside), 0)
-    before = around[:start]
-    after = around[start + len(inside) :]
+    before = tokenizer.begin
+    after = tokenizer.end
     bos = tokenizer.bos_token_id
     if before:
         bos = before[0]
-    ends = sorted(as_ids(named.get("eos_token_id")))
+    ends = sorted(texts.stop)
     own = tokenizer.eos_token_id
-    if own is not None and (own in ends or not ends):  # the first, as in the tokenizer
+    if own in ends:  # the first, as in the tokenizer
         ends = [own, *(i for i in ends if i != own)]
+    ends += sorted(texts.chat_stop - {*ends, own})
     if len(before) > 1 or len(after) > 1 or (after and after != ends[:1]):
         raise UserError(
             f"{folder}: the tokenizer puts {before} before and {after} behind a text, llama.cpp "
@@ -385,7 +384,7 @@ def _special(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, int], dict[s
     return present, {"bos": bool(before), "eos": bool(after)}
 
 
-def _add_vocabulary(writer: Any, v: _Vocabulary, chat_template: str | None) -> None:
+def _add_vocabulary(writer: Any, v: _Vocabulary) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(v.pre)
     writer.add_token_list(v.tokens)
@@ -395,5 +394,9 @@ def _add_vocabulary(writer: Any, v: _Vocabulary, chat_template: str | None) -> N
         getattr(writer, f"add_{name}_token_id")(i)
     for name, adds in v.adds.items():
         getattr(writer, f"add_add_{name}_token")(adds)
-    if chat_template is not None:
-        writer.add_chat_template(chat_template)
+
+
+def _add_templates(writer: Any, texts: Texts) -> None:
+    if texts.template is not None:
+        sources = texts.template.sources.items()
+        writer.add_chat_template([{"name": name, "template": x} for name, x in sources])

@@ -29,8 +29,10 @@ from .adapters import (
 )
 from .architectures import (
     CHANGE,
+    HEAD,
     SHAPE,
     SPECIAL,
+    TABLE,
     VARIATION,
     config_from_hf,
     config_to_hf,
@@ -294,9 +296,9 @@ def _check_tensors(
     # Older transformers stored the RoPE frequencies, which follow from the config.
     names = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
     expected = expected or tensor_shapes(config)
-    if config.tie_embeddings and "lm_head.weight" in names:
+    if config.tie_embeddings and HEAD in names:
         _check_tied(folder, stored)
-        names.remove("lm_head.weight")
+        names.remove(HEAD)
     missing = sorted(expected.keys() - names)
     extra = sorted(names - expected.keys())
     wrong = [
@@ -315,8 +317,8 @@ def _check_tensors(
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
     """Raise UserError if lm_head.weight differs from the embedding table."""
-    head = stored["lm_head.weight"]
-    table = stored.get("model.embed_tokens.weight")
+    head = stored[HEAD]
+    table = stored.get(TABLE)
     same = table is None or (
         head.shape == table.shape and np.array_equal(head.read(), table.read(), equal_nan=True)
     )

@@ -77,13 +77,19 @@ def write_manifest(folder: Path, tensors: dict[str, int]) -> None:
 
     tensors: {name: tensor_checksum} of all tensors in them
 
-    A folder inside is covered by its own manifest. Raises OSError if a file does not hold these
-    tensors.
+    A folder inside is covered by its own manifest if it has one. Raises OSError if a file does not
+    hold these tensors.
     """
     files = {}
+    paths = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            path = path / MANIFEST
+        if (path / MANIFEST).is_file():
+            paths.append(path / MANIFEST)
+        elif path.is_dir():
+            paths += sorted(path.iterdir())
+        else:
+            paths.append(path)
+    for path in paths:
         wrong = _wrong_tensors(path, tensors)
         if wrong:
             raise OSError(f"{path.name} was not written correctly: {listed(wrong)}")
@@ -117,7 +123,8 @@ def verify(folder: Path) -> None:
     if wrong:
         raise Damaged(f"{folder}: {'; '.join(wrong)}")
     for name in inside:
-        verify((folder / name).parent)
+        if name.endswith(f"/{MANIFEST}"):
+            verify((folder / name).parent)
 
 
 def verify_weights(folder: Path) -> None:

@@ -21,7 +21,7 @@ from ..data.records import Record, json_records, record_files
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..options import described, find_function, one_line
-from ..tuning.examples import Example, beginning
+from ..tuning.examples import Example
 from ..tuning.rows import rows_of
 
 
@@ -43,19 +43,18 @@ def read_prompts(
     for file in record_files(files):
         before = len(prompts)
         for record in json_records(file):
-            ids = tokenizer.encode(_text(record, template))
-            if "messages" not in record.non_null:
-                ids = beginning(tokenizer) + ids
+            if "messages" in record.non_null:
+                ids = tokenizer.encode(_conversation(record, template))
+            else:
+                ids = tokenizer.encode_prompt(record.text("prompt"))
             prompts.append(Prompt(record.where, ids, record.fields))
         if len(prompts) == before:
             raise UserError(f"{file} has no prompts: give a file that is not empty")
     return prompts
 
 
-def _text(record: Record, template: ChatTemplate | None) -> str:
-    messages = record.fields.get("messages")
-    if messages is None:
-        return record.text("prompt")
+def _conversation(record: Record, template: ChatTemplate | None) -> str:
+    messages = record.fields["messages"]
     if template is None:
         raise UserError(
             f'{record.where} has "messages", but the model\'s folder has no chat template: '
@@ -64,7 +63,7 @@ def _text(record: Record, template: ChatTemplate | None) -> str:
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{record.where}: "messages" must be a list of messages: fix the line')
     try:
-        return template.render(messages)
+        return template.render(messages, tools=record.fields.get("tools"))
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from None
 

@@ -24,14 +24,12 @@ from rich.console import Console
 
 from ..cli import say
 from ..data.batches import Batch
-from ..data.chat_template import ChatTemplate
-from ..data.tokenizer import Tokenizer
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
-from ..formats.adapters import source_of
 from ..formats.huggingface import read_config
 from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import model_folder
+from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn import functional as F
@@ -39,7 +37,6 @@ from ..nn.autograd import Tensor, no_grad
 from ..nn.model import Transformer
 from ..run_options import RESUME_KEYS
 from ..serving.engine import Engine
-from ..serving.pretrained import stop_tokens
 from ..serving.requests import Completion
 from ..training.run import Run, StepResult, each_array
 from ..training.single_device import SingleDevice
@@ -432,17 +429,12 @@ def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
     folder: of the model.
     room: the tokens that a prompt may have.
     """
-    texts = source_of(folder, "tokenizer.json")
-    tokenizer = Tokenizer.load(texts)
-    template = ChatTemplate.load(texts)
-    stop = stop_tokens(folder, tokenizer)
-    if tokenizer.eos_token_id is not None:
-        stop |= {tokenizer.eos_token_id}
+    texts = load_texts(folder)
     skipped = 0
 
     def read(files: tuple[str, ...]) -> list[Prompt]:
         nonlocal skipped
-        prompts = read_prompts(files, tokenizer, template)
+        prompts = read_prompts(files, texts.tokenizer, texts.template)
         kept = [x for x in prompts if len(x.ids) <= room]
         skipped += len(prompts) - len(kept)
         if not kept:
@@ -460,7 +452,10 @@ def _read(c: ReinforceConfig, folder: Path, task: Task, room: int) -> Prompts:
         train, val = hold_out(train, c.val_share, "prompt")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
-    return Prompts(name, files, train, val, skipped, tokenizer, c.group, task, stop)
+    stop = texts.answer_stop
+    if any(x.fields.get("messages") is not None for x in (*train, *val)):
+        stop = texts.chat_stop
+    return Prompts(name, files, train, val, skipped, texts.tokenizer, c.group, task, stop)
 
 
 def reinforce(

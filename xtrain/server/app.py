@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..formats.texts import Texts
 from ..serving.engine import Engine
-from ..serving.pretrained import Texts
 from ..serving.requests import Request, TokenLogprobs, make_requests, make_scoring_requests
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
@@ -226,12 +226,12 @@ class Server:
 
     async def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
         special = body.add_special_tokens is not False
-        encode = self.texts.tokenizer.encode
+        encode = self.texts.tokenizer.encode_prompt
         prompts: list[Any] = body.prompts
         if not any(isinstance(x, str) for x in prompts):
             return prompts
         return await run_in_threadpool(
-            lambda: [encode(x, special=special) if isinstance(x, str) else x for x in prompts]
+            lambda: [encode(x, special) if isinstance(x, str) else x for x in prompts]
         )
 
     async def _answer(

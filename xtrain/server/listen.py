@@ -15,6 +15,7 @@ from ..cli import say
 from ..config import ModelConfig
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..formats.texts import Texts, load_texts
 from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
@@ -26,7 +27,7 @@ from ..serving.options import (
     chosen_seq_len,
     engine_arguments,
 )
-from ..serving.pretrained import ModelOptions, Texts, load_texts
+from ..serving.pretrained import ModelOptions
 from .engine_loop import EngineLoop
 
 CANNOT_LISTEN = 3  # exit code of the HTTP process

@@ -117,7 +117,7 @@ class Conversation:
         tokenizer = self.pretrained.tokenizer
         template = self.pretrained.template
         if template is None and not self.turns:
-            return user_text, tokenizer.encode(user_text, special=True)
+            return user_text, tokenizer.encode_prompt(user_text)
         text = f"{self.text}\n{user_text}" if template is None else template.render(messages)
         if self.turns and text.startswith(self.text):
             return text, self.tokens + tokenizer.encode_more(text[len(self.text) :])

@@ -1,27 +1,20 @@
-"""Load a folder for serving: model, tokenizer, the tokens that end an answer, and the chat
-template.
+"""Load a folder for serving: the model, and what it says about texts (formats/texts.py).
 
 The folder is in the Hugging Face layout, or it is the folder of an xtrain run, whose newest valid
 checkpoint is used.
 """
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ..cli import say
-from ..data.chat_template import ChatTemplate
-from ..data.tokenizer import Tokenizer
 from ..device import resolve_device
 from ..errors import UserError
 from ..formats import huggingface
-from ..formats.adapters import source_of
 from ..formats.saved_runs import model_folder
-from ..json_files import read_json
+from ..formats.texts import Texts, load_texts
 from ..nn.model import Transformer, choose_precision
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +29,6 @@ class ModelOptions:
     def load(self) -> "Pretrained":
         """Load the model and what belongs to it. Raises UserError."""
         return load(self.model, self.device, self.precision, self.change)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What a folder says about text, as returned by `load_texts`: everything but the model."""
-
-    folder: Path
-    tokenizer: Tokenizer
-    stop: frozenset[int]  # tokens that end an answer, as in transformers
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate | None:
-        """Return the chat template; None if the folder has none. Raises UserError if it cannot be
-        read."""
-        return ChatTemplate.load(source_of(self.folder, TOKENIZER))
-
-    @property
-    def chat_stop(self) -> frozenset[int]:
-        """Tokens that end an answer in a chat: also the tokenizer's, if there is a template."""
-        eos = self.tokenizer.eos_token_id
-        return self.stop | ({eos} if self.template and eos is not None else set())
 
 
 @dataclass(frozen=True)
@@ -93,27 +65,4 @@ def load(
             f"{config.vocab_size}: use the tokenizer that belongs to the model"
         )
     model = Transformer.from_pretrained(folder, device, chosen, trainable=False, change=change)
-    return Pretrained(folder, texts.tokenizer, texts.stop, model)
-
-
-def load_texts(folder: Path) -> Texts:
-    """Load tokenizer and stop tokens of a Hugging Face folder. Raises UserError if anything is
-    missing or damaged."""
-    texts = source_of(folder, TOKENIZER)
-    tokenizer = Tokenizer.load(texts)
-    return Texts(folder, tokenizer, stop_tokens(folder, tokenizer))
-
-
-def stop_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end an answer: eos_token_id of generation_config.json, else of
-    config.json, else of the tokenizer.
-
-    Without any, only the limit of tokens ends an answer.
-    """
-    for name in (huggingface.GENERATION, huggingface.CONFIG):
-        path = source_of(folder, name) / name
-        content = read_json(path) if path.is_file() else {}
-        ids = huggingface.as_ids(content.get("eos_token_id"))
-        if ids:
-            return ids
-    return frozenset([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    return Pretrained(folder, texts.tokenizer, texts.stop, texts.template, model)

@@ -95,7 +95,7 @@ def generate(options: Options, pretrained: Pretrained | None = None) -> tuple[li
     p = pretrained or o.load()
     defaults = GenerationDefaults.of(p.model.generation)
     arguments = defaults.fill(o.given(), OWN)
-    tokens = [p.tokenizer.encode(prompt, special=True) for prompt in o.prompts]
+    tokens = [p.tokenizer.encode_prompt(prompt) for prompt in o.prompts]
     prompts = [prompt for prompt in o.prompts for _ in range(o.samples)]
     engine = make_engine(p, tokens, o, arguments["max_new_tokens"])
     start = time.perf_counter()

@@ -305,7 +305,7 @@ class Run:
         tokenizer = self.corpus.tokenizer
         longest = self.model.config.max_seq_len
         try:
-            prompt = tokenizer.encode(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
+            prompt = tokenizer.encode_prompt(c.sample_prompt)[: longest - 1] or [tokenizer.eot_id]
             new = min(c.sample_tokens, longest - len(prompt))
             ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
             return tokenizer.decode(ids.tolist())

@@ -8,7 +8,8 @@ trained.
 A conversation is rendered by the model's chat template. Its {% generation %} blocks are what is
 trained. A template without them is rendered message by message: what an assistant's message adds to
 the text of the messages before it and of the generation prompt is trained, with the token that ends
-the turn. That needs a template whose text only grows; this is checked.
+the turn. That needs a template whose text only grows; this is checked. An assistant's message with
+"weight": 0 is not trained.
 """
 
 import hashlib
@@ -94,14 +95,12 @@ def _tokens(
                 '"prompt" and "completion"'
             )
         return _conversation(record, tokenizer, template)
-    begin = beginning(tokenizer)
     if "prompt" in fields or "completion" in fields:
-        prompt = begin + tokenizer.encode(record.text("prompt"))
-        completion = tokenizer.encode_more(record.text("completion"))
-        completion.append(tokenizer.eot_id)
+        prompt = tokenizer.encode_prompt(record.text("prompt"))
+        completion = answer_ids(record.text("completion"), tokenizer)
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
     if text_key in fields:
-        ids = begin + tokenizer.encode(record.text(text_key)) + [tokenizer.eot_id]
+        ids = _ended(tokenizer.encode_text(record.text(text_key)), tokenizer)
         return ids, [False] + [True] * (len(ids) - 1)
     hint = ""
     if "conversations" in fields:
@@ -113,10 +112,15 @@ def _tokens(
     )
 
 
-def beginning(tokenizer: Tokenizer) -> list[int]:
-    """Return the token that begins every text, if the tokenizer puts one there."""
-    around = tokenizer.encode("", special=True)
-    return [x for x in around[:1] if x == tokenizer.bos_token_id]
+def answer_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that follows a prompt, with the end of the document, once."""
+    return _ended(tokenizer.encode_more(text), tokenizer)
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    if ids[-1:] == [tokenizer.eot_id]:
+        return ids
+    return [*ids, tokenizer.eot_id]
 
 
 # ----------------------------------------------------------------------------- conversations
@@ -132,6 +136,12 @@ def _messages(record: Record) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or "role" not in message:
             raise UserError(f'{record.where}: {name} needs "role" and "content": add them')
         role = message["role"]
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
+            raise UserError(
+                f"{record.where}: {name} has the weight {str(weight)[:40]}: give 0, not to train "
+                "it, or 1"
+            )
         if role not in ROLES:
             raise UserError(
                 f"{record.where}: {name} has the role {str(role)[:40]!r}: choose one of "
@@ -143,7 +153,7 @@ def _messages(record: Record) -> list[dict[str, Any]]:
             raise UserError(f'{record.where}: {name} has no "content": add it')
         needs_text = role in ("assistant", "user")
         record.check_text(message["content"], f'"content" of {name} ({role})', not needs_text)
-    if all(message["role"] != "assistant" for message in messages):
+    if not any(map(_is_trained, messages)):
         raise UserError(
             f"{record.where} has no message of the assistant, so nothing to train: add one, or "
             "remove the line"
@@ -151,21 +161,28 @@ def _messages(record: Record) -> list[dict[str, Any]]:
     return messages
 
 
+def _is_trained(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def _conversation(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
     messages = _messages(record)
     tools = record.fields.get("tools")
-    if template.marks_generation:
-        text, spans = template.render_spans(messages, tools)
+    marked = template.marks_generation(tools)
+    plain = [{k: x for k, x in message.items() if k != "weight"} for message in messages]
+    if marked:
+        text, spans = template.render_spans(plain, tools)
     else:
-        text, spans = _growing(record, messages, tools, template)
+        text, spans = _growing(record, plain, tools, template)
+    spans = _trained_spans(record, messages, spans)
     ids, places = tokenizer.encode_spans(text)
     trained = [False] * len(ids)
     for start, end in spans:
         inside = [i for i, (a, b) in enumerate(places) if a < end and start < b]
         # a line break after the token that ends the turn is not the model's
-        if not template.marks_generation:
+        if not marked:
             last = [n for n, i in enumerate(inside) if ids[i] in tokenizer.special_ids]
             blank = bool(last) and not text[places[inside[last[-1]]][1] : end].strip()
             if blank:
@@ -180,6 +197,23 @@ def _conversation(
     return ids, trained
 
 
+def _trained_spans(record: Record, messages: list[dict[str, Any]], spans: list[Span]) -> list[Span]:
+    """Return the spans of messages whose weight is not 0.
+
+    spans: of the assistant's messages. Raises UserError if it is unknown which span is whose.
+    """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_trained, answers)):
+        return spans
+    if len(spans) != len(answers):
+        raise UserError(
+            f"{record.where}: the chat template has {len(spans)} generation blocks for "
+            f'{len(answers)} messages of the assistant, so which of them has "weight": 0 is '
+            "unknown: leave the weight out, or use another template"
+        )
+    return [span for span, message in zip(spans, answers) if _is_trained(message)]
+
+
 def _growing(
     record: Record, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
 ) -> tuple[str, list[Span]]:
@@ -189,10 +223,11 @@ def _growing(
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = ""
+            after = template.render(messages[: i + 1], False, tools)
             if i:
                 before = template.render(messages[:i], True, tools)
-            after = template.render(messages[: i + 1], False, tools)
+            else:
+                before = _before_the_first(record, message, after, tools, template)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"{record.where}: the chat template changes the text before message {i + 1} "
@@ -202,3 +237,26 @@ def _growing(
                 )
             spans.append((len(before), len(after)))
     return text, spans
+
+
+def _before_the_first(
+    record: Record, message: dict[str, Any], text: str, tools: Any, template: ChatTemplate
+) -> str:
+    """Return what the template writes before the text of the assistant's message with which the
+    conversation begins: a system message of its own, and the generation prompt.
+
+    text: of this message alone. Raises UserError if it is unknown where the message begins.
+    """
+    user = {"role": "user", "content": "question"}
+    asked = template.render([message, user], False, tools)
+    header = template.render([message, user], True, tools).removeprefix(asked)
+    if header and header in text:
+        return text[: text.index(header) + len(header)]
+    content = (message.get("content") or "").strip()
+    if content and content in text:  # the template writes no generation prompt, or another one
+        return text[: text.index(content)].rstrip(" ")
+    raise UserError(
+        f"{record.where}: the conversation begins with the assistant, and where its message begins "
+        "in the text is unknown: mark it in the template with {% generation %}, or begin with a "
+        "message of the user"
+    )

@@ -17,9 +17,10 @@ from ..data.sources import from_standard_input
 from ..data.tokenizer import Tokenizer
 from ..device import cache_folder
 from ..errors import UserError
-from ..formats.adapters import base_folder, check_writable, is_adapter, source_of
+from ..formats.adapters import base_folder, check_writable, is_adapter
 from ..formats.huggingface import as_ids, read_config
 from ..formats.saved_runs import folders, model_folder
+from ..formats.texts import load_texts
 from ..kernels.fp8 import TILE
 from ..nn.lora import TARGETS, AdaptedTransformer, Lora
 from ..run_options import OptimizerOptions, ParallelOptions, RowOptions
@@ -214,23 +215,21 @@ class Conversations:
         last_tokens: set[int] = set()
         for x in self.train[:100]:
             last_tokens |= set(x.ids[x.trained & ~np.append(x.trained[1:], False)].tolist())
-        return frozenset(last_tokens & (self.tokenizer.special_ids | {self.tokenizer.eos_token_id}))
+        return frozenset(last_tokens & self.tokenizer.special_ids)
 
 
 def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Conversations:
     """Read --data and --val-data. source: the model's folder.
     context: the model's. Raises UserError."""
-    source = source_of(source, "tokenizer.json")
     c = config
-    tokenizer = Tokenizer.load(source)
-    template = ChatTemplate.load(source)
+    texts = load_texts(source)
     limit = min(c.seq_len or context, context)
     longer = 0
 
     def read(files: tuple[str, ...]) -> list[Example]:
         nonlocal longer
         kept = []
-        for x in read_examples(files, tokenizer, template, c.text_key):
+        for x in read_examples(files, texts.tokenizer, texts.template, c.text_key):
             if len(x.ids) - 1 > limit:
                 longer += 1
                 if c.too_long == "error":
@@ -259,7 +258,8 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
         examples, val = hold_out(examples, c.val_share, "example")
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
-    return Conversations(name, files, examples, val, longer, tokenizer, template, c.pack)
+    tokenizer = texts.tokenizer
+    return Conversations(name, files, examples, val, longer, tokenizer, texts.template, c.pack)
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
@@ -327,7 +327,7 @@ class FinetuneRun(Run):
                 messages = [{"role": "user", "content": c.sample_prompt}]
                 prompt = tokenizer.encode(corpus.template.render(messages))
             elif c.sample_prompt:
-                prompt = tokenizer.encode(c.sample_prompt, special=True)
+                prompt = tokenizer.encode_prompt(c.sample_prompt)
             prompt = prompt[: context - 1] or [tokenizer.eot_id]
             new = min(c.sample_tokens, context - len(prompt))
             ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
