@@ -38,10 +38,10 @@ import numpy as np
 import tyro
 
 import xtrain
+from xtrain.formats.texts import Texts
 from xtrain.server.app import Limits
 from xtrain.server.listen import Address, serve_engine
 from xtrain.serving.options import PREFILL_INTERVAL
-from xtrain.formats.texts import Texts
 from xtrain.serving.requests import make_requests
 
 

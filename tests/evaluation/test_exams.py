@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 from evaluating import evaluate, lines, logprobs, results, theirs
-from serving import TOKENIZER, make_folder
+from serving import TOKENIZER, make_folder, tokenizer_folder
+from tokenizers import AddedToken
+from twins import random_model, small
 
 from xtrain import UserError
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.evaluation import run
 from xtrain.evaluation.exams import extracted, normalized
 from xtrain.evaluation.scorer import Scorer
@@ -34,6 +37,28 @@ def loglikelihood(model, tokenizer, prompt, continuation):
     rows = logprobs(model, ids)[first - 1 :]
     assert len(rows)
     return float(rows[range(len(rows)), ids[first:]].sum()), (rows.argmax(1) == ids[first:]).all()
+
+
+@pytest.mark.parametrize("around", ["$A </s>", "<s> $A </s>"])
+def test_a_tokenizer_that_ends_every_text(tmp_path, capsys, around):
+    """A prompt goes on: its end token is not scored, as log_softmax of the plain ids says."""
+    special = [AddedToken(name, special=True) for name in ("<s>", "</s>")]
+    names = dict(bos_token="<s>", eos_token="</s>")
+    folder = tokenizer_folder(tmp_path / "model", added=special, around=around, **names)
+    config = small(vocab_size=Tokenizer.load(folder).vocab_size, head_dim=16)
+    random_model(config).save_pretrained(folder)
+    model, tokenizer = theirs(folder)
+    begin = [tokenizer.bos_token_id] * ("<s>" in around)
+    row = {"prompt": "def f", "choices": CHOICES, "answer": 1, "delimiter": " "}
+    (found,) = results(capsys, tmp_path, folder, lines(tmp_path / "quiz.jsonl", row))
+    for choice, got in zip(CHOICES, found["items"][0]["logprobs"], strict=True):
+        context, whole = (
+            begin + tokenizer(text, add_special_tokens=False).input_ids
+            for text in ("def f", f"def f {choice}")
+        )
+        rows = logprobs(model, whole)[len(context) - 1 :]
+        want = rows[range(len(rows)), whole[len(context) :]].sum()
+        assert got == pytest.approx(want, abs=2e-4)
 
 
 def test_choices(folder, tmp_path, capsys):

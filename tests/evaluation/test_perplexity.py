@@ -84,7 +84,7 @@ def test_bytes_of_a_tokenizer_that_adds_a_space():
     content = sentencepiece_tokenizer()
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)), "</s>")
     text = "def f größe"
-    ids = tokenizer.encode(text, special=True)
+    ids = tokenizer.encode_text(text)
     assert tokenizer.special_ids & set(ids)
     found = byte_windows(text, ids, tokenizer, 4, 2)
     assert sum(w.n_bytes for w in found) == len(text.encode())  # <s> is what is not scored

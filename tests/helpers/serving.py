@@ -1,11 +1,13 @@
 """Folders with a small model and a tokenizer, and a function that runs `xtrain generate` on them."""
 
+import itertools
 import json
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, trainers
 from tokenizers.processors import TemplateProcessing
-from twins import random_model, small
+from twins import random_model, set_weights, small, weights
 
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.generate import main
@@ -52,3 +54,53 @@ def sentencepiece_tokenizer():
     content = json.loads(backend.to_str())
     content["added_tokens"] = content["added_tokens"][:3]  # the byte tokens are not special
     return content
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer_folder(folder, vocabulary=(), added=(), around=None, template=None, **config):
+    """Save TOKENIZER with changes. -> the folder
+
+    vocabulary: tokens that are only in the vocabulary.  added: AddedTokens.
+    around: such as "<s> $A </s>".  config: of tokenizer_config.json."""
+    folder.mkdir(exist_ok=True)
+    content = TOKENIZER.content()
+    for token in vocabulary:
+        content["model"]["vocab"][token] = len(content["model"]["vocab"])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_tokens(list(added))
+    if around:
+        names = [name for name in around.split() if name != "$A"]
+        special = [(name, backend.token_to_id(name)) for name in names]
+        backend.post_processor = TemplateProcessing(single=around, special_tokens=special)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def make_parrot(folder, tokens, **changes):
+    """Save a model after each of whose tokens (ids) the next one of `tokens` is the most likely, whatever came before."""
+    tokenizer = Tokenizer.load(folder)
+    shape = dict(vocab_size=tokenizer.vocab_size, dim=128, head_dim=16, max_seq_len=128)
+    model = random_model(small(**(shape | changes)))
+    values = weights(model)
+    table = values["model.embed_tokens.weight"]
+    head = np.zeros_like(table)
+    for before, after in itertools.pairwise(tokens):
+        head[after] += table[before]
+    for name, tensor in model.named_parameters():
+        if name == "lm_head.weight":
+            set_weights(tensor, head)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            set_weights(tensor, np.zeros_like(values[name]))
+        elif tensor.ndim == 1:
+            set_weights(tensor, np.ones_like(values[name]))
+    model.save_pretrained(folder)
+    return folder

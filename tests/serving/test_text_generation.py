@@ -169,7 +169,7 @@ def test_a_tokenizer_as_llama_2_has_it(tmp_path, capsys):
         )
         n = inputs["input_ids"].shape[1]
         ids = out[0].tolist()
-        assert ids[0] == 1 and p.tokenizer.encode(prompt, special=True) == ids[:n]
+        assert ids[0] == 1 and p.tokenizer.encode_prompt(prompt) == ids[:n]
         assert Engine(p.model, 1).generate([ids[:n]], 24, stop=p.stop) == [ids[n:]]
         code, shown, err = run(capsys, "--model", tmp_path, prompt, *OPTIONS)
         assert code == 0 and shown.startswith(prompt) and f"{n} prompt tokens" in err
