@@ -163,14 +163,15 @@ def test_a_conversation_has_each_end_once(parrot):
 def test_the_server_and_evaluate_answer_without_it(parrot):
     p = load(parrot, "cpu")
     app = create_app(Engine(p.model, 2, 64), p)
-    ask = {"messages": [{"role": "user", "content": "def f"}], "temperature": 0, "max_tokens": 9}
+    options = {"temperature": 0, "max_tokens": 9}
+    messages = [{"role": "user", "content": "def f"}]
     prompt = "<|im_start|>assistant\n"
 
     async def answers():
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x/v1/")
         async with app.router.lifespan_context(app), http:
-            chat = await http.post("chat/completions", json=ask)
-            text = await http.post("completions", json=ask | {"prompt": prompt, "messages": None})
+            chat = await http.post("chat/completions", json={"messages": messages} | options)
+            text = await http.post("completions", json={"prompt": prompt} | options)
         return chat.json()["choices"][0], text.json()["choices"][0]
 
     chat, text = asyncio.run(answers())

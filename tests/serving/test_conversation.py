@@ -13,6 +13,7 @@ from xtrain import Engine, UserError
 from xtrain.chat import main
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.tokenizer import Tokenizer
+from xtrain.formats.manifest import verify, write_manifest
 from xtrain.serving import pretrained
 from xtrain.serving.conversation import ContextFull, Conversation
 
@@ -119,6 +120,39 @@ def test_generation_blocks_are_where_transformers_finds_them(folder):
     inside = "{% macro f() %}{% generation %}x{% endgeneration %}{% endmacro %}{{ 'ab' ~ f() }}"
     with pytest.raises(UserError, match="move it out of its macro"):
         ChatTemplate(inside, {}).render_spans(TALK)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("names", [("default", "tool_use"), ("default", "rag"), ("tool_use", "rag")])  # fmt: skip
+@pytest.mark.parametrize("as_files", [False, True])
+def test_of_several_templates_the_one_of_transformers(folder, tmp_path, names, as_files):
+    """And all of them are saved again, as the files of a checkpoint are."""
+    sources = {name: name + " {{ tools }} {{ messages[0].content }}" for name in names}
+    set_template(folder, [{"name": name, "template": sources[name]} for name in names])
+    if as_files:
+        set_template(folder, "in the config")
+        (folder / "additional_chat_templates").mkdir()
+        for name in names:
+            file = {"default": "chat_template"}.get(name, f"additional_chat_templates/{name}")
+            (folder / f"{file}.jinja").write_text(sources[name])
+    (tmp_path / "saved").mkdir()
+    Tokenizer.load(folder).save(tmp_path / "saved")
+    write_manifest(tmp_path / "saved", {})
+    verify(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for ours in (ChatTemplate.load(folder), ChatTemplate.load(tmp_path / "saved")):
+        for tools in (None, TOOLS, []):
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+            try:
+                want = theirs.apply_chat_template(TALK, **options)
+            except ValueError as error:
+                assert "no default specified" in str(error) and "default" not in names
+                with pytest.raises(UserError, match=r"templates rag, tool_use, but none named def"):
+                    ours.render(TALK, tools=tools)
+            else:
+                assert ours.render(TALK, tools=tools) == want
 
 
 def test_templates_that_fail(folder):

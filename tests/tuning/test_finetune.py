@@ -18,6 +18,7 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
 from xtrain.formats.texts import load_texts
+from xtrain.reinforcement.prompts import read_prompts
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
@@ -77,6 +78,63 @@ def test_only_the_assistant_and_its_end_of_turn_are_trained(tmp_path, tokenizer,
     assert (
         tokenizer.decode(x.prompt) == "<|im_start|>user\nadd one<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+QWEN = (  # it writes a system message where there is none
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
+)
+COLON = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, QWEN, COLON, MARKED])
+def test_a_conversation_that_begins_with_the_assistant(tmp_path, tokenizer, source):
+    """Neither the role nor a system message of the template is trained."""
+    (x,) = examples(tmp_path, tokenizer, source, {"messages": TALK[1:]})
+    assert tokenizer.decode(x.ids) == ChatTemplate(source, {}).render(TALK[1:], False)
+    said = ["x + 1<|im_end|>", "x + 2<|im_end|>"]
+    if source == COLON:  # nothing says where the answer begins
+        said = [" " + said[0], "assistant: " + said[1]]
+    assert trained(x, tokenizer) == "".join(said)
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_a_message_without_weight_is_not_trained(tmp_path, tokenizer, source):
+    weighted = [m | {"weight": 0} if i == 1 else m | {"weight": 1} for i, m in enumerate(TALK)]
+    (x,) = examples(tmp_path, tokenizer, source, {"messages": weighted})
+    (plain,) = examples(tmp_path, tokenizer, source, {"messages": TALK})
+    assert x.ids.tolist() == plain.ids.tolist()
+    assert trained(x, tokenizer) == "x + 2<|im_end|>"
+    nothing = {"messages": [m | {"weight": 0} for m in TALK]}
+    one_block = "{% generation %}{{ messages | length }}{% endgeneration %}"
+    wrong = {"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}
+    for template, record, words in (
+        (source, nothing, "has no message of the assistant"),
+        (source, wrong, "message 2 has the weight 0.5: give 0"),
+        (one_block, {"messages": weighted}, "has 1 generation blocks for 2 messages"),
+    ):
+        with pytest.raises(UserError, match=words):
+            examples(tmp_path, tokenizer, template, record)
+
+
+def test_white_space_at_the_end_of_an_answer_is_trained(tmp_path, tokenizer):
+    """Also if the post-processor cuts it off the tokens' places, as that of GPT-2 and Qwen does."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer._json().decode())
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    says = {"messages": [{"role": "assistant", "content": "x \n\n    "}, TALK[0]]}
+    for trimming in (tokenizer, Tokenizer(backend)):
+        (x,) = examples(tmp_path, trimming, source, says)
+        assert x.trained.all() and trained(x, trimming) == "x \n\n    add one"
+
+
+def test_tools_have_their_own_template(tmp_path, tokenizer):
+    template = ChatTemplate({"default": CHATML, "tool_use": "{{ tools }}" + MARKED}, {})
+    data = write(tmp_path / "x.jsonl", {"messages": TALK[:2], "tools": ["f"]}, {"messages": TALK[:2]})  # fmt: skip
+    used, plain = read_examples([data], tokenizer, template)
+    assert tokenizer.decode(used.ids) == "['f']" + tokenizer.decode(plain.ids)
+    assert trained(used, tokenizer) == trained(plain, tokenizer) == "x + 1<|im_end|>"
+    (prompt, _) = read_prompts([data], tokenizer, template)
+    assert tokenizer.decode(prompt.ids).startswith("['f']<|im_start|>user")
 
 
 def test_completions_and_text(tmp_path, tokenizer):
