@@ -10,6 +10,7 @@ import tokenizers
 from faults import KILL, FailingDisk, killed
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import sentencepiece_tokenizer
 
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.dataset import prepare
@@ -232,6 +233,51 @@ def test_names_in_an_older_folder_are_those_of_transformers(tmp_path, newer):
     messages = [{"role": "user", "content": "x"}]
     text = ChatTemplate.load(tmp_path).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", None])  # fmt: skip
+@pytest.mark.parametrize("level", ["bytes", "sentencepiece"])
+def test_add_prefix_space_means_what_it_means_in_transformers(tmp_path, kind, level):
+    """It depends on the class: the general one ignores the key, the others make the space from it."""
+    transformers = pytest.importorskip("transformers")
+    config = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip
+    if level == "bytes":
+        content = TOKENIZER.content()
+        config = {"tokenizer_class": kind, "eos_token": END_OF_TEXT}
+    else:
+        content = sentencepiece_tokenizer()
+    texts = ["def f", "größe x", ""]
+    if level == "bytes":
+        texts.append(" def")
+    elif kind in ("GPT2TokenizerFast", "Qwen2Tokenizer"):
+        return  # transformers makes a byte-level tokenizer of it
+    for in_json in (False, True):
+        if level == "bytes":
+            content["pre_tokenizer"]["add_prefix_space"] = in_json
+        elif not in_json:
+            prepend = content["normalizer"]["normalizers"].pop(0)
+        else:
+            content["normalizer"]["normalizers"].insert(0, prepend)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+        for value in ("absent", None, False, True):
+            more = {} if value == "absent" else {"add_prefix_space": value}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more), "utf-8")
+            if kind == "GPT2TokenizerFast" and value is None:
+                continue  # transformers refuses it
+            if (
+                kind == "LlamaTokenizer"
+                and level != "bytes"
+                and not (in_json or type(value) is bool)
+            ):
+                continue  # transformers then adds the space, which SentencePiece did not
+            ours = Tokenizer.load(tmp_path)
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+            for text in texts:
+                ids = theirs(text, add_special_tokens=False)["input_ids"]
+                assert ours.encode(text) == ids, (in_json, value, text)
+                assert ours.decode(ids) == theirs.decode(ids)
+            ours.save(tmp_path / "again")
+            assert Tokenizer.load(tmp_path / "again").encode("def f") == ours.encode("def f")
 
 
 def test_tokens_that_only_the_config_adds_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checks import to_host
+from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from twins import DEVICE
 
@@ -62,6 +63,34 @@ def published(name, folder):
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.from_numpy(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "Llama 3," in name or "dense" in name] + ["SmolLM3", "Granite 3"])  # fmt: skip
+def test_tied_weights_under_the_name_of_the_head(tmp_path, name, sharded):
+    """save_model of safetensors stores shared weights once, under the name that comes first."""
+    theirs = published(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_model(theirs, path)
+    tensors = load_file(path)
+    assert "lm_head.weight" in tensors and "model.embed_tokens.weight" not in tensors
+    if sharded:
+        path.unlink()
+        shards = {"model-1.safetensors": ["lm_head.weight"]}
+        shards["model-2.safetensors"] = [key for key in tensors if key != "lm_head.weight"]
+        for file, keys in shards.items():
+            save_file({key: tensors[key] for key in keys}, tmp_path / file, {"format": "pt"})
+        index = {
+            "metadata": {},
+            "weight_map": {key: file for file, keys in shards.items() for key in keys},
+        }
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = np.random.default_rng(1).integers(0, 61, (2, 9))
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ids)
+    model = Transformer.from_pretrained(tmp_path, DEVICE)
+    assert np.abs(to_host(model(ids).data) - expected).max() <= 1e-5 * np.abs(expected).max()
+    model.load_weights(tmp_path)
+    assert np.abs(to_host(model(ids).data) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @EVERY

@@ -81,7 +81,8 @@ def test_only_the_assistant_and_its_end_of_turn_are_trained(tmp_path, tokenizer,
 
 
 QWEN = (  # it writes a system message where there is none
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    + CHATML
 )
 COLON = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
 

@@ -134,7 +134,8 @@ def with_prefix_space(text: bytes, config: dict[str, Any]) -> bytes:
 
     As in transformers: its general class ignores this key of tokenizer_config.json. The classes of
     byte-level tokenizers follow it, and without it put none there. Llama's follows it if it is
-    true or false, and ignores it in a byte-level tokenizer.
+    true or false, and ignores it in a byte-level tokenizer. (Without the key, transformers 5 makes
+    Llama's first step anew; here it is that of tokenizer.json, as in SentencePiece.)
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     wanted = config.get("add_prefix_space")
@@ -148,7 +149,7 @@ def with_prefix_space(text: bytes, config: dict[str, Any]) -> bytes:
     if kind != "LlamaTokenizer":
         for step in byte_level:
             step["add_prefix_space"] = bool(wanted)
-    elif wanted in (True, False) and not byte_level:
+    elif type(wanted) is bool and not byte_level and wanted != _puts_space(content, steps):
         scheme = "never"
         if wanted:
             scheme = "always" if config.get("legacy") else "first"
@@ -160,6 +161,12 @@ def with_prefix_space(text: bytes, config: dict[str, Any]) -> bytes:
             "decoders": [*SENTENCEPIECE_DECODERS, *([strip] if wanted else [])],
         }
     return json.dumps(content).encode()
+
+
+def _puts_space(content: dict[str, Any], steps: list[dict[str, Any]]) -> bool:
+    """Return True if a SentencePiece tokenizer puts a space in front of a text."""
+    schemes = [s.get("prepend_scheme", "always") for s in steps if s and s["type"] == "Metaspace"]
+    return {*schemes} - {"never"} != set() or '"Prepend"' in json.dumps(content["normalizer"])
 
 
 # ----------------------------------------------------------------------------- chat templates
