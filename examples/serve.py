@@ -16,7 +16,7 @@ def main(folder: str, prompts: list[str], max_new_tokens: int = 64) -> list[str]
     )  # model, tokenizer and the tokens that end an answer; on the GPU if there is one
     engine = Engine(p.model, max_batch=len(prompts))
     texts = [TextStream(p.tokenizer) for _ in prompts]
-    ids = [p.tokenizer.encode(prompt) for prompt in prompts]
+    ids = [p.tokenizer.encode_prompt(prompt) for prompt in prompts]
     stream = engine.stream(ids, max_new_tokens, temperature=0.8, top_p=0.9, seed=0, stop=p.stop)
     for number, token in stream:
         texts[number].feed(token)  # whole characters: a token may end inside one

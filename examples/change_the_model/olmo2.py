@@ -100,7 +100,7 @@ def main(folder, prompt, max_new_tokens=64):
     model, tokenizer = load(folder), Tokenizer.load(folder)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     engine = Engine(model, max_batch=1)
-    (answer,) = engine.generate([tokenizer.encode(prompt)], max_new_tokens, stop=stop)
+    (answer,) = engine.generate([tokenizer.encode_prompt(prompt)], max_new_tokens, stop=stop)
     print(prompt + tokenizer.decode(answer))
 
 
