@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+import types
 
 import gguf
 import httpx
@@ -17,10 +19,12 @@ from xtrain.evaluation.scorer import Scorer
 from xtrain.formats.gguf_file import write as write_gguf
 from xtrain.formats.texts import end_of_turn, load_texts
 from xtrain.reinforcement.prompts import read_prompts
+from xtrain.reinforcement.reinforce import ReinforceConfig, prepare
 from xtrain.server.app import create_app
 from xtrain.serving.conversation import Conversation
 from xtrain.serving.pretrained import load
 from xtrain.serving.text_stream import TextStream
+from xtrain.training.single_process import SingleProcess
 from xtrain.tuning.examples import read_examples
 from xtrain.tuning.finetune import FinetuneConfig, read_conversations
 
@@ -190,6 +194,17 @@ def test_fine_tuning_learns_the_end_of_a_turn(parrot, tmp_path):
     x = corpus.train[0]
     assert corpus.tokenizer.decode(x.ids[x.trained]) == "fine<|im_end|>"
     assert corpus.stop == set(corpus.tokenizer.encode("<|im_end|>"))
+
+
+def test_a_rollout_ends_with_the_turn(parrot, tmp_path, monkeypatch):
+    reward = types.SimpleNamespace(reward=lambda record, completions: [0.0] * len(completions))
+    monkeypatch.setitem(sys.modules, "a_task", reward)
+    texts = load_texts(parrot)
+    talk = [{"role": "user", "content": "def f"}]
+    for record, want in (({"messages": talk}, texts.chat_stop), ({"prompt": "x"}, texts.answer_stop)):  # fmt: skip
+        data = write(tmp_path / "x.jsonl", *[record] * 2)
+        config = ReinforceConfig(init=str(parrot), data=(data,), task="a_task:reward", group=2, batch=2)  # fmt: skip
+        assert prepare(config, SingleProcess())[1].stop == want
 
 
 def test_gguf_has_it_as_a_control_token(parrot, tmp_path):
