@@ -120,7 +120,7 @@ def test_completions_of_several_prompts_and_samples(served):
     """Random bytes: characters over several tokens, bytes that are no characters, end tokens."""
     options = dict(prompt=PROMPTS, n=2, **NEW)
     whole = completions(served, **options)
-    prompts = [served.p.tokenizer.encode(text, special=True) for text in PROMPTS]
+    prompts = [served.p.tokenizer.encode_prompt(text) for text in PROMPTS]
     answers = served.engine.generate(prompts, 40, 1.3, seed=5, n=2, stop=served.p.stop)
     for i, (choice, ids) in enumerate(zip(whole.choices, answers)):
         assert choice.index == i and choice.finish_reason == ids.reason
@@ -155,7 +155,7 @@ def test_what_a_stop_string_cuts_off(served):
     """The tokens stay in the lists, and in the usage; their offsets point behind the text."""
     options = dict(prompt=PROMPTS[0], **NEW)
     (free,) = completions(served, **options).choices
-    prompt = served.p.tokenizer.encode(PROMPTS[0], special=True)
+    prompt = served.p.tokenizer.encode_prompt(PROMPTS[0])
     (ids,) = served.engine.generate([prompt], 40, 1.3, seed=5, stop=served.p.stop)
     for first, last in ((4, 6), (9, 10), (13, 17)):
         stop = free.text[first:last]
@@ -190,7 +190,7 @@ def test_equal_texts_of_different_tokens(llama):
     texts = [token_name(tokenizer, i) for i in range(tokenizer.vocab_size)]
     assert len({*texts}) < len(texts) - 10  # <0x61> and a
     (choice,) = completions(llama, prompt="def f", **NEW | {"logprobs": 20}).choices
-    prompt = tokenizer.encode("def f", special=True)
+    prompt = tokenizer.encode_prompt("def f")
     (ids,) = llama.engine.generate([prompt], 40, 1.3, seed=5, stop=llama.p.stop)
     lists = choice.logprobs.to_dict()
     check_lists(llama, lists, prompt, ids, 20, choice.text)
@@ -218,7 +218,7 @@ def test_echo_is_what_lm_eval_reads(request, name, stream):
         assert answer.usage.completion_tokens == 2
         choices = [choice.to_dict() for choice in answer.choices]
     for text, choice in zip(texts, choices):
-        prompt = served.p.tokenizer.encode(text, special=True)
+        prompt = served.p.tokenizer.encode_prompt(text)
         ((new,),) = served.engine.generate([prompt], 1)
         added = b"".join(parts_of(served, [new])).decode("utf-8", "replace")
         assert choice["text"] == text + added

@@ -364,7 +364,7 @@ def test_the_model_s_defaults_of_sampling(folder, tmp_path, monkeypatch, capsys)
     served = Served(tmp_path / "model")
     try:
         create = served.client.completions.create
-        prompt = served.p.tokenizer.encode("def f", special=True)
+        prompt = served.p.tokenizer.encode_prompt("def f")
         greedy = dict(repetition_penalty=1.3, stop=served.p.stop)
         texts = [
             served.p.tokenizer.decode(ids)

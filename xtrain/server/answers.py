@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..data.tokenizer import Tokenizer
-from ..serving.pretrained import Texts
+from ..formats.texts import Texts
 from ..serving.requests import TokenLogprobs
 from ..serving.text_stream import text_bytes
 from .api import CompletionRequest, Usage
