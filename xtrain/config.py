@@ -316,13 +316,18 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
             return self.preset
         return "dim384" if gpu else "tiny"
 
+    def presets(self) -> "dict[str, Preset]":
+        """Return what --preset may name."""
+        return PRESETS
+
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":
         """Return the config with the options that its preset decides, and the shape of a new model
         without its vocabulary."""
         name = self.default_name(gpu)
-        presets = ", ".join(PRESETS)
-        need(name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {presets}")
-        preset = PRESETS[name]
+        presets = self.presets()
+        known = ", ".join(presets)
+        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
+        preset = presets[name]
         values = {key: x for key, x in preset.train.items() if getattr(self, key) is None}
         steps = self.steps or preset.train["steps"]
         if "warmup" in values and values["warmup"] > steps - 2:

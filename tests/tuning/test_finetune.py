@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import twins
 import zstandard
-from runs import SILENT, assert_same_run, metrics
+from runs import DEVICE, SILENT, assert_same_run, metrics
 
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.sources import from_standard_input
@@ -18,6 +18,7 @@ from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
 from xtrain.serving.pretrained import stop_tokens
+from xtrain.training import out_of_memory
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
@@ -276,3 +277,14 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         said = capsys.readouterr().err.strip()
         assert words in said and "\n" not in said, said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(DEVICE == "gpu", reason="on a GPU the allocation fails")
+@pytest.mark.parametrize("more", [[], ["--lora", "4"], ["--pack"]], ids=str)
+def test_a_run_that_cannot_fit_is_refused(tmp_path, folder, monkeypatch, capsys, more):
+    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 30)
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: 1 << 20)
+    given = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs")]
+    assert main([*given, *more]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xtrain.finetune: a run with steps of ") and "--micro-batch 1 " in said
