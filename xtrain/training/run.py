@@ -87,6 +87,11 @@ class Run:
         self.model = model
         self.corpus = corpus
         self.parallel = parallel or SingleDevice()
+        if not any(parameter.requires_grad for _, parameter in model.storage()):
+            raise UserError(
+                "no parameter of the model is trained, because requires_grad is False for all of "
+                "them: leave at least one as it is"
+            )
         self.parallel.attach(config, model)
         self.ranks = ranks = self.parallel.ranks
         self.optimizer = self.make_optimizer()
