@@ -211,7 +211,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_first_step(tmp_path, monkey
     said = runs_with(monkeypatch, least // 2, start)
     assert re.match(r"a run with steps of 64 x 64 tokens, .* needs at least .* are available", said)
     assert "--micro-batch 32" in said
-    assert "use a smaller model" in runs_with(monkeypatch, 1 << 20, start)
+    assert "use a smaller --batch" in runs_with(monkeypatch, 1 << 20, start)
     for free in (least, None):
         assert not runs_with(monkeypatch, free, start)
     # a model that the plan does not know

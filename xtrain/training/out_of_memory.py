@@ -4,6 +4,7 @@ step; on a GPU the allocation fails, and the message also says where."""
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +107,7 @@ def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
     """Return the larger of what a step needs, and what a checkpoint needs: both are copies of
     weights and moments, of which AdamW has as many temporaries."""
     kinds = {name: n for name, n in planned.items() if name != WORKSPACE}
+    kinds["ids and targets"] = 2 * 4 * c.batch // ranks.world * c.seq_len
     state = ("moments", "moving average")
     if ranks.world > 1 and c.sharded:
         kinds |= {name: kinds[name] // ranks.world for name in state if name in kinds}
@@ -164,13 +166,14 @@ def explain(
     if less:
         lines += ["options that need less:", *less]
     if not one_fits:
-        lines.append("use a smaller model, or a shorter --seq-len")
+        lines.append("use a smaller --batch, --seq-len or model")
     return lines
 
 
 def _less(c, model, device):
     """Yield (option, the config with it, its cost)."""
-    rows = [n for n in range(1, c.micro_batch + 1) if c.micro_batch % n == 0]
+    small = [n for n in range(1, math.isqrt(c.micro_batch) + 1) if c.micro_batch % n == 0]
+    rows = sorted({*small, *(c.micro_batch // n for n in small)})
     if c.precision == "fp8":
         rows = [n for n in rows if n * c.seq_len % TILE == 0]
     least = rows[0]
