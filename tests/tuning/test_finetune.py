@@ -260,6 +260,8 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
     data = write(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
     long = write(tmp_path / "long.jsonl", {"text": "x + 1" * 200})
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
+    deep = '{"text": "x", "y": ' + "[" * 10**5 + "]" * 10**5 + "}"
+    (tmp_path / "deep.jsonl").write_text('{"text": "x", "y": ' + "1" * 10_000 + "}\n" + deep)
     base = ["--device", "cpu", "--out", str(tmp_path / "runs")]
     model = ["--init", str(folder), *base]
     for arguments, words in (
@@ -267,6 +269,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         (model, "give .jsonl files with --data"),
         ([*model, "--data", str(tmp_path / "none.jsonl")], "none.jsonl does not exist"),
         ([*model, "--data", str(tmp_path / "bad.jsonl")], "bad.jsonl line 2 is not a JSON object"),
+        ([*model, "--data", str(tmp_path / "deep.jsonl")], "line 2: it is nested too deeply: fix"),
         ([*model, "--data", data, "--too-long", "error"], "d.jsonl line 1 has "),
         ([*model, "--data", long], "no example is left, all 1 are longer than 96 tokens"),
         ([*model, "--data", data, "--seq-len", "97"], "is longer than the model's max_seq_len 96"),
