@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xtrain import ModelConfig, TrainConfig, UserError
-from xtrain.config import PRESETS, ROPE_SCALINGS, resolve
+from xtrain.config import MOST, PRESETS, ROPE_SCALINGS, resolve
 from xtrain.nn.optim import learning_rate
 from xtrain.run_options import LONGEST_WATCHDOG
 
@@ -59,9 +59,10 @@ def test_whole_numbers_of_numpy():
 
 
 @pytest.mark.parametrize("name", POSITIVE)
-def test_whole_numbers_beyond_32_bits(name):
-    with pytest.raises(UserError, match=rf"^{name} must be less than 2\^31, got {2**31}$"):
-        model(**{name: 2**31})
+def test_sizes_have_an_upper_limit(name):
+    most = MOST.get(name, 2**31 - 1)
+    with pytest.raises(UserError, match=rf"^{name} must be at most {most}, got {most + 1}$"):
+        model(**{name: most + 1})
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "norm_eps"])
@@ -143,7 +144,12 @@ WRONG = [
                    "save_every", "stop_at", "eval_batches", "sample_tokens")
       for bad in (0, -3)),
     (dict(max_skips=0), "--max-skips must be positive, got 0"),
-    (dict(max_skips=2**31), "--max-skips must be at most 2147483647, got 2147483648"),
+    *((dict([(name, 10**20)]), f"--{name.replace('_', '-')} must be at most 2147483647, got 1000")
+      for name in ("steps", "batch", "eval_batches", "max_skips")),
+    *((dict([(name, most + 1)]), f"--{name.replace('_', '-')} must be at most {most}, got {most + 1}")
+      for name, most in dict(vocab_size=2**20, layers=2**10, dim=2**18, hidden_dim=2**20, heads=2**12,
+                             kv_heads=2**12, seq_len=2**24).items()),
+    (dict(batch=2**20, seq_len=2**10), "are 1073741824 tokens in one forward pass, more than 16777216: give a smaller"),
     (dict(keep=-1), "--keep must not be negative, got -1"),
     (dict(warmup=-1), "--warmup must not be negative, got -1"),
     (dict(lr=0.0), "--lr must be a positive number, got 0.0"),

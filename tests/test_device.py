@@ -39,6 +39,17 @@ def test_without_cupy(monkeypatch):
         device._usable_cupy.cache_clear()
 
 
+def test_weights_that_do_not_fit_are_refused_before_they_are_written(monkeypatch):
+    """Linux grants more memory than it has: np.zeros does not fail."""
+    monkeypatch.setattr(device, "free_memory", lambda: 100 << 20)
+    assert device.zeros_on("cpu", 20 << 20, np.float32).nbytes == 80 << 20
+    for shape in (30 << 20, (3, 10 << 20)):
+        with pytest.raises(MemoryError, match=r"Unable to allocate 0\.13 GB, 0\.10 GB are free"):
+            device.zeros_on("cpu", shape, np.float32)
+    monkeypatch.setattr(device, "free_memory", lambda: None)
+    device.zeros_on("cpu", 30 << 20, np.float32)
+
+
 def test_the_cpu():
     x = np.arange(3)
     assert device.to_device(x, "cpu") is x and device.to_numpy(x) is x

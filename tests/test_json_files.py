@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from xtrain import json_files
 from xtrain.errors import UserError
-from xtrain.json_files import parse_json
+from xtrain.json_files import load_json, parse_json
 
 PATH = Path("folder/file.json")
 TREES = st.recursive(
@@ -78,3 +78,14 @@ def test_ten_times_the_keys_take_about_ten_times_as_long():
         return best
 
     assert seconds(10_000) < 40 * max(seconds(1000), 1e-4)
+
+
+def test_numbers_of_many_digits_and_deep_nesting():
+    assert load_json('{"a": ' + "7" * 10_000 + "}") == {"a": 7 * (10**10_000 - 1) // 9}
+    for text, words in (
+        ("[" * 10**5 + "]" * 10**5, "^it is nested too deeply$"),
+        ("7" * 10**6, "^a number has more than 100000 digits$"),
+        ("7" * 10_000 + "]", "Extra data"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_json(text)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from .run_options import (
+    MAX_COUNT,
     OptimizerOptions,
     ParallelOptions,
     RowOptions,
@@ -48,6 +49,17 @@ SHAPES = (
     "qkv_bias",
     "tie_embeddings",
 )
+# Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
+MOST = {
+    "vocab_size": 1 << 20,
+    "dim": 1 << 18,
+    "hidden_dim": 1 << 20,
+    "n_layers": 1 << 10,
+    "n_heads": 1 << 12,
+    "n_kv_heads": 1 << 12,
+    "max_seq_len": 1 << 24,
+}
+MOST_TOKENS = 1 << 24  # of one forward pass
 LARGEST = 1e30  # limit of every number in a model's config, below the float32 maximum
 # the vocabulary is padded to a multiple in memory: an odd width makes the head's GEMM 5 times
 # slower
@@ -56,6 +68,7 @@ SHAPE_OPTIONS = {  # of a command -> the field of ModelConfig
     "dim": "dim", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
     "hidden_dim": "hidden_dim", "qk_norm": "qk_norm", "tie_embeddings": "tie_embeddings",
 }  # fmt: skip
+LENGTHS = {"vocab_size": "vocab_size", "seq_len": "max_seq_len"}  # the same of other options
 SIZE_OPTIONS = [name for name in SHAPE_OPTIONS if name not in ("qk_norm", "tie_embeddings")]
 DERIVED: Any = None  # default of a field that __post_init__ computes from the others
 
@@ -151,7 +164,8 @@ class ModelConfig:
         ok = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value > 0
         need(ok, f"{name} must be a positive whole number, got {value!r}")
         object.__setattr__(self, name, int(value))  # also of NumPy
-        need(value < 2**31, f"{name} must be less than 2^31, got {value}")
+        most = MOST.get(name, MAX_COUNT)
+        need(value <= most, f"{name} must be at most {most}, got {value}")
 
     def _check_rope_scaling(self):
         scaling = self.rope_scaling
@@ -301,6 +315,13 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         """Raise UserError on a value out of range."""
         super().validate()
         need_positive(self, ("vocab_size", *SIZE_OPTIONS))
+        for option, name in (SHAPE_OPTIONS | LENGTHS).items():
+            value = getattr(self, option)
+            most = MOST.get(name, MAX_COUNT)
+            need(
+                value is None or value <= most,
+                f"{option_name(option)} must be at most {most}, got {value}",
+            )
         shape_options = [name for name in SHAPE_OPTIONS if getattr(self, name) is not None]
         need(
             not (shape_options and self.init and not self.resume),
@@ -316,13 +337,18 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
             return self.preset
         return "dim384" if gpu else "tiny"
 
+    def presets(self) -> "dict[str, Preset]":
+        """Return what --preset may name."""
+        return PRESETS
+
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":
         """Return the config with the options that its preset decides, and the shape of a new model
         without its vocabulary."""
         name = self.default_name(gpu)
-        presets = ", ".join(PRESETS)
-        need(name in PRESETS, f"--preset {name!r} is not known: choose one of auto, {presets}")
-        preset = PRESETS[name]
+        presets = self.presets()
+        known = ", ".join(presets)
+        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
+        preset = presets[name]
         values = {key: x for key, x in preset.train.items() if getattr(self, key) is None}
         steps = self.steps or preset.train["steps"]
         if "warmup" in values and values["warmup"] > steps - 2:
@@ -426,6 +452,13 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
     need(
         world == 1 or batch // world % micro_batch == 0,
         f"--batch {batch} is not a multiple of {world} ranks x --micro-batch {micro_batch}",
+    )
+    tokens = micro_batch * filled.seq_len
+    need(
+        tokens <= MOST_TOKENS,
+        f"--micro-batch {micro_batch} x --seq-len {filled.seq_len} are {tokens} tokens in one "
+        f"forward pass, more than {MOST_TOKENS}: give a smaller --micro-batch, the same step in "
+        "several passes",
     )
     name = filled.name or filled.default_name(gpu)
     resolved = replace(filled, micro_batch=micro_batch, name=name)

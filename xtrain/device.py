@@ -6,6 +6,7 @@ keeps a separate "current device"; CuPy's current device and stream are the only
 
 import contextlib
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from .errors import UserError
+from .machine import free_memory
 
+LARGE = 1 << 26  # bytes: below this, memory that is missing is noticed elsewhere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 # numpy.ndarray | cupy.ndarray | simulator.SimArray: CuPy is optional, so an annotation cannot name
 # its type
@@ -131,9 +134,17 @@ def to_device(x: np.ndarray, device: str) -> Array:
 
 
 def zeros_on(device: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-    """Zeros, allocated on the device: "cpu", "gpu" or "sim"."""
+    """Zeros, allocated on the device: "cpu", "gpu" or "sim". Raises MemoryError."""
     if device == "gpu":
         return cupy().zeros(shape, dtype)
+    nbytes = math.prod(np.atleast_1d(shape).tolist()) * np.dtype(dtype).itemsize
+    if nbytes > LARGE:
+        # Linux grants memory that it does not have, and kills a process that writes to it
+        free = free_memory()
+        if free is not None and nbytes > free:
+            raise MemoryError(
+                f"Unable to allocate {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            )
     return to_device(np.zeros(shape, dtype), device)
 
 

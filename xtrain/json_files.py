@@ -3,6 +3,7 @@ the file."""
 
 import collections
 import contextlib
+import decimal
 import json
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from .errors import UserError
 from .files import restore
 
 MAX_JSON_BYTES = 16 << 20  # the safetensors header of a model with 100 B parameters has 0.2 MB
+MAX_DIGITS = 100_000  # of a number: their conversion takes quadratic time
 LONGEST = 160  # characters of one item in a message
 
 
@@ -44,13 +46,34 @@ def check_pointer(text: bytes, path: Path) -> None:
         )
 
 
+def load_json(text: str, **options: Any) -> Any:
+    """Return json.loads(text), also of numbers that have more digits than int() accepts.
+
+    Raises ValueError, which says what is wrong, if it is not JSON or cannot be read.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=_whole_number, **options)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(decimal.Decimal(digits))
+
+
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """The JSON object in text, read from path. Raises UserError, also for a key that occurs
     twice."""
     check_pointer(text, path)
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
+        value = load_json(text.decode(), object_pairs_hook=_without_duplicates)
+    except ValueError as error:
         raise UserError(f"{path} is damaged: its JSON is not valid ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it must hold a JSON object")

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,20 +12,68 @@ LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", 
 SPECIAL_STEP = 0xFFFFFFF0  # Slurm's steps from here on are shells, no parallel programs
 
 
-def free_memory() -> int | None:
-    """Free host memory in bytes, of the machine or, if lower, of the container; None if unknown."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        available = re.search(r"MemAvailable:\s+(\d+)", text)
-        free = 1024 * int(available[1] if available else "")  # "": ValueError, try the next way
-        with contextlib.suppress(OSError, ValueError):
-            group = Path("/sys/fs/cgroup")
-            limit = int((group / "memory.max").read_text(encoding="utf-8"))
-            free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
-        return max(free, 0)
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that this process can still get; None if unknown.
+
+    The least of: what is free of the machine, what every memory cgroup around the process leaves
+    (version 1 or 2), and what its limits of address space and of data leave. Pages of files count
+    as free, because the kernel drops them.
+
+    root: the folder with proc and sys.
+    """
+    known = [*_of_machine(root), *_of_groups(root), *_of_limits(root)]
+    return max(0, min(known)) if known else None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """{name: number} of the lines "name number" or "name: number kB" of a file."""
+    lines = re.findall(r"^(\w+):?\s+(\d+)( kB)?$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in lines}
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError, KeyError):
+        found = _numbers(root / "proc/meminfo")
+        yield found["MemAvailable"] + found.get("SwapFree", 0)
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """What each group around this process leaves: its limit less its use."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            folder, limit, use, prefix = mount, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            folder, limit = mount / "memory", "memory.limit_in_bytes"
+            use, prefix = "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        # in a container, folders of the path that are outside it are not there
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for depth in range(len(names) + 1):
+            group = folder.joinpath(*names[:depth])
+            with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+                left = int((group / limit).read_text()) - int((group / use).read_text())
+                pages = _numbers(group / "memory.stat")
+                names_of_files = (f"{prefix}inactive_file", f"{prefix}active_file")
+                yield left + sum(pages.get(name, 0) for name in names_of_files)
+
+
+def _of_limits(root: Path) -> Iterator[int]:
+    """What the limits of this process (ulimit -v, ulimit -d) leave."""
+    with contextlib.suppress(ImportError, OSError, KeyError):
+        import resource
+
+        used = _numbers(root / "proc/self/status")
+        for limit, use in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            most, _ = resource.getrlimit(limit)
+            if most != resource.RLIM_INFINITY:
+                yield most - used[use]
 
 
 def shared_memory() -> tuple[int, int] | None:

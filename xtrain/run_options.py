@@ -24,7 +24,7 @@ COUNTS = (
 )  # fmt: skip
 TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DP_STAGES = ("none", "naive", "flat", "overlap", "bucket")  # parallel/ddp.py
-MAX_COUNT = 2**31 - 1  # the device counts with 32 bits
+MAX_COUNT = 2**31 - 1  # of steps, sequences, tokens: the device counts with 32 bits
 LONGEST_WATCHDOG = 10**8  # seconds, three years; system timers overflow at about 10^10
 
 
@@ -156,10 +156,6 @@ class RunOptions:
 
     def _check_counts(self):
         need_positive(self, COUNTS)
-        need(
-            self.max_skips <= MAX_COUNT,
-            f"--max-skips must be at most {MAX_COUNT}, got {self.max_skips}",
-        )
         for name in ("seed", "keep"):
             value = getattr(self, name)
             need(value >= 0, f"{option_name(name)} must not be negative, got {value}")
@@ -191,10 +187,13 @@ class RunOptions:
 
 
 def need_positive(options: Any, names: tuple[str, ...]) -> None:
-    """Raise UserError unless each of these options is positive, or None."""
+    """Raise UserError unless each of these options is positive and at most MAX_COUNT, or None."""
     for name in names:
         value = getattr(options, name)
-        need(value is None or value > 0, f"{option_name(name)} must be positive, got {value}")
+        if value is None:
+            continue
+        need(value > 0, f"{option_name(name)} must be positive, got {value}")
+        need(value <= MAX_COUNT, f"{option_name(name)} must be at most {MAX_COUNT}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Documents, and the split into training and validation."""
 
 import errno
+import gzip
 import hashlib
 import itertools
 import json
@@ -125,7 +126,16 @@ def test_standard_library_is_there():
             'a.jsonl line 1 is not a JSON object: every line needs {"text": "..."}',
         ),
         ("a.jsonl", b'{"text": "a"', "a.jsonl line 1 is not JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl line 1 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "a.jsonl line 1: it is nested too deeply: fix or remove the line",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a", "x": ' + b"1" * 200_000 + b"}",
+            "a.jsonl line 1: a number has more than 100000 digits: fix or remove the line",
+        ),
         ("a.jsonl", b"\xff", "a.jsonl line 1 is not UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl line 1 has half a surrogate pair"),
     ],
@@ -139,6 +149,54 @@ def test_bad_file(tmp_path, name, content, sentence, in_a_folder):
     assert whole(texts) == whole(texts) == ["good"]
     (reason,) = texts.left_out.values()
     assert str(reason).startswith(f"{tmp_path}/{sentence}"), reason
+
+
+def test_a_null_has_no_text_and_a_number_may_be_long(tmp_path):
+    """As a row of a table without a value: the other lines of the file count."""
+    long = '{"text": null, "rest": "' + "x" * text_files.LINE + '"}'
+    lines = [
+        '{"text": "one"}',
+        '{"text": null}',
+        long,
+        '{"text": "two", "x": ' + "1" * 10_000 + "}",
+    ]
+    texts = Documents(write(tmp_path, {"a.jsonl": "\n".join(lines)}))
+    assert whole(texts) == ["one", "two"] and not texts.left_out
+
+
+JSON_LINES = '{"text": "one"}\n\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    "content, documents",
+    [
+        (JSON_LINES, ["one", "two"]),
+        ("\ufeff" + JSON_LINES, ["one", "two"]),
+        ('{"text": "' + "x" * text_files.LINE + '"}', ["x" * text_files.LINE]),
+        ('{"text": "one"}', ["one"]),
+        ('{"version": 1}', ['{"version": 1}']),  # a file of settings
+        ("{}\nx = 1\n", ["{}\nx = 1\n"]),
+        ("[1]\n[2]\n", ["[1]\n[2]\n"]),
+        ("", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["stdin-0.txt", "a.json", "a.json.gz"])
+def test_what_a_named_file_holds_decides(tmp_path, name, content, documents):
+    """Such as the copy of standard input. In a folder, the suffix decides: it may be source code."""
+    raw = content.encode()
+    write(tmp_path, {name: gzip.compress(raw) if name.endswith(".gz") else raw})
+    assert whole(Documents(tmp_path / name)) == documents
+    if content:
+        assert whole(Documents(tmp_path)) == [content.removeprefix("\ufeff")]
+
+
+def test_json_lines_without_the_field_are_not_trained_as_they_are(tmp_path):
+    write(tmp_path, {"a.txt": '{"body": "one"}\n{"body": "two"}\n'})
+    texts = Documents(tmp_path / "a.txt")
+    assert whole(texts) == []
+    (reason,) = texts.left_out.values()
+    assert 'line 1 has no "text": choose with --text-key from body' in reason
+    assert whole(Documents(tmp_path / "a.txt", "body")) == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "a\0b"])

@@ -67,6 +67,12 @@ def test_save_and_load(tmp_path, what):
     assert loaded.encode(TEXTS[1]) == TOKENIZER.encode(TEXTS[1])
 
 
+def test_a_vocabulary_larger_than_any_is_one_sentence():
+    """The library would panic."""
+    with pytest.raises(UserError, match="--vocab-size must be at most 1048576, got 1000000000"):
+        Tokenizer.train(TEXTS, 10**9)
+
+
 def test_vocabulary_of_a_short_text_is_smaller_than_requested():
     assert Tokenizer.train(["ab"], 1000).vocab_size == MIN_VOCAB
     assert Tokenizer.train(TEXTS, MIN_VOCAB).vocab_size == MIN_VOCAB
@@ -154,7 +160,10 @@ WORDLEVEL = {
     "version": "1.0",
     "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": ""},
 }
-HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": []}}
+
+
+def huge_id(i):
+    return json.dumps({"model": {"type": "BPE", "vocab": {"</s>": i}, "merges": []}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +175,7 @@ HUGE_ID = {"model": {"type": "BPE", "vocab": {"</s>": 4_000_000_000}, "merges": 
         (b"\xff\x00", "is not a tokenizer.json"),
         (b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         (json.dumps(WORDLEVEL).encode(), "WordLevel tokenizer, xtrain needs BPE"),
-        (json.dumps(HUGE_ID).encode(), "xtrain supports ids below"),
+        *((huge_id(n), "xtrain supports ids below 1048576") for n in (5_000_000, 4_000_000_000)),
     ],
 )
 def test_bad_tokenizer(tmp_path, content, sentence):

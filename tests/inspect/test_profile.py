@@ -7,6 +7,7 @@ import pytest
 from checks import GPU
 from rich.console import Console
 
+from xtrain.config import ModelConfig, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.inspect import kernel_times, profile
 from xtrain.inspect.kernel_times import Row
@@ -14,6 +15,7 @@ from xtrain.inspect.profile import Options, model_config
 from xtrain.nn.observers import Op
 from xtrain.profile import main
 from xtrain.training import memory_plan as memory
+from xtrain.training import out_of_memory
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--vocab-size", "64", "--batch", "2", "--seq-len", "16"]  # fmt: skip
 
@@ -21,7 +23,7 @@ SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--vocab-size", "64", "
 # ----------------------------------------------------------------------------- which model
 def test_a_preset_is_changed_by_what_is_given():
     config, batch, T = model_config(Options(plan=True, preset="dim384"))
-    assert (config.dim, config.n_layers, config.vocab_size, batch, T) == (384, 12, 50257, 32, 256)
+    assert (config.dim, config.n_layers, config.vocab_size, batch, T) == (384, 12, 16384, 32, 256)
     config, batch, T = model_config(
         Options(plan=True, preset="dim384", dim=1024, layers=3, batch=5)
     )
@@ -36,6 +38,24 @@ def test_a_preset_is_changed_by_what_is_given():
         64,
         99,
     )
+
+
+@pytest.mark.parametrize("preset", ["auto", "tiny", "gpt124m"])
+def test_a_plan_is_of_the_model_that_is_trained(preset):
+    given = dict(preset=preset, layers=3, seq_len=64)
+    config, batch, T = model_config(Options(plan=True, **given))
+    c, shape = resolve(TrainConfig(**given), gpu=True)
+    assert config == ModelConfig(vocab_size=c.vocab_size, **shape)
+    assert (batch, T) == (c.batch, c.seq_len)
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU the allocation fails")
+def test_a_step_that_cannot_fit_is_not_measured(monkeypatch, capsys):
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: 1 << 10)
+    assert main(SMALL) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xtrain.profile: a run with steps of 2 x 16 tokens")
+    assert "are available: use a smaller --batch" in said and said.count("\n") == 1
 
 
 def test_one_billion():

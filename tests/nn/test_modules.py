@@ -9,9 +9,9 @@ import torch
 import transformers
 from checks import to_host
 
-from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, config
+from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError, config, no_grad
 from xtrain.nn import modules as nn
-from xtrain.nn.model import MLP
+from xtrain.nn.model import MLP, Attention
 from xtrain.nn.modules import ALIGN, Module, Parameter
 from xtrain.nn.optim import clip
 
@@ -215,6 +215,58 @@ def test_a_module_of_ones_own():
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert grads["blocks.0.up.weight"].any() and grads["table.weight"][2].any()
     assert not grads["table.weight"][0].any() and not grads["weight"].any()
+
+
+class Arrays(MLP):
+    def __call__(self, x_NC):
+        return super().__call__(x_NC).data
+
+
+class ArrayAttention(Attention):
+    def attend(self, sequences, qkv):
+        return super().attend(sequences, qkv).data
+
+
+class ArrayLoss(Transformer):
+    def loss(self, *arguments):
+        return super().loss(*arguments).data
+
+
+class Nothing(nn.RMSNorm):
+    def __call__(self, x_NC):
+        super().__call__(x_NC)
+
+
+def replaced(module):
+    """A model with a module of a user's class in its first layer, or of that class itself."""
+    if isinstance(module, Transformer):
+        return module
+    model = Transformer(small())
+    layer = model.model.layers[0]
+    name = {Arrays: "mlp", ArrayAttention: "self_attn", Nothing: "input_layernorm"}[type(module)]
+    setattr(layer, name, module)
+    model.renew_arena()
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: Arrays(small()), "^Arrays returned ndarray, .* and return a Tensor"),
+        (lambda: ArrayAttention(small()), "^ArrayAttention.attend returned ndarray"),
+        (lambda: ArrayLoss(small()), "^ArrayLoss.loss returned ndarray"),
+        (lambda: Nothing(24, 1e-6), "^Nothing returned NoneType"),
+    ],
+)
+def test_an_array_in_place_of_a_tensor_is_refused(make, says):
+    """It would be a constant: training would go on with gradients of zero."""
+    model = replaced(make())
+    ids = np.zeros((1, 4), np.int32)
+    with pytest.raises(UserError, match=says):
+        model.loss(ids, ids)
+    if not isinstance(model, ArrayLoss) and "None" not in says:
+        with no_grad():  # where nothing is trained
+            model.loss(ids, ids)
 
 
 def test_modules_are_found_wherever_they_are():

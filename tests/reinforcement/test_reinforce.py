@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import twins
+from checks import GPU
 from runs import SILENT, assert_same_run, metrics
 
 from xtrain import AdamW, Engine
@@ -18,6 +19,7 @@ from xtrain.reinforce import main, reinforce
 from xtrain.reinforcement import reinforce as module
 from xtrain.reinforcement.prompts import Prompt, Task
 from xtrain.reinforcement.reinforce import ReinforceConfig, seed_of
+from xtrain.training import out_of_memory
 
 
 def letters(record, completions):
@@ -230,6 +232,16 @@ def test_what_the_command_refuses(folder, tmp_path, capsys, monkeypatch):
         assert main(arguments) == 2, arguments
         said = capsys.readouterr().err.strip()
         assert words in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU the allocation fails")
+def test_a_run_that_cannot_fit_is_refused(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: 1 << 20)
+    data = ["--data", str(folder / "prompts.jsonl"), "--task", "a_task:reward"]
+    given = ["--init", str(folder), *data, "--out", str(tmp_path), "--max-new-tokens", "5"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xtrain.reinforce: a run with steps of 64 x ") and "batch 1 " in said
 
 
 # ----------------------------------------------------------------------------- the engine on changing weights

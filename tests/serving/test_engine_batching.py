@@ -311,6 +311,19 @@ def test_invalid_engines(model, options, words):
         Engine(**({"model": model} | options))
 
 
+@pytest.mark.skipif(GPU, reason="on a GPU, gpu_memory limits the cache")
+def test_free_memory_limits_the_cache_of_a_cpu(model, monkeypatch):
+    """Linux grants more than it has: without the limit a full cache would get the process killed."""
+    whole = Engine(model, 8, block_tokens=16).cache
+    for blocks in (24, 5):
+        free = int((blocks + 0.5) * whole.block_bytes / paged_cache.HOST_SHARE)
+        monkeypatch.setattr(paged_cache, "free_memory", lambda free=free: free)
+        assert Engine(model, 8, block_tokens=16).cache.n_blocks == min(blocks, whole.n_blocks)
+    monkeypatch.setattr(paged_cache, "free_memory", lambda: 2 * whole.block_bytes)
+    with pytest.raises(UserError, match="room for 16 tokens, one sequence may have 48: choose a"):
+        Engine(model, 8, block_tokens=16)
+
+
 def test_ctrl_c_while_waiting_for_ids(model, monkeypatch):
     """It ends the stream that is being iterated; another stream of the same engine loses no token.
 
@@ -410,12 +423,13 @@ def test_no_memory_for_the_cache(model, monkeypatch):
         Engine(model, 2)
 
 
-def test_a_cache_larger_than_any_memory():
+def test_a_cache_larger_than_any_memory(monkeypatch):
     model = random_model(CONFIG, device="cpu")
-    with pytest.raises(
-        UserError, match=r"not enough memory for a KV cache of .* GB \(10{15} blocks of 64"
-    ):
+    with pytest.raises(UserError, match=r"max_batch must be at most 65536, got 10{15}$"):
         Engine(model, 10**15)
+    monkeypatch.setattr(paged_cache, "empty_kv_cache", lambda *_: np.empty(2**60))
+    with pytest.raises(UserError, match=r"not enough memory for a KV cache of .* GB \(7 blocks of"):
+        Engine(model, 7)
 
 
 def test_a_failure_in_the_middle_loses_no_slot(model, monkeypatch):

@@ -210,8 +210,10 @@ def test_samples(folder, capsys):
     bodies = {n: [text.split("\n", 1)[1] for text in found] for n, found in texts.items()}
     assert [len(bodies[n]) for n in (1, 3)] == [2, 6] and len(set(bodies[3])) == 6
     assert [bodies[3][0], bodies[3][3]] == bodies[1]
-    code, _, err = run(capsys, *hot, "--samples", "0")
-    assert code == 2 and "--samples must be a positive whole number, got 0" in err
+    for n in ("0", "1000000000"):
+        code, _, err = run(capsys, *hot, "--samples", n)
+        words = f"--samples must be a positive whole number, at most 65536, got {n}"
+        assert code == 2 and words in err
 
 
 def test_stop_strings(folder, capsys):

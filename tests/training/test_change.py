@@ -23,6 +23,7 @@ from xtrain import (
     profile,
 )
 from xtrain import reinforce as reinforce_command
+from xtrain import train as train_command
 from xtrain.nn import functional as F
 from xtrain.nn.lora import AdaptedTransformer, Lora
 from xtrain.options import find_function
@@ -136,6 +137,23 @@ def other_config(model):
 
 def fails(model):
     return model.nothing
+
+
+class ArrayMLP(PlainMLP):
+    def __call__(self, x_NC):
+        return x_NC.data @ self.up_proj.weight.data[: x_NC.shape[1]].T
+
+
+def with_arrays(model):
+    model.model.layers[1].mlp = ArrayMLP(model.config)
+    model.renew_arena()
+    return model
+
+
+def frozen(model):
+    for _, parameter in model.storage():
+        parameter.requires_grad = False
+    return model
 
 
 number = 3
@@ -366,6 +384,20 @@ REFUSED = {
 def test_one_sentence_says_what_is_wrong(runs, capsys, given, says):
     code, out, err = run(capsys, generate.main, "--model", runs / "whole", "The", *given)
     assert code == 2 and says in err and out == "" and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        ("with_arrays", "ArrayMLP returned ndarray, through which no gradient flows"),
+        ("frozen", "requires_grad is False for all of them: leave at least one as it is"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_sentence(runs, tmp_path, capsys, function, says):
+    shape = ["--preset", "tiny", "--batch", 1, "--seq-len", 8, "--steps", 1, "--vocab-size", 300]
+    given = ["--data", "tests/data/grammar.txt", "--out", tmp_path, "--change"]
+    code, _, err = run(capsys, train_command.main, *shape, *given, f"changed_code:{function}")
+    assert code == 2 and says in err and len(err.strip().splitlines()) == 1
 
 
 def test_a_resumed_run_keeps_its_change(runs):

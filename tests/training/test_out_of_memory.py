@@ -1,10 +1,15 @@
 """Out-of-memory errors, injected in many places: the message of the command line, and whether its advice is right."""
 
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import DATA, DEVICE, options
+from runs import DATA, DEVICE, SILENT, options
 
 from xtrain.config import ModelConfig, resolve
 from xtrain.data.batches import Loader
@@ -12,10 +17,11 @@ from xtrain.errors import UserError, is_out_of_memory
 from xtrain.kernels.attention import gemm_attention as attention
 from xtrain.nn import modules as nn
 from xtrain.profile import main as profile_main
-from xtrain.train import main
+from xtrain.train import main, train
 from xtrain.training import memory_plan as memory
 from xtrain.training import out_of_memory
-from xtrain.training.out_of_memory import explain
+from xtrain.training.out_of_memory import MARGIN, OutOfMemory, check_fits, explain, needed
+from xtrain.training.run import Run
 
 SMALL = [
     "--preset",
@@ -25,7 +31,7 @@ SMALL = [
     "--steps",
     "2",
     "--batch",
-    "4",
+    "32",
     "--seq-len",
     "32",
 ]
@@ -82,10 +88,10 @@ def test_at_the_command_line(tmp_path, monkeypatch, capsys, owner, name, where, 
     }[error]
     assert expected in first
     for text in (
-        "a step of 4 x 32 tokens",
+        "steps of 32 x 32 tokens",
         "moments",
         "options that need less",
-        "--micro-batch 2",
+        "--micro-batch 16",
         "--recompute block",
     ):
         assert text in said, text
@@ -108,20 +114,26 @@ def test_the_layer_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="illegal"), out_of_memory.explained(None, {}, "cpu"):
+    with pytest.raises(RuntimeError, match="illegal"), out_of_memory.explained(None, None, "cpu"):
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
     assert not is_out_of_memory(ValueError("out of memory of what was said"))
 
 
 def test_the_advice_is_the_plan(tmp_path):
-    config, shape = resolve(options(tmp_path, batch=8, micro_batch=8, seq_len=64), gpu=False)
+    config, shape = resolve(options(tmp_path, batch=64, micro_batch=64, seq_len=64), gpu=False)
     model = ModelConfig(vocab_size=320, **shape)
     lines = explain(config, model, DEVICE)
-    plan = memory.plan(model, 8, 64, "fp32", "none")
-    outside = memory.OUTSIDE if DEVICE == "gpu" else 0
-    assert f"{(plan.reserved + outside) / 1e9:.2f} GB" in lines[0]
-    half = next(line for line in lines if "--micro-batch 4" in line)
-    less = memory.plan(model, 4, 64, "fp32", "none", accumulate=2).reserved + outside
+
+    def size(B):
+        plan = memory.plan(model, B, 64, "fp32", "none", 64 // B)
+        if DEVICE == "gpu":
+            return plan.reserved + memory.OUTSIDE
+        copies = 3 * plan.kinds["weights"]  # for checkpoints: weights and moments
+        return sum(n for kind, n in plan.kinds.items() if "cuBLAS" not in kind) + copies
+
+    assert f"{size(64) / 1e9:.2f} GB" in lines[0]
+    half = next(line for line in lines if "--micro-batch 32" in line)
+    less = size(32)
     assert f"{less / 1e9:.2f} GB" in half and "fits" in half
     sizes = [float(m[1]) for line in lines[1:] if (m := re.search(r"([\d.]+) GB", line))]
     assert len(sizes) >= 8
@@ -130,8 +142,8 @@ def test_the_advice_is_the_plan(tmp_path):
 def test_what_is_there_decides(tmp_path, monkeypatch):
     config, shape = resolve(options(tmp_path, batch=64, micro_batch=64, seq_len=64), gpu=False)
     model = ModelConfig(vocab_size=320, **shape)
-    need = [memory.plan(model, B, 64, "fp32", "none", 2).reserved for B in (32, 1)]
-    monkeypatch.setattr(out_of_memory, "_available_bytes", lambda device: sum(need) / 2)
+    need = [needed(replace(config, micro_batch=B), model, "cpu").nbytes for B in (32, 1)]
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: sum(need) // 2)
     said = {
         line.split()[1]: line
         for line in explain(config, model, "cpu")
@@ -146,7 +158,7 @@ def test_without_a_plan(tmp_path, monkeypatch):
     config, shape = resolve(options(tmp_path), gpu=False)
     with (
         pytest.raises(UserError, match=r"xtrain\.profile --plan"),
-        out_of_memory.explained(config, shape, "cpu"),
+        out_of_memory.explained(config, ModelConfig(vocab_size=320, **shape), "cpu"),
     ):
         too_much()
 
@@ -164,3 +176,106 @@ def test_other_command_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "generate", options)
     assert generate.main(["a", "--model", "b"]) == 2
     assert "xtrain.generate: out of memory" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- before the first step
+needs_cpu = pytest.mark.skipif(DEVICE == "gpu", reason="on a GPU the allocation fails")
+
+
+def runs_with(monkeypatch, free, start):
+    """Start a training with so many free bytes. -> what it was refused with, "" if it made a step."""
+    steps = []
+
+    def step(run):
+        steps.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "step", step)
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: free)
+    try:
+        start()
+    except UserError as error:
+        assert not steps
+        return str(error)
+    except KeyboardInterrupt:
+        assert steps
+    return ""
+
+
+@needs_cpu
+def test_a_run_that_cannot_fit_is_refused_before_its_first_step(tmp_path, monkeypatch):
+    given = options(tmp_path, batch=64, seq_len=64, name=None)
+    config, shape = resolve(given, gpu=False)
+    least = needed(config, ModelConfig(vocab_size=320, **shape), "cpu").nbytes
+    start = lambda: train(given, SILENT)
+    said = runs_with(monkeypatch, least // 2, start)
+    assert re.match(r"a run with steps of 64 x 64 tokens, .* needs at least .* are available", said)
+    assert "--micro-batch 32" in said
+    assert "use a smaller --batch" in runs_with(monkeypatch, 1 << 20, start)
+    for free in (least, None):
+        assert not runs_with(monkeypatch, free, start)
+    # a model that the plan does not know
+    given = replace(given, change="xtrain.examples_of_tests:same")
+    same = SimpleNamespace(same=lambda model: model)
+    monkeypatch.setitem(sys.modules, "xtrain.examples_of_tests", same)
+    assert not runs_with(monkeypatch, least // 2, lambda: train(given, SILENT))
+
+
+@needs_cpu
+def test_ranks_share_a_machine(tmp_path):
+    """All refuse, also if only one of them has too little memory."""
+    config, shape = resolve(options(tmp_path, batch=64, seq_len=64), gpu=False)
+    model = ModelConfig(vocab_size=320, **shape)
+    two = SimpleNamespace(world=2, local_world=2, gather=lambda mine: [mine, "of another rank"])
+    with pytest.raises(OutOfMemory, match="another rank"):
+        check_fits(config, model, "cpu", two)
+    alone, shared = needed(config, model, "cpu"), needed(config, model, "cpu", two)
+    assert shared.kinds["moments"] == alone.kinds["moments"] // 2
+    assert "of 2 ranks" in explain(config, model, "cpu", two)[0]
+
+
+MEASURE = r"""
+import ctypes, re, sys
+from types import SimpleNamespace
+import numpy as np
+from xtrain.config import ModelConfig, TrainConfig, resolve
+from xtrain.nn.model import Transformer
+from xtrain.training.out_of_memory import needed
+from xtrain.training.run import Run
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # arrays of 64 KB and more are returned when they are freed
+def memory(name):
+    return 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
+for vocab, dim, layers, batch, seq_len, recompute, optimizer in eval(sys.argv[1]):
+    config = ModelConfig(vocab_size=vocab, dim=dim, n_layers=layers, n_heads=4, max_seq_len=seq_len)
+    options = dict(batch=batch, seq_len=seq_len, recompute=recompute, optimizer=optimizer)
+    options |= dict(precision="fp32", preset="tiny", save_every=800)
+    c, _ = resolve(TrainConfig(**options), False)
+    least = needed(c, config, "cpu").nbytes
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    ids = np.random.default_rng(0).integers(0, vocab, (batch, seq_len)).astype(np.int32)
+    loader = SimpleNamespace(next_batch=lambda: (ids, ids, None))
+    model = Transformer(config, 0, "cpu", "fp32", recompute)
+    run = Run(c, model, SimpleNamespace(loader=lambda *_: loader))
+    run.step()
+    run.step()
+    print(least, memory("VmHWM") - before)
+    del run, model
+"""
+
+
+@needs_cpu
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+def test_the_plan_agrees_with_the_peak_of_the_process():
+    """Never much more than is used, because it refuses; and no small part of it."""
+    shapes = [
+        (512, 96, 4, 16, 128, "none", "adamw"),
+        (512, 64, 2, 4, 512, "block", "muon"),
+        (16384, 128, 1, 2, 64, "attention", "adamw"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, repr(shapes)], capture_output=True, text=True, check=True
+    )
+    for line, shape in zip(done.stdout.splitlines(), shapes, strict=True):
+        planned, measured = map(int, line.split())
+        assert 0.75 * measured < planned < MARGIN * measured, (shape, planned, measured)

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import twins
 import zstandard
-from runs import SILENT, assert_same_run, metrics
+from runs import DEVICE, SILENT, assert_same_run, metrics
 
 from xtrain.data.chat_template import ChatTemplate
 from xtrain.data.sources import from_standard_input
@@ -19,6 +19,7 @@ from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
 from xtrain.formats.texts import load_texts
 from xtrain.reinforcement.prompts import read_prompts
+from xtrain.training import out_of_memory
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
@@ -318,6 +319,8 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
     data = write(tmp_path / "d.jsonl", *[{"text": "x + 1" * 200}] * 2, *[{"text": "x"}] * 2)
     long = write(tmp_path / "long.jsonl", {"text": "x + 1" * 200})
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
+    deep = '{"text": "x", "y": ' + "[" * 10**5 + "]" * 10**5 + "}"
+    (tmp_path / "deep.jsonl").write_text('{"text": "x", "y": ' + "1" * 10_000 + "}\n" + deep)
     base = ["--device", "cpu", "--out", str(tmp_path / "runs")]
     model = ["--init", str(folder), *base]
     for arguments, words in (
@@ -325,6 +328,7 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         (model, "give .jsonl files with --data"),
         ([*model, "--data", str(tmp_path / "none.jsonl")], "none.jsonl does not exist"),
         ([*model, "--data", str(tmp_path / "bad.jsonl")], "bad.jsonl line 2 is not a JSON object"),
+        ([*model, "--data", str(tmp_path / "deep.jsonl")], "line 2: it is nested too deeply: fix"),
         ([*model, "--data", data, "--too-long", "error"], "d.jsonl line 1 has "),
         ([*model, "--data", long], "no example is left, all 1 are longer than 96 tokens"),
         ([*model, "--data", data, "--seq-len", "97"], "is longer than the model's max_seq_len 96"),
@@ -335,3 +339,14 @@ def test_what_the_command_refuses(tmp_path, folder, capsys):
         said = capsys.readouterr().err.strip()
         assert words in said and "\n" not in said, said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(DEVICE == "gpu", reason="on a GPU the allocation fails")
+@pytest.mark.parametrize("more", [[], ["--lora", "4"], ["--pack"]], ids=str)
+def test_a_run_that_cannot_fit_is_refused(tmp_path, folder, monkeypatch, capsys, more):
+    data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 30)
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda: 1 << 20)
+    given = ["--init", str(folder), "--data", data, "--out", str(tmp_path / "runs")]
+    assert main([*given, *more]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xtrain.finetune: a run with steps of ") and "--micro-batch 1 " in said

@@ -38,7 +38,7 @@ from .tokenizer import Tokenizer
 from .tokenizing import MISSING, Progress, Tokenizing, read_state, work_folder_of
 
 # part of the cache key: increase it when the split, the shards or the tokenizer's training change
-FORMAT = 3
+FORMAT = 4
 SAMPLE_BYTES = 8_000_000  # of text to train the tokenizer on
 # characters sampled from one place: few, so that many places are sampled, and because BPE is slow
 # on a very long word

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..json_files import reading
+from ..json_files import load_json, reading
 from .compressed import open_file
 from .sources import Sources
 
@@ -122,9 +122,11 @@ def json_records(path: Path) -> Iterator[Record]:
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
+        fields = load_json(line)
+    except json.JSONDecodeError:
         fields = None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}: fix or remove the line") from None
     if not isinstance(fields, dict):
         raise UserError(f"{where} is not a JSON object: a .jsonl has one per line")
     return fields

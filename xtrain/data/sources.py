@@ -3,7 +3,7 @@
     file            itself
     folder          its files and those of its subfolders, in sorted order
     glob (quoted)   its matches, in sorted order
-    "-"             standard input: `from_standard_input` first
+    "-"             standard input: `from_standard_input` first; text, or JSON lines
 
 A folder that `save_to_disk` of the library `datasets` has written is the .arrow files that its
 state.json names. Of several splits one is used. No file is read twice: the first name counts.
@@ -26,7 +26,7 @@ from ..json_files import listed, read_json
 from . import text_files
 from .columns import read_arrow, read_parquet
 from .compressed import BadFile, is_packed, suffix
-from .text_files import read_jsonl, read_text, with_end
+from .text_files import holds_json_lines, read_jsonl, read_text, with_end
 
 STANDARD_INPUT = "-"
 STRAY_SECONDS = 86400  # the copy of standard input that a killed process has left unfinished
@@ -40,7 +40,11 @@ READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, bool]]]] = {
 
 
 class Source(NamedTuple):
-    """A file. is_named: on the command line, by itself or a glob."""
+    """A file.
+
+    is_named: on the command line, by itself or a glob. What is in it then decides whether it is
+    text or JSON lines, if its suffix does not.
+    """
 
     path: Path
     is_named: bool
@@ -56,6 +60,8 @@ class Source(NamedTuple):
         reader = READERS.get(suffix(self.path))
         if is_packed(self.path) and reader in (read_parquet, read_arrow):
             raise BadFile(f"{self.path} cannot be read in its {self.path.suffix}: unpack it")
+        if reader is None and self.is_named and holds_json_lines(self.path, key):
+            reader = read_jsonl
         if reader is None:
             return with_end(read_text(self.path))
         return reader(self.path, key)

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ..errors import UserError
-from ..json_files import listed
+from ..json_files import listed, load_json
 from .compressed import BadFile, NotText, is_packed, open_file
 
 PART = 1 << 18  # bytes read at once, characters of a document given at once
 LINE = 1 << 20  # bytes; a longer line of a .jsonl is read part by part
+FIRST_LINES = 5  # that say whether a file holds JSON lines
 LASTING = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)  # errors of a file, not of a disk
 # bytes; longer strings are not part of the structure of such a line: the name of the text's field
 # is shorter
@@ -130,14 +131,32 @@ def read_jsonl(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
                 long_line = _LongLine(_at_line(file, raw, is_packed(path)), where, short)
                 raw = long_line.structure()
             line = _decode(raw, where).strip()
-            if line:
-                text = _field(line, where, key)
+            text = _field(line, where, key) if line else None
+            if text is not None:
                 parts: Iterable[str] = (text[i : i + PART] for i in range(0, len(text), PART))
                 if long_line is not None and len(text) > short:
                     parts = long_line.string(int(text))
                 yield from with_end(_valid(part, where) for part in parts)
             if long_line is not None and long_line.file is not file:
                 long_line.file.close()
+
+
+def holds_json_lines(path: Path, key: str) -> bool:
+    """Return True if the first lines of a file are JSON objects; a single one must have the field
+    `key`. Raises BadFile."""
+    with reading(path) as file:
+        lines = [file.readline(LINE) for _ in range(FIRST_LINES)]
+    objects: list[Any] = []
+    for line in filter(None, map(bytes.strip, lines)):
+        if len(line) >= LINE - 1:  # cut off
+            return line.startswith(b'{"')
+        try:
+            objects.append(load_json(_decode(line, str(path))))
+        except ValueError:  # it is not JSON, or not even text
+            return False
+    if not all(isinstance(found, dict) for found in objects):
+        return False
+    return len(objects) > 1 or (len(objects) == 1 and key in objects[0])
 
 
 def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
@@ -163,14 +182,19 @@ def _at_line(file: BinaryIO, raw: bytes, packed: bool) -> BinaryIO:
     return copy
 
 
-def _field(line: str, where: str, key: str) -> str:
+def _field(line: str, where: str, key: str) -> str | None:
+    """Return the text of a line; None if its field is null, as a row without a value in a table."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = load_json(line)
+    except json.JSONDecodeError:
         _raise_not_json(where)
+    except ValueError as error:
+        raise BadFile(f"{where}: {error}: fix or remove the line") from None
     if not isinstance(record, dict):
         raise BadFile(f'{where} is not a JSON object: every line needs {{"{key}": "..."}}')
     text = record.get(key)
+    if key in record and text is None:
+        return None
     if not isinstance(text, str):
         name = json.dumps(key, ensure_ascii=False)
         if key in record:

@@ -28,6 +28,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from ..config import MOST
 from ..errors import UserError
 from ..files import write_whole
 from ..json_files import check_pointer
@@ -46,7 +47,7 @@ from .tokenizer_files import (
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of text
-MAX_VOCAB = 1 << 24  # a larger id means a damaged file, and its table would fill the memory
+MAX_VOCAB = MOST["vocab_size"]
 # Names of the end of text in other tokenizers, tried if tokenizer_config.json does not give it.
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 
@@ -136,6 +137,8 @@ class Tokenizer:
 
         The same texts give the same file. Raises UserError if vocab_size is below MIN_VOCAB.
         """
+        if vocab_size > MAX_VOCAB:
+            raise UserError(f"--vocab-size must be at most {MAX_VOCAB}, got {vocab_size}")
         if vocab_size < MIN_VOCAB:
             raise UserError(
                 f"--vocab-size {vocab_size} is too small: give at least {MIN_VOCAB}, "

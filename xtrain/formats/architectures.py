@@ -22,13 +22,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import LARGEST, ROPE_SCALINGS, ModelConfig
+from ..config import LARGEST, MOST, ROPE_SCALINGS, ModelConfig
 from ..errors import UserError
 from ..json_files import listed
 from .tensor_file import Stored
 
-MAX_POSITIONS = 1 << 24  # the RoPE tables of more would not fit into memory
-MAX_LAYERS = 1 << 16
 # In the config.json of a model that transformers does not have: Transformer.variation, its
 # ModelConfig, and Transformer.change.
 VARIATION = "xtrain_variation"
@@ -220,12 +218,10 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}")
     values = {**architecture.defaults, **config}
-    positions = values["max_position_embeddings"]
-    if isinstance(positions, int) and positions > MAX_POSITIONS:
-        raise UserError(f"max_position_embeddings {positions} is more than {MAX_POSITIONS}")
-    layers = values["num_hidden_layers"]
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise UserError(f"num_hidden_layers {layers} is more than {MAX_LAYERS}")
+    for theirs, ours in FIELDS.items():  # before lists of so many items are made
+        value = values.get(theirs)
+        if ours in MOST and isinstance(value, int) and value > MOST[ours]:
+            raise UserError(f"{theirs} must be at most {MOST[ours]}, got {value}")
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
     fields["rope_theta"], fields["rope_scaling"] = _rope(values, fields["max_seq_len"])
     for name in ("tie_embeddings", "norm_eps"):
@@ -239,10 +235,10 @@ def config_from_hf(config: dict[str, Any]) -> ModelConfig:
         names = {ours: theirs for theirs, ours in FIELDS.items()}
         # the message names the keys of the file instead of ModelConfig's fields
         raise UserError(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(error))) from None
-    if made.context > MAX_POSITIONS:
+    most = MOST["max_seq_len"]
+    if made.context > most:
         raise UserError(
-            f"max_position_embeddings x the RoPE factor is {made.context}, more than "
-            f"{MAX_POSITIONS}"
+            f"max_position_embeddings x the RoPE factor is {made.context}, more than {most}"
         )
     window, full_layers = _window(values, architecture, made)
     made = replace(made, sliding_window=window, full_attention_layers=full_layers)

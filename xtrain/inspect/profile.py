@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -37,21 +37,21 @@ from ..report import page as report
 from ..report.profiled import RecordingConsole, shape_of, with_options_of
 from ..training import memory_plan as memory
 from ..training.model_summary import describe
+from ..training.out_of_memory import OutOfMemory, check_fits
 from ..training.phase_timer import CAPTURED_PHASES, EAGER_PHASES, NoPhaseTimer
 from ..training.run import Run
 from . import kernel_times
 from .kernel_times import Recorder
 from .plan_tables import new_table, say, show_plan
 
-VOCAB_SIZE = 50257  # GPT-2's; used if neither the preset nor an option gives one
 LARGE = {  # shapes for --plan only: larger than one GPU trains in an hour
     "1b": Preset(
         dict(dim=2048, n_layers=18, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=5632),
-        dict(batch=8, seq_len=2048),
+        dict(PRESETS["gpt124m"].train, batch=8, seq_len=2048, vocab_size=50257),
     ),
     "7b": Preset(
         dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336),
-        dict(batch=1, seq_len=4096),
+        dict(PRESETS["gpt124m"].train, batch=1, seq_len=4096, vocab_size=50257),
     ),
 }
 PICTURES = (".png", ".svg", ".pdf")
@@ -65,7 +65,7 @@ class Options(ShapeOptions):
 
     plan: bool = False  # only print the memory that a step needs
     run: Path | None = None  # profile the model of this run (runs/NAME), with its options
-    vocab_size: int | None = None  # tokens; none: the preset's, else 50257
+    vocab_size: int | None = None  # tokens; none: the preset's
     # sequences in one forward pass, on each GPU; none: the preset's
     batch: int | None = None
     seq_len: int | None = None  # tokens per sequence; none: the preset's
@@ -90,35 +90,28 @@ class Options(ShapeOptions):
     picture: str | None = None  # write a chart of the memory over a step here (.png)
 
 
+class PlanConfig(TrainConfig):
+    """The options of a run, with the presets of a plan."""
+
+    def presets(self) -> dict[str, Preset]:
+        """Return those of training, and LARGE."""
+        return PRESETS | LARGE
+
+
 def model_config(o: Options) -> tuple[ModelConfig, int, int]:
-    """Return the model's shape, sequences in a batch and tokens per sequence. Raises UserError."""
+    """Return the model's shape, sequences in a batch and tokens per sequence: those of a run with
+    these options. Raises UserError."""
     if o.run is not None:
         return shape_of(o.run)
-    presets = {**PRESETS, **(LARGE if o.plan else {})}
-    gpu = o.device != "cpu" and gpu_available()
-    if o.preset != "auto":
-        name = o.preset
-    elif gpu or o.plan:
-        name = "dim384"
-    else:
-        name = "tiny"
-    if name not in presets:
-        raise UserError(f"--preset {name!r} is not known: choose one of auto, {', '.join(presets)}")
-    preset = presets[name]
-    shape = o.shape(preset)
-    for option in ("batch", "seq_len", "vocab_size", "gpu_gb"):
-        value = getattr(o, option)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{option.replace('_', '-')} must be positive, got {value}")
+    if o.gpu_gb is not None and not 0 < o.gpu_gb < math.inf:
+        raise UserError(f"--gpu-gb must be positive, got {o.gpu_gb}")
     if o.lora < 0:
         raise UserError(f"--lora must be a positive rank, or 0 for none, got {o.lora}")
-    T = o.seq_len or preset.train["seq_len"]
-    batch = o.batch or preset.train["batch"]
-    if name == "tiny":
-        small = preset.train.get("vocab_size", VOCAB_SIZE)
-    else:
-        small = VOCAB_SIZE
-    return ModelConfig(vocab_size=o.vocab_size or small, max_seq_len=T, **shape), batch, T
+    names = [*(f.name for f in fields(ShapeOptions)), "vocab_size", "batch", "seq_len"]
+    kind = PlanConfig if o.plan else TrainConfig
+    gpu = o.plan or (o.device != "cpu" and gpu_available())
+    c, shape = resolve(kind(**{name: getattr(o, name) for name in names}), gpu)
+    return ModelConfig(vocab_size=c.vocab_size, **shape), c.batch, c.seq_len
 
 
 # ----------------------------------------------------------------------------- measuring
@@ -136,11 +129,18 @@ def a_run(o: Options) -> Any:
             recompute=o.recompute,
             graph=o.graph,
             steps=1000,
+            save_every=1000,  # there are no checkpoints
             device=o.device,
             fp8_head=o.fp8_head,
         ),
         device == "gpu",
     )
+    if not o.change:
+        try:
+            check_fits(c, config, device)
+        except OutOfMemory as error:
+            needs = str(error).split(":\n")[0]
+            raise UserError(f"{needs}: {LESS_MEMORY}") from None
     with tempfile.TemporaryDirectory() as folder:
         shard = Path(folder) / "tokens.bin"
         draws = np.random.default_rng(0).random(max(64 * T, batch * T) + T + 1) ** 4

@@ -47,7 +47,8 @@ class Lora:
             )
         if not 0 < self.r < 2**16 or not 0 < self.alpha < 1e6:
             raise UserError(
-                f"LoRA needs a positive rank and alpha, got {self.r} and {self.alpha:g}"
+                f"LoRA needs a positive rank and alpha, at most 65535 and 10^6, got {self.r} and "
+                f"{self.alpha:g}"
             )
 
 

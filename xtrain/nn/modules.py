@@ -38,6 +38,7 @@ from ..kernels.quantize import Quantized
 from ..kernels.runtime.launch import empty
 from . import functional as F
 from .fp8 import Fp8Layer, Fp8Scales
+from .returned import check_returned
 from .tensor import Tensor, Version
 
 # floats: every parameter starts at a multiple of 256 bytes, for 16-byte loads and cuBLAS
@@ -375,8 +376,11 @@ class Module:
     arena: Arena  # of the whole model, in its outermost module
     fp8: Fp8Scales | None = None  # of a model in fp8 training
 
+    def __init_subclass__(cls) -> None:
+        check_returned(cls)
+
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the forward pass. Derived classes define it."""
+        """Compute the forward pass, and return a Tensor. Derived classes define it."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
     def modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:

@@ -24,6 +24,7 @@ from .paged_cache import KINDS as CACHE_KINDS
 PREFILL_TOKENS = {"gpu": 8192, "cpu": 512, "sim": 512}
 PREFILL_INTERVAL = {"gpu": 8, "cpu": 1, "sim": 1}  # steps: some 30 ms
 SERVED_TOKENS = 8192  # of a sequence in `serve` and `chat`, if the model supports more
+MAX_BATCH = 1 << 16  # sequences at a time
 # 16 KB of keys per head of 128 channels in bf16; larger blocks would waste more of their last one
 BLOCK_TOKENS = 64
 
@@ -130,6 +131,8 @@ class EngineOptions:
             cache_bytes=_default(self.cache_bytes, 1),
             **sizes._asdict(),
         )
+        if self.max_batch > MAX_BATCH:
+            raise UserError(f"max_batch must be at most {MAX_BATCH}, got {self.max_batch}")
         if not 2 <= sizes.max_seq_len <= context:
             raise UserError(
                 f"max_seq_len {sizes.max_seq_len} must be at least 2 and at most {context}, the "

@@ -40,6 +40,7 @@ from ..kernels.primitives.tiles import WIDTHS
 from ..kernels.rope import rope_frequencies, rope_tables
 from ..kernels.runtime.invariance import is_batch_invariant
 from ..kernels.runtime.launch import empty, zeros
+from ..machine import free_memory
 from ..nn.autograd import inference
 from ..nn.model import Transformer
 from ..nn.sequences import RotaryTables, Sequences
@@ -47,6 +48,7 @@ from ..nn.tensor import Tensor
 from ..nn.variation import overrides
 
 KINDS = ("full", "fp8")  # of the cache
+HOST_SHARE = 0.9  # of the memory that is free on a CPU; activations need the rest
 COPIED_BYTES = 256 << 20  # that blocks have which are copied at once: the copy is in memory twice
 
 
@@ -455,12 +457,14 @@ def affordable_blocks(
     cache: PagedCache, n_blocks: int, gpu_memory: float, cache_bytes: int | None
 ) -> int:
     """Return how many blocks there may be, at most n_blocks: see the options of the same names
-    (options.py)."""
+    (options.py). On a CPU the free memory limits them, because Linux grants more than it has."""
     limits = [] if cache_bytes is None else [cache_bytes]
     if cache.model.device == "gpu":
         free_cached("gpu")
         free, total = cupy().cuda.runtime.memGetInfo()
         limits.append(int(gpu_memory * total) - (total - free))
+    elif (free := free_memory()) is not None:
+        limits.append(int(HOST_SHARE * free))
     return min([n_blocks, *(max(limit, 0) // cache.block_bytes for limit in limits)])
 
 
@@ -468,10 +472,12 @@ def check_room(cache: PagedCache, n_blocks: int) -> None:
     """Raise UserError if so many blocks cannot hold one sequence."""
     tokens = n_blocks * cache.S
     if tokens < cache.capacity:
+        options = ""
+        if cache.model.device == "gpu":
+            options = " (gpu_memory, cache_bytes)"
         raise UserError(
             f"the KV cache would have room for {tokens} tokens, one sequence may have "
-            f"{cache.capacity}: choose a smaller max_seq_len, or give it more memory (gpu_memory, "
-            "cache_bytes)"
+            f"{cache.capacity}: choose a smaller max_seq_len, or give it more memory{options}"
         )
 
 

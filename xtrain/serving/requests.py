@@ -15,6 +15,7 @@ from ..kernels.decoding.sampling import check_sampling
 from ..options import one_line
 from .scoring import Scores
 
+MAX_ANSWERS = 1 << 16  # to one prompt
 REASONS = {  # why a sequence ended
     "scored": "its log-probabilities are known",
     "stop": "a stop token was generated",
@@ -142,8 +143,8 @@ def make_requests(
     Raises UserError for a prompt or an option that is invalid.
     """
     prompts = _listed("prompts", prompts)
-    if not _is_whole(n) or n < 1:
-        raise UserError(f"n must be a positive whole number, got {n!r}")
+    if not _is_whole(n) or not 1 <= n <= MAX_ANSWERS:
+        raise UserError(f"n must be a positive whole number, at most {MAX_ANSWERS}, got {n!r}")
     seed_per_prompt = isinstance(seed, (list, tuple, np.ndarray))
     options = DEFAULTS | options | {"seed": seed}
     columns = [_one_per_prompt(name, x, len(prompts)) for name, x in options.items()]

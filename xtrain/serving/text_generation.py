@@ -15,7 +15,7 @@ from ..formats.generation_config import GenerationDefaults
 from .engine import Engine
 from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
 from .pretrained import ModelOptions, Pretrained
-from .requests import REASONS, Completion
+from .requests import MAX_ANSWERS, REASONS, Completion
 from .stream import Stream
 from .text_stream import TextStream
 
@@ -127,8 +127,10 @@ def _check_texts(o: Options) -> None:
         raise UserError(
             "a --stop text is empty: give at least one character, or leave the option out"
         )
-    if o.samples < 1:
-        raise UserError(f"--samples must be a positive whole number, got {o.samples}")
+    if not 1 <= o.samples <= MAX_ANSWERS:
+        raise UserError(
+            f"--samples must be a positive whole number, at most {MAX_ANSWERS}, got {o.samples}"
+        )
     for i, prompt in enumerate(o.prompts, 1):
         if not prompt:
             raise UserError(f"prompt {i} is empty: give at least one character")

@@ -30,7 +30,7 @@ from .model_summary import describe, parameter_table
 from .nonfinite import unsound
 from .phase_timer import PhaseTimer, memory_bytes
 from .preemption import StopRequest, parse_seconds
-from .run import Run, StepResult
+from .run import Run, StepResult, is_own
 from .run_folder import RunFolder
 from .run_log import NullRunLog, RunLog, StepNumbers
 from .single_device import SingleDevice
@@ -290,14 +290,16 @@ def train(
         set_debug(config.debug)
         begin = start.decide(config, ranks, corpus is None, warn)
         c = begin.config
-        shape = dict(begin.shape)
-        stack.enter_context(out_of_memory.explained(c, shape, begin.device))
+        stack.enter_context(out_of_memory.explained(c, begin.model, begin.device))
         if begin.device == "cpu":
             stack.enter_context(blas.use_threads(c.blas_threads))
         if corpus is None:
             corpus = _read_text(begin, ranks, console)
-        shape["vocab_size"] = corpus.vocab_size
         parallel.check_data(corpus)
+        shape = begin.shape_with(corpus)
+        if is_own(make_run) and not c.change:  # the plan knows no other model
+            out_of_memory.check_fits(c, shape, begin.device, ranks)
+        stack.enter_context(out_of_memory.explained(c, shape, begin.device))
         # the model gets no name here: make_run may replace it, and the memory of the first must
         # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)

@@ -440,6 +440,7 @@ def plan(
     optimizer: str = "adamw",
     ema: float = 0.0,
     fp8_head: bool = False,
+    steps: int = STEPS,
 ) -> Plan:
     """Plan the training step of a model.
 
@@ -449,6 +450,7 @@ def plan(
     precision, recompute: as in Transformer.
     lora: rank of adapters on all matrices of a frozen model, 0 for none.
     optimizer, ema, fp8_head: as in TrainConfig.
+    steps: that are planned; the first one is close to the others.
     Raises ValueError if a launcher rejects an array as too large.
     """
     with planning(config.padded_vocab_size) as meter:
@@ -471,7 +473,7 @@ def plan(
                 array.allocation.rename(name)
         timeline: list[tuple[Scope, dict[str, int]]] = []
         with observe_ops(meter.observe):
-            for _ in range(STEPS):
+            for _ in range(steps):
                 timeline = meter.timeline = []
                 meter.pool.free_all_blocks()  # as cuda_graph.py does
                 _step(run)

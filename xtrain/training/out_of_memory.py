@@ -1,23 +1,26 @@
-"""Out of memory: the allocation that failed and where, what a step needs, and which options would
-need less."""
+"""Out of memory: what a step needs, and which options would need less. On a CPU the kernel ends a
+process that uses more memory than there is, so a run that cannot fit is refused before its first
+step; on a GPU the allocation fails, and the message also says where."""
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import ModelConfig, TrainConfig
+from ..config import ModelConfig
 from ..device import cupy
 from ..errors import UserError, describe_out_of_memory, is_out_of_memory
-from ..formats.huggingface import read_config
 from ..kernels.fp8 import TILE
 from ..machine import free_memory
 from ..nn.model import bf16_obstacle
 from . import memory_plan
+from .single_process import SINGLE_PROCESS, SingleProcess
 
 SHOWN_KINDS = 6  # lines of the plan in the message
+MARGIN = 1.1  # a run is refused if it needs so much more than there is: plans are not exact
+WORKSPACE = "workspace of cuBLAS"
 
 
 class OutOfMemory(UserError):
@@ -25,9 +28,9 @@ class OutOfMemory(UserError):
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside into OutOfMemory. shape: the fields of ModelConfig known
-    by then."""
+def explained(config: Any, model: ModelConfig, device: str) -> Iterator[None]:
+    """Turn an out-of-memory error inside into OutOfMemory. model: its shape, as far as it is
+    known."""
     try:
         yield
     except Exception as error:
@@ -37,69 +40,140 @@ def explained(config: TrainConfig, shape: dict[str, Any], device: str) -> Iterat
         error.with_traceback(None)  # its frames hold the arrays that fill the memory
         del error
         gc.collect()
-        advice = _advice(config, shape, device)
+        try:
+            advice = explain(config, model, device)
+        except (MemoryError, ValueError):
+            advice = [
+                "use a smaller --micro-batch, --seq-len or model; `python -m xtrain.profile "
+                "--plan` shows what they need"
+            ]
         raise OutOfMemory("\n".join([failed_allocation, *advice])) from None
 
 
+def check_fits(
+    config: Any, model: ModelConfig, device: str, ranks: SingleProcess = SINGLE_PROCESS
+) -> None:
+    """Raise OutOfMemory, on every rank, if a run on the CPU needs clearly more memory than a rank
+    can get."""
+    if device != "cpu":
+        return
+    refusal = None
+    available = _available_bytes(device, ranks)
+    with contextlib.suppress(ValueError):  # a launcher rejects an array; it will say so
+        least = needed(config, model, device, ranks).nbytes
+        if available is not None and least > MARGIN * available:
+            refusal = "\n".join(explain(config, model, device, ranks))
+    for text in ranks.gather(refusal):
+        if text is not None:
+            raise OutOfMemory(text)
+
+
+# ----------------------------------------------------------------------------- what a run needs
+@dataclass(frozen=True)
+class Needed:
+    """Bytes of a rank. kinds: of which kind they are, without holes in a memory pool."""
+
+    nbytes: int
+    kinds: dict[str, int]
+
+
+def needed(
+    config: Any,
+    model: ModelConfig,
+    device: str,
+    ranks: SingleProcess = SINGLE_PROCESS,
+    steps: int = 1,
+) -> Needed:
+    """Return what a rank needs for a step, on a CPU at least: references allocate temporaries.
+
+    config: resolved. steps: that are planned. Raises ValueError if a launcher rejects an array as
+    too large.
+    """
+    c = config
+    recompute = c.recompute
+    # FlashAttention stores no probabilities, whatever backward recomputes
+    if recompute == "none" and (getattr(c, "pack", False) or getattr(c, "exact", False)):
+        recompute = "attention"
+    accumulate = min(max(1, c.batch // ranks.world // c.micro_batch), 2)
+    shape = c.micro_batch, c.seq_len, c.precision, recompute, accumulate
+    options = getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head, steps
+    plan = memory_plan.plan(model, *shape, *options)
+    if device == "gpu":
+        return Needed(plan.reserved + int(memory_plan.OUTSIDE), plan.kinds)
+    return _on_cpu(c, plan.kinds, ranks)
+
+
+def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
+    """Return the larger of what a step needs, and what a checkpoint needs: both are copies of
+    weights and moments, of which AdamW has as many temporaries."""
+    kinds = {name: n for name, n in planned.items() if name != WORKSPACE}
+    kinds["ids and targets"] = 2 * 4 * c.batch // ranks.world * c.seq_len
+    state = ("moments", "moving average")
+    if ranks.world > 1 and c.sharded:
+        kinds |= {name: kinds[name] // ranks.world for name in state if name in kinds}
+    if ranks.world > 1:  # only one of them writes checkpoints
+        return Needed(sum(kinds.values()), kinds)
+    copies = sum(kinds.get(name, 0) for name in ("weights", *state))
+    at_checkpoint = {
+        name: kinds[name]
+        for name in ("frozen weights", "weights", "gradients", *state)
+        if name in kinds
+    }
+    at_checkpoint["copies for a checkpoint"] = copies
+    if c.save_every < min(c.steps, c.stop_at or c.steps):  # they are kept for the next one
+        kinds["copies for a checkpoint"] = copies
+    largest = max(kinds, at_checkpoint, key=lambda found: sum(found.values()))
+    return Needed(sum(largest.values()), largest)
+
+
 # ----------------------------------------------------------------------------- advice
-def _advice(config, shape, device) -> list[str]:
-    try:
-        if config.init:
-            model = read_config(Path(config.init))
-        else:
-            model = _model(config, shape)
-        return explain(config, model, device)
-    except (MemoryError, UserError, ValueError):
-        return [
-            "use a smaller --micro-batch, --seq-len or model; `python -m xtrain.profile --plan` "
-            "shows what they need"
-        ]
-
-
-def _model(config, shape):
-    return ModelConfig(**{"vocab_size": config.vocab_size, **shape})
-
-
-def explain(config: TrainConfig, model: ModelConfig, device: str) -> list[str]:
+def explain(
+    config: Any, model: ModelConfig, device: str, ranks: SingleProcess = SINGLE_PROCESS
+) -> list[str]:
     """Return lines: the memory plan of a step, and options that would need less. config: resolved.
     device: "cpu" or "gpu"."""
     c = config
-    available = _available_bytes(device)
-    plan = _plan(model, c)
-    # the NumPy references allocate temporaries
+    available = _available_bytes(device, ranks)
+    whole = needed(c, model, device, ranks, memory_plan.STEPS)
     at_least = ""
     if device == "cpu":
         at_least = "at least "
     has = ""
     if available is not None:
         has = f", {_gb(available)} are available"
+    if ranks.local_world > 1 and device == "cpu":
+        has += f" to each of {ranks.local_world} ranks"
     lines = [
-        f"a step of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute "
-        f"{c.recompute}, needs "
-        f"{at_least}{_gb(_whole(plan, device))}{has}:"
+        f"a run with steps of {c.micro_batch} x {c.seq_len} tokens, {c.precision}, --recompute "
+        f"{c.recompute}, needs {at_least}{_gb(whole.nbytes)}{has}:"
     ]
-    kinds = sorted(plan.kinds.items(), key=lambda item: -item[1])
+    kinds = sorted(whole.kinds.items(), key=lambda item: -item[1])
     lines += [f"    {kind:32} {_gb(size):>9}" for kind, size in kinds[:SHOWN_KINDS]]
-    if rest := plan.reserved - sum(size for _, size in kinds[:SHOWN_KINDS]):
+    if rest := whole.nbytes - sum(size for _, size in kinds[:SHOWN_KINDS]):
         lines.append(f"    {'the rest':32} {_gb(rest):>9}")
-    lines.append("options that need less:")
+    less = []
+    one_fits = False
     for option, changed, remark in _less(c, model, device):
-        needed = _whole(_plan(model, changed), device)
-        if needed > _whole(plan, device):
+        least = needed(changed, model, device, ranks).nbytes
+        if least >= whole.nbytes:
             continue
-        if available is None:
-            fits = ""
-        elif needed <= available:
-            fits = "fits"
-        else:
-            fits = "does not fit"
-        lines.append(f"    {option:42} {_gb(needed):>9}  {', '.join(filter(None, (fits, remark)))}")
+        fits = ""
+        if available is not None:
+            fits = "fits" if least <= available else "does not fit"
+        one_fits |= fits != "does not fit"
+        row = f"    {option:42} {_gb(least):>9}  {', '.join(filter(None, (fits, remark)))}"
+        less.append(row.rstrip())
+    if less:
+        lines += ["options that need less:", *less]
+    if not one_fits:
+        lines.append("use a smaller --batch, --seq-len or model")
     return lines
 
 
 def _less(c, model, device):
     """Yield (option, the config with it, its cost)."""
-    rows = [n for n in range(1, c.micro_batch + 1) if c.micro_batch % n == 0]
+    small = [n for n in range(1, math.isqrt(c.micro_batch) + 1) if c.micro_batch % n == 0]
+    rows = sorted({*small, *(c.micro_batch // n for n in small)})
     if c.precision == "fp8":
         rows = [n for n in rows if n * c.seq_len % TILE == 0]
     least = rows[0]
@@ -123,21 +197,15 @@ def _less(c, model, device):
         yield f"--micro-batch {least} --recompute block", smallest, ""
 
 
-def _plan(model, c):
-    accumulate = max(1, c.batch // c.micro_batch)
-    shape = c.micro_batch, c.seq_len, c.precision, c.recompute, min(accumulate, 2)
-    return memory_plan.plan(model, *shape, getattr(c, "lora", 0), c.optimizer, c.ema, c.fp8_head)
-
-
-def _whole(plan, device):
-    return plan.reserved + (memory_plan.OUTSIDE if device == "gpu" else 0)
-
-
-def _available_bytes(device):
-    """Return all memory of the GPU, or the free memory of the machine; None if unknown."""
+def _available_bytes(device, ranks):
+    """Return all memory of the GPU, or this rank's share of the free memory of the machine; None if
+    unknown."""
     if device == "gpu":
         return cupy().cuda.runtime.memGetInfo()[1]
-    return free_memory()
+    free = free_memory()
+    if free is None:
+        return None
+    return free // ranks.local_world
 
 
 def _gb(n):

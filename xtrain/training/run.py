@@ -37,6 +37,11 @@ from .phase_timer import NoPhaseTimer
 from .single_device import SingleDevice
 
 
+def is_own(function: Any) -> bool:
+    """Return whether a class or function is xtrain's, not a user's."""
+    return getattr(function, "__module__", "").split(".")[0] == __name__.split(".")[0]
+
+
 def each_array(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the batch, a NamedTuple, with the results of the function in place of its arrays."""
     return type(batch)(*(None if array is None else function(array) for array in batch))
@@ -82,6 +87,11 @@ class Run:
         self.model = model
         self.corpus = corpus
         self.parallel = parallel or SingleDevice()
+        if not any(parameter.requires_grad for _, parameter in model.storage()):
+            raise UserError(
+                "no parameter of the model is trained, because requires_grad is False for all of "
+                "them: leave at least one as it is"
+            )
         self.parallel.attach(config, model)
         self.ranks = ranks = self.parallel.ranks
         self.optimizer = self.make_optimizer()
@@ -200,8 +210,7 @@ class Run:
         """Return whether a forward pass is known to change nothing: true of xtrain's classes,
         unknown of a user's."""
         parts = (self, self.optimizer, *(module for _, module in self.model.modules()))
-        package = __name__.split(".")[0]
-        return all(type(part).__module__.split(".")[0] == package for part in parts)
+        return all(is_own(type(part)) for part in parts)
 
     @property
     def document_tokens(self) -> float:

@@ -31,6 +31,8 @@ class Start:
     config: every option has its value.
     name: --name as given.
     shape: of a new model, without its vocabulary.
+    model: its shape, as far as it is known before the text is read: its vocabulary may become
+        smaller.
     folder: where the run is written, and the checkpoint to resume from.
     tokenizer: the tokenizer.json to use, None to train one.
     device: "cpu" or "gpu".
@@ -40,6 +42,7 @@ class Start:
     config: ResolvedConfig
     name: str | None
     shape: dict[str, Any]
+    model: ModelConfig
     folder: RunFolder
     tokenizer: str | None
     device: str
@@ -49,6 +52,12 @@ class Start:
     def saved(self) -> Saved | None:
         """The checkpoint to resume from."""
         return self.folder.saved
+
+    def shape_with(self, corpus: Any) -> ModelConfig:
+        """Return the model's shape, with the vocabulary of the text if it is a new model."""
+        if self.saved is not None or self.config.init is not None:
+            return self.model
+        return replace(self.model, vocab_size=corpus.vocab_size)
 
 
 def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Warn) -> Start:
@@ -76,7 +85,7 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
         decided["data"] = ranks.on_rank_0(copied)
         tokenizer = folder.tokenizer(config.tokenizer)
     config = replace(config, **decided)
-    return Start(config, options.name, shape, folder, tokenizer, device, obstacle)
+    return Start(config, options.name, shape, model, folder, tokenizer, device, obstacle)
 
 
 def _folder_of_init(options: RunOptions, ranks: SingleProcess, warn: Warn) -> str | None:
@@ -91,8 +100,7 @@ def _folder_of_init(options: RunOptions, ranks: SingleProcess, warn: Warn) -> st
 
 
 def _known_shape(config: ResolvedConfig, shape: dict[str, Any], saved: Saved | None) -> ModelConfig:
-    """Return the model's shape, as far as it is known before the text is read: its vocabulary may
-    become smaller."""
+    """Return the model's shape: see Start."""
     if saved is not None:
         return _saved_shape(saved)
     if config.init is not None:
