@@ -87,4 +87,6 @@ def main(folder: str, file: str, steps: int = 100, out: str = "runs") -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:3], *map(int, sys.argv[3:4]))

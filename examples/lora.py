@@ -65,4 +65,6 @@ def main(folder: str, data: str, steps: int = 100, T: int = 64) -> list[float]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:3], *map(int, sys.argv[3:4]))

@@ -57,4 +57,6 @@ def validate(model: xtrain.Transformer, corpus) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(sys.argv[1], *map(int, sys.argv[2:3]))

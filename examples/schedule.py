@@ -24,4 +24,6 @@ def main(data: str, steps: int = 100, out: str = "runs") -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(sys.argv[1], *map(int, sys.argv[2:3]))

@@ -27,4 +27,6 @@ def main(folder: str, prompts: list[str], max_new_tokens: int = 64) -> list[str]
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2:])

@@ -40,4 +40,6 @@ def main(folder: str, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

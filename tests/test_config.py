@@ -147,7 +147,7 @@ WRONG = [
     *((dict([(name, 10**20)]), f"--{name.replace('_', '-')} must be at most 2147483647, got 1000")
       for name in ("steps", "batch", "eval_batches", "max_skips")),
     *((dict([(name, most + 1)]), f"--{name.replace('_', '-')} must be at most {most}, got {most + 1}")
-      for name, most in dict(vocab_size=2**20, layers=2**10, dim=2**18, hidden_dim=2**20, heads=2**12,
+      for name, most in dict(vocab_size=2**22, layers=2**10, dim=2**18, hidden_dim=2**20, heads=2**12,
                              kv_heads=2**12, seq_len=2**24).items()),
     (dict(batch=2**20, seq_len=2**10), "are 1073741824 tokens in one forward pass, more than 16777216: give a smaller"),
     (dict(keep=-1), "--keep must not be negative, got -1"),

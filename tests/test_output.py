@@ -101,6 +101,26 @@ def test_other_commands_write_question_marks_too(monkeypatch):
     assert sys.stdout.buffer.getvalue() == b"?\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
+@pytest.mark.parametrize("program", ["xtrain train", "xtrain.train"])
+def test_too_little_address_space_for_the_libraries(program):
+    script = f"ulimit -v 300000; exec {sys.executable} -m {program}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("xtrain: the limit of 307 MB of address space is too low")
+    assert done.stderr.count("\n") == 1
+
+
+def test_out_of_memory_prints_no_traceback(capsys):
+    def main():
+        raise MemoryError("Unable to allocate 9 GB")
+
+    assert command_line(main) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xtrain: out of memory: Unable to allocate 9 GB (in ")
+    assert said.count("\n") == 1
+
+
 def test_ctrl_c_prints_no_traceback(capsys):
     def interrupted():
         raise KeyboardInterrupt

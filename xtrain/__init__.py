@@ -6,6 +6,7 @@ import signal as _signal
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from . import machine as _machine
 from . import version as _version
 
 if _TYPE_CHECKING:
@@ -23,6 +24,9 @@ else:
 _importing = any(name.split(".")[0] == "xtrain" for name in _names)
 if _importing and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+if _importing and (_shortage := _machine.little_address_space()):
+    print(f"xtrain: {_shortage}", file=_sys.stderr)
+    raise SystemExit(2)
 
 # What an import makes stays: to search it for garbage, again and again, would take a fifth of the
 # time.

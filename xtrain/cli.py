@@ -182,6 +182,9 @@ def command_line(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say("\nxtrain: interrupted")
         return 130
+    except MemoryError as error:
+        say(f"xtrain: {describe_out_of_memory(error)}: free memory, or raise its limit (ulimit -v)")
+        return 2
     except OSError as error:
         if error.filename is not None or error.errno not in {errno.EPIPE, errno.EIO, *FULL}:
             raise

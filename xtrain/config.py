@@ -51,7 +51,7 @@ SHAPES = (
 )
 # Larger sizes are damage or a mistake: they would fill the memory before they are found to be wrong.
 MOST = {
-    "vocab_size": 1 << 20,
+    "vocab_size": 1 << 22,
     "dim": 1 << 18,
     "hidden_dim": 1 << 20,
     "n_layers": 1 << 10,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 # environment variables in which launchers pass a process's rank on its machine
 LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK")
+LEAST_ADDRESS_SPACE = 500 << 20  # of the libraries, with one thread
 SPECIAL_STEP = 0xFFFFFFF0  # Slurm's steps from here on are shells, no parallel programs
 
 
@@ -74,6 +75,21 @@ def _of_limits(root: Path) -> Iterator[int]:
             most, _ = resource.getrlimit(limit)
             if most != resource.RLIM_INFINITY:
                 yield most - used[use]
+
+
+def little_address_space() -> str:
+    """Why xtrain cannot start, and what to do, if `ulimit -v` leaves too little for its libraries;
+    "" if it can. They would end in a traceback or abort."""
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+            return (
+                f"the limit of {limit / 1e6:.0f} MB of address space is too low for xtrain's "
+                "libraries: raise it, such as by `ulimit -v 4000000`"
+            )
+    return ""
 
 
 def shared_memory() -> tuple[int, int] | None:

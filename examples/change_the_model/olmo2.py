@@ -105,4 +105,6 @@ def main(folder, prompt, max_new_tokens=64):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2])

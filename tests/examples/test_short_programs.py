@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_own_loop(trained):
     assert len(losses) == 3 and losses[-1] < losses[0] - 1
     bpb = re.search(r"^([\d.]+) bits per byte: ['\"]the", trained[1], re.M)
     assert bpb and 0.5 < float(bpb[1]) < 6  # grammar.txt; 8 would be no model at all
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda x: x.stem)
+def test_a_program_without_its_arguments_says_how_to_call_it(path, monkeypatch):
+    """Run in this process: without arguments, nothing is computed."""
+    (said,) = re.findall(r"^python examples/.*$", path.read_text(), re.M) or [""]
+    if not re.search(r"\.py +[A-Z\"]", said):
+        return  # it needs none
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(path), run_name="__main__")
+    assert said in str(stop.value)
 
 
 def test_serve(trained):

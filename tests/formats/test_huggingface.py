@@ -650,7 +650,7 @@ def test_a_config_that_does_not_fit_allocates_no_memory(folder):
     config = json.loads((folder / "config.json").read_text())
     for changes, words in (
         ({"num_hidden_layers": 2**30}, "num_hidden_layers must be at most 1024, got 1073741824"),
-        ({"vocab_size": 2**30}, "vocab_size must be at most 1048576, got 1073741824"),
+        ({"vocab_size": 2**30}, "vocab_size must be at most 4194304, got 1073741824"),
         ({"vocab_size": 2**20}, "expected (1048576, 32)"),
         ({"hidden_size": 2**18, "intermediate_size": 2**20}, "wrong shapes"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding table"),

@@ -21,7 +21,7 @@ from xtrain.config import resolve
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.train import main
-from xtrain.training import preemption, run_folder
+from xtrain.training import loop, preemption, run_folder
 from xtrain.training.preemption import StopRequest, parse_seconds
 from xtrain.training.run import Run
 
@@ -259,6 +259,48 @@ def test_without_the_stored_options(stopped, tmp_path, capsys, damage):
     assert ("is missing or damaged: options that are not given have their defaults" in error) is (
         damage != "wrong types"
     )
+
+
+def test_without_the_stored_options_other_options_are_refused_before_the_text_is_read(
+    stopped, tmp_path, capsys, monkeypatch
+):
+    """It would be the default text, which takes long."""
+    shutil.copytree(stopped, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{")
+    monkeypatch.setattr(loop, "_read_text", None)
+    assert command(tmp_path) == 2
+    missing, refused = capsys.readouterr().err.splitlines()
+    assert "config.json is missing or damaged" in missing
+    assert "steps was 20, is 800; batch was 4, is 8" in refused and "--allow-change" in refused
+
+
+def test_another_model_is_refused(stopped, tmp_path, capsys):
+    """The weights are those of the checkpoint."""
+    shutil.copytree(stopped, tmp_path / "run")
+    assert command(tmp_path, "--init", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"--init was not given, is {tmp_path}: omit --init, because" in said
+    started = dict(init=str(stopped), preset="tiny", vocab_size=None, name="second", stop_at=2)
+    run(tmp_path, **started)
+    second = ["--out", str(tmp_path), "--name", "second", "--resume"]
+    for given, says in (
+        (["--init", str(tmp_path / "run")], f"--init was {stopped}"),
+        (["--preset", "dim384"], "--preset was tiny, is dim384: omit --preset, because the model"),
+    ):
+        assert main([*second, *given]) == 2 and says in capsys.readouterr().err
+    assert main([*second, "--init", str(stopped), "--preset", "tiny", "--stop-at", "3"]) == 0
+
+
+def test_a_tokenizer_that_has_changed_since_is_told(tmp_path, capsys):
+    """The run keeps the one that its weights belong to."""
+    text = (DATA / "grammar.txt").read_text()
+    Tokenizer.train([text], 320).save(tmp_path / "own")
+    run(tmp_path, tokenizer=str(tmp_path / "own"), steps=4, stop_at=2)
+    assert command(tmp_path, "--stop-at", 3) == 0
+    assert "warning" not in capsys.readouterr().out
+    Tokenizer.train([text[:9000]], 320).save(tmp_path / "own")
+    assert command(tmp_path) == 0
+    assert "own is not the tokenizer of the run any more" in capsys.readouterr().out
 
 
 def test_a_run_of_several_ranks_continues_on_one(stopped, tmp_path, capsys):

@@ -21,6 +21,8 @@ from .single_process import SINGLE_PROCESS, SingleProcess
 SHOWN_KINDS = 6  # lines of the plan in the message
 MARGIN = 1.1  # a run is refused if it needs so much more than there is: plans are not exact
 WORKSPACE = "workspace of cuBLAS"
+MOMENTS = ("moments", "moving average")  # kinds of a plan, those that ZeRO-1 divides
+STATE = ("frozen weights", "weights", "gradients", *MOMENTS)  # what stays from step to step
 
 
 class OutOfMemory(UserError):
@@ -104,26 +106,30 @@ def needed(
 
 
 def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
-    """Return the larger of what a step needs, and what a checkpoint needs: both are copies of
-    weights and moments, of which AdamW has as many temporaries."""
-    kinds = {name: n for name, n in planned.items() if name != WORKSPACE}
-    kinds["ids and targets"] = 2 * 4 * c.batch // ranks.world * c.seq_len
-    state = ("moments", "moving average")
+    """Return the most that is in use at one time: in the passes of a step, in its update, or while
+    a checkpoint is copied."""
+    in_passes = {name: n for name, n in planned.items() if name != WORKSPACE}
+    in_passes["ids and targets"] = 2 * 4 * c.batch // ranks.world * c.seq_len
+    shards = 1
     if ranks.world > 1 and c.sharded:
-        kinds |= {name: kinds[name] // ranks.world for name in state if name in kinds}
-    if ranks.world > 1:  # only one of them writes checkpoints
-        return Needed(sum(kinds.values()), kinds)
-    copies = sum(kinds.get(name, 0) for name in ("weights", *state))
-    at_checkpoint = {
-        name: kinds[name]
-        for name in ("frozen weights", "weights", "gradients", *state)
-        if name in kinds
-    }
-    at_checkpoint["copies for a checkpoint"] = copies
-    if c.save_every < min(c.steps, c.stop_at or c.steps):  # they are kept for the next one
-        kinds["copies for a checkpoint"] = copies
-    largest = max(kinds, at_checkpoint, key=lambda found: sum(found.values()))
-    return Needed(sum(largest.values()), largest)
+        shards = ranks.world
+    for name in MOMENTS:
+        if name in in_passes:
+            in_passes[name] //= shards
+    state = {name: in_passes[name] for name in STATE if name in in_passes}
+    copies = {}
+    if ranks.world == 1:  # otherwise only one of them writes checkpoints
+        copied = sum(state.get(name, 0) for name in ("weights", *MOMENTS))
+        copies = {"copies for a checkpoint": copied}
+    kept = {}
+    if c.save_every < min(c.steps, c.stop_at or c.steps):  # for the next one
+        kept = copies
+    at_one_time = [in_passes | kept, state | copies]
+    if c.optimizer == "adamw":
+        temporaries = 3 * state["weights"] // shards
+        at_one_time.append(state | kept | {"temporaries of AdamW": temporaries})
+    most = max(at_one_time, key=lambda kinds: sum(kinds.values()))
+    return Needed(sum(most.values()), most)
 
 
 # ----------------------------------------------------------------------------- advice

@@ -29,7 +29,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
-from ..run_options import RESUME_KEYS
+from ..run_options import RESUME_KEYS, RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
@@ -385,12 +385,7 @@ class Run:
         """Continue from a checkpoint. Raises UserError if an option differs that must stay the
         same."""
         made_on = saved.state["made_on"]
-        changed = option_changes(saved.state["options"], self.resume_options())
-        if made_on.get("ranks") != self.ranks.world:  # the share of each rank has another size
-            changed.pop("micro_batch", None)
-        if 1 in (made_on.get("ranks"), self.ranks.world):  # one rank communicates no gradients
-            changed.pop("grad_comm", None)
-        self._refuse_changes(saved, changed)
+        changed = check_unchanged(saved, self.resume_options(), self.config, self.ranks.world)
         self.parallel.load(saved, self.optimizer)
         if changed.keys() & {"data", "tokenizer", "seq_len", "seed"}:
             warn(
@@ -411,22 +406,6 @@ class Run:
         ]
         if moved:
             warn(f"{', '.join(moved)}: the last digits may differ")
-
-    def _refuse_changes(self, saved, changed):
-        allowed = {name.replace("-", "_") for name in self.config.allow_change}
-        refused = [text for name, text in changed.items() if name not in allowed]
-        if not refused:
-            return
-        may = [name for name in changed if name != "tokenizer" or name in allowed]
-        advice = ["use the options of its first start"]
-        if len(may) < len(changed):  # its tokens would get the embeddings of others
-            advice.append(
-                "omit --tokenizer, because the weights belong to the checkpoint's tokenizer"
-            )
-        # no option can make the weights fit another shape, or adapters of another rank
-        if may and not changed.keys() & set(SHAPES) and may_change(self.config).issuperset(changed):
-            advice.append(f"or allow the change: --allow-change {' '.join(may)}")
-        raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
     # ------------------------------------------------------------------------- the end
     def explain(self, step: int) -> str:
@@ -503,6 +482,35 @@ def _group(name):
         return f"layer {words[words.index('layers') + 1]}"
     groups = {"embed_tokens": "embedding", "norm": "last norm", "lm_head": "head"}
     return groups.get(words[-2] if words[1:] else "", "other")
+
+
+def check_unchanged(
+    saved: Saved, now: dict[str, Any], config: RunOptions, world: int
+) -> dict[str, str]:
+    """Raise UserError if one of the options `now` is not that of the checkpoint, and may not
+    differ. Return the changes that are allowed, as option_changes does.
+
+    now: Run.resume_options, or some of them.
+    world: the number of ranks.
+    """
+    made_on = saved.state["made_on"]
+    changed = option_changes(saved.state["options"], now)
+    if made_on.get("ranks") != world:  # the share of each rank has another size
+        changed.pop("micro_batch", None)
+    if 1 in (made_on.get("ranks"), world):  # one rank communicates no gradients
+        changed.pop("grad_comm", None)
+    allowed = {name.replace("-", "_") for name in config.allow_change}
+    refused = [text for name, text in changed.items() if name not in allowed]
+    if not refused:
+        return changed
+    may = [name for name in changed if name != "tokenizer" or name in allowed]
+    advice = ["use the options of its first start"]
+    if len(may) < len(changed):  # its tokens would get the embeddings of others
+        advice.append("omit --tokenizer, because the weights belong to the checkpoint's tokenizer")
+    # no option can make the weights fit another shape, or adapters of another rank
+    if may and not changed.keys() & set(SHAPES) and may_change(config).issuperset(changed):
+        advice.append(f"or allow the change: --allow-change {' '.join(may)}")
+    raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
 
 def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

@@ -128,6 +128,34 @@ def check_seen(folder: RunFolder, ranks: SingleProcess) -> RunFolder:
     return folder
 
 
+def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:
+    """Raise UserError if --init or --preset asks for another model than that of the run to resume.
+    options: as given. (Presets of other shapes are refused by the shape.)"""
+    first = folder.first_options
+    if folder.saved is None or not first:
+        return
+    cannot = f"cannot resume {folder.saved.folder}"
+    init = first.get("init")
+    preset = getattr(options, "preset", "auto")
+    if options.init and not _is_in(init, options.init):
+        raise UserError(
+            f"{cannot}: --init was {init or 'not given'}, is {options.init}: omit --init, because "
+            "the run continues with its own weights"
+        )
+    if init and preset not in ("auto", first.get("preset")):
+        raise UserError(
+            f"{cannot}: --preset was {first.get('preset')}, is {preset}: omit --preset, because "
+            "the model has the shape of --init"
+        )
+
+
+def _is_in(init: str | None, folder: str) -> bool:
+    """Is `init`, as stored, this folder, or the checkpoint of a run that this folder is?"""
+    if init is None:
+        return False
+    return Path(os.path.abspath(init)).is_relative_to(os.path.abspath(folder))
+
+
 def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedConfig:
     """On --resume, take weights, precision and tokenizer from the checkpoint: the folder of --init
     may be gone.

@@ -1,6 +1,7 @@
 """What a run decides before its first step: the device, the folder, the precision, the shape of the
 model."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from .. import blas
 from ..config import ModelConfig, ResolvedConfig, resolve
 from ..data.sources import from_standard_input
+from ..data.tokenizer import Tokenizer
 from ..device import cache_folder, resolve_device
 from ..errors import UserError
 from ..formats.huggingface import dropout_of, read_config
@@ -17,6 +19,7 @@ from ..nn.fp8 import check_tokens
 from ..nn.model import Transformer, choose_precision
 from ..run_options import RunOptions
 from . import run_folder
+from .run import check_unchanged
 from .run_folder import RunFolder
 from .single_process import SingleProcess
 from .trackers import check_installed
@@ -71,12 +74,15 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
     ranks.on_rank_0(lambda: check_installed(config.log))
     folder = ranks.on_rank_0(lambda: run_folder.choose(config, options.name, warn))
     run_folder.check_seen(folder, ranks)
+    run_folder.refuse_another_model(options, folder)
     config = run_folder.with_first_options(config, folder)
     model = _known_shape(config, shape, folder.saved)
     precision, obstacle = choose_precision(config.precision, device, model.head_dim)
     if precision == "fp8":
         check_tokens(config.micro_batch * config.seq_len)
     decided: dict[str, Any] = {"precision": precision}
+    if folder.saved is not None and not folder.first_options:  # before a text is read
+        _check_known_options(replace(config, **decided), folder.saved, ranks)
     if device == "cpu":
         decided["blas_threads"] = _blas_threads(config, model, folder.saved, ranks)
     tokenizer = None
@@ -84,8 +90,29 @@ def decide(options: RunOptions, ranks: SingleProcess, reads_text: bool, warn: Wa
         copied = lambda: from_standard_input(config.data, cache_folder())
         decided["data"] = ranks.on_rank_0(copied)
         tokenizer = folder.tokenizer(config.tokenizer)
+        if folder.saved is not None and config.tokenizer not in (None, tokenizer):
+            _tell_of_tokenizer(config.tokenizer, folder.saved, warn)
     config = replace(config, **decided)
     return Start(config, options.name, shape, model, folder, tokenizer, device, obstacle)
+
+
+def _tell_of_tokenizer(given: str, saved: Saved, warn: Warn) -> None:
+    """Warn if the file that --tokenizer named at the first start holds another one now."""
+    with contextlib.suppress(UserError):  # it may be gone
+        if Tokenizer.load(given).sha256 != saved.state["options"].get("tokenizer"):
+            warn(
+                f"{given} is not the tokenizer of the run any more: the run continues with that "
+                f"of {saved.folder}"
+            )
+
+
+def _check_known_options(config: ResolvedConfig, saved: Saved, ranks: SingleProcess) -> None:
+    """Raise UserError if options differ from the checkpoint's, as far as they are known without
+    text and model."""
+    then = saved.state["options"]
+    now = {name: getattr(config, name) for name in config.resume_keys() if name in then}
+    some = replace(saved, state=saved.state | {"options": {name: then[name] for name in now}})
+    check_unchanged(some, now, config, ranks.world)
 
 
 def _folder_of_init(options: RunOptions, ranks: SingleProcess, warn: Warn) -> str | None:
