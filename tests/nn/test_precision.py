@@ -116,9 +116,9 @@ def test_words_of_other_libraries():
     for precision in ("bfloat16", torch.bfloat16):
         assert Transformer(shape, None, "sim", precision).precision == "bf16"
     for precision in ("half", torch.float16):
-        with pytest.raises(UserError, match="is not supported: use bf16, or fp32$"):
+        with pytest.raises(UserError, match=r"is not supported: use bf16, or fp32$"):
             Transformer(shape, precision=precision)
-    with pytest.raises(UserError, match="choose a GPU with CUDA_VISIBLE_DEVICES=1"):
+    with pytest.raises(UserError, match=r"choose a GPU with CUDA_VISIBLE_DEVICES=1 "):
         Transformer(shape, device="cuda:1")
 
 
