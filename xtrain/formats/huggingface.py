@@ -359,7 +359,8 @@ def write_files(
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
     special_tokens = model.special_tokens
-    for key, i in _special_tokens(tokenizer, model.config).items():
+    config = model.saved_config
+    for key, i in _special_tokens(tokenizer, config).items():
         if i is not None and i not in as_ids(special_tokens.get(key)):
             special_tokens = special_tokens | {key: i}
     if model.generation is not None:
@@ -367,14 +368,14 @@ def write_files(
     if model.adapter is not None:
         write_adapters(folder, dict(model.named_parameters()), model.adapter)
         return
-    content = config_to_hf(model.config) | special_tokens
+    content = config_to_hf(config) | special_tokens
     # the names of the tensors may match a Llama's, so other readers must reject the folder
     if model.variation:
         content |= {
             "architectures": ["Variation"],
             "model_type": "xtrain",
             VARIATION: model.variation,
-            SHAPE: model.config.to_dict(),
+            SHAPE: config.to_dict(),
         }
         content |= {CHANGE: model.change} if model.change else {}
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))

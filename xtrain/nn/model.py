@@ -27,7 +27,7 @@ from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
-from .variation import changed_modules, changed_tensors, listed, overrides
+from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
@@ -372,7 +372,7 @@ class Transformer(Module):
 
         The families are config.FAMILIES.
         """
-        c = self.config
+        c = self._config_of_layers()
         differences = []
         if not c.family:
             differences.append(c.features)
@@ -384,10 +384,23 @@ class Transformer(Module):
             if overrides(self, Transformer, name):
                 differences.append(f"{name} of {type(self).__name__}")
         differences += changed_modules(self, Decoder(c), STANDARD)
-        if getattr(self.rotary, "config", None) != c:
+        if getattr(self.rotary, "config", None) != self.config:
             differences.append("rotary")
         differences = differences or changed_tensors(self, tensor_shapes(c))
         return listed(differences)
+
+    @property
+    def saved_config(self) -> ModelConfig:
+        """Return the config with which the model is saved.
+
+        It has the number of layers that the model has, where a plain model of it is this one.
+        """
+        return self.config if self.variation else self._config_of_layers()
+
+    def _config_of_layers(self) -> ModelConfig:
+        if self.change:  # which will be applied to the plain model of config again
+            return self.config
+        return with_layers(self.config, self.model.layers)
 
     @property
     def adapter(self) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ def flops_per_token(model: Transformer, T: float) -> float:
     Of rows that hold several documents, T is the mean over the tokens of the length of their
     document.
     """
-    c = model.config
+    c = model.saved_config
     trained, frozen = (
         sum(math.prod(x) for n, x in shapes.items() if len(x) == 2 and "embed_tokens" not in n)
         for shapes in (shapes_of(model), frozen_shapes(model))

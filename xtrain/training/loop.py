@@ -398,7 +398,9 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
         how += f" ({begin.obstacle})"
     if model.fp8 is not None:
         how += f" ({model.fp8.coverage(model)})"
-    say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
+    say(
+        f"[bold]{escape(path.name)}[/]: {describe(model.saved_config)}, on {device_name(device)}, {how}"
+    )
     say(
         f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, "
         f"sha256 {corpus.sha256[:16]}, "
