@@ -434,7 +434,7 @@ def test_a_tensor_of_one_number_is_a_number():
     assert (f"{loss:.3f}", f"{loss}", f"{loss:>6.1f}") == ("1.250", "1.25", "   1.2")
     assert (int(loss), float(loss), bool(loss), bool(Tensor(np.int64(0)))) == (1, 1.25, True, False)
     assert loss < 2 and loss <= 1.25 and loss > 1 and not loss >= 2
-    assert min(total(leaf(2)), loss) is loss
+    assert min(total(leaf(2)), loss) is loss and sum([loss, loss]).item() == 2.5
     assert "abc"[Tensor(np.int64(2))] == "c" and list(range(Tensor(np.int32(2)))) == [0, 1]
     for wrong in (lambda: len(loss), lambda: "abc"[loss], lambda: f"{leaf(1, 2):.3f}"):
         with pytest.raises(TypeError):
