@@ -198,7 +198,7 @@ def need_positive(options: Any, names: tuple[str, ...], or_zero: str = "") -> No
         value = getattr(options, name)
         if value is None:
             continue
-        ok = value > 0 or (or_zero and value == 0)
+        ok = value > 0 or (value == 0 and bool(or_zero))
         need(ok, f"{option_name(name)} must be positive{or_zero}, got {value}")
         need(value <= MAX_COUNT, f"{option_name(name)} must be at most {MAX_COUNT}, got {value}")
 

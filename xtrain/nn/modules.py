@@ -333,10 +333,7 @@ class Arena:
             raise UserError("this model has no gradients: make it with trainable=True")
 
     def zero_unwritten_grads(self) -> None:
-        """Fill with zeros every gradient that has not been written since zero_grad.
-
-        For code that keeps the array `grads`.
-        """
+        """Zero the gradients not written since zero_grad, for code that keeps the array `grads`."""
         if not self.all_written:
             for parameter in self.matrices:
                 parameter.zero_unwritten_grad()
@@ -361,13 +358,11 @@ class Arena:
 
 
 def arena_of(parameters: list[Parameter], kind: tuple[Any, ...]) -> Arena:
-    """Return a new arena of this kind for the parameters, which keep their values, without the
-    quantized ones."""
-    parameters = [p for p in parameters if p.quantized is None]
-    values = [p.data for p in parameters]
-    arena = Arena(parameters, *kind)
-    for parameter, array in zip(parameters, values):
-        parameter.data = array
+    """Return a new arena of this kind. The parameters keep their values; quantized ones stay."""
+    kept = [(p, p.data) for p in parameters if p.quantized is None]
+    arena = Arena([p for p, _ in kept], *kind)
+    for parameter, values in kept:
+        parameter.data = values
     return arena
 
 
