@@ -140,9 +140,10 @@ def test_from_dict_names_unknown_and_missing_fields():
 # ----------------------------------------------------------------------------- a run
 WRONG = [
     *((dict([(name, bad)]), f"--{name.replace('_', '-')} must be positive, got {bad}")
-      for name in ("steps", "batch", "micro_batch", "seq_len", "vocab_size", "eval_every", "sample_every",
-                   "save_every", "stop_at", "eval_batches", "sample_tokens")
+      for name in ("steps", "batch", "micro_batch", "seq_len", "vocab_size", "stop_at", "eval_batches", "sample_tokens")
       for bad in (0, -3)),
+    *((dict([(f"{name}_every", -1)]), f"--{name}-every must be positive, or 0 for never, got -1")
+      for name in ("eval", "sample", "save")),
     (dict(max_skips=0), "--max-skips must be positive, got 0"),
     *((dict([(name, 10**20)]), f"--{name.replace('_', '-')} must be at most 2147483647, got 1000")
       for name in ("steps", "batch", "eval_batches", "max_skips")),

@@ -14,7 +14,7 @@ from xtrain.simulator import SimArray
 def test_resolve_device():
     here = "gpu" if device.gpu_available() else "cpu"
     assert device.resolve_device("auto") == here and device.resolve_device("cpu") == "cpu"
-    for wrong in ("cuda", "", "GPU"):
+    for wrong in ("tpu", "", "GPU"):
         with pytest.raises(
             UserError, match=f"device '{wrong}' is not known: choose auto, cpu or gpu"
         ):
@@ -24,10 +24,11 @@ def test_resolve_device():
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(device, "gpu_available", lambda: False)
     assert device.resolve_device("auto") == "cpu"
-    with pytest.raises(
-        UserError, match=r"no usable GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"
-    ):
-        device.resolve_device("gpu")
+    for name in ("gpu", "cuda"):
+        with pytest.raises(
+            UserError, match=r"no usable GPU.*nvidia-smi.*pip install -e '.\[gpu\]'.*cpu"
+        ):
+            device.resolve_device(name)
 
 
 def test_without_cupy(monkeypatch):

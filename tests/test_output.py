@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 from runs import DATA
 from signals import default_signals_in_child
 
 from xtrain.cli import Output, command_line
+from xtrain.console import PrintableConsole
 
 TRAIN = [
     "train", "--data", str(DATA / "grammar.txt"), "--preset", "tiny", "--steps", "4", "--batch", "2", "--seq-len", "32",
@@ -170,3 +173,15 @@ def test_streams_that_are_closed(monkeypatch):
         return sys.stdout.write("x") + sys.stderr.write("y")
 
     assert command_line(talk) == 2
+
+
+def test_a_notebook_gets_plain_lines():
+    """Where rich finds Jupyter it would warn that ipywidgets is missing, and not write to the file."""
+    output = io.StringIO()
+    console = PrintableConsole(file=output, force_jupyter=True, force_terminal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Progress(console=console, transient=True) as progress:
+            progress.add_task("reading the text")
+            console.print("[bold]step 1[/]")
+    assert output.getvalue().split() == ["step", "1"]

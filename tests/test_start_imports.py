@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import xtrain
+import xtrain.simulator
+
 ROOT = Path(__file__).resolve().parents[1]
 # Needed later, or only with some options: the report's pictures, chats, evaluation, serving, other libraries' weights.
 LATE = {
@@ -55,6 +58,11 @@ def test_the_engine_is_imported_when_it_is_used():
     assert imported(code) == ["Engine"]
     code = "import sys, xtrain; print(hasattr(xtrain, 'Motor'), file=sys.stderr)"
     assert imported(code) == ["False"]
+
+
+def test_completion_lists_names_that_are_imported_when_they_are_used():
+    for package in (xtrain, xtrain.simulator):
+        assert set(package.__all__) <= set(dir(package))
 
 
 def test_until_the_first_step(tmp_path):

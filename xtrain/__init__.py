@@ -83,3 +83,8 @@ __all__ = [
     "functional",
     "no_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return also the names that are imported when they are first used."""
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ import numpy as np
 
 from .errors import UserError
 from .machine import free_memory
+from .options import own_word
 
 LARGE = 1 << 26  # bytes: below this, memory that is missing is noticed elsewhere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -90,7 +91,9 @@ def has_fp8() -> bool:
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" | "cpu" | "gpu" -> "cpu" | "gpu". Raises UserError for "gpu" without a usable GPU."""
+    """ "auto" | "cpu" | "gpu" or "cuda" -> "cpu" | "gpu". Raises UserError for a GPU that cannot be
+    used."""
+    device = own_word("device", device)
     if device == "auto":
         return "gpu" if gpu_available() else "cpu"
     if device not in ("cpu", "gpu"):

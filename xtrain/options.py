@@ -182,9 +182,10 @@ def _known_name(name: str, known: list[str], hints: dict[str, str]) -> str:
     raise UserError(f"there is no option --{name}: {hint}")
 
 
-def _value(option: str, value: str, types: dict[str, Any]) -> str:
-    """Return a value of an option in xtrain's words. Raises UserError for one that xtrain has no
-    word for."""
+def own_word(option: str, value: Any) -> str:
+    """Return xtrain's word for a value of --device, --precision and others (VALUES): "gpu" for
+    "cuda". Raises UserError for a GPU by number and for fp16."""
+    value = str(value).removeprefix("torch.")
     value = VALUES.get(option, {}).get(value.lower(), value)
     if option == "device" and re.fullmatch(r"cuda:\d+", value):
         raise UserError(
@@ -193,6 +194,13 @@ def _value(option: str, value: str, types: dict[str, Any]) -> str:
         )
     if option == "precision" and value.lower() in ("fp16", "float16", "half", "16-mixed"):
         raise UserError(f"--precision {value} is not supported: use bf16, or fp32")
+    return value
+
+
+def _value(option: str, value: str, types: dict[str, Any]) -> str:
+    """Return a value of an option in xtrain's words. Raises UserError for one that xtrain has no
+    word for."""
+    value = own_word(option, value)
     kinds = {types.get(option), *typing.get_args(types.get(option))}
     if option == "optimizer" and value not in kinds:
         raise UserError(

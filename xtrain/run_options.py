@@ -19,9 +19,9 @@ RESUME_KEYS = (
     "decay_fraction", "decay_shape", "ema", "change", "fp8_head",
 )  # fmt: skip
 COUNTS = (
-    "steps", "batch", "micro_batch", "eval_every", "eval_batches", "eval_tasks_every", "eval_items",
-    "sample_every", "save_every", "stop_at", "max_skips", "blas_threads",
+    "steps", "batch", "micro_batch", "eval_batches", "eval_items", "stop_at", "max_skips", "blas_threads",
 )  # fmt: skip
+INTERVALS = ("eval_every", "eval_tasks_every", "sample_every", "save_every")  # steps; 0: never
 TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DP_STAGES = ("none", "naive", "flat", "overlap", "bucket")  # parallel/ddp.py
 MAX_COUNT = 2**31 - 1  # of steps, sequences, tokens: the device counts with 32 bits
@@ -71,14 +71,16 @@ class RunOptions:
     batch: int | None = None
     # sequences per forward pass on each rank; none: its whole share of the batch
     micro_batch: int | None = None
-    eval_every: int | None = None  # steps between validations; none: the preset's
+    eval_every: int | None = None  # steps between validations; 0: no validation; none: the preset's
     eval_batches: int = 8  # batches per validation, of --batch sequences each
     eval_tasks: tuple[str, ...] = ()  # files of test items to evaluate on, as of `xtrain evaluate`
-    eval_tasks_every: int | None = None  # steps between these evaluations; none: at validations
+    # steps between these evaluations; 0: only at the end; none: at validations
+    eval_tasks_every: int | None = None
     eval_items: int | None = None  # only the first items of each of these files
-    sample_every: int | None = None  # steps between generated samples; none: the preset's
+    # steps between generated samples; 0: no samples; none: the preset's
+    sample_every: int | None = None
     sample_prompt: str = "def "  # prompt of the generated samples
-    # steps between checkpoints (one is always written at the end); none: the preset's
+    # steps between checkpoints; 0: only the one at the end; none: the preset's
     save_every: int | None = None
     seed: int = 0  # random seed of initialisation, batches and samples
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: the GPU if there is one
@@ -156,6 +158,7 @@ class RunOptions:
 
     def _check_counts(self):
         need_positive(self, COUNTS)
+        need_positive(self, INTERVALS, ", or 0 for never")
         for name in ("seed", "keep"):
             value = getattr(self, name)
             need(value >= 0, f"{option_name(name)} must not be negative, got {value}")
@@ -186,13 +189,17 @@ class RunOptions:
         )
 
 
-def need_positive(options: Any, names: tuple[str, ...]) -> None:
-    """Raise UserError unless each of these options is positive and at most MAX_COUNT, or None."""
+def need_positive(options: Any, names: tuple[str, ...], or_zero: str = "") -> None:
+    """Raise UserError unless each of these options is positive and at most MAX_COUNT, or None.
+
+    or_zero: what 0 means, if that is allowed.
+    """
     for name in names:
         value = getattr(options, name)
         if value is None:
             continue
-        need(value > 0, f"{option_name(name)} must be positive, got {value}")
+        ok = value > 0 or (value == 0 and bool(or_zero))
+        need(ok, f"{option_name(name)} must be positive{or_zero}, got {value}")
         need(value <= MAX_COUNT, f"{option_name(name)} must be at most {MAX_COUNT}, got {value}")
 
 

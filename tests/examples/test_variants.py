@@ -1,5 +1,6 @@
 """examples/change_the_model: each variant trains like plain PyTorch; saving and rejecting variants."""
 
+import copy
 import json
 import math
 import sys
@@ -15,6 +16,7 @@ from checks import normal, rng
 from observed import check as check_bits
 from observed import tight
 from runs import SILENT, assert_same_run, metrics, options
+from transformers import AutoModelForCausalLM
 from twins import set_weights, small
 
 from xtrain import AdamW, Engine, TrainConfig, Transformer, UserError
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "chang
 import variants
 
 CONFIG = small(n_layers=3, max_seq_len=16)
+IDS = np.arange(12).reshape(2, 6)
 
 
 def random_weights(model):
@@ -407,9 +410,48 @@ def test_models_without_a_variation(tmp_path):
     assert Transformer.from_pretrained(tmp_path).variation == ""
     model.lm_head = model.model.embed_tokens.weight  # a tensor would be missing in its file
     assert model.variation == "parameters in two places"
+
+
+@pytest.mark.parametrize(
+    "changes, found, n",
+    [
+        ({}, dict(n_layers=2), 2),
+        (dict(qk_norm=False, no_rope_layers=(0, 2)), dict(no_rope_layers=(0, 1)), 2),
+        (dict(sliding_window=4, full_attention_layers=(1, 2)), dict(full_attention_layers=(1,)), 2),
+        ({}, dict(n_layers=4), 4),
+    ],
+)
+def test_layers_that_are_removed_or_added_leave_a_plain_model(tmp_path, changes, found, n):
+    model = Transformer(replace(CONFIG, **changes))
+    if n == 2:
+        del model.model.layers[1]
+    else:
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.renew_arena()
+    logits = model(IDS).data
+    model.save_pretrained(tmp_path)
+    again = Transformer.from_pretrained(tmp_path)
+    assert model.variation == "" and again.config == model.saved_config
+    assert again.config.n_layers == n and vars(again.config).items() >= found.items()
+    assert np.array_equal(again(IDS).data, logits)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor(IDS)).logits
+    assert abs(theirs.numpy() - logits).max() < 1e-4
+    assert Engine(model).generate([[1, 2, 3]], 4) == Engine(again).generate([[1, 2, 3]], 4)
+
+
+def test_a_change_that_removes_a_layer_is_made_again(tmp_path, monkeypatch):
+    code = "def shorter(model):\n    model.model.layers.pop()\n    model.renew_arena()\n    return model"
+    (tmp_path / "changed_layers.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    model = Transformer(CONFIG).changed("changed_layers:shorter")
+    assert model.variation == "2 layers" and model.saved_config == CONFIG
+    model.save_pretrained("m")
+    again = Transformer.from_pretrained("m", change="changed_layers:shorter")
+    assert np.array_equal(again(IDS).data, model(IDS).data)
     model = Transformer(CONFIG)
-    del model.model.layers[2]
-    assert model.variation == "2 layers"
+    model.model.layers.clear()
+    assert model.variation == "0 layers" and model.saved_config == CONFIG
 
 
 def test_a_custom_run_resumes_bit_for_bit(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checks import to_host
 
 from xtrain import ModelConfig, Tensor, Transformer, no_grad
@@ -425,6 +426,37 @@ def test_tensor_basics(device):
     assert np.array_equal((2 * x + x).numpy(), [3, 6, 9, 12])
     assert "made by Reshape" in repr(y) and "made by" not in repr(x)
     assert x.detach().data is x.data and not x.detach().requires_grad
+
+
+def test_a_tensor_of_one_number_is_a_number():
+    """As in PyTorch."""
+    loss = total(leaf(1, 0.25))
+    assert (f"{loss:.3f}", f"{loss}", f"{loss:>6.1f}") == ("1.250", "1.25", "   1.2")
+    assert (int(loss), float(loss), bool(loss), bool(Tensor(np.int64(0)))) == (1, 1.25, True, False)
+    assert loss < 2 and loss <= 1.25 and loss > 1 and not loss >= 2
+    assert min(total(leaf(2)), loss) is loss and sum([loss, loss]).item() == 2.5
+    assert "abc"[Tensor(np.int64(2))] == "c" and list(range(Tensor(np.int32(2)))) == [0, 1]
+    for wrong in (lambda: len(loss), lambda: "abc"[loss], lambda: f"{leaf(1, 2):.3f}"):
+        with pytest.raises(TypeError):
+            wrong()
+    for wrong in (bool, int, float, lambda x: x < 2):
+        with pytest.raises(ValueError, match=r"one element|size 1"):
+            wrong(leaf(1, 2))
+    assert f"{leaf(1)}" == repr(leaf(1)) == "Tensor(array([1.], dtype=float32), requires_grad=True)"
+
+
+def test_other_libraries_share_the_memory():
+    """DLPack: read and written without a copy."""
+    model = Transformer(ModelConfig(vocab_size=30, dim=8, n_layers=1, n_heads=1))
+    for _, p in [*model.named_parameters(), *model.storage(), (None, Tensor(np.ones(3)))]:
+        torch.from_dlpack(p)[0] = 5
+        array = np.from_dlpack(p)
+        assert np.shares_memory(array, p.data) and (p.data[0] == 5).all()
+        array[0] = 6
+        assert (p.data[0] == 6).all()
+        assert not np.shares_memory(np.from_dlpack(p, copy=True), p.data)
+    with pytest.raises(BufferError, match=r"lose its gradient: use \.detach"):
+        np.from_dlpack(total(leaf(1)))
 
 
 def test_the_engine_stays_short():

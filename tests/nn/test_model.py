@@ -300,7 +300,7 @@ IDS = np.zeros((2, 4), int)
     "ids, message",
     [
         (np.zeros((2, 33), int), "ids have 33 tokens per sequence, the model supports 32"),
-        (IDS + 100, "ids hold 100: they must be below vocab_size, 100"),
+        (IDS + 100, r"ids hold 100: give ids from 0 to 99 \(vocab_size is 100\)$"),
         (IDS - 1, "ids hold -1"),
         (IDS - 100, "ids hold -100"),  # that is allowed for targets only
         (IDS.astype(np.float32), "ids must be whole numbers .* got float32"),
@@ -326,7 +326,7 @@ def test_bad_ids(call, ids, message):
     [
         (IDS[:1], r"targets have shape \(1, 4\), ids \(2, 4\)"),
         (IDS + 100, "targets hold 100"),
-        (IDS - 1, "targets hold -1"),
+        (IDS - 1, r"targets hold -1: .*, or -100 to ignore a position$"),
         (IDS.astype(np.float64), "targets must be whole numbers"),
     ],
 )

@@ -1,6 +1,5 @@
 """The arena: where parameters lie, how they are called, how they begin."""
 
-import copy
 import math
 
 import numpy as np
@@ -300,8 +299,6 @@ def test_parameters_that_cannot_be():
     model.offset = Parameter((7,), None)
     with pytest.raises(UserError, match="two parameters are called weight"):
         model.renew_arena()
-    with pytest.raises(UserError, match="cannot be copied"):
-        copy.deepcopy(Own())
 
 
 def test_freezing():

@@ -1,5 +1,6 @@
 """AdamW against PyTorch over twenty steps, clipping, the schedule."""
 
+import itertools
 import math
 
 import numpy as np
@@ -10,7 +11,8 @@ from checks import normal, to_host
 from xtrain import AdamW, ModelConfig, Tensor, Transformer, UserError
 from xtrain.device import to_device
 from xtrain.nn import modules as nn
-from xtrain.nn.optim import Decay, clip, learning_rate
+from xtrain.nn.modules import ALIGN
+from xtrain.nn.optim import Decay, Muon, clip, learning_rate
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 TINY = ModelConfig(
@@ -89,6 +91,93 @@ def test_frozen_parameters_stay():
     for (name, p), (_, other) in zip(model.named_parameters(), free.named_parameters()):
         want = before[name] if name.startswith(frozen) else other.data
         assert np.array_equal(p.data, want), name
+
+
+# ----------------------------------------------------------------------------- parameter groups
+def by_name(model, *marks):
+    return [p for name, p in model.named_parameters() if any(mark in name for mark in marks)]
+
+
+OWN = {  # of a group
+    ("embed_tokens", "lm_head"): dict(lr=3e-2, weight_decay=0.0),
+    ("norm",): dict(weight_decay=0.3),
+    ("down_proj", "q_proj", "k_proj", "v_proj"): dict(lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_groups_against_pytorch(pieces, device):
+    """Also where slices that a rank owns begin inside a parameter (pieces), and with a moving average."""
+    model = Transformer(TINY, device=device)
+    size = model.arena.weights.size
+    cuts = [size * i // pieces // ALIGN * ALIGN for i in range(pieces)] + [size]
+    ours = AdamW(
+        model, 1e-2, owned=list(itertools.pairwise(cuts)), ema_decay=0.5,
+        groups=[dict(own, params=by_name(model, *marks)) for marks, own in OWN.items()],
+    )  # fmt: skip
+    theirs = {name: torch.tensor(to_host(p.data).copy()) for name, p in model.named_parameters()}
+    chosen = {n: own for n in theirs for marks, own in OWN.items() if any(m in n for m in marks)}
+    reference = torch.optim.AdamW(
+        [{"weight_decay": 0.1, **chosen.get(n, {}), "params": [p]} for n, p in theirs.items()],
+        lr=1e-2, betas=(0.9, 0.95),
+    )  # fmt: skip
+    rates = [group["lr"] for group in reference.param_groups]
+    for step in range(5):
+        ours.lr = 1e-2 / (1 + step)
+        for group, rate in zip(reference.param_groups, rates):
+            group["lr"] = rate / (1 + step)
+        for name, gradient in set_gradients(model, step, scale=0.1).items():
+            theirs[name].grad = torch.tensor(gradient)
+        ours.step()
+        reference.step()
+    for name, p in model.named_parameters():
+        difference = np.abs(to_host(p.data) - theirs[name].numpy()).max()
+        assert difference <= 1e-6, f"{name}: {difference}"
+
+
+def test_a_frozen_group_stays_and_muon_has_groups_for_the_rest():
+    model = Transformer(TINY)
+    model.lm_head.requires_grad = False
+    before = model.lm_head.data.copy()
+    table = model.model.embed_tokens.weight
+    optimizer = Muon(
+        model, 0.1, groups=[dict(params=[model.lm_head, ("name", table)], lr=0.0, weight_decay=0.5)]
+    )
+    was = table.data.copy()
+    set_gradients(model, 1)
+    optimizer.step()
+    assert np.array_equal(model.lm_head.data, before) and np.array_equal(table.data, was)
+    with pytest.raises(UserError, match=r"Muon updates the matrices .* leave them out"):
+        Muon(model, 0.1, groups=[dict(params=by_name(model, "down_proj"), lr=1.0)])
+
+
+def test_groups_that_cannot_be():
+    class Own(AdamW):
+        def update(self, *arguments): ...
+
+    model = Transformer(TINY)
+    qkv = by_name(model, "layers.0.self_attn.q_proj")
+    norm = model.model.norm.weight
+    wrong = [
+        ([dict(params=qkv)], r"q_proj\.weight, .* are one parameter: give all to one group"),
+        ([dict(params=norm), dict(params=[norm], lr=1.0)], "weight: a parameter is in two groups"),
+        ([dict(lr=1.0)], "has lr: give params, and"),
+        ([dict(params=norm, betas=(0, 0))], "has params, betas: give params, and lr or weight_d"),
+        ([dict(params=norm, lr=-1.0)], "out of range"),
+        ([dict(params=norm, weight_decay=math.nan)], "out of range"),
+        ([dict(params=[norm.data])], "holds ndarray: give tensors of"),
+        ([dict(params=Transformer(TINY).model.norm.weight)], "holds Parameter: give tensors of"),
+    ]
+    for groups, sentence in wrong:
+        with pytest.raises(UserError, match=sentence):
+            AdamW(model, 0.1, groups=groups)
+    with pytest.raises(UserError, match="give one above 0"):
+        AdamW(model, 0.0, groups=[dict(params=norm, lr=1.0)])
+    with pytest.raises(UserError, match=r"Own\.update decides the weight decay"):
+        Own(model, 0.1, groups=[dict(params=norm, weight_decay=1.0)])
+    with pytest.raises(UserError, match=r"got list: give parameter groups with groups="):
+        AdamW([dict(params=[norm])], lr=0.1)
 
 
 def test_an_optimizer_gets_the_model_not_its_parameters():

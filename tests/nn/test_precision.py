@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import runs
+import torch
 
 from xtrain import AdamW, ModelConfig, Transformer, UserError, device
 from xtrain.config import PRESETS, Preset
@@ -104,6 +105,21 @@ def test_what_auto_means(monkeypatch):
         assert precision == "fp32" and "this model has 40" in why
         for given in ("fp32", "bf16"):  # Transformer refuses what is not supported
             assert choose_precision(given, "gpu", 40) == (given, "")
+
+
+def test_words_of_other_libraries():
+    """In Python as on the command line."""
+    shape = ModelConfig(vocab_size=300, dim=16, n_layers=1, n_heads=1)
+    for precision in ("float32", torch.float32, "auto"):
+        model = Transformer(shape, device=torch.device("cpu"), precision=precision)
+        assert (model.device, model.precision) == ("cpu", "fp32")
+    for precision in ("bfloat16", torch.bfloat16):
+        assert Transformer(shape, None, "sim", precision).precision == "bf16"
+    for precision in ("half", torch.float16):
+        with pytest.raises(UserError, match=r"is not supported: use bf16, or fp32$"):
+            Transformer(shape, precision=precision)
+    with pytest.raises(UserError, match=r"choose a GPU with CUDA_VISIBLE_DEVICES=1 "):
+        Transformer(shape, device="cuda:1")
 
 
 def test_training_takes_bf16_where_it_is(tmp_path, monkeypatch):

@@ -105,6 +105,32 @@ def test_a_run_leaves_everything(loss_picture, tmp_path, capsys):
     assert not list(run.rglob("*.tmp"))
 
 
+def test_an_interval_of_0_is_never(tmp_path, capsys):
+    """Also where the held-out text is too short for a validation. Results on tasks come at the end."""
+    text = tmp_path / "text.txt"
+    text.write_text((DATA / "grammar.txt").read_text()[:8000])
+    tasks = tmp_path / "quiz.jsonl"
+    tasks.write_text('{"prompt": "def f", "choices": ["(x)", "1"], "answer": 0}\n' * 2)
+    given = dict(
+        data=str(text),
+        seq_len=512,
+        batch=1,
+        steps=4,
+        dim=32,
+        layers=1,
+        heads=1,
+        eval_tasks=(str(tasks),),
+    )
+    with pytest.raises(UserError, match="validation"):
+        train(options(tmp_path, **given))
+    run = train(options(tmp_path, **given, eval_every=0, sample_every=0, save_every=0))
+    rows = metrics(run)
+    assert not any("val_loss" in m for m in rows) and not (run / "samples.txt").exists()
+    assert [m["step"] for m in rows if "quiz/acc" in m] == [4]
+    assert [x.name for x in (run / "checkpoints").iterdir()] == ["step-000004"]
+    assert (run / "report.html").is_file() and "warning" not in capsys.readouterr().out
+
+
 def test_the_checkpoint_is_a_model(tmp_path):
     import xtrain
 

@@ -260,6 +260,13 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     assert stored["train"]["seq_len"] == 64 and stored["data"]["skipped"] == 1
 
 
+def test_intervals():
+    default = FinetuneConfig().intervals(30)
+    assert default == dict(eval_every=3, sample_every=30, save_every=10)
+    for name in default:
+        assert FinetuneConfig(**{name: 0}).intervals(30) == default | {name: 0}
+
+
 def test_more_epochs_are_more_steps(tmp_path, folder, capsys):
     """Also where the number is the option's default; and a run that does not exist is told first."""
     data = write(tmp_path / "d.jsonl", *[{"text": "x + 1"}] * 5)

@@ -86,7 +86,7 @@ def load(
     if saved is not None and saved != model.variation:
         raise UserError(_other_variation(folder, saved, model.variation, change is not None))
     if saved is not None or (change is not None and not trainable):
-        _check_tensors(folder, config, stored, _shapes(model))
+        _check_tensors(folder, config, stored, shapes_of(model))
         _fill(model, stored)
     read_companions(model, folder)
     if not is_folder(folder) or folder.stat().st_ino != identity:
@@ -139,7 +139,8 @@ def _content(folder: Path) -> dict[str, Any]:
     return read_json_if_present(folder / CONFIG)
 
 
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the parameters."""
     return {name: tensor.shape for name, tensor in model.named_parameters()}
 
 
@@ -195,7 +196,7 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
         stored = open_weights(folder, variation=True)[1]
     else:
         stored = translate(_content(folder), _find_tensors(folder))
-    expected = _shapes(model)
+    expected = shapes_of(model)
     _check_tensors(folder, model.config, stored, expected)
     for name in expected:
         stored[name].read_finite()
@@ -358,7 +359,8 @@ def write_files(
         write = getattr(tokenizer, "save_pretrained", None) or tokenizer.save
         write(folder)
     special_tokens = model.special_tokens
-    for key, i in _special_tokens(tokenizer, model.config).items():
+    config = model.saved_config
+    for key, i in _special_tokens(tokenizer, config).items():
         if i is not None and i not in as_ids(special_tokens.get(key)):
             special_tokens = special_tokens | {key: i}
     if model.generation is not None:
@@ -366,14 +368,14 @@ def write_files(
     if model.adapter is not None:
         write_adapters(folder, dict(model.named_parameters()), model.adapter)
         return
-    content = config_to_hf(model.config) | special_tokens
+    content = config_to_hf(config) | special_tokens
     # the names of the tensors may match a Llama's, so other readers must reject the folder
     if model.variation:
         content |= {
             "architectures": ["Variation"],
             "model_type": "xtrain",
             VARIATION: model.variation,
-            SHAPE: model.config.to_dict(),
+            SHAPE: config.to_dict(),
         }
         content |= {CHANGE: model.change} if model.change else {}
     tensors = dict(sorted(model.named_parameters(), key=lambda item: item[0]))

@@ -155,6 +155,9 @@ class Node:
         self.versions = [(t.version, t.version.count, t.shape) for t in kept]
         self.fingerprints = [_fingerprint(a) for a in ctx.saved]
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a computed Tensor cannot be copied or pickled: use .detach()")
+
     def check_untouched(self) -> None:
         """Raise RuntimeError if an array saved by forward has been changed since."""
         changed = [shape for version, count, shape in self.versions if version.count != count]

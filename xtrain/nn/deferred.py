@@ -106,6 +106,9 @@ class Deferred(Tensor):
             self._value = self.in_mode(self.compute)
         return self._value
 
+    def __reduce__(self) -> Any:
+        return Tensor.detach, (self.read(),)  # copy.copy, copy.deepcopy and pickle
+
     def check_operands(self) -> None:
         """Raise RuntimeError if an operand has been changed since the expression was written."""
         if any(version.count != count for version, count in self._versions):

@@ -99,7 +99,7 @@ class Fp8Scales:
                     "choose such widths, or precision bf16"
                 )
         formats = [f for name, _ in weights for f in _formats(name) for _ in range(SPACING)]
-        self.put = lambda x: to_device(x, device)
+        self.device = device
         self.scale_S: Array = self.put(np.ones(len(formats), np.float32))
         self.factor_S = self.put(np.array([scale_factor(f) for f in formats], np.float32))
         self.weights = weights
@@ -109,6 +109,14 @@ class Fp8Scales:
         )
         self.ready = False
         self.divide(0, 1)
+
+    def put(self, x: np.ndarray) -> Array:
+        """Return x on the device."""
+        return to_device(x, self.device)
+
+    def __reduce__(self) -> Any:
+        scale_S = self.scale_S if self.ready else None
+        return scales_of, (self.weights, self.device, scale_S)  # copy.deepcopy and pickle
 
     def divide(self, rank: int, world: int) -> Array:
         """Make this rank number `rank` of `world` with the same scales. Return largest_RS, flat.
@@ -164,6 +172,14 @@ class Fp8Scales:
         else:
             self.scale_S[...] = scale_S
         self.ready = True
+
+
+def scales_of(weights: list[tuple[str, Any]], device: str, scale_S: Array | None) -> Fp8Scales:
+    """Return new scales of these matrices; with the values scale_S, if there are some."""
+    scales = Fp8Scales(weights, device)
+    if scale_S is not None:
+        scales.load(scale_S)
+    return scales
 
 
 def _formats(name: str) -> list[str]:

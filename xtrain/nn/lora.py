@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
+from ..formats.huggingface import shapes_of
 from . import functional as F
 from .model import Transformer
 from .modules import Linear, Parameter
@@ -96,11 +97,11 @@ class AdaptedTransformer(Transformer):
     Make it with trainable=False.
 
     lora: what `adapt` was given, None before.
-    frozen: (name, tensor) of the model's own parameters.
+    frozen: {name: shape} of the model's own parameters, after `adapt`.
     """
 
     lora: Lora | None = None
-    frozen: tuple[tuple[str, Tensor], ...] = ()
+    frozen: dict[str, tuple[int, ...]]
 
     def adapt(self, lora: Lora, seed: int | None = 0, world: int = 1) -> None:
         """Add adapters, which change nothing yet.
@@ -108,7 +109,7 @@ class AdaptedTransformer(Transformer):
         seed: of their initialisation; None: they are zero.
         world: see nn.Arena.
         """
-        self.frozen = tuple(self.named_parameters())
+        self.frozen = shapes_of(self)
         self.base_arena = self.arena
         matrices = [
             (module, name, item)
@@ -156,8 +157,6 @@ class AdaptedTransformer(Transformer):
         }
 
 
-def frozen_parameters(model: Transformer) -> tuple[tuple[str, Tensor], ...]:
-    """Return (name, tensor) of the parameters that no optimizer sees."""
-    if isinstance(model, AdaptedTransformer):
-        return model.frozen
-    return ()
+def frozen_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the parameters that no optimizer sees."""
+    return getattr(model, "frozen", {})

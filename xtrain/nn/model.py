@@ -16,9 +16,9 @@ from ..formats import huggingface
 from ..formats.architectures import tensor_shapes
 from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
-from ..kernels.cross_entropy import count_targets
+from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.primitives.tiles import WIDTHS
-from ..options import described, find_function, name_of
+from ..options import described, find_function, name_of, own_word
 from . import functional as F
 from .decoder import MLP, STD, Attention, Block, Decoder
 from .fp8 import HEAD, Fp8Scales, check_tokens
@@ -27,8 +27,9 @@ from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
 from .sequences import PackedSequences, RotaryTables, Sequences
 from .tensor import Tensor
-from .variation import changed_modules, changed_tensors, listed, overrides
+from .variation import changed_modules, changed_tensors, listed, overrides, with_layers
 
+Precision = Literal["auto", "fp32", "bf16", "fp8", "float32", "bfloat16"]
 STANDARD = (Decoder, Block, Attention, MLP, Embedding, Linear, RMSNorm)
 
 
@@ -48,7 +49,11 @@ def bf16_obstacle(device: str, head_dim: int) -> str:
 
 
 def choose_precision(precision: str, device: str, head_dim: int) -> tuple[Any, str]:
-    """Return the precision, for "auto" ("bf16", "") or ("fp32", why bf16 is not supported)."""
+    """Return the precision, for "auto" ("bf16", "") or ("fp32", why bf16 is not supported).
+
+    precision: as on the command line, also "bfloat16" and "float32".
+    """
+    precision = own_word("precision", precision)
     if precision != "auto":
         return precision, ""
     obstacle = bf16_obstacle(device, head_dim)
@@ -61,10 +66,10 @@ class Transformer(Module):
     config: its shape.
     seed: of the initialisation; None: all weights are zero, to be loaded. The same seed gives the
         same weights on every device.
-    device: "cpu" (NumPy) or "gpu" (CuPy).
+    device: "cpu" (NumPy), "gpu" or "cuda" (CuPy), or "auto".
     precision: "fp32", or on a GPU "bf16": activations and a copy of the matrices in bf16; weights,
-        their gradients, moments, the residual stream and all sums in float32. Here fp32 is the
-        default; the commands choose (choose_precision). "fp8", for training: as bf16, and the
+        their gradients, moments, the residual stream and all sums in float32. "auto", which is the
+        default of the commands: bf16 where it is supported. "fp8", for training: as bf16, and the
         products of the blocks on fp8 codes (nn/fp8.py). Needs compute capability 8.9.
     recompute: which activations backward recomputes instead of keeping them (activation
         checkpointing): "none", "attention" (between its matrix products) or "block". May be set at
@@ -93,15 +98,15 @@ class Transformer(Module):
         config: ModelConfig,
         seed: int | None = 0,
         device: str = "cpu",
-        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
+        precision: Precision = "fp32",
         recompute: Literal["none", "attention", "block"] = "none",
         world: int = 1,
         trainable: bool = True,
     ):
         self.config = config
-        self.precision = precision
         self.recompute = recompute
         self.device = device if device == "sim" else resolve_device(device)
+        self.precision, _ = choose_precision(precision, self.device, config.head_dim)
         self.model = Decoder(config)
         if not config.tie_embeddings:
             self.lm_head = Parameter(
@@ -112,7 +117,7 @@ class Transformer(Module):
             raise UserError(
                 f"recompute {recompute!r} is not known: choose none, attention or block"
             )
-        self.arena = self.make_arena(self.device, seed, precision != "fp32", world, trainable)
+        self.arena = self.make_arena(self.device, seed, self.precision != "fp32", world, trainable)
         self._renew_fp8()
         self.rotary = RotaryTables(config, self.device)
         self.change = ""
@@ -332,12 +337,13 @@ class Transformer(Module):
                 f"{what} are on the GPU, the model on the CPU: use device='gpu' or {what}.get()"
             )
         if not is_gpu(ids):
-            ignored = 0 if what == "ids" else -100
-            bad = (ids < 0) & (ids != ignored) | (ids >= c.vocab_size)
+            bad = (ids < 0) | (ids >= c.vocab_size)
+            allowed = f"0 to {c.vocab_size - 1} (vocab_size is {c.vocab_size})"
+            if what == "targets":
+                bad &= ids != IGNORE
+                allowed += f", or {IGNORE} to ignore a position"
             if bad.any():
-                raise UserError(
-                    f"{what} hold {int(ids[bad][0])}: they must be below vocab_size, {c.vocab_size}"
-                )
+                raise UserError(f"{what} hold {int(ids[bad][0])}: give ids from {allowed}")
         return ids
 
     def generate(
@@ -366,7 +372,7 @@ class Transformer(Module):
 
         The families are config.FAMILIES.
         """
-        c = self.config
+        c = self._config_of_layers()
         differences = []
         if not c.family:
             differences.append(c.features)
@@ -378,10 +384,23 @@ class Transformer(Module):
             if overrides(self, Transformer, name):
                 differences.append(f"{name} of {type(self).__name__}")
         differences += changed_modules(self, Decoder(c), STANDARD)
-        if getattr(self.rotary, "config", None) != c:
+        if getattr(self.rotary, "config", None) != self.config:
             differences.append("rotary")
         differences = differences or changed_tensors(self, tensor_shapes(c))
         return listed(differences)
+
+    @property
+    def saved_config(self) -> ModelConfig:
+        """Return the config with which the model is saved.
+
+        It has the number of layers that the model has, where a plain model of it is this one.
+        """
+        return self.config if self.variation else self._config_of_layers()
+
+    def _config_of_layers(self) -> ModelConfig:
+        if self.change:  # which will be applied to the plain model of config again
+            return self.config
+        return with_layers(self.config, self.model.layers)
 
     @property
     def adapter(self) -> dict[str, Any] | None:
@@ -409,7 +428,7 @@ class Transformer(Module):
         cls,
         folder: str | Path,
         device: str = "cpu",
-        precision: Literal["fp32", "bf16", "fp8"] = "fp32",
+        precision: Precision = "fp32",
         trainable: bool = True,
         world: int = 1,
         change: str | Callable[["Transformer"], "Transformer"] | None = None,

@@ -82,14 +82,12 @@ class _ArenaTensor(Tensor):
         if isinstance(self._data, Quantized):
             raise UserError(
                 f"a parameter of shape {self.declared_shape} is quantized to {self._data.kind}, so "
-                "only products can use it: load the "
-                "model again for anything else"
+                "only products can use it: load the model again for anything else"
             )
         if self.offset < 0:
             raise UserError(
                 f"a parameter of shape {self.declared_shape} has no memory: call "
-                "model.renew_arena() "
-                "after adding or replacing modules"
+                "model.renew_arena() after adding or replacing modules"
             )
         return self._data
 
@@ -133,8 +131,7 @@ class Parameter(_ArenaTensor):
         if not isinstance(shape, tuple) or not shape:
             raise UserError(
                 "a Parameter needs a shape of at least one axis, (1,) for a single number: set its "
-                "values later, "
-                "by `parameter.data = array`"
+                "values later, by `parameter.data = array`"
             )
         self.offset = -1
         self.declared_shape = shape
@@ -147,6 +144,12 @@ class Parameter(_ArenaTensor):
         self.on_gradient = None
         self.fp8: Fp8Layer | None = None
         self._quantized: Quantized | None = None
+
+    def __getstate__(self) -> Any:
+        """Leave out what belongs to an arena and a run; `arena_of` makes it in a copy."""
+        state: Any = super().__getstate__()
+        left_out = dict.fromkeys(("_grad", "half", "fp8", "on_gradient"))
+        return None, state[1] | left_out | {"grad_written": False}
 
     @property
     def quantized(self) -> Quantized | None:
@@ -187,6 +190,9 @@ class _Part(_ArenaTensor):
         if parameter._grad is not None:
             self._grad = parameter._grad[rows]
         self.version = parameter.version
+
+    def __reduce__(self) -> Any:
+        return Tensor, (self.data, self.requires_grad)  # a copy has memory of its own
 
     def zero_unwritten_grad(self) -> None:
         self.parameter.zero_unwritten_grad()  # all rows: the flag belongs to the Parameter
@@ -304,13 +310,9 @@ class Arena:
         self._not_matrices = [(a, b) for a, b in zip(ends, starts) if a < b]
 
     def __reduce__(self) -> Any:
-        # copy.deepcopy and pickle: in a copy the views would be separate arrays
-        raise UserError(
-            "a model cannot be copied or pickled, because its parameters are views of one array: "
-            "make a second one "
-            "and copy the values of each parameter, `new.data = old.data`; or use save_pretrained "
-            "and load_weights"
-        )
+        if self.weights is None:
+            raise UserError("the weights are divided among the ranks (ZeRO-1): copy a checkpoint")
+        return arena_of, (self.parameters, self.kind)  # copy.deepcopy and pickle
 
     @property
     def grads(self) -> Any:
@@ -331,10 +333,7 @@ class Arena:
             raise UserError("this model has no gradients: make it with trainable=True")
 
     def zero_unwritten_grads(self) -> None:
-        """Fill with zeros every gradient that has not been written since zero_grad.
-
-        For code that keeps the array `grads`.
-        """
+        """Zero the gradients not written since zero_grad, for code that keeps the array `grads`."""
         if not self.all_written:
             for parameter in self.matrices:
                 parameter.zero_unwritten_grad()
@@ -349,14 +348,6 @@ class Arena:
             parameter.grad_written = False
         self.all_written = False
 
-    def without_quantized(self) -> "Arena":
-        """Return a new arena for the parameters that are not quantized, with their values."""
-        kept = [(p, p.data) for p in self.parameters if p.quantized is None]
-        arena = Arena([p for p, _ in kept], *self.kind)
-        for parameter, values in kept:
-            parameter.data = values
-        return arena
-
     def refresh(self) -> None:
         """Update the bf16 copy if anything but AdamW has changed the weights."""
         changed = self.trainable and self.half_version != self.version.count
@@ -364,6 +355,15 @@ class Arena:
             # without a temporary array, which would fragment the memory pool
             cast_into(self.half, self.weights)
             self.half_version = self.version.count
+
+
+def arena_of(parameters: list[Parameter], kind: tuple[Any, ...]) -> Arena:
+    """Return a new arena of this kind. The parameters keep their values; quantized ones stay."""
+    kept = [(p, p.data) for p in parameters if p.quantized is None]
+    arena = Arena([p for p, _ in kept], *kind)
+    for parameter, values in kept:
+        parameter.data = values
+    return arena
 
 
 class Module:

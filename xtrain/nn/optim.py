@@ -5,7 +5,7 @@ corrections, clip factor) is passed in device arrays, so that a captured step ca
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,19 @@ from ..kernels.muon import momentum, muon_update, orthogonalize
 from ..kernels.runtime.launch import empty, zeros
 from .model import Transformer
 from .modules import ALIGN, Module, Parameter
+from .tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: what its parameters have of their own.
+
+    rate: its learning rate, as a multiple of the optimizer's.
+    decay: (weight decay of all its parameters,); (): the optimizer's, of its matrices.
+    """
+
+    rate: float
+    decay: tuple[float, ...]
 
 
 class AdamW:
@@ -38,6 +51,10 @@ class AdamW:
     m, v: the moments of the owned slices, concatenated.
     t: number of steps so far.
     lr: may be changed between steps.
+    groups: [{"params": [...], "lr": 1e-4, "weight_decay": 0.0}, ...], with other values for some
+        parameters, of model.storage() or model.named_parameters(); lr or weight_decay may be
+        missing. A group's lr stays the same multiple of `lr` when that changes. Each parameter in
+        a group is updated by a launch of its own.
     ema_decay: 0, or the decay of a moving average of the weights (kernels/moving_average.py).
     ema: that average of the owned slices, float32, concatenated like m; None without. Skipped steps
         do not change it.
@@ -52,9 +69,13 @@ class AdamW:
         weight_decay: float = 0.1,
         owned: list[tuple[int, int]] | None = None,
         ema_decay: float = 0.0,
+        groups: Iterable[dict[str, Any]] = (),
     ):
         if not isinstance(model, Module):
-            raise UserError(f"an optimizer needs the model itself, got {type(model).__name__}")
+            raise UserError(
+                f"an optimizer needs the model itself, got {type(model).__name__}: give parameter "
+                "groups with groups=[{'params': [...], 'lr': ...}]"
+            )
         for name, ok in (
             ("lr", 0 <= lr < math.inf),
             ("betas", all(0 <= b < 1 for b in betas)),
@@ -86,6 +107,14 @@ class AdamW:
         self.ema_decay = ema_decay
         self.ema: Array | None = zeros(weights, n) if ema_decay else None
         self._one = to_device(np.ones(1, np.float32), device)
+        self.group_of = groups_of(model, groups, lr)  # of each parameter that is in one
+        self.groups = list(dict.fromkeys(self.group_of.values()))
+        if type(self).update is not AdamW.update and any(group.decay for group in self.groups):
+            raise UserError(
+                f"{type(self).__name__}.update decides the weight decay: leave weight_decay out of "
+                "the groups"
+            )
+        self.hyper_of: dict[Group, Array] = {}  # in this step
 
     def step(self, factor_1: Array | None = None) -> None:
         """Update every parameter from its gradient, multiplied by factor_1.
@@ -97,7 +126,8 @@ class AdamW:
     def advance(self) -> np.ndarray:
         """Count the step on the host. Return the kernels' numbers for it, float32.
 
-        They are (3,), see `update`, and with a moving average a fourth, see `apply`.
+        They are (3,), see `update`, then three for each group, and with a moving average a last
+        one, see `apply`.
         """
         a = self.arena
         if self.model.arena is not a:
@@ -109,15 +139,16 @@ class AdamW:
         if self.t == 0:
             self.start_average()
         self.t += 1
-        hyper_3 = adamw_hyper(self.lr, *self.betas, self.t)
-        if self.ema is None:
-            return hyper_3
-        return np.append(hyper_3, np.float32(averaging_rest(self.ema_decay, self.t - 1)))
+        rates = [self.lr, *(self.lr * group.rate for group in self.groups)]
+        hyper = [adamw_hyper(rate, *self.betas, self.t) for rate in rates]
+        if self.ema is not None:
+            hyper.append(np.array([averaging_rest(self.ema_decay, self.t - 1)], np.float32))
+        return np.concatenate(hyper)
 
     @property
     def hyper_size(self) -> int:
         """Return how many numbers `advance` returns."""
-        return 3 if self.ema is None else 4
+        return 3 + 3 * len(self.groups) + (self.ema is not None)
 
     def start_average(self) -> None:
         """Set the moving average, if there is one, to the weights, before the first step."""
@@ -130,16 +161,17 @@ class AdamW:
 
         In fp8 training also compute the scales of the next step.
 
-        hyper: `advance()`, on the device; the fourth number is 1 - decay of the moving average in
-            this step.
+        hyper: `advance()`, on the device; the last number is 1 - decay of the moving average in
+            this step, if there is one.
         """
         if factor_1 is None:
             factor_1 = self._one
+        self.hyper_of = {x: hyper[3 + 3 * i : 6 + 3 * i] for i, x in enumerate(self.groups)}
         self.update_owned(hyper[:3], factor_1)
         if self.ema is not None:
             for start, end, first in self.owned_at():
                 e_n = self.ema[first : first + end - start]
-                moving_average(e_n, self.weights(start, end, first), factor_1, hyper[3:])
+                moving_average(e_n, self.weights(start, end, first), factor_1, hyper[-1:])
         if self.model.fp8 is not None:
             self.model.fp8.update()
 
@@ -154,7 +186,7 @@ class AdamW:
             first += end - start
 
     def update_owned(self, hyper_3: Array, factor_1: Array) -> None:
-        """Update the owned slices: one launch each if nothing is excluded."""
+        """Update the owned slices: one launch each if nothing is excluded or in a group."""
         excluded = self.excluded()
         for start, end, first in self.owned_at():
             self.update_trained(start, end, first, hyper_3, factor_1, excluded)
@@ -164,8 +196,11 @@ class AdamW:
         return not parameter.requires_grad
 
     def excluded(self) -> list[Parameter]:
-        """Return the parameters that `update` must leave unchanged, in the arena's order."""
-        found = [p for _, p in self.model.storage() if self.excludes(p)]
+        """Return the parameters that `update` must leave unchanged, and those in groups.
+
+        They are in the arena's order.
+        """
+        found = [p for _, p in self.model.storage() if p in self.group_of or self.excludes(p)]
         return sorted(found, key=lambda p: p.offset)
 
     def update_trained(
@@ -177,7 +212,10 @@ class AdamW:
         factor_1: Array,
         excluded: list[Parameter],
     ) -> None:
-        """Call `update` for [start, end) without the excluded: once if there are none."""
+        """Call `update` for [start, end) without the excluded, and for each parameter in a group.
+
+        If there are none, call it once.
+        """
         at = start
         for p in excluded:
             if p.offset >= end:
@@ -185,6 +223,12 @@ class AdamW:
             if at < p.offset:
                 self.update(at, p.offset, first + at - start, hyper_3, factor_1)
             at = max(at, p.offset + -(-p.size // ALIGN) * ALIGN)
+            a = max(start, p.offset)
+            b = min(end, p.offset + p.size)
+            if a < b and p in self.group_of and not self.excludes(p):
+                group = self.group_of[p]
+                at_first = first + a - start
+                self.update(a, b, at_first, self.hyper_of[group], factor_1, *group.decay)
         if at < end:
             self.update(at, end, first + at - start, hyper_3, factor_1)
 
@@ -201,14 +245,27 @@ class AdamW:
         """
         return self.arena.weights, False
 
-    def update(self, start: int, end: int, first: int, hyper_3: Array, factor_1: Array) -> None:
+    def update(
+        self,
+        start: int,
+        end: int,
+        first: int,
+        hyper_3: Array,
+        factor_1: Array,
+        weight_decay: float | None = None,
+    ) -> None:
         """Update elements [start, end) of the arena; their moments begin at `first`.
 
         hyper_3: [lr, 1 - beta1^t, sqrt(1 - beta2^t)], on the device.
         factor_1: multiplies the gradient (clipping), on the device; if it is NaN, nothing changes.
+        weight_decay: a group's, of all its elements; None: the optimizer's, of matrices.
         """
         a = self.arena
         n = end - start
+        n_decay = n
+        if weight_decay is None:
+            weight_decay = self.weight_decay
+            n_decay = min(max(a.n_decay - start, 0), n)
         half = None
         if a.half is not None:
             half = a.half[start:end]
@@ -219,10 +276,10 @@ class AdamW:
             self.v[first : first + n],
             factor_1,
             hyper_3,
-            min(max(a.n_decay - start, 0), n),
+            n_decay,
             *self.betas,
             self.eps,
-            self.weight_decay,
+            weight_decay,
             half,
         )
 
@@ -261,6 +318,11 @@ class Muon(AdamW):
                 "Muon found no trainable matrix in the model's blocks (LoRA's stay with AdamW): "
                 "use AdamW"
             )
+        if self.matrices & self.group_of.keys():
+            raise UserError(
+                "Muon updates the matrices of the blocks with one learning rate and weight decay: "
+                "leave them out of the groups"
+            )
         # (rows, columns) -> of each matrix its offsets in the arena and in the owned slices
         shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for p in self.matrices:
@@ -298,6 +360,46 @@ class Muon(AdamW):
             offsets = (weight_B, arena_B)
             muon_update(w_n, x_BRC, *offsets, factor_1, hyper_3, self.weight_decay, arena.half)
         super().update_owned(hyper_3, factor_1)
+
+
+def groups_of(model: Module, groups: Iterable[dict[str, Any]], lr: float) -> dict[Parameter, Group]:
+    """Return the group of each parameter that is in one. Raises UserError. See AdamW."""
+    found: dict[Parameter, Group] = {}
+    stored = {p for _, p in model.storage()}
+    for options in groups:
+        if not {"params"} <= options.keys() <= {"params", "lr", "weight_decay"}:
+            raise UserError(
+                f"a parameter group has {', '.join(options)}: give params, and lr or weight_decay"
+            )
+        params = options["params"]
+        numbers = [options[name] for name in ("lr", "weight_decay") if name in options]
+        if not all(0 <= x < math.inf for x in numbers):
+            raise UserError("a parameter group: lr or weight_decay is out of range")
+        rate = 1.0
+        if "lr" in options:
+            if not lr:
+                raise UserError("a group's lr is a multiple of the optimizer's: give one above 0")
+            rate = options["lr"] / lr
+        group = Group(rate, tuple(options[x] for x in ("weight_decay",) if x in options))
+        rows: dict[Parameter, int] = {}  # that the group has of each
+        for x in [params] if isinstance(params, Tensor) else params:
+            tensor = x[1] if isinstance(x, tuple) else x  # (name, tensor)
+            parameter = getattr(tensor, "parameter", tensor)  # that holds it
+            if not isinstance(parameter, Parameter) or parameter not in stored:
+                raise UserError(
+                    f"a parameter group holds {type(tensor).__name__}: give tensors of "
+                    "model.storage() or model.named_parameters()"
+                )
+            rows[parameter] = rows.get(parameter, 0) + tensor.shape[0]
+        for parameter, n in rows.items():
+            if n < sum(parameter.parts.values()):
+                raise UserError(
+                    f"{', '.join(parameter.parts)} are one parameter: give all to one group"
+                )
+            if parameter in found:
+                raise UserError(f"{', '.join(parameter.parts)}: a parameter is in two groups")
+            found[parameter] = group
+    return found
 
 
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}  # --optimizer

@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..kernels.quantize import CODES, check_finite, quantize
 from .lora import AdaptedTransformer
 from .model import Transformer
-from .modules import Linear, Module, Parameter
+from .modules import Linear, Module, Parameter, arena_of
 
 WEIGHTS = ("full", *CODES)
 
@@ -62,10 +62,9 @@ def quantize_weights(model: Transformer, kind: str) -> None:
     for (_, parameter), quantized in zip(found, codes):
         parameter.quantized = quantized
     if adapted:
-        adapted.frozen = ()  # views of the arena that is freed
-        adapted.base_arena = arena.without_quantized()
+        adapted.base_arena = arena_of(arena.parameters, arena.kind)
     else:
-        model.arena = arena.without_quantized()
+        model.arena = arena_of(arena.parameters, arena.kind)
 
 
 def linear_weights(model: Module) -> list[tuple[str, Parameter]]:

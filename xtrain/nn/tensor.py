@@ -6,6 +6,7 @@ written, later ones are added.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,32 @@ class Tensor:
 
     __float__ = item
 
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def __index__(self) -> int:
+        return operator.index(self.numpy())
+
+    def __lt__(self, number: Any) -> bool:
+        return self.item() < number
+
+    def __le__(self, number: Any) -> bool:
+        return self.item() <= number
+
+    def __gt__(self, number: Any) -> bool:
+        return self.item() > number
+
+    def __ge__(self, number: Any) -> bool:
+        return self.item() >= number
+
+    def __format__(self, spec: str) -> str:
+        if self.ndim:
+            return super().__format__(spec)
+        return format(self.item(), spec)
+
     def detach(self) -> Tensor:
         """Return the same array without its history."""
         return Tensor(self._data)
@@ -177,12 +204,26 @@ class Tensor:
         # a conversion would lose the gradient silently
         raise TypeError("a Tensor is not an array: use .data or .numpy(), or pass it to an op")
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Share the memory: torch.from_dlpack(parameter), numpy.from_dlpack(parameter).
+
+        A model in bf16 does not notice values that are written there: assign `parameter.data`.
+        """
+        if self.node is not None:
+            raise BufferError("a computed Tensor would lose its gradient: use .detach()")
+        return self.data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.data.__dlpack_device__()
+
     # ------------------------------------------------- operators, each one op of functional.py
     def reshape(self, *shape: Any) -> Tensor:
         """Return the same numbers in another shape, a view: reshape(2, -1) or reshape((2, -1))."""
         return ops["reshape"](self, shape[0] if isinstance(shape[0], tuple) else shape)
 
     def __add__(self, other: Any) -> Tensor:
+        if isinstance(other, (int, float)) and other == 0:  # sum() begins with it
+            return self
         if not hasattr(other, "shape"):
             raise TypeError(
                 f"only a Tensor or array of its shape can be added to a Tensor, not {other!r}"
@@ -210,8 +251,10 @@ class Tensor:
         return self * (1.0 / number)
 
     def __repr__(self) -> str:
+        kind = "Parameter" if self.is_parameter else "Tensor"
+        how = ""
         if self.node:
-            made = f", made by {self.node.function.__name__}"
-        else:
-            made = ""
-        return f"Tensor({self._data!r}{made})"
+            how = f", made by {self.node.function.__name__}"
+        elif self.requires_grad:
+            how = ", requires_grad=True"
+        return f"{kind}({self._data!r}{how})"

@@ -1,13 +1,28 @@
 """How a model differs from the plain model of its config: what `Transformer.variation` lists."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..config import ModelConfig
 from .modules import Module, Parameter
 
 
 def overrides(module: Module, kind: type, name: str) -> bool:
     """Return True if a derived class or an attribute replaces the method `name` of `kind`."""
     return getattr(getattr(module, name, None), "__func__", None) is not getattr(kind, name)
+
+
+def with_layers(config: ModelConfig, layers: Sequence[Module]) -> ModelConfig:
+    """Return the config with the number of these layers, some of which were removed or added."""
+    if len(layers) in (0, config.n_layers):
+        return config
+    attentions = list(enumerate(getattr(layer, "self_attn", layer) for layer in layers))
+    no_rope = tuple(i for i, x in attentions if not getattr(x, "rotary", True))
+    full: tuple[int, ...] = ()
+    if config.sliding_window:
+        full = tuple(i for i, x in attentions if getattr(x, "window", None) == 0)
+    return replace(config, n_layers=len(layers), no_rope_layers=no_rope, full_attention_layers=full)
 
 
 def changed_modules(model: Module, plain: Module, standard: tuple[type, ...]) -> list[str]:
@@ -34,7 +49,14 @@ def changed_settings(module: Module, plain: Module) -> list[str]:
     other = vars(plain)
     settings = [n for n, x in other.items() if not isinstance(x, Module | Parameter | list)]
     methods = [n for n in own.keys() - other if callable(getattr(type(module), n, None))]
-    return [n for n in settings + methods if own.get(n) != other.get(n)]
+    return [n for n in settings + methods if of_layer(own.get(n)) != of_layer(other.get(n))]
+
+
+def of_layer(setting: Any) -> Any:
+    """Return a setting of a layer; of a config only what does not count the layers."""
+    if isinstance(setting, ModelConfig):
+        return replace(setting, n_layers=1, no_rope_layers=(), full_attention_layers=())
+    return setting
 
 
 def changed_tensors(model: Module, shapes: dict[str, Any]) -> list[str]:

@@ -87,7 +87,7 @@ class PagedCache:
         self.kind = kind
         self.dtype = model.branch_dtype or np.dtype(np.float32)
         c = model.config
-        self.heads = [Heads(c.n_kv_heads, c.head_dim)] * c.n_layers
+        self.heads = [Heads(c.n_kv_heads, c.head_dim)] * len(model.model.layers)
         if model.variation:
             self.heads = _observed_heads(model)
         if not self.heads:

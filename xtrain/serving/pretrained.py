@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..formats import huggingface
 from ..formats.saved_runs import model_folder
 from ..formats.texts import Texts, load_texts
-from ..nn.model import Transformer, choose_precision
+from ..nn.model import Precision, Transformer, choose_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Pretrained(Texts):
 def load(
     folder: str | Path,
     device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    precision: Precision = "auto",
     change: str | None = None,
 ) -> Pretrained:
     """Load model, tokenizer and stop tokens from a Hugging Face folder or from an xtrain run.

@@ -121,3 +121,7 @@ def __getattr__(name):
     except AttributeError as error:
         raise ImportError(str(error)) from error
     return getattr(home, name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

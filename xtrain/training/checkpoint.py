@@ -66,7 +66,7 @@ class Snapshot:
     wait(): blocks until the copies have arrived.
     """
 
-    config: ModelConfig
+    saved_config: ModelConfig  # Transformer.saved_config
     tensors: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
     state: dict[str, Any]  # the contents of state.json
@@ -112,7 +112,7 @@ def snapshot(
     else:
         ema = dict(model.views(copies("ema", moments.ema)))
     return Snapshot(
-        config=model.config,
+        saved_config=model.saved_config,
         tensors=dict(model.views(w)),
         moments={
             f"{letter}.{name}": view

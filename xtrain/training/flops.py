@@ -7,8 +7,11 @@ backward; the embedding look-up needs none; 4 for a frozen matrix, which needs n
 H D T / 2 for causal attention; with a sliding window W < T, T / 2 becomes W - W^2 / 2T.
 """
 
+import math
+
 from ..device import cupy
-from ..nn.lora import frozen_parameters
+from ..formats.huggingface import shapes_of
+from ..nn.lora import frozen_shapes
 from ..nn.model import Transformer
 
 # Operations (a multiply-add counts as two) per multiprocessor and clock, by compute capability.
@@ -39,10 +42,10 @@ def flops_per_token(model: Transformer, T: float) -> float:
     Of rows that hold several documents, T is the mean over the tokens of the length of their
     document.
     """
-    c = model.config
+    c = model.saved_config
     trained, frozen = (
-        sum(t.size for n, t in tensors if t.ndim == 2 and "embed_tokens" not in n)
-        for tensors in (model.named_parameters(), frozen_parameters(model))
+        sum(math.prod(x) for n, x in shapes.items() if len(x) == 2 and "embed_tokens" not in n)
+        for shapes in (shapes_of(model), frozen_shapes(model))
     )
     # the table is used as a matrix too
     head = 0

@@ -132,12 +132,16 @@ class Loop:
         ends."""
         c, done = self.run.config, self.run.done
         end = done == c.steps
+        is_due = lambda every: every > 0 and (end or done % every == 0)
+        tasks_every = c.eval_tasks_every
+        if tasks_every is None:
+            tasks_every = c.eval_every
         return Due(
-            layers=end or done % self.layers_every == 0,
-            validation=end or done % c.eval_every == 0,
-            tasks=bool(c.eval_tasks) and (end or done % (c.eval_tasks_every or c.eval_every) == 0),
-            sample=end or done % c.sample_every == 0,
-            checkpoint=end or done % c.save_every == 0 or done == last or self.stopping,
+            layers=is_due(self.layers_every),
+            validation=is_due(c.eval_every),
+            tasks=bool(c.eval_tasks) and (end or is_due(tasks_every)),
+            sample=is_due(c.sample_every),
+            checkpoint=is_due(c.save_every) or done == last or self.stopping,
         )
 
     def between_steps(self, due: Due) -> None:
@@ -303,7 +307,8 @@ def train(
         # the model gets no name here: make_run may replace it, and the memory of the first must
         # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)
-        corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
+        if c.eval_every:
+            corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
         stack.enter_context(parallel.watch(run))
         evaluate = _prepare_evaluation(run, evaluation)
         claimed = lambda: run_folder.claim(begin.folder, c, begin.name, warn, stack)
@@ -377,7 +382,7 @@ def _checkpoint_bytes(run: Run) -> int:
 
 def _warn_of_little_room(run: Run, path: Path, warn: Callable[[str], None]) -> None:
     c = run.config
-    left = -(-(c.steps - run.done) // c.save_every)
+    left = -(-(c.steps - run.done) // (c.save_every or c.steps))
     if left and (
         sentence := checkpoint.too_little_room(path, _checkpoint_bytes(run), c.keep, left)
     ):
@@ -398,7 +403,9 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
         how += f" ({begin.obstacle})"
     if model.fp8 is not None:
         how += f" ({model.fp8.coverage(model)})"
-    say(f"[bold]{escape(path.name)}[/]: {describe(model.config)}, on {device_name(device)}, {how}")
+    say(
+        f"[bold]{escape(path.name)}[/]: {describe(model.saved_config)}, on {device_name(device)}, {how}"
+    )
     say(
         f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, "
         f"sha256 {corpus.sha256[:16]}, "

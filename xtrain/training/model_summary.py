@@ -1,9 +1,12 @@
 """A model in one line, and the table of its parameters."""
 
+import math
+
 from rich.table import Table
 
 from ..config import ModelConfig
-from ..nn.lora import frozen_parameters
+from ..formats.huggingface import shapes_of
+from ..nn.lora import frozen_shapes
 from ..nn.model import Transformer
 
 
@@ -22,7 +25,8 @@ def describe(config: ModelConfig) -> str:
 def parameter_table(model: Transformer) -> Table:
     """Return the number of parameters by part. Embedding and head are apart from the core: a large
     vocabulary dominates small models."""
-    frozen = frozen_parameters(model)
+    trained = shapes_of(model)
+    frozen = frozen_shapes(model)
     marks = {
         "norm": "norms",
         "embed": "embedding",
@@ -31,9 +35,9 @@ def parameter_table(model: Transformer) -> Table:
         "mlp": "MLP",
     }
     groups = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "other"), 0)
-    for name, tensor in frozen or model.named_parameters():
+    for name, shape in (frozen or trained).items():
         kind = next((group for mark, group in marks.items() if mark in name), "other")
-        groups[kind] += tensor.size
+        groups[kind] += math.prod(shape)
     total = sum(groups.values())
     core = total - groups["embedding"] - groups["head"]
     if model.config.tie_embeddings:
@@ -47,6 +51,6 @@ def parameter_table(model: Transformer) -> Table:
     for name, n in [*groups.items(), ("core (without embedding and head)", core), ("all", total)]:
         table.add_row(name, f"{n:,}", f"{100 * n / total:.1f} %")
     if frozen:
-        trained = sum(tensor.size for _, tensor in model.named_parameters())
-        table.add_row("trained: LoRA adapters", f"{trained:,}", f"{100 * trained / total:.1f} %")
+        n = sum(map(math.prod, trained.values()))
+        table.add_row("trained: LoRA adapters", f"{n:,}", f"{100 * n / total:.1f} %")
     return table

@@ -53,10 +53,11 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     # .jsonl files to validate on; none: a share of --data
     val_data: tuple[str, ...] = ()
     val_share: float = 0.05  # of --data, held out without --val-data
-    eval_every: int | None = None  # steps between validations; none: a tenth of all steps
-    # steps between generated samples; none: only at the end
+    # steps between validations; 0: no validation; none: a tenth of all steps
+    eval_every: int | None = None
+    # steps between generated samples; 0: no samples; none: only at the end
     sample_every: int | None = None
-    # steps between checkpoints (one is always written at the end); none: a third of all steps
+    # steps between checkpoints; 0: only the one at the end; none: a third of all steps
     save_every: int | None = None
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
 
@@ -77,11 +78,12 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     def intervals(self, steps: int) -> dict[str, int]:
         """Return the steps between validations, samples and checkpoints, of a run of so many
         steps."""
-        return {
-            "eval_every": self.eval_every or max(1, -(-steps // 10)),
-            "sample_every": self.sample_every or steps,
-            "save_every": self.save_every or max(1, -(-steps // 3)),
+        defaults = {
+            "eval_every": max(1, -(-steps // 10)),
+            "sample_every": steps,
+            "save_every": max(1, -(-steps // 3)),
         }
+        return {x: n if getattr(self, x) is None else getattr(self, x) for x, n in defaults.items()}
 
     def adapters(self, base: str) -> Lora:
         """Return what --lora, --lora-alpha and --lora-targets say. base: the model's folder. Raises
