@@ -10,6 +10,7 @@ from twins import random_model, small
 from xtrain import Engine
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.server.app import Limits, create_app
+from xtrain.server.protocol import LimitedProtocol
 from xtrain.serving import pretrained
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -31,7 +32,9 @@ class Served:
         self.p = pretrained.load(folder, "cpu")
         self.engine = Engine(self.p.model, 2, 256, batch_invariant=True)
         app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits())
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, port=0, log_level="critical", http=LimitedProtocol)
+        )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         until(lambda: self.server.started)

@@ -11,7 +11,7 @@ from pydantic import ValidationError  # noqa: E402
 from served import Served, make_folder  # noqa: E402
 
 from xtrain.server import api  # noqa: E402
-from xtrain.server.app import _invalid  # noqa: E402
+from xtrain.server.prepare import _invalid  # noqa: E402
 
 HI = [{"role": "user", "content": "def f"}]
 BODIES = {api.ChatRequest: {"messages": HI}, api.CompletionRequest: {"prompt": "def f"}}
