@@ -1,5 +1,6 @@
 """A tiny model's folder, and the server in a thread of the test's process."""
 
+import socket
 import threading
 import time
 
@@ -60,3 +61,9 @@ def until(condition, seconds=20):
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

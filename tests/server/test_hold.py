@@ -16,9 +16,10 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from served import Served, make_folder, until  # noqa: E402
+from served import Served, free_port, make_folder, until  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
+from xtrain.data import chat_template  # noqa: E402
 from xtrain.errors import UserError  # noqa: E402
 from xtrain.server import app as app_module  # noqa: E402
 from xtrain.server import engine_client, engine_loop, listen, prepare, protocol  # noqa: E402
@@ -71,23 +72,25 @@ def repeated(before, item, after, count=None):
     return (before + item * count + after).encode()
 
 
-WORST = {
-    "text": (TEXT, repeated('{"prompt":"', "def f(x): return ", '"}'), 400),
-    "ids": (TEXT, repeated('{"prompt":[', "1,", "1]}"), 400),
-    "ids, the last is wrong": (TEXT, repeated('{"prompt":[', "1,", '"a"]}'), 400),
-    "texts": (TEXT, repeated('{"prompt":[', '"a",', '"a"]}'), 400),
-    "lists of ids": (TEXT, repeated('{"prompt":[', "[1],", "[1]]}", 300_000), 400),
-    "logit_bias": (TEXT, json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(250_000), 1)}).encode(), 400),
-    "an ignored field": (TEXT, repeated('{"prompt":"a","max_tokens":1,"metadata":[', "{},", "{}]}"), 200),
-    "ignored fields": (TEXT, json.dumps({f"k{i}": None for i in range(250_000)} | {"prompt": "a", "max_tokens": 1}).encode(), 200),
-    "stop strings": (TEXT, repeated('{"prompt":"a","stop":[', '"a",', '"a"]}'), 400),
-    "a stop string": (TEXT, repeated('{"prompt":"a","stop":"', "a", '"}'), 400),
-    "nested lists": (TEXT, repeated('{"prompt":', "[", ""), 400),
-    "messages": (CHAT, repeated('{"messages":[', json.dumps(HI[0]) + ",", json.dumps(HI[0]) + "]}"), 400),
-    "empty messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": ""}] * 100_000}).encode(), 400),
-    "wrong messages": (CHAT, repeated('{"messages":[', "{},", "{}]}"), 400),
-    "parts of a message": (CHAT, repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "{}]}]}"), 400),
-}  # fmt: skip
+def worst_bodies():
+    """Return {name: (path, body, status of the answer)}."""
+    return {
+        "text": (TEXT, repeated('{"prompt":"', "def f(x): return ", '"}'), 400),
+        "ids": (TEXT, repeated('{"prompt":[', "1,", "1]}"), 400),
+        "ids, the last is wrong": (TEXT, repeated('{"prompt":[', "1,", '"a"]}'), 400),
+        "texts": (TEXT, repeated('{"prompt":[', '"a",', '"a"]}'), 400),
+        "lists of ids": (TEXT, repeated('{"prompt":[', "[1],", "[1]]}", 300_000), 400),
+        "logit_bias": (TEXT, json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(250_000), 1)}).encode(), 400),
+        "an ignored field": (TEXT, repeated('{"prompt":"a","max_tokens":1,"metadata":[', "{},", "{}]}"), 200),
+        "ignored fields": (TEXT, json.dumps({f"k{i}": None for i in range(250_000)} | {"prompt": "a", "max_tokens": 1}).encode(), 200),
+        "stop strings": (TEXT, repeated('{"prompt":"a","stop":[', '"a",', '"a"]}'), 400),
+        "a stop string": (TEXT, repeated('{"prompt":"a","stop":"', "a", '"}'), 400),
+        "nested lists": (TEXT, repeated('{"prompt":', "[", ""), 400),
+        "messages": (CHAT, repeated('{"messages":[', json.dumps(HI[0]) + ",", json.dumps(HI[0]) + "]}"), 400),
+        "empty messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": ""}] * 100_000}).encode(), 400),
+        "wrong messages": (CHAT, repeated('{"messages":[', "{},", "{}]}"), 400),
+        "parts of a message": (CHAT, repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "{}]}]}"), 400),
+    }  # fmt: skip
 
 
 def test_no_body_delays_another_stream_or_health(served):
@@ -107,16 +110,19 @@ def test_no_body_delays_another_stream_or_health(served):
     def probe():
         while not stop.wait(0.02):
             start = time.perf_counter()
-            assert httpx.get(served.url + "/health").status_code == 200
+            with connect(served) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert receive(connection).startswith(b"HTTP/1.1 200")
             probes.append((start, time.perf_counter()))
 
-    post(served, *WORST["a stop string"][:2])  # the process starts
+    bodies = worst_bodies()
+    post(served, *bodies["a stop string"][:2])  # the process starts
     threads = [threading.Thread(target=f) for f in (stream, probe)]
     for thread in threads:
         thread.start()
     until(lambda: events and probes)
     try:
-        for name, (path, data, status) in WORST.items():
+        for name, (path, data, status) in bodies.items():
             assert prepare.SMALL < len(data) <= Limits().body_bytes
             start = time.perf_counter()
             answer = post(served, path, data)
@@ -179,15 +185,18 @@ def test_a_body_that_takes_too_long_is_ended(served, filler, monkeypatch):
     assert create(**options).usage.completion_tokens == 1
 
 
-def test_the_timeout_covers_the_template(folder, tmp_path):
+def test_the_timeout_covers_the_template(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "model")
-    slow = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    slow = "{% if messages[0].content == 'slow' %}" + loops + "{% endif %}"
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
     (tmp_path / "model/chat_template.jinja").write_text(slow)
     served = Served(tmp_path / "model", limits=Limits(seconds=0.3))
     try:
         start = time.monotonic()
         with pytest.raises(openai.APIStatusError, match=r"took longer than 0\.3 s") as caught:
-            served.client.chat.completions.create(model="tiny", messages=HI)
+            slow = [{"role": "user", "content": "slow"}]
+            served.client.chat.completions.create(model="tiny", messages=slow)
         assert caught.value.status_code == 504 and time.monotonic() - start < 3
     finally:
         served.close()
@@ -363,12 +372,6 @@ def test_a_folder_that_is_removed_changes_nothing(folder, tmp_path, filler):
         assert create(**options).choices == create(**options, **filler).choices
     finally:
         served.close()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_what_is_wrong_is_said_at_the_start(folder, tmp_path, monkeypatch):

@@ -341,11 +341,7 @@ async def _events(
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             for i in range(n):
                 if (first := form.first(i)) is not None:
-                    event = form.chunk([first])
-                    if first["logprobs"]:  # of a whole prompt
-                        yield await run_in_threadpool(_event, event)
-                    else:
-                        yield _event(event)
+                    yield _event(form.chunk([first]))
             async for piece in pieces:
                 choice = form.choice([piece], False)
                 if piece.text or piece.reason or choice["logprobs"]:
