@@ -112,7 +112,11 @@ def test_true_is_no_number_and_a_number_is_no_text(kind):
 
 
 def test_the_error_is_about_the_item_that_is_wrong():
-    for prompt, where in [([1, 2, "a"], "prompt.2"), ([[1], [2, "a"]], "prompt.1.1"), ({}, "prompt")]:
+    for prompt, where in [
+        ([1, 2, "a"], "prompt.2"),
+        ([[1], [2, "a"]], "prompt.1.1"),
+        ({}, "prompt"),
+    ]:
         assert refusal(api.CompletionRequest, {"prompt": prompt}).param == where
 
 

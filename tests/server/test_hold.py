@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -255,6 +256,13 @@ def test_a_page_of_another_origin_cannot_ask(served):
     assert httpx.options(served.url + TEXT, headers=ask).status_code == 405
 
 
+def test_readiness_while_it_shuts_down(served, monkeypatch):
+    """Clients with an open connection can ask; new ones are refused."""
+    monkeypatch.setattr(served.server.application, "draining", True)
+    assert status(served, "/readyz") == (503, "draining")
+    assert status(served, "/livez") == status(served, "/health") == (200, "ok")
+
+
 def test_allowed_origins(served):
     from starlette.testclient import TestClient
 
@@ -341,22 +349,20 @@ def test_a_stopped_engine_is_not_healthy_and_answers_are_refused(folder):
 
 
 def test_a_server_that_shuts_down_ends_streams_by_an_event(folder, capsys):
-    served = Served(folder)
-    server = served.server.config.app.state.server
+    served = Served(folder, drain=0.3)
+    assert f"{served.url}/v1" in capsys.readouterr().err  # printed when it listens
     step = served.engine.step
     served.engine.step = lambda: (time.sleep(0.05), step())[1]
     try:
         create = served.client.completions.create
         stream = iter(create(model="tiny", prompt="a", max_tokens=200, stream=True, seed=1))
         next(stream)
-        server.drain(0.3)
-        assert status(served, "/readyz") == (503, "draining")
-        assert status(served, "/livez") == (200, "ok")
+        served.server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
-        with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
-            create(model="tiny", prompt="a")
-        assert "shutting down: 1 running sequences get 0.3 s" in capsys.readouterr().err
+        until(lambda: not served.thread.is_alive())
+        said = capsys.readouterr().err
+        assert "shutting down: 1 running sequences get 0.3 s" in said and "Traceback" not in said
     finally:
         served.close()
 

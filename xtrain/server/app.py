@@ -297,7 +297,7 @@ class Server:
         """Return the pieces of a job. Raises ApiError if it fails."""
         async with self._until(deadline):
             async for piece in job:
-                if piece.reason not in (None, *FINISH):
+                if piece.reason is not None and piece.reason not in FINISH:
                     raise _failure(piece.reason)
                 yield piece
 

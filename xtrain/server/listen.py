@@ -208,40 +208,20 @@ def _http(
     options: dict[str, Any],
 ) -> None:
     """Run the HTTP process."""
-    import uvicorn
-
     from .app import create_app
     from .engine_client import EngineClient
-    from .protocol import LimitedProtocol
+    from .protocol import HttpServer
 
     os.setpgid(0, 0)  # Ctrl-C goes to the engine's process, which forwards it
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            host = f"[{address.host}]" if ":" in address.host else address.host
-            say(f"http://{host}:{address.port}/v1")
-
-    def lost() -> None:
-        server.should_exit = True
-
-    def drain(*_: Any) -> None:
-        app.state.server.drain(address.drain)
+    def lost(*_: Any) -> None:
         server.should_exit = True
 
     client = EngineClient(connection, *facts, lost=lost)
     app = create_app(client, texts, **options)
     gc.freeze()  # a collection that visits all that imports have made takes long
-    config = uvicorn.Config(
-        app,
-        http=LimitedProtocol,
-        log_level="warning",
-        server_header=False,
-        # a little later than `drain`, which ends the answers by an event
-        timeout_graceful_shutdown=address.drain + 5,
-    )
-    server = Server(config)
+    server = HttpServer(app, address.host, address.port, address.drain)
     # After its shutdown uvicorn raises the signal again: it is then no reason to fail.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, drain)
+        signal.signal(number, lost)
     server.run(sockets=address.sockets)

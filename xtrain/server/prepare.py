@@ -229,8 +229,7 @@ class Preparers:
 
     async def small(self, kind: type[Any], data: bytes) -> Prepared:
         """Prepare a body of at most SMALL bytes."""
-        call = (self.preparation, kind, data)
-        return await to_thread.run_sync(*call, abandon_on_cancel=True)
+        return await to_thread.run_sync(self.preparation, kind, data, abandon_on_cancel=True)
 
     async def large(self, kind: type[Any], data: bytes) -> Prepared:
         """Prepare a body of any size. A process that is not done in SECONDS, or when the caller is

@@ -1,10 +1,15 @@
-"""uvicorn's HTTP protocol with limits for what comes before a body, which an application never
-sees."""
+"""uvicorn with limits for what comes before a body, which an application never sees, and with an end
+that clients hear of."""
 
+import socket
 from asyncio import TimerHandle, Transport
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..cli import say
 
 HEAD_BYTES = 1 << 16  # of the request line and the headers
 HEAD_SECONDS = 20  # until they have arrived
@@ -60,3 +65,40 @@ class LimitedProtocol(HttpToolsProtocol):
         self.head_bytes = None
         if self.timer is not None:
             self.timer.cancel()
+
+
+class HttpServer(uvicorn.Server):
+    """A server for an application of create_app.   drain: seconds that running answers get at the
+    end"""
+
+    def __init__(self, app: Starlette, host: str, port: int, drain: float):
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=LimitedProtocol,
+            log_level="warning",
+            server_header=False,
+            # a little later than the application ends its answers
+            timeout_graceful_shutdown=int(drain) + 5,
+        )
+        super().__init__(config)
+        self.application = app.state.server
+        self.drain_seconds = drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and print the URL."""
+        await super().startup(sockets)
+        if not self.started:
+            return
+        host = self.config.host
+        if ":" in host:
+            host = f"[{host}]"
+        port = self.servers[0].sockets[0].getsockname()[1]
+        say(f"http://{host}:{port}/v1")
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Handle SIGTERM or SIGINT: complete what is running."""
+        if self.started:
+            self.application.drain(self.drain_seconds)
+        super().handle_exit(sig, frame)
