@@ -21,7 +21,6 @@ cores. Nothing is recorded.
 """
 
 import asyncio
-import functools
 import json
 import multiprocessing
 import os
@@ -40,7 +39,7 @@ import tyro
 import xtrain
 from xtrain.formats.texts import Texts
 from xtrain.server.app import Limits
-from xtrain.server.listen import Address, serve_engine
+from xtrain.server.listen import Address, bound, serve_engine
 from xtrain.serving.options import PREFILL_INTERVAL
 from xtrain.serving.requests import make_requests
 
@@ -91,6 +90,7 @@ class Ask(asyncio.Protocol):
 
     def __init__(self, body: bytes):
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         self.request = head.encode() + body
         self.start = time.perf_counter()
@@ -257,8 +257,10 @@ def main(o: Options) -> None:
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(clients, port)
         work.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
-        make_texts = functools.partial(texts_of, engine.config.vocab_size)
-        serve_engine(engine, make_texts, Address("127.0.0.1", port), limits=Limits(queue=1 << 16))
+        with bound("127.0.0.1", port) as sockets:
+            address = Address("127.0.0.1", port, sockets)
+            tokenizer_only = texts_of(engine.config.vocab_size)
+            serve_engine(engine, tokenizer_only, address, limits=Limits(queue=1 << 16))
         work.result()
 
 

@@ -61,7 +61,7 @@ import uvicorn
 
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.server import app as app_module
-from xtrain.server import engine_client, engine_loop
+from xtrain.server import engine_client, engine_loop, prepare
 from xtrain.server.api import ChatRequest
 from xtrain.serving import pretrained
 from xtrain.serving.requests import make_requests
@@ -201,7 +201,8 @@ Shown("\n".join(short[:24]))
 async def ask(body, leave_after=None):
     """-> (status, [(time, bytes), ...])   leave_after: disconnect after this many pieces"""
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": [],
+        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
         "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
     }  # fmt: skip
     gone, status, pieces = asyncio.Event(), [], []
@@ -295,7 +296,7 @@ stages = {
     "validation": (ChatRequest, "model_validate_json"),
     "chat template": (loaded.template, "render"),
     "tokenizer": (loaded.tokenizer, "encode"),
-    "options, limits": (app_module, "make_requests"),
+    "options, limits": (prepare, "make_requests"),
     "into the queue": (server.engine, "submit"),
     "admission": (engine.scheduler, "_admit"),
     "prefill": (engine.runner, "_launch_prefill"),

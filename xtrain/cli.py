@@ -52,8 +52,9 @@ def printable(text: str) -> str:
 
 def say(text: str) -> None:
     """Print a message on standard error, as printable text: it may contain names and text from
-    files."""
-    print(printable(text), file=sys.stderr)
+    files. A message that cannot be written, for instance on a full disk, is dropped."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr)
 
 
 def print_text(text: str, end: str = "\n", flush: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Serve a model over HTTP:   python -m xtrain.serve --model FOLDER [--port 8000] [--api-key KEY] ...
 
-OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /health, /metrics. FOLDER: a
-Hugging Face folder, or a run of xtrain.train. Needs the packages of pip install -e '.[serve]'.
+OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; and /livez, /readyz, /metrics. FOLDER:
+a Hugging Face folder, or a run of xtrain.train. Needs the packages of pip install -e '.[serve]'.
 """
 
 import sys

@@ -42,7 +42,10 @@ async def ask(port: int, seed: int, cut: int | None = None) -> tuple[str, float,
         "stream": True,
     }
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     writer.write(head.encode() + content)
     while chunk := await reader.read(1 << 14):
         data += chunk

@@ -1,15 +1,16 @@
 """A tiny model's folder, and the server in a thread of the test's process."""
 
+import socket
 import threading
 import time
 
 import openai
-import uvicorn
 from twins import random_model, small
 
 from xtrain import Engine
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.server.app import Limits, create_app
+from xtrain.server.protocol import HttpServer
 from xtrain.serving import pretrained
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -27,11 +28,11 @@ def make_folder(folder):
 class Served:
     """An application in a thread of this process."""
 
-    def __init__(self, folder, api_key=None, limits=None):
+    def __init__(self, folder, api_key=None, limits=None, drain=30):
         self.p = pretrained.load(folder, "cpu")
         self.engine = Engine(self.p.model, 2, 256, batch_invariant=True)
         app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits())
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+        self.server = HttpServer(app, "127.0.0.1", 0, drain)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         until(lambda: self.server.started)
@@ -57,3 +58,9 @@ def until(condition, seconds=20):
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -11,7 +11,7 @@ from pydantic import ValidationError  # noqa: E402
 from served import Served, make_folder  # noqa: E402
 
 from xtrain.server import api  # noqa: E402
-from xtrain.server.app import _invalid  # noqa: E402
+from xtrain.server.prepare import _invalid  # noqa: E402
 
 HI = [{"role": "user", "content": "def f"}]
 BODIES = {api.ChatRequest: {"messages": HI}, api.CompletionRequest: {"prompt": "def f"}}
@@ -89,7 +89,7 @@ def test_nested_objects(change, param):
 RANGES = {
     "temperature": [-1, 2.1, "hot"], "top_p": [0, 1.5], "top_k": [-2, 0.5], "min_p": [-0.1, 2], "seed": [-1, 2**63],
     "n": [0, 129], "presence_penalty": [-3], "frequency_penalty": [3], "repetition_penalty": [0, -1], "stop": ["", ["x"] * 17],
-    "max_tokens": [0], "logit_bias": ["x"], "stream": ["maybe"],
+    "max_tokens": [0], "logit_bias": ["x", {"a": 1}, {str(i): 1 for i in range(301)}], "stream": ["maybe"],
 }  # fmt: skip
 
 
@@ -99,6 +99,30 @@ def test_ranges_name_the_field(kind):
         for value in values:
             param = refusal(kind, BODIES[kind] | {name: value}).param
             assert param.split(".")[0] == name, (name, value)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_true_is_no_number_and_a_number_is_no_text(kind):
+    for name in ("max_tokens", "temperature", "top_k", "n", "seed", "repetition_penalty"):
+        assert refusal(kind, BODIES[kind] | {name: True}).param == name
+        assert refusal(kind, BODIES[kind] | {name: "1"}).param == name
+    assert refusal(kind, BODIES[kind] | {"stream": 1}).param == "stream"
+    assert refusal(kind, BODIES[kind] | {"stop": 1}).param == "stop"
+    kind.model_validate_json(json.dumps(BODIES[kind] | {"temperature": 1, "logit_bias": {"5": 1}}))
+
+
+def test_the_error_is_about_the_item_that_is_wrong():
+    for prompt, where in [
+        ([1, 2, "a"], "prompt.2"),
+        ([[1], [2, "a"]], "prompt.1.1"),
+        ({}, "prompt"),
+    ]:
+        assert refusal(api.CompletionRequest, {"prompt": prompt}).param == where
+
+
+def test_tools_are_named_before_what_belongs_to_them():
+    tools = {"tool_choice": {"type": "function"}, "tools": [{"type": "function"}]}  # as instructor
+    assert refusal(api.ChatRequest, {"messages": HI} | tools).param == "tools"
 
 
 # ----------------------------------------------------------------------------- with OpenAI's client

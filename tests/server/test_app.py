@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
-from served import Served, make_folder, until  # noqa: E402
+from served import Served, free_port, make_folder, until  # noqa: E402
 
 from xtrain.server import listen  # noqa: E402
 from xtrain.server.api import ChatRequest, CompletionRequest  # noqa: E402
@@ -143,7 +143,8 @@ def test_malformed_bodies_never_fail_the_server(served):
             data = json.dumps(body).encode()
             if rng.random() < 0.2:
                 data = data[: rng.randrange(len(data))] + bytes([rng.randrange(256)])
-            answer = client.post(path, content=data)
+            head = {"Content-Type": "application/json"}
+            answer = client.post(path, content=data, headers=head)
             assert answer.status_code in (200, 400, 404), (answer.status_code, answer.text, data)
             assert "Traceback" not in answer.text and '"server_error"' not in answer.text, data
             statuses.add(answer.status_code)
@@ -309,16 +310,16 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
 def test_a_server_that_is_open_to_all_says_so(folder, monkeypatch, capsys, host, key, warned):
     monkeypatch.delenv("XTRAIN_API_KEY", raising=False)
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: None)
-    options = listen.Options(model=str(folder), host=host, api_key=key, device="cpu")
+    options = listen.Options(
+        model=str(folder), host=host, port=free_port(), api_key=key, device="cpu"
+    )
     listen.serve(options)
     text = "".join(capsys.readouterr())
     assert ("--host 0.0.0.0 without --api-key: every machine" in text) == warned, text
 
 
 def test_sigterm_completes_answers_and_exits_0(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "xtrain.serve", "--model", str(folder), "--port", str(port)]
     process = subprocess.Popen(
         [*command, "--device", "cpu"], env=os.environ, stderr=subprocess.PIPE
@@ -358,7 +359,8 @@ def test_the_model_s_defaults_of_sampling(folder, tmp_path, monkeypatch, capsys)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(content))
     started = {}
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: started.update(options))
-    listen.serve(listen.Options(model=str(tmp_path / "model"), device="cpu"))
+    options = listen.Options(model=str(tmp_path / "model"), port=free_port(), device="cpu")
+    listen.serve(options)
     said = "generation_config.json: temperature 0.0, top_k 1, repetition_penalty 1.3"
     assert said in capsys.readouterr().err and started["defaults"].max_new_tokens == 9
     served = Served(tmp_path / "model")

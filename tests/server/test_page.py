@@ -272,6 +272,12 @@ def test_a_conversation_by_keys(browser, scripted):
     browser.wait(DONE.format(2))
     failed = browser.evaluate("turns[1].element.querySelector('.failed').textContent")
     assert failed == "The queue is full: try again later."
+    scripted.failures = 0
+    say(browser, "And BatchNorm?")  # a turn without an answer is not part of the conversation
+    browser.wait(DONE.format(3) + " && turns[2].text")
+    asked = [m["content"] for m in scripted.bodies[-1]["messages"] if m["role"] == "user"]
+    assert asked == ["What is RMSNorm?\nBe short.", "And BatchNorm?"]
+    browser.evaluate("turns.pop().element.remove(); turns[1].meta.append(turns[1].again)")
     browser.evaluate("turns[1].again.click()")
     browser.wait(DONE.format(2) + " && turns[1].text")
     assert browser.evaluate("document.querySelectorAll('.failed').length") == 0

@@ -74,6 +74,10 @@ class ChatTemplate:
         self.compiled: str | None = None  # the source that the worker renders
         self.lock = threading.Lock()  # one request at a time
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the templates; a copy has a process of its own."""
+        return ChatTemplate, (self.sources, self.special_tokens)
+
     def source(self, tools: Any = None) -> str:
         """Return the Jinja template of a conversation. Raises UserError if there is none for it."""
         if tools is not None and "tool_use" in self.sources:
@@ -122,10 +126,7 @@ class ChatTemplate:
         names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
         source = self.source(tools)
         with self.lock:
-            if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
-                self._start()
-            if self.compiled != source:
-                self._compile(source)
+            self._compile(source)
             reply = self._ask(names | {"add_generation_prompt": add_generation_prompt})
         if "error" in reply:
             raise UserError(
@@ -156,8 +157,18 @@ class ChatTemplate:
         self._end_worker = weakref.finalize(self, _end, self.worker)  # also at exit
         self.compiled = None
 
+    def check(self) -> None:
+        """Raise UserError if Jinja cannot compile the template of a conversation without tools."""
+        source = self.source()
+        with self.lock:
+            self._compile(source)
+
     def _compile(self, source: str) -> None:
-        """Let the worker compile a template. Raises UserError."""
+        """Let the worker compile a template, unless it has. Raises UserError."""
+        if self.worker is None or self.worker.poll() is not None:  # it was stopped or killed
+            self._start()
+        if self.compiled == source:
+            return
         reply = self._ask({"source": source})
         if "error" in reply:
             self._stop()

@@ -83,8 +83,6 @@ class Form:
     prefix = ""
     whole_object = ""
     chunk_object = ""
-    source = ""  # the field that has the prompts
-    scores_prompts = False  # are the log-probabilities of the prompts wanted?
     n_prompt = 0
     usage_events = False
 
@@ -97,17 +95,13 @@ class Form:
             "model": name,
         }
 
-    def stop(self) -> frozenset[int]:
-        """Ids that end an answer."""
-        return self.p.stop
-
     def take_prompts(
         self, prompts: Sequence[list[int]], scores: Iterable[list[TokenLogprobs]]
     ) -> None:
         """Take over the prompts, before the first piece.
 
         prompts: token ids.
-        scores: if scores_prompts, log-probabilities of all tokens but the first, for each prompt
+        scores: if they are wanted, log-probabilities of all tokens but the first, for each prompt
         of several tokens.
         """
         self.n_prompt = sum(map(len, prompts))
@@ -163,11 +157,6 @@ class Chat(Form):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    source = "messages"
-
-    def stop(self) -> frozenset[int]:
-        """Ids that end an answer."""
-        return self.p.chat_stop
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
         """Return the part of a choice that has the text."""
@@ -213,7 +202,6 @@ class Text(Form):
         super().__init__(texts, name)
         self.body = body
         self.n = body.n or 1
-        self.scores_prompts = bool(body.echo) and body.logprobs is not None
         self.offsets: dict[int, Offsets] = {}  # of each sequence
         self.echoes: list[tuple[str, Any]] = []  # (text, logprobs) of each prompt, if wanted
 
@@ -233,7 +221,7 @@ class Text(Form):
             if isinstance(given, str) and text.endswith(given):
                 before = len(text) - len(given)
             logprobs = None
-            if self.scores_prompts:
+            if self.body.scores_prompts:
                 offsets = Offsets()
                 starts = [max(0, offsets.next(part) - before) for part in parts]
                 scored = next(rest) if len(tokens) > 1 else []

@@ -11,9 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import UserError
+from ..kernels.decoding.penalties import MAX_BIASES
 
 MAX_STOPS = 16  # stop strings of a request
+MAX_STOP = 1000  # characters of each
 MAX_SAMPLES = 128  # answers per prompt
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1 << 16
 HARMLESS = {  # field -> why no client can miss its effect in an answer
     **dict.fromkeys(("user", "safety_identifier"), "says who asks"),
     **dict.fromkeys(("metadata", "store"), "labels for a log of OpenAI's; nothing is stored here"),
@@ -34,8 +38,9 @@ NEUTRAL = {  # field -> values that mean the same as leaving it out
     "repeat_penalty": (1,), "typical_p": (1,), "cache_prompt": (True,),
 }  # fmt: skip
 
-StopText = Annotated[str, Field(min_length=1)]
-TokenIds = list[int]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+# fail_fast: a list with a million wrong items has one error
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class FieldError(UserError):
@@ -49,17 +54,28 @@ class FieldError(UserError):
 class Body(BaseModel):
     """An object that refuses unknown fields."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
     harmless: ClassVar[dict[str, str]] = {}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> "Body":
-        for name, value in (self.model_extra or {}).items():
-            harmless = value is None or name in self.harmless
-            if not harmless and value not in self.neutral.get(name, ()):
-                raise FieldError(name, f"{name} is not supported: leave it out")
+        unknown = [
+            name
+            for name, value in (self.model_extra or {}).items()
+            if not (value is None or name in self.harmless)
+            and value not in self.neutral.get(name, ())
+        ]
+        if unknown:
+            # a field that another one belongs to comes first: "tools", then "tool_choice"
+            name = "tools" if "tools" in unknown else unknown[0]
+            raise FieldError(name, f"{name} is not supported: leave it out")
         return self
+
+    def forget_extra(self) -> None:
+        """Forget the fields that have no effect, which may be long."""
+        self.__pydantic_fields_set__.intersection_update(type(self).model_fields)
+        (self.model_extra or {}).clear()
 
 
 class StreamOptions(Body):
@@ -87,7 +103,7 @@ class Sampling(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_BIASES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -99,6 +115,13 @@ class Sampling(Body):
                 "stream_options needs stream: set it to true, or leave the options out",
             )
         return self
+
+    source: ClassVar[str]  # the field that has the prompts
+
+    @property
+    def top(self) -> int | None:
+        """Return of how many tokens log-probabilities are wanted; None: of none."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
@@ -139,7 +162,7 @@ class Message(Body):
     # what the client of an answer has, and sends back with it
     neutral = {"tool_calls": ([],), "annotations": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
@@ -157,10 +180,18 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     neutral = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,)}
-    messages: list[Message] = Field(min_length=1)
+    source = "messages"
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def top(self) -> int | None:
+        """Return of how many tokens log-probabilities are wanted; None: of none."""
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":
@@ -180,10 +211,26 @@ class CompletionRequest(Sampling):
     add_special_tokens: whether a text gets the tokens that the tokenizer puts around texts.
     """
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    source = "prompt"
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def top(self) -> int | None:
+        """Return of how many tokens log-probabilities are wanted; None: of none."""
+        return self.logprobs
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if the log-probabilities of the prompts are wanted."""
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def prompts(self) -> list[Any]:

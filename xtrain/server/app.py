@@ -10,37 +10,42 @@ import asyncio
 import contextlib
 import json
 import math
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..cli import say
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
 from ..serving.engine import Engine
-from ..serving.requests import Request, TokenLogprobs, make_requests, make_scoring_requests
+from ..serving.requests import Request, TokenLogprobs
 from .answers import FINISH, Chat, Form, Text
-from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
+from .api import ChatRequest, CompletionRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
+from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
 
-# pydantic's names for the types of a value
-UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
-NAN = "the model's logits are NaN: see the server's log"
-COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
+BODY_SECONDS = 60  # until a body must have arrived
+# the engine's reasons that are none of FINISH -> status and message
+FAILURES = {
+    "nan": (500, "the model's logits are NaN: see the server's log"),
+    "error": (500, "the engine failed: see the server's log"),
+    "shutdown": (503, "the server is shutting down: try again later"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,36 +55,6 @@ class Limits:
     body_bytes: int = 4 << 20
     queue: int = 256  # sequences that wait for a slot
     seconds: float = 600.0  # per request, waiting included
-
-
-class ApiError(Exception):
-    """A refusal. status: of HTTP.  headers: of the answer."""
-
-    def __init__(
-        self, status: int, message: str, headers: dict[str, str] | None = None, **fields: Any
-    ):
-        self.status = status
-        self.error = Error(message=message, **fields)
-        self.headers = headers
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON of the answer."""
-        return {"error": self.error.model_dump()}
-
-
-def _invalid(error: ValidationError) -> ApiError:
-    """Return the refusal of a body that does not fit its model."""
-    errors = error.errors(include_url=False, include_input=False)
-    # a value that may have one of several types has an error for each; one that is not about the
-    # type fits best
-    best = next((e for e in errors if not e["type"].endswith("_type")), errors[0])
-    places = [str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))]
-    ours = best.get("ctx", {}).get("error")
-    if isinstance(ours, FieldError):
-        where = ".".join([*places, ours.field])
-        return ApiError(400, where + str(ours).removeprefix(ours.field), param=where)
-    param = ".".join(places) or None
-    return ApiError(400, f"{param or 'body'}: {best['msg']}", param=param)
 
 
 class JobResponse(Response):
@@ -123,11 +98,13 @@ class Server:
         name: str,
         api_key: str | None,
         limits: Limits,
-        defaults: GenerationDefaults,
+        preparation: Preparation,
     ):
         self.engine = engine
         self.texts = texts
-        self.defaults = defaults
+        self.preparers = Preparers(preparation)
+        self.draining = False  # no requests follow
+        self.ended = False  # and those that were running have been ended
         self.name = name
         self.limits = limits
         self.api_key = api_key
@@ -138,26 +115,17 @@ class Server:
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:
         """Answer /v1/chat/completions."""
-        body = await self._read(http, ChatRequest)
-        top = None
-        if body.logprobs:
-            top = body.top_logprobs or 0
-        limits = (body.max_completion_tokens or body.max_tokens, self.engine.max_seq_len)
-        form = Chat(self.texts, self.name)
-        return await self._answer(http, body, self._chat_tokens, limits, top, form)
+        return await self._answer(http, ChatRequest)
 
     async def completions(self, http: HttpRequest) -> Response:
         """Answer /v1/completions."""
-        body = await self._read(http, CompletionRequest)
-        limits = (body.max_tokens, COMPLETION_TOKENS)
-        form = Text(self.texts, self.name, body)
-        return await self._answer(http, body, self._prompt_tokens, limits, body.logprobs, form)
+        return await self._answer(http, CompletionRequest)
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models and /v1/models/NAME."""
         self._check_key(http)
         name = http.path_params.get("name", self.name)
-        self._check_model(name)
+        self.preparers.preparation.check_model(name)
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
         single = "name" in http.path_params
         if single:
@@ -165,22 +133,47 @@ class Server:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, http: HttpRequest) -> Response:
-        """Answer /health."""
-        if self.engine.alive:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "stopped"}, 503)
+        """Answer /health and /livez: 503 if only a new process helps. And /readyz: 503 also while
+        this one shuts down."""
+        if not self.engine.alive:
+            status = "stopped"
+        elif self.engine.stalled:
+            status = "stalled"
+        elif self.draining and http.url.path == "/readyz":
+            status = "draining"
+        else:
+            status = "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def show_metrics(self, http: HttpRequest) -> Response:
         """Answer /metrics."""
         self._check_key(http)
         return Response(self.metrics.text(), media_type=self.metrics.media_type)
 
+    def drain(self, seconds: float) -> None:
+        """Say that no requests follow, and end in `seconds` what is running. May be called by a
+        signal handler."""
+        if self.draining:
+            return
+        self.draining = True
+        loop = self.engine.loop
+
+        def end() -> None:
+            self.ended = True
+            self.engine.end_all("shutdown")
+
+        loop.call_soon_threadsafe(loop.call_later, seconds, end)
+        if self.waiting:
+            say(f"shutting down: {self.waiting} running sequences get {seconds:g} s")
+
     # ------------------------------------------------------------------------- requests
     def _check_key(self, http: HttpRequest) -> None:
         if self.api_key is not None:
             # latin-1: the bytes that were sent, as Starlette has decoded them
             sent = http.headers.get("authorization", "").encode("latin-1")
-            if not secrets.compare_digest(sent, f"Bearer {self.api_key}".encode()):
+            scheme, _, key = sent.partition(b" ")
+            right = secrets.compare_digest(key.strip(), self.api_key.encode())
+            if not (right and scheme.lower() == b"bearer"):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -189,146 +182,96 @@ class Server:
                     code="invalid_api_key",
                 )
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"there is no model {name!r} here: use {self.name!r}",
-                code="model_not_found",
-                param="model",
-            )
-
-    async def _read(self, http: HttpRequest, kind: type[Any]) -> Any:
-        """Return the checked body"""
+    async def _read(self, http: HttpRequest) -> bytes:
+        """Return the body."""
         self._check_key(http)
-        data = b""
+        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":  # a page of another origin may send others unasked
+            raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
         limit = self.limits.body_bytes
-        async for chunk in http.stream():
-            data += chunk
-            if len(data) > limit:
-                raise ApiError(413, f"the body is longer than {limit} bytes: send a shorter one")
-        try:
-            body = kind.model_validate_json(data)
-        except ValidationError as error:
-            raise _invalid(error) from None
-        self._check_model(body.model)
-        return body
-
-    async def _chat_tokens(self, body: ChatRequest) -> list[list[int]]:
-        template = self.texts.template
-        if template is None:
-            raise ApiError(
-                400, "this model has no chat template: use /v1/completions", code="no_chat_template"
-            )
-        messages = [message.plain() for message in body.messages]
-        encode = self.texts.tokenizer.encode
-        return [await run_in_threadpool(lambda: encode(template.render(messages)))]
-
-    async def _prompt_tokens(self, body: CompletionRequest) -> list[list[int]]:
-        special = body.add_special_tokens is not False
-        encode = self.texts.tokenizer.encode_prompt
-        prompts: list[Any] = body.prompts
-        if not any(isinstance(x, str) for x in prompts):
-            return prompts
-        return await run_in_threadpool(
-            lambda: [encode(x, special) if isinstance(x, str) else x for x in prompts]
+        close = {"Connection": "close"}
+        too_long = ApiError(
+            413, f"the body is longer than {limit} bytes: send a shorter one", close
         )
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limit:
+            raise too_long
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in http.stream():
+                    data += chunk
+                    if len(data) > limit:
+                        raise too_long
+        except TimeoutError:
+            message = f"the body has not arrived within {BODY_SECONDS} s: send it at once"
+            raise ApiError(408, message, close) from None
+        return bytes(data)
 
-    async def _answer(
-        self,
-        http: HttpRequest,
-        body: Sampling,
-        tokens_of: Callable[[Any], Awaitable[list[list[int]]]],
-        limits: tuple[int | None, int],
-        top: int | None,
-        form: Form,
-    ) -> Response:
-        """Compute the answers to a body.
+    @contextlib.asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Raise ApiError if the block takes longer. deadline: in the event loop's time."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
+            raise ApiError(504, message, type="timeout_error", code="timeout") from None
 
-        tokens_of: makes its prompts.
-        limits: tokens of each answer, as the body says, and by default.
-        top: log-probabilities of so many tokens.
-        form: the form of the answer.
-        """
-        with self.engine.arrival():
-            await asyncio.sleep(0)  # others that have arrived are counted before this one is ready
-            prompts = await tokens_of(body)
-            requests = self._requests(body, prompts, limits, top, form)
-            if not form.scores_prompts:
-                job = self._submit(requests, body.stops)
-        scores: list[list[TokenLogprobs]] = []
-        if form.scores_prompts:
-            scores = await self._scores(http, prompts, top or 0)
-            job = self._submit(requests, body.stops)
-        form.take_prompts(prompts, scores)
-        if body.stream:
-            form.usage_events = (
-                body.stream_options is not None and body.stream_options.include_usage
-            )
-            events = _events(self._pieces(job), form, len(requests), form.usage_events)
+    async def _answer(self, http: HttpRequest, kind: type[Any]) -> Response:
+        """Compute the answers to a body. kind: ChatRequest or CompletionRequest."""
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        async with self._until(deadline):
+            data = await self._read(http)
+            with contextlib.ExitStack() as arriving:
+                if len(data) > SMALL:
+                    large = self.preparers.large(kind, data)
+                    prepared = await _unless_disconnected(http.receive, large)
+                else:
+                    arriving.enter_context(self.engine.arrival())
+                    # others that have arrived are counted before this one is ready
+                    await asyncio.sleep(0)
+                    prepared = await self.preparers.small(kind, data)
+                if not prepared.scoring:
+                    job, form = await self._begin(prepared, [])
+        if prepared.scoring:
+            scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
+            for piece in await self._whole(http, self._submit(prepared.scoring, []), deadline):
+                scores[piece.index] += piece.logprobs
+            if any(math.isnan(value) for row in scores for value, _ in row):
+                raise _failure("nan")
+            job, form = await self._begin(prepared, scores)
+        n = len(prepared.requests)
+        options = prepared.body.stream_options
+        if prepared.body.stream:
+            form.usage_events = options is not None and options.include_usage
+            events = _events(self._pieces(job, deadline), form, n, form.usage_events)
             return JobResponse(events, lambda: self._close(job))
-        return JSONResponse(form.whole(await self._whole(http, job), len(requests)))
+        pieces = await self._whole(http, job, deadline)
+        content = await run_in_threadpool(lambda: _slow_json(form.whole(pieces, n)))
+        return Response(content, media_type="application/json")
 
-    def _requests(
-        self,
-        body: Sampling,
-        prompts: list[list[int]],
-        limits: tuple[int | None, int],
-        top: int | None,
-        form: Form,
-    ) -> list[Request]:
-        """Return the checked requests for the answers to a body. Arguments: see _answer."""
-        n = body.n or 1
-        room = self.engine.max_batch + self.limits.queue
-        if len(prompts) * n > room:
-            raise ApiError(
-                400,
-                f"a request may have {room} answers in all: give fewer prompts or a smaller n",
-            )
-        if body.seed is None:
-            seed = secrets.randbits(62)
+    async def _begin(
+        self, prepared: Prepared, scores: list[list[TokenLogprobs]]
+    ) -> tuple[Job, Form]:
+        """Submit the requests for the answers. scores: of the prompts, if wanted."""
+        body = prepared.body
+        prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
+        if isinstance(body, ChatRequest):
+            form: Form = Chat(self.texts, self.name)
         else:
-            seed = body.seed
-        given = body.options()
-        if limits[0] is not None:
-            given["max_new_tokens"] = limits[0]
-        options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
-        options["max_new_tokens"] = min(options["max_new_tokens"], self.engine.max_seq_len)
-        engine = self.engine
-        try:
-            return make_requests(
-                prompts,
-                engine.config,
-                engine.max_seq_len,
-                form.stop(),
-                seed,
-                n,
-                logprobs=top,
-                **options,
-            )
-        except UserError as error:  # "logit_bias holds ...", "sampling: ...", "prompt 0 has ..."
-            names = [word.rstrip(":") for word in str(error).split()[:2]]
-            fields = [name for name in names if name in type(body).model_fields]
-            raise ApiError(400, str(error), param=[*fields, form.source][0]) from None
-
-    async def _scores(
-        self, http: HttpRequest, prompts: list[list[int]], top: int
-    ) -> list[list[TokenLogprobs]]:
-        """Return the log-probabilities of all tokens but the first, for each prompt of several.
-        Raises ApiError if one is NaN."""
-        several = [tokens for tokens in prompts if len(tokens) > 1]
-        requests = make_scoring_requests(
-            several, None, self.engine.config, self.engine.max_seq_len, top
-        )
-        values: list[list[TokenLogprobs]] = [[] for _ in requests]
-        for piece in await self._whole(http, self._submit(requests, [])):
-            values[piece.index] += piece.logprobs
-        if any(math.isnan(value) for row in values for value, _ in row):
-            raise ApiError(500, NAN, type="server_error")
-        return values
+            form = Text(self.texts, self.name, body)
+        if isinstance(body, CompletionRequest) and body.echo:
+            # in a thread: it takes as long as the prompts are
+            await run_in_threadpool(form.take_prompts, prompts, scores)
+        else:
+            form.take_prompts(prompts, scores)
+        return self._submit(prepared.requests, body.stops), form
 
     def _submit(self, requests: list[Request], stops: list[str]) -> Job:
         """Let the engine compute requests, which `_close` must follow."""
+        if self.ended or not self.engine.alive:
+            raise _failure("shutdown")
         if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
             self.metrics.refused.inc()
             raise ApiError(
@@ -343,27 +286,20 @@ class Server:
         self.engine.submit(job)
         return job
 
-    async def _whole(self, http: HttpRequest, job: Job) -> list[Piece]:
+    async def _whole(self, http: HttpRequest, job: Job, deadline: float) -> list[Piece]:
         """Return all pieces of a job, and close it."""
         try:
-            return await _unless_disconnected(http.receive, _all(self._pieces(job)))
+            return await _unless_disconnected(http.receive, _all(self._pieces(job, deadline)))
         finally:
             self._close(job)
 
-    async def _pieces(self, job: Job) -> AsyncIterator[Piece]:
+    async def _pieces(self, job: Job, deadline: float) -> AsyncIterator[Piece]:
         """Return the pieces of a job. Raises ApiError if it fails."""
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                async for piece in job:
-                    if piece.reason not in (None, *FINISH):
-                        why = "the engine failed: see the server's log"
-                        raise ApiError(
-                            500, NAN if piece.reason == "nan" else why, type="server_error"
-                        )
-                    yield piece
-        except TimeoutError:
-            message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
-            raise ApiError(504, message, type="timeout_error", code="timeout") from None
+        async with self._until(deadline):
+            async for piece in job:
+                if piece.reason is not None and piece.reason not in FINISH:
+                    raise _failure(piece.reason)
+                yield piece
 
     def _close(self, job: Job) -> None:
         """Free what a job occupies; called once."""
@@ -417,7 +353,19 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-_json = json.JSONEncoder(separators=(",", ":")).encode
+_encoder = json.JSONEncoder(separators=(",", ":"))
+_json = _encoder.encode
+
+
+def _slow_json(content: Any) -> bytes:
+    """Return JSON. `encode` holds the interpreter's lock until it is done; this takes longer."""
+    return "".join(_encoder.iterencode(content)).encode()
+
+
+def _failure(reason: str) -> ApiError:
+    """Return the answer to a request that ended for one of FAILURES."""
+    status, message = FAILURES.get(reason, FAILURES["error"])
+    return ApiError(status, message, type="server_error")
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -445,6 +393,7 @@ def create_app(
     api_key: str | None = None,
     limits: Limits = Limits(),
     defaults: GenerationDefaults | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
 
@@ -454,6 +403,7 @@ def create_app(
     name: of the model for clients; None: the folder's.
     api_key: what clients must send; None: nothing.
     defaults: of sampling, for requests that leave them open; None: those of the engine's model.
+    allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
     """
     if isinstance(engine, Engine):
         client: EngineClient = EngineThread(engine)
@@ -461,12 +411,24 @@ def create_app(
     else:
         client = engine
     name = name or texts.folder.resolve().name
-    server = Server(client, texts, name, api_key, limits, defaults or GenerationDefaults())
+    preparation = Preparation(
+        texts.tokenizer,
+        texts.template,
+        texts.stop,
+        texts.chat_stop,
+        name,
+        client.config,
+        client.max_seq_len,
+        client.max_batch + limits.queue,
+        defaults or GenerationDefaults(),
+    )
+    server = Server(client, texts, name, api_key, limits, preparation)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         client.start()
         yield
+        await server.preparers.close()
         await run_in_threadpool(client.stop)
 
     routes = [
@@ -474,13 +436,20 @@ def create_app(
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
-        Route("/health", server.health),
+        *(Route(path, server.health) for path in ("/health", "/livez", "/readyz")),
         Route("/metrics", server.show_metrics),
         page_route(),
     ]
     kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
+    middleware = []
+    if allowed_origins:
+        cors: dict[str, Any] = dict(allow_origins=allowed_origins, allow_headers=["*"])
+        middleware = [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
     app = Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, _refuse)
+        routes=routes,
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers=dict.fromkeys(kinds, _refuse),
     )
     app.state.server = server
     return app

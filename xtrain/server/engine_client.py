@@ -33,6 +33,7 @@ from .engine_loop import EngineLoop, Figures, News
 
 LOOP_SHARE = 0.1  # of the time, for the rounds of an event loop in the engine's process
 LONGEST_PAUSE = 0.1  # seconds between two rounds
+STALLED_SECONDS = 60  # without the end of a step, though there are requests
 
 
 @dataclass
@@ -132,6 +133,7 @@ class EngineClient:
         self.figures = Figures(slots=max_batch)
         self.jobs: dict[int, Job] = {}
         self.numbers = itertools.count()
+        self.last_step = 0.0  # when news came, or the first of several jobs
         self.arriving = 0
         self.outbox: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self.threads = [threading.Thread(target=f, daemon=True) for f in (self._write, self._read)]
@@ -156,6 +158,11 @@ class EngineClient:
         """Return True while the other end listens."""
         return all(thread.is_alive() for thread in self.threads)
 
+    @property
+    def stalled(self) -> bool:
+        """Return True if requests wait and no step has ended for STALLED_SECONDS."""
+        return bool(self.jobs) and time.perf_counter() - self.last_step > STALLED_SECONDS
+
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
         """Surround the preparation of a request, until it is submitted: a step waits a little for
@@ -174,6 +181,8 @@ class EngineClient:
 
     def submit(self, job: Job) -> None:
         """Let the engine compute a job."""
+        if not self.jobs:
+            self.last_step = time.perf_counter()
         job.number = next(self.numbers)
         job.cancel = lambda index: self.outbox.put(("cancel", job.number, index))
         self.jobs[job.number] = job
@@ -205,7 +214,7 @@ class EngineClient:
 
     def _round(self, news: list[News], figures: Figures) -> None:
         """Wake the requests that have news, and measure how long they take."""
-        start = time.perf_counter()
+        start = self.last_step = time.perf_counter()
         self.figures = figures
         for one in news:
             if (job := self.jobs.get(one[0])) is not None:
@@ -222,10 +231,14 @@ class EngineClient:
 
     def _end(self) -> None:
         self.outbox.put(None)
-        for number, job in self.jobs.items():
-            job.news.extend((number, index, [], [], "error") for index in job.running)
-            job.arrived.set()
+        self.end_all("error")
         self.lost()
+
+    def end_all(self, reason: str) -> None:
+        """End every job with this reason."""
+        for number, job in self.jobs.items():
+            job.news.extend((number, index, [], [], reason) for index in job.running)
+            job.arrived.set()
 
 
 class EngineThread(EngineClient):

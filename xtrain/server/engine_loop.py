@@ -25,6 +25,13 @@ from ..serving.requests import Request, TokenLogprobs
 ADMISSION_SECONDS = 0.01
 # Seconds, unless a message comes: a step that always fails must not fill the log.
 PAUSE_AFTER_ERROR = 0.1
+# A step that fails ends its requests, and the next one frees them. If that fails so often, the
+# device is lost: after some errors CUDA answers every call with the same error.
+MAX_FAILED_STEPS = 20
+
+# In a message; the others follow in the next ones. Those of a long prompt that is scored would
+# occupy the other side for too long.
+MAX_LOGPROBS = 1 << 13
 
 # job, index of the sequence in it, new tokens, their log-probabilities if requested, why the
 # sequence ended: of Completion, or "error" if the step failed; None: it is not complete
@@ -63,7 +70,10 @@ class Figures:
 
 
 class EngineLoop:
-    """Steps `engine` while there are requests, until the HTTP side says stop or ends."""
+    """Steps `engine` while there are requests, until the HTTP side says stop or ends.
+
+    `run` raises RuntimeError after MAX_FAILED_STEPS.
+    """
 
     def __init__(self, engine: Engine, connection: Connection):
         self.engine, self.connection = engine, connection
@@ -72,17 +82,20 @@ class EngineLoop:
         self.sent: dict[tuple[int, int], int] = {}  # tokens of each that the HTTP side knows
         self.figures: Figures | None = None  # as last sent
         self.news_requested = self.stopped = self.arriving = False
+        self.failed_steps = 0  # in a row
 
     def run(self) -> None:
         """Run the loop."""
-        with contextlib.suppress(EOFError, OSError):  # the HTTP side has ended
-            while self._listen():
-                self._step()
-                self._report()
+        try:
+            with contextlib.suppress(EOFError, OSError):  # the HTTP side has ended
+                while self._listen():
+                    self._step()
+                    self._report()
+        finally:
+            self.connection.close()
         for request in self.sequences.values():
             self.engine.cancel(request)
         self.engine.step()  # frees their slots
-        self.connection.close()
 
     # ----------------------------------------------------------------------- calls of the HTTP side
     def submit(self, job: int, requests: list[Request]) -> None:
@@ -133,11 +146,19 @@ class EngineLoop:
         try:
             self.engine.step()
             self._take_scores()
-        except Exception:  # for instance out of memory: these sequences fail, the next may work
-            traceback.print_exc()
+            self.failed_steps = 0
+        except Exception as error:
+            # for instance out of memory: these sequences fail, the next may work
+            with contextlib.suppress(OSError, ValueError):  # the log cannot be written
+                traceback.print_exc()
             for request in self.sequences.values():
                 request.completion.end("error")
             self._report()
+            self.failed_steps += 1
+            if self.failed_steps == MAX_FAILED_STEPS:
+                raise RuntimeError(
+                    f"{MAX_FAILED_STEPS} steps in a row have failed: start the server again"
+                ) from error
             self.connection.poll(PAUSE_AFTER_ERROR)
 
     def _take_scores(self) -> None:
@@ -154,14 +175,21 @@ class EngineLoop:
         if not self.news_requested:
             return
         news: list[News] = []
+        room = MAX_LOGPROBS
         for (job, index), request in self.sequences.items():
             completion = request.completion
             sent = self.sent[job, index]
-            if len(completion) > sent or completion.reason:
-                tokens = completion[sent:]
-                logprobs = (completion.logprobs or [])[sent:]
-                news.append((job, index, tokens, logprobs, completion.reason))
-                self.sent[job, index] = sent + len(tokens)
+            end = len(completion)
+            logprobs: list[TokenLogprobs] = []
+            if completion.logprobs and sent < end:
+                each = 1 + len(completion.logprobs[sent][1])
+                end = min(end, sent + room // each)
+                logprobs = completion.logprobs[sent:end]
+                room -= len(logprobs) * each
+            reason = completion.reason if end == len(completion) else None
+            if end > sent or reason:
+                news.append((job, index, completion[sent:end], logprobs, reason))
+                self.sent[job, index] = end
         figures = Figures.of(self.engine)
         if news or figures != self.figures:
             self.connection.send((news, figures))

@@ -1,21 +1,24 @@
 """Load a model and serve it: the command `xtrain serve`."""
 
-import functools
+import contextlib
+import dataclasses
+import errno
+import gc
 import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Callable
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cli import say
 from ..config import ModelConfig
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
-from ..formats.texts import Texts, load_texts
+from ..formats.texts import Texts
 from ..serving.engine import Engine
 from ..serving.options import (
     BatchInvariant,
@@ -30,7 +33,9 @@ from ..serving.options import (
 from ..serving.pretrained import ModelOptions
 from .engine_loop import EngineLoop
 
-CANNOT_LISTEN = 3  # exit code of the HTTP process
+if TYPE_CHECKING:
+    from .app import Limits  # needs packages of the extra `serve`
+
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LESS_MEMORY = (
     "use a smaller model, a smaller --max-batch or --max-seq-len, --precision bf16, or --weights "
@@ -46,6 +51,7 @@ class Options(ModelOptions):
     port: int = 8000  # of the HTTP server, 1 to 65535
     # what clients must send; none: the variable XTRAIN_API_KEY of the environment, if it is set
     api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()  # pages that may use it in a browser; "*": all
     name: str | None = None  # of the model for clients; none: the folder's
     max_batch: MaxBatch = 32
     max_seq_len: MaxSeqLen = None
@@ -83,7 +89,15 @@ def serve(options: Options) -> None:
         api_key = o.api_key
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
+    with bound(o.host, o.port) as sockets:  # before the model is loaded, which takes long
+        _serve(o, api_key, sockets, Limits(o.max_body, o.max_queue, o.timeout))
+
+
+def _serve(o: Options, api_key: str | None, sockets: list[socket.socket], limits: "Limits") -> None:
     p = o.load()
+    texts = Texts(**{field.name: getattr(p, field.name) for field in dataclasses.fields(Texts)})
+    if texts.template is not None:
+        texts.template.check()
     defaults = GenerationDefaults.of(p.model.generation)
     size = chosen_seq_len(o.max_seq_len, p.model.config.context)
     engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
@@ -93,39 +107,70 @@ def serve(options: Options) -> None:
         ready = f"; {engine.ready}"
     else:
         ready = ""
-    say(f"{p.folder}; {engine.describe()}{ready}\nhttp://{o.host}:{o.port}/v1")
+    say(f"{p.folder}; {engine.describe()}{ready}")
     for note in defaults.notes({}, {"temperature": 1.0}):
         say(note)
     name = o.name or Path(o.model).resolve().name  # of a run, not of its checkpoint
-    limits = Limits(o.max_body, o.max_queue, o.timeout)
-    texts = functools.partial(load_texts, p.folder)
     serve_engine(
         engine,
         texts,
-        Address(o.host, o.port, o.drain),
+        Address(o.host, o.port, sockets, o.drain),
         name=name,
         api_key=api_key,
         limits=limits,
         defaults=defaults,
+        allowed_origins=o.allowed_origins,
     )
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Return sockets that are bound to the addresses of a host. Raises UserError."""
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        error: OSError | None = None
+        try:
+            places = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, protocol, _, address in dict.fromkeys(places):
+                try:
+                    one = stack.enter_context(socket.socket(family, kind, protocol))
+                    if os.name == "posix":  # on Windows it would allow a second server
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    one.bind(address)
+                    sockets.append(one)
+                except OSError as refused:  # for instance a machine without IPv6
+                    error = refused
+                    if refused.errno == errno.EADDRINUSE:
+                        raise
+        except OSError as refused:
+            sockets = []
+            error = refused
+        if not sockets and error is not None:
+            raise UserError(
+                f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host"
+            )
+        yield sockets
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen.   drain: seconds that running answers get at the end"""
+    """Where to listen.   sockets: bound.  drain: seconds that running answers get at the end"""
 
     host: str
     port: int
+    sockets: list[socket.socket]
     drain: int = 30
 
 
-def serve_engine(
-    engine: Engine, texts: Callable[[], Texts], address: Address, **options: Any
-) -> None:
+def serve_engine(engine: Engine, texts: Texts, address: Address, **options: Any) -> None:
     """Answer requests until SIGTERM or Ctrl-C: the HTTP side in a process of its own, the engine in
     this thread.
 
-    texts: called in the other process, so it must be picklable.  options: of create_app.
+    options: of create_app. Raises RuntimeError if one of the two fails.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork could not use CUDA, nor threads
     ours, theirs = spawn.Pipe()
@@ -142,14 +187,13 @@ def serve_engine(
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         theirs.close()
+        for one in address.sockets:  # the other process has its own
+            one.close()
         EngineLoop(engine, ours).run()
         http.join()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if http.exitcode == CANNOT_LISTEN:  # uvicorn has logged why
-        where = f"{address.host}:{address.port}"
-        raise UserError(f"cannot listen on {where}: choose another --port")
     if signal.SIGINT in signals:
         raise KeyboardInterrupt
     if http.exitcode and not signals:
@@ -159,35 +203,25 @@ def serve_engine(
 def _http(
     connection: Connection,
     facts: tuple[ModelConfig, int, int],
-    texts: Callable[[], Texts],
+    texts: Texts,
     address: Address,
     options: dict[str, Any],
 ) -> None:
     """Run the HTTP process."""
-    import uvicorn
-
     from .app import create_app
     from .engine_client import EngineClient
+    from .protocol import HttpServer
 
     os.setpgid(0, 0)  # Ctrl-C goes to the engine's process, which forwards it
 
     def lost(*_: Any) -> None:
         server.should_exit = True
 
-    app = create_app(EngineClient(connection, *facts, lost=lost), texts(), **options)
-    config = uvicorn.Config(
-        app,
-        address.host,
-        address.port,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=address.drain,
-    )
-    server = uvicorn.Server(config)
+    client = EngineClient(connection, *facts, lost=lost)
+    app = create_app(client, texts, **options)
+    gc.freeze()  # a collection that visits all that imports have made takes long
+    server = HttpServer(app, address.host, address.port, address.drain)
     # After its shutdown uvicorn raises the signal again: it is then no reason to fail.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lost)
-    try:
-        server.run()
-    except SystemExit:
-        sys.exit(CANNOT_LISTEN)
+    server.run(sockets=address.sockets)

@@ -1,0 +1,312 @@
+"""From the body of a request to what the engine computes: JSON, checks, chat template, tokenizer.
+
+Each of these holds the interpreter's lock for as long as its input is long: seconds for a few
+megabytes. So a body of more than SMALL bytes is prepared in a process of its own, which is ended
+after SECONDS, and streams continue meanwhile. Smaller ones take milliseconds, in a thread.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import pickle
+import re
+import secrets
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from anyio import to_thread
+from pydantic import ValidationError
+
+from ..config import ModelConfig
+from ..data.chat_template import ChatTemplate
+from ..data.tokenizer import Tokenizer
+from ..errors import UserError
+from ..formats.generation_config import GenerationDefaults
+from ..serving.requests import Request, make_requests, make_scoring_requests
+from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
+
+SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
+SECONDS = 30  # for a larger one, in another process
+PROCESSES = 2
+MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer
+COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as at OpenAI
+# pydantic's names for the types of a value
+UNION_BRANCH = re.compile(r"str|constrained-str|list\[.*\]")
+
+
+class ApiError(Exception):
+    """A refusal. status: of HTTP.  headers: of the answer."""
+
+    def __init__(
+        self, status: int, message: str, headers: dict[str, str] | None = None, **fields: Any
+    ):
+        super().__init__(status, message, headers)
+        self.status = status
+        self.error = Error(message=message, **fields)
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the answer."""
+        return {"error": self.error.model_dump()}
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """Return the refusal of a body that does not fit its model."""
+    errors = error.errors(include_url=False, include_input=False)
+
+    # a value that may have one of several types has an error for each: best is one that is not
+    # about the type, then the one that is deepest inside the value
+    def fits(error: Any) -> tuple[bool, int, int]:
+        last = error["loc"][-1] if error["loc"] else 0
+        depth = len(error["loc"])
+        return not error["type"].endswith("_type"), depth, last if isinstance(last, int) else 0
+
+    best = max(errors, key=fits)
+    places = [str(x) for x in best["loc"] if not UNION_BRANCH.fullmatch(str(x))]
+    ours = best.get("ctx", {}).get("error")
+    if isinstance(ours, FieldError):
+        where = ".".join([*places, ours.field])
+        return ApiError(400, where + str(ours).removeprefix(ours.field), param=where)
+    param = ".".join(places) or None
+    return ApiError(400, f"{param or 'body'}: {best['msg']}", param=param)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A body, as the server needs it.
+
+    body: without messages, without prompts unless they are echoed, and without unknown fields.
+    requests: n for each prompt.  scoring: one for each prompt of several tokens, if wanted.
+    """
+
+    body: Any
+    requests: list[Request]
+    scoring: list[Request]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Prepares bodies.   max_answers: of one request.   Other fields: of the model and its server"""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stop: frozenset[int]
+    chat_stop: frozenset[int]
+    name: str
+    config: ModelConfig
+    max_seq_len: int
+    max_answers: int
+    defaults: GenerationDefaults
+
+    def __call__(self, kind: type[Any], data: bytes) -> Prepared:
+        """Check a body. kind: ChatRequest or CompletionRequest. Raises ApiError."""
+        try:
+            body = kind.model_validate_json(data)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        self.check_model(body.model)
+        body.forget_extra()
+        try:
+            if kind is ChatRequest:
+                return self._chat(body)
+            return self._completion(body)
+        except UserError as error:
+            raise ApiError(400, str(error), param=body.source) from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for the name of another model."""
+        if name not in (None, self.name):
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here: use {self.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def _chat(self, body: ChatRequest) -> Prepared:
+        if self.template is None:
+            raise ApiError(
+                400, "this model has no chat template: use /v1/completions", code="no_chat_template"
+            )
+        text = self.template.render([message.plain() for message in body.messages])
+        body.messages = []
+        limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
+        self._check_length(text)
+        prompts = [self.tokenizer.encode(text)]
+        return Prepared(body, self._requests(body, prompts, limits, self.chat_stop), [])
+
+    def _completion(self, body: CompletionRequest) -> Prepared:
+        if len(body.prompts) * (body.n or 1) > self.max_answers:
+            raise ApiError(
+                400,
+                f"a request may have {self.max_answers} answers in all: give fewer prompts or a "
+                "smaller n",
+            )
+        special = body.add_special_tokens is not False
+        prompts: list[list[int]] = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._check_length(prompt)
+                prompt = self.tokenizer.encode_prompt(prompt, special)
+            prompts.append(prompt)
+        limits = (body.max_tokens, COMPLETION_TOKENS)
+        requests = self._requests(body, prompts, limits, self.stop)
+        scoring: list[Request] = []
+        if body.scores_prompts:
+            several = [tokens for tokens in prompts if len(tokens) > 1]
+            top = body.logprobs or 0
+            if sum(map(len, several)) * (top + 1) > MAX_SCORES:
+                raise UserError(
+                    f"echo with logprobs may return {MAX_SCORES} log-probabilities in all: give "
+                    "fewer or shorter prompts, or a smaller logprobs"
+                )
+            scoring = make_scoring_requests(several, None, self.config, self.max_seq_len, top)
+        if not body.echo:
+            body.prompt = ""
+        return Prepared(body, requests, scoring)
+
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """Characters of a prompt, at most: a character is a byte at least."""
+        return self.max_seq_len * max(map(len, self.tokenizer.token_bytes))
+
+    def _check_length(self, text: str) -> None:
+        if len(text) > self.max_characters:
+            raise UserError(
+                f"a prompt of {len(text)} characters leaves no room for an answer: the model reads "
+                f"at most {self.max_seq_len} tokens"
+            )
+
+    def _requests(
+        self,
+        body: Sampling,
+        prompts: list[list[int]],
+        limits: tuple[int | None, int],
+        stop: frozenset[int],
+    ) -> list[Request]:
+        """Return the requests for the answers to a body. limits: tokens of each answer, as the body
+        says, and by default."""
+        if body.seed is None:
+            seed = secrets.randbits(62)
+        else:
+            seed = body.seed
+        given = body.options()
+        if limits[0] is not None:
+            given["max_new_tokens"] = limits[0]
+        options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
+        options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
+        try:
+            return make_requests(
+                prompts,
+                self.config,
+                self.max_seq_len,
+                stop,
+                seed,
+                body.n or 1,
+                logprobs=body.top,
+                **options,
+            )
+        except UserError as error:  # "logit_bias holds ...", "sampling: ...", "prompt 0 has ..."
+            names = [word.rstrip(":") for word in str(error).split()[:2]]
+            fields = [name for name in names if name in type(body).model_fields]
+            raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+
+
+# ------------------------------------------------------------------------- processes
+class Preparers:
+    """Applies a Preparation in processes that start when they are needed. Call every method in the
+    event loop."""
+
+    def __init__(self, preparation: Preparation):
+        self.preparation = preparation
+        self.free = asyncio.Semaphore(PROCESSES)
+        self.idle: list[asyncio.subprocess.Process] = []
+        self.all: set[asyncio.subprocess.Process] = set()
+
+    async def small(self, kind: type[Any], data: bytes) -> Prepared:
+        """Prepare a body of at most SMALL bytes."""
+        return await to_thread.run_sync(self.preparation, kind, data, abandon_on_cancel=True)
+
+    async def large(self, kind: type[Any], data: bytes) -> Prepared:
+        """Prepare a body of any size. A process that is not done in SECONDS, or when the caller is
+        cancelled, is killed."""
+        async with self.free:
+            process = self.idle.pop() if self.idle else await self._start()
+            try:
+                async with asyncio.timeout(SECONDS):
+                    reply = await _ask(process, (kind, data))
+                self.idle.append(process)
+            except TimeoutError:
+                raise ApiError(
+                    413, f"reading the body takes more than {SECONDS} s: send a shorter one"
+                ) from None
+            except (OSError, EOFError):
+                message = "the process that reads large bodies has ended: see the server's log"
+                raise ApiError(500, message, type="server_error") from None
+            finally:
+                if process not in self.idle:
+                    self._kill(process)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        # not multiprocessing: it would import the caller's main module again
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C goes to the server's process
+        )
+        self.all.add(process)
+        assert process.stdin
+        process.stdin.write(pickle.dumps(self.preparation))
+        return process
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        self.all.discard(process)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    async def close(self) -> None:
+        """End the processes."""
+        for process in list(self.all):
+            self._kill(process)
+            await process.wait()
+
+
+async def _ask(process: asyncio.subprocess.Process, body: tuple[type[Any], bytes]) -> Any:
+    assert process.stdin and process.stdout
+    process.stdin.write(pickle.dumps(body))
+    await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(8))
+    return pickle.loads(await process.stdout.readexactly(size))
+
+
+def main() -> None:
+    """Run the other process: read a Preparation and then bodies, write what becomes of them."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else may write to the pipe
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server ends it when it has drained
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: on Windows
+        os.nice(5)  # streams first
+    preparation = pickle.load(sys.stdin.buffer)
+    with contextlib.suppress(EOFError, OSError):  # the server has ended
+        while True:
+            kind, data = pickle.load(sys.stdin.buffer)
+            try:
+                reply = preparation(kind, data)
+            except ApiError as error:
+                reply = error
+            except Exception:
+                traceback.print_exc()
+                reply = ApiError(500, "the server failed: see its log", type="server_error")
+            content = pickle.dumps(reply)
+            replies.write(len(content).to_bytes(8) + content)
+            replies.flush()
