@@ -300,6 +300,7 @@ def train(
         if corpus is None:
             corpus = _read_text(begin, ranks, console)
         parallel.check_data(corpus)
+        corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
         shape = begin.shape_with(corpus)
         if is_own(make_run) and not c.change:  # the plan knows no other model
             out_of_memory.check_fits(c, shape, begin.device, ranks)
@@ -308,8 +309,7 @@ def train(
         # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)
         if c.eval_every:
-            corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
-        stack.enter_context(parallel.watch(run))
+            stack.enter_context(parallel.watch(run))
         evaluate = _prepare_evaluation(run, evaluation)
         claimed = lambda: run_folder.claim(begin.folder, c, begin.name, warn, stack)
         folder = run_folder.check_seen(ranks.on_rank_0(claimed), ranks)

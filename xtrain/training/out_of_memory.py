@@ -61,7 +61,9 @@ def check_fits(
         return
     refusal = None
     available = _available_bytes(device, ranks)
-    with contextlib.suppress(ValueError):  # a launcher rejects an array; it will say so
+    # A launcher rejects an array: it will say so. Or a function that replaces one of xtrain's reads
+    # values, which the arrays of a plan do not have.
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
         least = needed(config, model, device, ranks).nbytes
         if available is not None and least > MARGIN * available:
             refusal = "\n".join(explain(config, model, device, ranks))
@@ -122,7 +124,7 @@ def _on_cpu(c: Any, planned: dict[str, int], ranks: SingleProcess) -> Needed:
         copied = sum(state.get(name, 0) for name in ("weights", *MOMENTS))
         copies = {"copies for a checkpoint": copied}
     kept = {}
-    if c.save_every < min(c.steps, c.stop_at or c.steps):  # for the next one
+    if 0 < c.save_every < min(c.steps, c.stop_at or c.steps):  # for the next one
         kept = copies
     at_one_time = [in_passes | kept, state | copies]
     if c.optimizer == "adamw":
