@@ -86,8 +86,8 @@ MODULE = (sys.executable, "-m", "xtrain.ddp")
 
 def command(folder, **more):
     given = {
-        "data": TEXT, "out": folder, "name": "run", "dim": 64, "layers": 2, "vocab-size": 300, "steps": 3, "batch": 4,
-        "seq-len": 16, "eval-batches": 1, "sample-tokens": 2, "device": "cpu", **more,
+        "data": TEXT, "out": folder, "name": "run", "preset": "tiny", "dim": 64, "layers": 2, "vocab-size": 300,
+        "steps": 3, "batch": 4, "seq-len": 16, "eval-batches": 1, "sample-tokens": 2, "device": "cpu", **more,
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in given.items()]
 
@@ -160,7 +160,7 @@ def test_one_rank_fails(n, what, rank, environment, tmp_path):
 @mpi
 @pytest.mark.slow
 def test_after_a_killed_rank_the_run_goes_on_exactly(environment, tmp_path):
-    kind = {"preset": "tiny", "vocab-size": 320, "steps": 1000, "batch": 8, "save-every": 2, "stop-at": 7}
+    kind = {"vocab-size": 320, "steps": 1000, "batch": 8, "save-every": 2, "stop-at": 7}
     (tmp_path / "b").mkdir()
     code, out, _ = finish(
         start(environment, 2, HERE / "mpi" / "faults.py", tmp_path / "b", "kill", 1, "step"), 60
@@ -240,7 +240,7 @@ def test_every_command_runs_on_ranks(environment, tmp_path):
         "init": tmp_path / "run",
         "data": data,
         "name": "tuned",
-        **dict.fromkeys(("dim", "layers", "vocab-size")),
+        **dict.fromkeys(("preset", "dim", "layers", "vocab-size")),
     }
     arguments = [x for x in command(tmp_path, **more) if not x.endswith("=None")]
     code, out, err = finish(start(environment, 2, *module, "finetune", *arguments), 60)
