@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from checks import GPU, rng, to_host
+from flash_attention_cases import small_tiles
 from twins import LLAMA3, gradients, random_model, small
 
 from xtrain import Transformer
@@ -82,6 +83,7 @@ def test_nothing_of_another_document_reaches_a_row():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@small_tiles()
 def test_kernels(precision):
     """The model's forward and backward in the simulator, or on a GPU, against the fp32 references."""
     lengths = [[100, 30, 1, 69], [17, 183]] if GPU else [[3, 9], [12]]
