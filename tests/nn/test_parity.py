@@ -178,7 +178,7 @@ def test_every_kernel_of_the_model_in_the_simulator(options):
     )
     config = small(**shape, **options)
     there, here = (random_model(config, device=d) for d in ("sim", "cpu"))
-    ids, targets = batch(config, 2, 5)
+    ids, targets = batch(config, 1, 5)
     losses = []
     for model in (there, here):
         loss = model.loss(ids, targets)
