@@ -2,9 +2,17 @@
 
 import gc
 import os
+import sys
 
 # for small matrices, threads cost more time than they save
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# without bytecode the tests start 7 s later, and every command that they start takes 0.4 s longer
+if sys.dont_write_bytecode:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.path.abspath(f"{__file__}/../../.pytest_cache/bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import pytest
 

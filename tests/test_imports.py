@@ -1,6 +1,7 @@
 """The plan of the house: a room imports only from itself and from the rooms below it, and no circle of files exists."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,24 +28,24 @@ def room(file: str) -> str:
     return max((r for r in ORDER if r.endswith("/") and file.startswith(r)), key=len)
 
 
-def imports(path: Path, package: Path = PACKAGE) -> set[str]:
-    """Files of the package that a file imports, also inside functions."""
+def imports(path: Path, line: str = "") -> set[str]:
+    """Files of the package that a file, with one more line, imports, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") + line)):
         if isinstance(node, ast.Import):
             names = [(a.name.split("."), []) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = (
-                list(path.relative_to(package.parent).parts[: -node.level]) if node.level else []
+                list(path.relative_to(PACKAGE.parent).parts[: -node.level]) if node.level else []
             )
             start = above + (node.module.split(".") if node.module else [])
             names = [(start, [a.name for a in node.names])]
         else:
             continue
         for start, members in names:
-            if start[:1] != [package.name]:
+            if start[:1] != [PACKAGE.name]:
                 continue
-            base = package.joinpath(*start[1:])
+            base = PACKAGE.joinpath(*start[1:])
             for member in members or [""]:
                 candidates = (
                     [base / f"{member}.py", base / member / "__init__.py"] if member else []
@@ -52,13 +53,13 @@ def imports(path: Path, package: Path = PACKAGE) -> set[str]:
                 candidates += [base.with_suffix(".py"), base / "__init__.py"]
                 target = next((c for c in candidates if c.is_file()), None)
                 assert target is not None, f"{path}: what is imported from {'.'.join(start)}?"
-                found.add(target.relative_to(package).as_posix())
-    return found - {path.relative_to(package).as_posix()}
+                found.add(target.relative_to(PACKAGE).as_posix())
+    return found - {path.relative_to(PACKAGE).as_posix()}
 
 
-def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
-    files = sorted(package.rglob("*.py"))
-    return {p.relative_to(package).as_posix(): imports(p, package) for p in files}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {p.relative_to(PACKAGE).as_posix(): imports(p) for p in sorted(PACKAGE.rglob("*.py"))}
 
 
 def upward(arrows: dict[str, set[str]]) -> list[str]:
@@ -103,20 +104,9 @@ def test_there_is_no_circle():
     assert circle(graph()) is None
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """-> plant(file, line): the graph of the package with one more line in a file"""
-
-    def plant(file, line):
-        for path in PACKAGE.rglob("*.py"):
-            target = tmp_path / "xtrain" / path.relative_to(PACKAGE)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-        path = tmp_path / "xtrain" / file
-        path.write_text(path.read_text(encoding="utf-8") + line, encoding="utf-8")
-        return graph(tmp_path / "xtrain")
-
-    return plant
+def planted(file: str, line: str) -> dict[str, set[str]]:
+    """The graph with one more line in a file."""
+    return graph() | {file: imports(PACKAGE / file, line)}
 
 
 @pytest.mark.parametrize(
@@ -129,13 +119,13 @@ def copy(tmp_path):
         ("files.py", "\nfrom . import train\n"),
     ],
 )
-def test_a_planted_upward_import_is_found(copy, file, line):
-    found = upward(copy(file, line))
+def test_a_planted_upward_import_is_found(file, line):
+    found = upward(planted(file, line))
     assert len(found) == 1 and found[0].startswith(f"{file} (")
 
 
-def test_a_planted_circle_is_found(copy):
-    found = circle(copy("nn/cuda_graph.py", "\nfrom . import functional\n"))
+def test_a_planted_circle_is_found():
+    found = circle(planted("nn/cuda_graph.py", "\nfrom . import functional\n"))
     assert found is None  # one arrow more is not yet a circle
-    found = circle(copy("nn/autograd.py", "\nfrom . import functional\n"))
+    found = circle(planted("nn/autograd.py", "\nfrom . import functional\n"))
     assert found and {"nn/autograd.py", "nn/functional.py"} <= set(found)

@@ -24,6 +24,8 @@ GPU = device.gpu_available()
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 # more shapes and more planted bugs, which are slow in the simulator; .ci/run runs them too
 only_slow = pytest.mark.skipif(not os.environ.get("XTRAIN_SLOW"), reason="slow: XTRAIN_SLOW=1")
+# the network, or other people's tests: not part of the suite, .ci/run has a step for them
+only_all = pytest.mark.skipif(os.environ.get("XTRAIN_SLOW") != "all", reason="XTRAIN_SLOW=all")
 
 
 def pairs_of(values: list[list]) -> list[tuple]:

@@ -3,6 +3,8 @@
 In the simulator the kernels get small tiles, so a few dozen tokens make several tiles; on a GPU they get the tuned ones.
 """
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,16 +36,37 @@ def _clear_fp32_kernels():
             x.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def small_fp32_tiles(monkeypatch):
-    """Tiles of 16 rows: a quarter of the work. test_flash_attention_fp32.py tests tiles of 32."""
+def choose_small(kind, D, *rest):
+    """Tiles of the mma.sync kernels for the simulator."""
+    return (WIDE_TILES if D == 128 else TILES)[kind]
+
+
+@contextlib.contextmanager
+def rows_of_16():
+    """Tiles of 16 rows in float32: a quarter of the work. test_flash_attention_fp32.py tests tiles of 32."""
     if GPU:
         yield
         return
+    with pytest.MonkeyPatch.context() as patch:
+        _clear_fp32_kernels()
+        patch.setattr(fp32, "tile_rows", lambda D: 16)
+        yield
     _clear_fp32_kernels()
-    monkeypatch.setattr(fp32, "tile_rows", lambda D: 16)
-    yield
-    _clear_fp32_kernels()
+
+
+@contextlib.contextmanager
+def small_tiles():
+    """For a whole model in the simulator: small tiles in float32 and in bf16."""
+    with rows_of_16(), pytest.MonkeyPatch.context() as patch:
+        for module in () if GPU else (fa, context_attention):
+            patch.setattr(module, "choose", choose_small)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_fp32_tiles():
+    with rows_of_16():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +74,7 @@ def small_bf16_tiles(monkeypatch):
     """For the mma.sync kernels; test_flash_attention_hopper.py tests those with wgmma."""
     monkeypatch.setattr(fa, "HOPPER", False)
     if not GPU:
-        choose = lambda kind, D, *rest: (WIDE_TILES if D == 128 else TILES)[kind]
-        monkeypatch.setattr(fa, "choose", choose)
+        monkeypatch.setattr(fa, "choose", choose_small)
 
 
 def case(B, T, S, H, G, D, dtype=np.float64):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checks import only_slow
+from checks import only_all
 
 from xtrain import lesson
 
@@ -60,7 +60,7 @@ def test_cuda_13_is_noticed():
 
 
 @pytest.mark.slow
-@only_slow
+@only_all
 def test_pip_resolves_the_install_cell_on_colab(tmp_path):
     """pip downloads the wheels to read what they need (half a minute), and installs nothing."""
     constraints, report = tmp_path / "colab.txt", tmp_path / "report.json"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checks import to_host
+from flash_attention_cases import small_tiles
 from test_modules import DEVICES, small, weights
 
 from xtrain import AdamW, Transformer, UserError, config
@@ -424,6 +425,7 @@ def test_any_module_is_called(place, recompute):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@small_tiles()
 def test_any_module_is_called_in_the_simulator(precision):
     shape = dict(dim=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, hidden_dim=16)
     plain, changed = (

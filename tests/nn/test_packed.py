@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from checks import GPU, rng, to_host
+from flash_attention_cases import small_tiles
 from twins import LLAMA3, gradients, random_model, small
 
 from xtrain import Transformer
@@ -82,11 +83,12 @@ def test_nothing_of_another_document_reaches_a_row():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@small_tiles()
 def test_kernels(precision):
     """The model's forward and backward in the simulator, or on a GPU, against the fp32 references."""
     lengths = [[100, 30, 1, 69], [17, 183]] if GPU else [[3, 9], [12]]
     length = sum(lengths[0])
-    shape = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=16)
+    shape = dict(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=16)
     config = small(vocab_size=21, max_seq_len=length, sliding_window=length // 3, **shape)
     ids, targets, starts = rows(21, lengths, length)
     reference = random_model(config, device="cpu")

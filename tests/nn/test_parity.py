@@ -5,6 +5,7 @@ import pytest
 import torch
 import twins
 from checks import to_host
+from flash_attention_cases import small_tiles
 from twins import DEVICE, LLAMA3, batch, gradients, random_model, small, torch_loss, twin, weights
 
 from xtrain import AdamW
@@ -169,6 +170,7 @@ def test_the_padding_of_the_vocabulary_stays_zero():
 
 # ----------------------------------------------------------------------------- simulator
 @pytest.mark.parametrize("options", [LLAMA, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
+@small_tiles()
 def test_every_kernel_of_the_model_in_the_simulator(options):
     """Forward, backward and an optimizer step with every kernel run thread by thread; the GEMMs are NumPy's."""
     shape = dict(
@@ -176,7 +178,7 @@ def test_every_kernel_of_the_model_in_the_simulator(options):
     )
     config = small(**shape, **options)
     there, here = (random_model(config, device=d) for d in ("sim", "cpu"))
-    ids, targets = batch(config, 2, 5)
+    ids, targets = batch(config, 1, 5)
     losses = []
     for model in (there, here):
         loss = model.loss(ids, targets)

@@ -4,6 +4,7 @@ served, however the prompt is cut, and after preemption and with shared blocks."
 import numpy as np
 import pytest
 from checks import rng
+from flash_attention_cases import small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed import Observed, check, tight
@@ -88,6 +89,7 @@ def test_preemption_with_dynamic_scaling_keeps_the_angles_of_decoding():
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@small_tiles()
 def test_kernels_in_the_simulator(precision):
     config = small(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32, vocab_size=21)  # fmt: skip
     model = Transformer(config, None, "sim", precision)

@@ -10,6 +10,7 @@ import torch
 from cached import Cached
 from checks import rng
 from evaluating import results
+from flash_attention_cases import small_tiles
 from serving import OPTIONS, make_folder, run
 from serving_state import check_nothing_is_used
 from test_engine_quantized import copy_of, trained
@@ -192,10 +193,11 @@ def test_memory():
 
 
 # ----------------------------------------------------------------------------- in the simulator, as on a GPU
+@small_tiles()
 def test_logits_in_the_simulator():
     """Prefill, a second prefill of the same sequence and decoding with a GPU's kernels, against the reference on the CPU."""
     config = small(
-        dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=64, vocab_size=21
+        dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=32, vocab_size=21
     )
     model, logits = random_model(config, device="cpu"), []
     for device, precision in (("sim", "bf16"), ("cpu", "fp32")):

@@ -1,14 +1,14 @@
 """Requests that have ended leave nothing behind: no memory, no objects, no blocks."""
 
 import pytest
-from checks import only_slow
+from checks import only_all
 from many_requests import grown, measure
 from twins import DEVICE
 
 from xtrain.serving.scheduler import Scheduler
 
 
-@pytest.mark.parametrize("n", [500, pytest.param(20_000, marks=[pytest.mark.slow, only_slow])])
+@pytest.mark.parametrize("n", [500, pytest.param(20_000, marks=[pytest.mark.slow, only_all])])
 def test_requests_leave_nothing_behind(n):
     engine, first, last, reasons = measure(n, DEVICE)
     assert grown(first, last) is None, f"{first}\n{last}"

@@ -11,6 +11,7 @@ import pytest
 from cached import Cached
 from checks import to_host
 from evaluating import results
+from flash_attention_cases import small_tiles
 from observed import Observed, check
 from serving import OPTIONS, make_folder, run
 from twins import DEVICE, random_model, small
@@ -158,6 +159,7 @@ SIM = dict(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=
 
 
 @pytest.mark.parametrize("kind, precision, most", [("int8", "bf16", 0.05), ("fp8", "fp32", 1e-5)])
+@small_tiles()
 def test_logits_in_the_simulator(kind, precision, most):
     """Prefill and decoding with the kernels of a GPU against the reference on the CPU, with biases."""
     widths = {} if precision == "bf16" else dict(dim=32, n_heads=2, n_kv_heads=1, hidden_dim=32)

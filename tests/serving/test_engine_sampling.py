@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checks import to_host
+from flash_attention_cases import small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_batching import way
@@ -207,6 +208,7 @@ def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- the kernels
+@small_tiles()
 def test_in_the_simulator():
     there, here = pair()
     bias = {3: 1.0, 20: -100.0}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cached import Cached
+from flash_attention_cases import small_tiles
 from twins import random_model, small
 
 from xtrain import Engine, Transformer
@@ -23,6 +24,7 @@ def pair(precision="fp32", **changes):
     return there, here
 
 
+@small_tiles()
 def test_the_engine_in_the_simulator():
     """Greedy and random sampling in one batch, from prefill to sampling."""
     there, here = pair()
@@ -35,11 +37,12 @@ def test_the_engine_in_the_simulator():
 BIAS = dict(qk_norm=False, qkv_bias=True)
 
 
-@pytest.mark.parametrize("changes", [{}, BIAS], ids=["qwen3", "qwen2"])
 @pytest.mark.parametrize(
-    "precision, most, few_rows",
-    [("fp32", 1e-5, True), ("fp32", 1e-5, False), ("bf16", 0.1, True), ("bf16", 0.1, False)],
-)
+    "precision, most, few_rows, changes",
+    [("fp32", 1e-5, True, {}), ("fp32", 1e-5, False, BIAS), ("bf16", 0.1, True, BIAS), ("bf16", 0.1, False, {})],
+    ids=["fp32-gemv-qwen3", "fp32-GEMM-qwen2", "bf16-gemv-qwen2", "bf16-GEMM-qwen3"],
+)  # fmt: skip
+@small_tiles()
 def test_logits_in_the_simulator(precision, most, few_rows, changes, monkeypatch):
     """Both kinds of products (gemv, GEMM), with an idle entry in the batch."""
     there, here = pair(precision, **changes)

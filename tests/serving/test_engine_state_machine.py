@@ -210,7 +210,7 @@ def switch_often():
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None,
+    max_examples=16, stateful_step_count=25, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 TestEngine = EngineMachine.TestCase

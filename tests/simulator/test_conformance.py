@@ -5,6 +5,7 @@ from importlib import util
 
 import conformance
 import pytest
+from checks import only_all
 
 # Module -> how many of its tests pass, at least. Most of the others ask for machine code.
 FLOOR = {
@@ -20,6 +21,8 @@ FLOOR = {
 }
 
 
+@pytest.mark.slow
+@only_all
 @pytest.mark.skipif(not hasattr(signal, "SIGPROF"), reason="needs SIGPROF")
 @pytest.mark.skipif(util.find_spec("numba_cuda") is not None, reason="numba-cuda has its own tests")
 def test_numba_s_own_tests_pass():

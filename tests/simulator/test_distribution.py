@@ -1,6 +1,6 @@
 """packages/simulate-cuda in environments of its own: with Numba, NumPy and pytest alone, and with numba-cuda-mlir for Numba.
 
-A minute, and the network: XTRAIN_SLOW=1.
+A minute, and the network: XTRAIN_SLOW=all.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checks import only_slow
+from checks import only_all
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST = """
@@ -32,7 +32,7 @@ def test_wrong():
 """
 
 
-pytestmark = [only_slow, pytest.mark.slow]
+pytestmark = [only_all, pytest.mark.slow]
 
 
 @pytest.fixture

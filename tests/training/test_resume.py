@@ -37,9 +37,7 @@ GRAPHS = [True, False] if GPU else [True]
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize(
-    "recompute, micro_batch", [("none", 4), ("none", 2), ("attention", 4), ("block", 2)]
-)
+@pytest.mark.parametrize("recompute, micro_batch", [("none", 4), ("attention", 4), ("block", 2)])
 def test_resume_is_exact(tmp_path, precision, graph, recompute, micro_batch):
     """Stopped at steps where nothing else is due: the stop adds neither a validation nor a sample."""
     kind = dict(
@@ -62,8 +60,8 @@ def test_fifty_steps_twice(tmp_path):
     a, b = (run(tmp_path / name, **kind) for name in "ab")
     assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
     assert_same_run(a, b)
-    other = run(tmp_path / "c", **kind, seed=1)
-    assert (a / "metrics.jsonl").read_bytes() != (other / "metrics.jsonl").read_bytes()
+    other = run(tmp_path / "c", **kind, seed=1, stop_at=1)
+    assert metrics(a)[0]["loss"] != metrics(other)[0]["loss"]
 
 
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path):
@@ -332,18 +330,18 @@ def test_the_threads_stay(tmp_path, monkeypatch):
     for name in blas.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 2)
-    whole = run(tmp_path / "a")
-    parts = run(tmp_path / "b", stop_at=7)
+    whole = run(tmp_path / "a", steps=5)
+    parts = run(tmp_path / "b", steps=5, stop_at=3)
     assert stored(parts)["blas_threads"] == 2
     monkeypatch.setattr(blas, "fastest_threads", lambda *shape: 1)
     console = Console(record=True, width=1000)
-    run(tmp_path / "b", console, resume=True)
+    run(tmp_path / "b", console, steps=5, resume=True)
     assert "matrix products on 2 of" in console.export_text()
     assert_same_run(whole, parts)
-    assert stored(run(tmp_path / "c", steps=3))["blas_threads"] == 1
     console = Console(record=True, width=1000)
-    other = run(tmp_path / "d", stop_at=7)
-    run(tmp_path / "d", console, resume=True, blas_threads=2)
+    other = run(tmp_path / "d", steps=5, stop_at=3)
+    assert stored(other)["blas_threads"] == 1
+    run(tmp_path / "d", console, steps=5, resume=True, blas_threads=2)
     assert "blas_threads was 1, is 2: the last digits may differ" in console.export_text()
     assert stored(other)["blas_threads"] == 2
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 
 import ml_dtypes
 import numpy as np
@@ -114,7 +113,7 @@ SHAPES = [  # lengths, H, G, D, capacity
     ([3], 2, 1, 16, 8),
     ([0, 20], 4, 2, 16, 40),
     ([31, 7], 1, 1, 32, 33),
-    ([33], 8, 1, 64, 40),
+    ([20], 8, 1, 64, 24),
     ([20], 2, 1, 128, 24),
     ([20], 9, 1, 16, 24),  # more than 8 query heads share a key head
     ([17], 18, 1, 16, 24),  # more than 16
@@ -225,7 +224,7 @@ def test_sequences_share_full_blocks(few_warps, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_few_blocks_and_several_launches(short_splits, few_warps, monkeypatch, dtype):
     """The bits depend neither on how many blocks share the work nor on how many rows there are in a launch."""
-    args = case([-1, 40, 3], 4, 2, 16, 48, dtype, True)
+    args = case([-1, 20, 3], 2, 1, 16, 32, dtype, True)
     want = check(args)[0]
     monkeypatch.setattr(file, "choose", lambda *_: file.Config(4, 1, 16, 32, prefetched=16))
     for grid, rows, ready in ((1, 1024, True), (3, 2, False)):
@@ -237,12 +236,12 @@ def test_few_blocks_and_several_launches(short_splits, few_warps, monkeypatch, d
 
 
 @pytest.mark.long
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_any_lengths_heads_and_batch(data):
     G, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
     S, M = data.draw(st.sampled_from([16, 32, 48])), data.draw(st.integers(1, 2))
-    lengths = data.draw(st.lists(st.integers(-1, min(M * S, 40)), min_size=1, max_size=3))
+    lengths = data.draw(st.lists(st.integers(-1, min(M * S, 24)), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from([np.float32, BF16]))
     check(case(lengths, G * group, G, 16, M * S, dtype, data.draw(st.booleans()), S))
 
@@ -273,14 +272,16 @@ def valid_blocks(dtype):
     return args, *run(args, to_kernel)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize(
-    "which, entry, cache_ready",
+    "which, entry, cache_ready, dtype",
     [
-        *itertools.product((0, 1, 2), [7], [True]),  # keys are prefetched, too
-        *itertools.product((0, 2), [-1], [False]),
-        (1, 2**31 - 1, False),
-        (2, -(2**31), True),
+        (0, 7, True, np.float32),  # keys are prefetched, too
+        (1, 7, True, BF16),
+        (2, 7, True, np.float32),
+        (0, -1, False, BF16),
+        (2, -1, False, BF16),
+        (1, 2**31 - 1, False, np.float32),
+        (2, -(2**31), True, BF16),
     ],
 )
 def test_invalid_blocks(short_splits, few_warps, which, entry, cache_ready, dtype):
@@ -313,11 +314,12 @@ def test_step_by_step_is_the_whole_prompt_at_once(few_warps, norm, scaling):
     q, k, _ = qk_norm_rope_ref(qkv, q_w, k_w, cos, sin, H, G, np.arange(T), eps)
     v = values_of(qkv, H, G, 2 * cos.shape[1])
     want, _ = flash_attention_ref(q[None], k[None], v[None], scale)
-    for put in (np.array, to_kernel):
-        caches = [put(np.zeros((2, G, 16, D), np.float32)) for _ in range(2)]
+    begun = [np.zeros((2, G, 16, D), np.float32) for _ in range(2)]
+    for put, steps in ((np.array, range(15)), (np.array, range(15, T)), (to_kernel, range(15, T))):
+        caches = begun if steps.start == 0 else [put(x) for x in begun]
         tables = put(int32([[1, 0]]))
         others = [None if x is None else put(x) for x in (cos, sin, q_w, k_w)]
-        for t in range(T):
+        for t in steps:
             o = decode_attention(
                 put(qkv[t : t + 1]), *caches, put(int32([t])), tables, *others, eps, scale
             )
@@ -414,7 +416,7 @@ def test_planted_bugs_of_paging_are_found(short_splits, monkeypatch, module, nam
     monkeypatch.setattr(file, "choose", lambda *_: file.Config(4, 1, 128, 32, prefetched=64))
     try:
         with pytest.raises((KernelError, AssertionError)):
-            check(case([75, 5, 100], 2, 1, 16, 112, dtype))
+            check(case([70, 5, 66], 1, 1, 16, 80, dtype))
             invalid_block_is_noticed(dtype)
     finally:
         for f in (make_decode_kernel, loops.make_attend_plain, loops.make_attend_tensor):

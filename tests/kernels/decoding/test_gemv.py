@@ -271,7 +271,7 @@ def check_the_bias(w):
 @pytest.mark.parametrize("norm", [False, True])
 def test_wider_than_shared_memory(norm):
     """x stays in global memory then, and the result is right."""
-    K = 8192
+    K = 5888
     plain, direct = Config(8, 2, 1), Config(8, 2, 1, False)
     assert not staged(K, plain) and staged(4096, plain) and not staged(64, direct)
     check(case(2, K, 5, norm=norm))

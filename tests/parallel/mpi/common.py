@@ -19,11 +19,12 @@ RunLog.picture = lambda self: (
 )  # importing matplotlib takes as long as all the rest of a short run
 WORLD = MPI.COMM_WORLD
 TEXT = Path(__file__).resolve().parents[2] / "data" / "grammar.txt"
+SHAPE = {"preset": "tiny", "dim": 64, "layers": 2}
 
 
 def options(out, **more):
     defaults = {
-        "preset": "tiny", "data": str(TEXT), "out": str(out), "name": "run", "vocab_size": 320, "steps": 10,
+        "data": str(TEXT), "out": str(out), "name": "run", "vocab_size": 320, "steps": 10, **SHAPE,
         "batch": 8, "seq_len": 16, "eval_batches": 1, "eval_every": 100, "sample_every": 100, "sample_tokens": 2,
         "save_every": 100, "warmup": 2, "lr": 1e-3, "device": "cpu", "bucket_mb": 0.05, "watchdog": 60.0,
         "precision": "fp32",

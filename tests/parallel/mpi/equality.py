@@ -252,7 +252,7 @@ def masters_exist_once(folder):
 
 
 def _masters_exist_once(ranks, kind, sharded_kind):
-    shape = dict(vocab_size=24, dim=8, n_layers=1, n_heads=1, head_dim=16, hidden_dim=16)
+    shape = dict(vocab_size=16, dim=8, n_layers=1, n_heads=1, head_dim=16, hidden_dim=8)
     config = ModelConfig(max_seq_len=8, tie_embeddings=True, **shape)
     plain, sharded = (Transformer(config, 0, "sim", "bf16", world=2) for _ in range(2))
     arena = sharded.arena

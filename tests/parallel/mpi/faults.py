@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import WORLD, options
+from common import SHAPE, WORLD, options
 
 from xtrain.ddp import main as ddp_main
 from xtrain.parallel.collectives import HostCollectives
@@ -66,9 +66,10 @@ def inject(folder, fault, rank, place):
 if __name__ == "__main__":
     folder, fault, rank, place = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     inject(folder, fault, rank, place)
-    o = options(folder, steps=1000, save_every=2, watchdog=2.0)
+    waits = fault in ("hang", "stuck", "frozen")  # for the watchdog
+    o = options(folder, steps=1000, save_every=2, watchdog=1.0 if waits else 60.0)
     names = (
-        "preset",
+        *SHAPE,
         "out",
         "name",
         "vocab_size",
