@@ -1,6 +1,7 @@
 """The pages: every command and file that they name exists, and every command accepts the options shown."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -210,6 +211,19 @@ def completion_script(tmp_path_factory):
     path = tmp_path_factory.mktemp("completion") / "xtrain.bash"
     path.write_text(importlib.import_module("xtrain.__main__").completion("bash"))
     return path
+
+
+def test_completion_offers_the_options_of_a_command_and_no_others():
+    """Not those of mpirun, which the description names; also names with digits."""
+    from xtrain.config import TrainConfig
+
+    fields = dataclasses.fields(TrainConfig)
+    expected = {"help"} | {f.name.replace("_", "-") for f in fields}
+    expected |= {f"no-{f.name.replace('_', '-')}" for f in fields if f.type is bool}
+    programs = importlib.import_module("xtrain.__main__")
+    for module in ("xtrain.train", "xtrain.ddp"):
+        assert programs.options(module) == sorted(f"--{name}" for name in expected)
+    assert programs.options("xtrain.doctor") == ["--help", "--json"]
 
 
 def test_help_names_what_can_be_chosen():
