@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -65,9 +64,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
-    # long names of files stay on one line
-    width = None if sys.stdout.isatty() else 160
-    PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
+    PrintableConsole(highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {
             "folder": str(p.folder),

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -464,7 +463,7 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
 # ----------------------------------------------------------------------------- command line
 def profile(o: Options) -> None:
     """Run `xtrain profile`. Raises UserError."""
-    console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
+    console = RecordingConsole()
     if o.run is not None:
         o = with_options_of(o.run, o)
     if o.plan and o.change:
