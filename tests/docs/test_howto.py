@@ -8,6 +8,7 @@ import io
 import itertools
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "lessons/tools"
 FOLDERS = ("lessons", "lessons/howto", "lessons/notes", ".")
 PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
@@ -361,3 +363,20 @@ def test_the_reference_has_every_module():
     modules = {".".join(p.parts) for p in files if p.stem[0] != "_" and len(p.parts) > 2}
     missing = {m for m in modules - set(said) if not UNLISTED.search(m)}
     assert not missing, f"missing in lessons/api: {sorted(missing)}"
+
+
+# ----------------------------------------------------------------------------- code of the examples
+def test_pages_show_the_examples_as_they_are():
+    """In the Markdown itself, which GitHub shows, too."""
+    tool = runpy.run_path(str(TOOLS / "sections.py"))
+    shown = 0
+    for page in tool["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        shown += len(tool["MARKER"].findall(text))
+        assert tool["filled"](text) == text, f"{page}: run python lessons/tools/sections.py"
+        assert "--8<--" not in text and text.count("<!-- code:") == text.count("-->\n```python") * 2
+    assert shown >= 25
+    old = "<!-- code:examples/own_loop.py:use -->\nold\n<!-- code:end -->"
+    assert "model.save_pretrained" in tool["filled"](old) and "old" not in tool["filled"](old)
+    with pytest.raises(ValueError, match=r"own_loop\.py has no section nothing"):
+        tool["filled"](old.replace(":use", ":nothing"))
