@@ -67,7 +67,7 @@ def options(module: str) -> list[str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         importlib.import_module(module).main(["--help"])
-    names = re.findall(r"^[│ ] (?:-h, )?(--[\w-]+)(?:, (--no-[\w-]+))?", said.getvalue(), re.M)
+    names = re.findall(r"^  (?:-h, )?(--[\w-]+)(?:, (--no-[\w-]+))?", said.getvalue(), re.M)
     return sorted({name for pair in names for name in pair if name})
 
 

@@ -22,6 +22,12 @@ COUNTS = (
     "steps", "batch", "micro_batch", "eval_every", "eval_batches", "eval_tasks_every", "eval_items",
     "sample_every", "save_every", "stop_at", "max_skips", "blas_threads",
 )  # fmt: skip
+# Options of a run that its config.json does not decide: how a process ends, where the run is;
+# blas_threads is in the checkpoint.
+NOT_STORED = (
+    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name",
+    "blas_threads",
+)  # fmt: skip
 TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DP_STAGES = ("none", "naive", "flat", "overlap", "bucket")  # parallel/ddp.py
 MAX_COUNT = 2**31 - 1  # of steps, sequences, tokens: the device counts with 32 bits
