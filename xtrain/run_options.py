@@ -6,7 +6,7 @@ reinforcement.reinforce.ReinforceConfig.
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import UserError
 
@@ -118,6 +118,8 @@ class RunOptions:
     # also log for these, through their own packages: wandb, trackio, tensorboard
     log: tuple[str, ...] = ()
     debug: bool = False  # synchronize after every kernel and name the one that failed
+
+    answers: ClassVar[bool] = False  # the model learns to answer: it is used in a chat
 
     def __post_init__(self) -> None:
         data: Any = () if self.data is None else self.data

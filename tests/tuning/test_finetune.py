@@ -366,7 +366,9 @@ def test_a_model_without_a_template_gets_one(tmp_path, capsys):
     line = ["--init", str(base), "--data", write(tmp_path / "chats.jsonl", *talks)]
     line += ["--steps", "2", "--batch", "2", "--device", "cpu", "--out", str(tmp_path)]
     assert main(line) == 0
-    assert r"'user\n...<|endoftext|>\nassistant\n'" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert r"'user\n...<|endoftext|>\nassistant\n'" in printed.err
+    assert f"python -m xtrain.chat --model {tmp_path / 'finetune'}" in printed.out
     last = tmp_path / "finetune/checkpoints/step-000002"
     theirs = transformers.AutoTokenizer.from_pretrained(last)
     want = "user\nadd one<|endoftext|>\nassistant\nx + 1<|endoftext|>\n"

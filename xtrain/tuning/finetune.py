@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
@@ -60,6 +60,8 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     # steps between checkpoints (one is always written at the end); none: a third of all steps
     save_every: int | None = None
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
+
+    answers: ClassVar[bool] = True
 
     def validate(self) -> None:
         """Raise UserError on a value out of range."""
