@@ -245,7 +245,7 @@ PROGRAMS = (
     "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
-    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
+    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--install", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
 }  # fmt: skip
 
 
@@ -255,10 +255,11 @@ def test_options_in_the_text_exist(page):
     said = set()
     for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         said |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words))
-    from xtrain.options import OTHER_NAMES
+    from xtrain.option_words import HINTS, OTHER_NAMES
 
     known = " ".join(help_of(program) for program in PROGRAMS)
     known += "".join(f" --{word}" for others in OTHER_NAMES.values() for word in others.split())
+    known += "".join(f" --{word}" for word in HINTS)
     assert [o for o in sorted(said - OTHERS) if not re.search(rf"{o}(?![\w-])", known)] == []
 
 
