@@ -15,7 +15,8 @@ import xtrain.finetune
 import xtrain.generate
 import xtrain.profile
 import xtrain.train
-from xtrain.config import PRESETS, ShapeOptions, TrainConfig, resolve
+from xtrain import family
+from xtrain.config import PRESETS, ModelConfig, ShapeOptions, TrainConfig, resolve
 from xtrain.errors import UserError
 from xtrain.evaluation.run import Options as EvaluateOptions
 from xtrain.export import Options as ExportOptions
@@ -218,6 +219,59 @@ def test_a_shape_is_the_presets_with_changes():
     all_given = dict(dim=96, layers=2, heads=3, kv_heads=1, head_dim=16, hidden_dim=40)
     found = shape(**all_given)
     assert [found[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")] == [96, 2, 3, 1, 16, 40]  # fmt: skip
+
+
+def member(**given):
+    c, shape = resolve(TrainConfig(**given), gpu=True)
+    return c, ModelConfig(vocab_size=c.vocab_size, **shape)
+
+
+def test_depth_decides_the_other_options():
+    c, model = member(depth=12)
+    assert (model.n_layers, model.dim, model.n_heads, model.head_dim, model.hidden_dim) == (
+        12,
+        768,
+        12,
+        64,
+        2048,
+    )
+    assert family.parameters(model) == 12 * (4 * 768**2 + 3 * 768 * 2048) + 768 * 16384
+    assert (c.batch, c.micro_batch, c.seq_len, c.lr, c.name) == (512, 32, 1024, 6e-4, "d12")
+    assert abs(c.steps * c.batch * c.seq_len / (20 * family.parameters(model)) - 1) < 1e-3
+    sizes = [member(depth=n) for n in (2, 4, 8, 16, 32)]
+    assert [m.dim for _, m in sizes] == [128, 256, 512, 1024, 2048]
+    assert sorted(c.batch for c, _ in sizes) == [c.batch for c, _ in sizes]
+    for c, m in sizes:  # 1 / width and sqrt(batch)
+        assert c.lr == pytest.approx(6e-4 * 768 / m.dim * (c.batch / 512) ** 0.5, rel=1e-2)
+
+
+def test_what_is_given_with_a_depth_wins_and_the_others_follow():
+    whole, _ = member(depth=8)
+    small, _ = member(depth=8, batch=48, seq_len=512, warmup=3)
+    assert (small.batch, small.micro_batch, small.seq_len, small.warmup) == (48, 16, 512, 3)
+    assert small.steps == pytest.approx(whole.steps * whole.batch * 1024 / (48 * 512), rel=1e-3)
+    assert small.lr == pytest.approx(whole.lr * (48 * 512 / (whole.batch * 1024)) ** 0.5, rel=1e-2)
+    short, _ = member(depth=8, steps=20)
+    assert (short.steps, short.lr, short.eval_every, short.warmup) == (20, whole.lr, 1, 0)
+    wide, model = member(depth=8, dim=768, vocab_size=1000)
+    assert model.dim == 768 and wide.lr < whole.lr and wide.vocab_size == 1000
+    assert resolve(TrainConfig(depth=12), True, world=64)[0].micro_batch == 8  # 512 / 64
+    again, _ = member(**vars(whole))  # as on --resume, where all of them are given
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(preset="tiny"), "give neither --preset nor --init"),
+        (dict(init="folder"), "give neither --preset nor --init"),
+        (dict(depth=0), "--depth must be positive"),
+        (dict(depth=129), "--depth must be at most 128"),
+    ],
+)
+def test_a_depth_that_cannot_be(given, words):
+    with pytest.raises(UserError, match=words):
+        resolve(TrainConfig(**({"depth": 4} | given)), gpu=False)
 
 
 def test_a_shape_belongs_to_a_new_model():

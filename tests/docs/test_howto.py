@@ -280,6 +280,22 @@ def test_presets_are_as_the_page_says():
         assert f"{parameters(c) / 1e6:.1f}" == millions, name
 
 
+def test_the_family_is_as_the_page_says():
+    from xtrain import family
+    from xtrain.config import ModelConfig, TrainConfig, resolve
+
+    page = (ROOT / "lessons/howto/own_data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (.*) \|$", page, re.M)
+    assert len(rows) == 4
+    for depth, width, rest in rows:
+        c, shape = resolve(TrainConfig(depth=int(depth)), gpu=True)
+        model = ModelConfig(vocab_size=c.vocab_size, **shape)
+        tokens = c.steps * c.batch * c.seq_len
+        size = f"{family.parameters(model) / 1e6:.1f}"
+        cells = [size, f"{c.batch} x {c.seq_len}", f"{c.lr}", f"{c.steps}", f"{tokens / 1e9:.2f}"]
+        assert (model.dim, cells) == (int(width), rest.split(" | "))
+
+
 def test_presets_exist():
     from xtrain.config import PRESETS
 

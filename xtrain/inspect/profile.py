@@ -110,7 +110,7 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
     kind = PlanConfig if o.plan else TrainConfig
     gpu = o.plan or (o.device != "cpu" and gpu_available())
     c, shape = resolve(kind(**{name: getattr(o, name) for name in names}), gpu)
-    return ModelConfig(vocab_size=c.vocab_size, **shape), c.batch, c.seq_len
+    return ModelConfig(vocab_size=c.vocab_size, **shape), o.batch or c.micro_batch, c.seq_len
 
 
 # ----------------------------------------------------------------------------- measuring
