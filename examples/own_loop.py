@@ -15,7 +15,7 @@ B, T = 8, 128
 
 
 def main(data: str, steps: int = 200) -> float:
-    # --8<-- [start:loop]
+    # [start:loop]
     corpus = prepare(data, vocab_size=1024)  # trains a tokenizer and writes token shards; cached
     config = xtrain.ModelConfig(
         vocab_size=corpus.vocab_size, dim=128, n_layers=4, n_heads=4, max_seq_len=T
@@ -33,18 +33,18 @@ def main(data: str, steps: int = 200) -> float:
         optimizer.step(factor)
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}")
-    # --8<-- [end:loop]
-    # --8<-- [start:use]
+    # [end:loop]
+    # [start:use]
     bpb = validate(model, corpus)
     tokenizer = corpus.tokenizer
     prompt = np.array(tokenizer.encode("the"))
     print(f"{bpb:.3f} bits per byte: {tokenizer.decode(model.generate(prompt, 20))!r}")
     model.save_pretrained("my-model", tokenizer)  # for xtrain generate, serve, transformers
-    # --8<-- [end:use]
+    # [end:use]
     return bpb
 
 
-# --8<-- [start:validate]
+# [start:validate]
 @xtrain.no_grad()
 def validate(model: xtrain.Transformer, corpus) -> float:
     """-> bits per byte of held-out text, which models with other tokenizers can be compared by"""
@@ -53,7 +53,7 @@ def validate(model: xtrain.Transformer, corpus) -> float:
     return corpus.bits_per_byte(nats, np.concatenate([targets for _, targets in batches]))
 
 
-# --8<-- [end:validate]
+# [end:validate]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Bytes moved, forward: read x, write y. Backward: read x and dy, write dx. Memory
 kernels/primitives/flat.py.
 """
 
-# --8<-- [start:imports]
+# [start:imports]
 import numpy as np
 from numba import cuda, float32
 
@@ -28,10 +28,10 @@ from xtrain.kernels.primitives.ptx import device, kernel
 from xtrain.kernels.runtime.launch import FLOATS, check_array, empty_like, on_host
 from xtrain.nn.autograd import Function
 
-# --8<-- [end:imports]
+# [end:imports]
 
 
-# --8<-- [start:reference]
+# [start:reference]
 def relu_squared_ref(x):
     return np.square(np.maximum(x, 0))
 
@@ -40,10 +40,10 @@ def relu_squared_bwd_ref(dy, x):
     return 2 * np.maximum(x, 0) * dy
 
 
-# --8<-- [end:reference]
+# [end:reference]
 
 
-# --8<-- [start:naive]
+# [start:naive]
 @cuda.jit
 def relu_squared_fwd_naive_kernel(y_n, x_n):
     """Grid ceil(n / BLOCK), block BLOCK. One element per thread."""
@@ -53,10 +53,10 @@ def relu_squared_fwd_naive_kernel(y_n, x_n):
         y_n[i] = v * v
 
 
-# --8<-- [end:naive]
+# [end:naive]
 
 
-# --8<-- [start:kernels]
+# [start:kernels]
 @device
 def positive(v):
     return v if v > float32(0.0) else float32(0.0)
@@ -109,10 +109,10 @@ def relu_squared_bwd_kernel(dx_n, dy_n, x_n, aligned):
         bwd_chunks(dx_n, dy_n, x_n, first, False)
 
 
-# --8<-- [end:kernels]
+# [end:kernels]
 
 
-# --8<-- [start:launchers]
+# [start:launchers]
 def relu_squared_fwd(x: Array) -> Array:
     """x float32 or bf16 of any shape -> max(x, 0)^2"""
     check_array("relu_squared", "x", x, x.shape, FLOATS)
@@ -134,10 +134,10 @@ def relu_squared_bwd(dy: Array, x: Array) -> Array:
     return dx
 
 
-# --8<-- [end:launchers]
+# [end:launchers]
 
 
-# --8<-- [start:function]
+# [start:function]
 class ReLUSquared(Function):
     @staticmethod
     def forward(ctx, x):
@@ -150,4 +150,4 @@ class ReLUSquared(Function):
 
 
 relu_squared = ReLUSquared.apply
-# --8<-- [end:function]
+# [end:function]

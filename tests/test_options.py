@@ -1,19 +1,42 @@
 """Options in the words of other programs, and one sentence for those that do not exist."""
 
-import dataclasses
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import Doc
 
 import xtrain.compare
+import xtrain.finetune
 import xtrain.generate
 import xtrain.profile
 import xtrain.train
-from xtrain.config import PRESETS, ShapeOptions, TrainConfig, resolve
+from xtrain import family
+from xtrain.config import PRESETS, ModelConfig, ShapeOptions, TrainConfig, resolve
 from xtrain.errors import UserError
-from xtrain.options import HINTS, OTHER_NAMES, parse, translated
+from xtrain.evaluation.run import Options as EvaluateOptions
+from xtrain.export import Options as ExportOptions
+from xtrain.inspect.compare import CompareConfig
+from xtrain.inspect.profile import Options as ProfileOptions
+from xtrain.option_fields import options_of
+from xtrain.option_help import GROUPED, grouped, help_text, texts_of
+from xtrain.option_words import HINTS, OTHER_NAMES
+from xtrain.options import parse, read_arguments
+from xtrain.reinforcement.reinforce import ReinforceConfig
+from xtrain.report.page import Options as ReportOptions
+from xtrain.server.listen import Options as ServeOptions
+from xtrain.serving.conversation import Options as ChatOptions
 from xtrain.serving.text_generation import Options as GenerateOptions
+from xtrain.tuning.finetune import FinetuneConfig
+
+KINDS = (
+    TrainConfig, FinetuneConfig, ReinforceConfig, GenerateOptions, ChatOptions, ServeOptions, EvaluateOptions, ReportOptions,
+    CompareConfig, ProfileOptions, ExportOptions,
+)  # fmt: skip
 
 
 def train_options(line):
@@ -49,7 +72,8 @@ def test_words_of_other_commands():
     assert (found.model, found.max_new_tokens, found.temperature, found.top_k) == ("m", 5, 0.5, 3)
     # only one value belongs to an option: the prompts stay as they are
     line = ["--model", "m", "--seed", "1e1", "1e3", "--", "--epochs", "1e3"]
-    assert translated(GenerateOptions, line) == ["--model", "m", "--seed", "10", *line[4:]]
+    found = read_arguments(options_of(GenerateOptions), line, {})
+    assert found == {"model": "m", "seed": 10, "prompts": ("1e3", "--epochs", "1e3")}
 
 
 WRONG = {
@@ -63,12 +87,19 @@ WRONG = {
     "--epochs 3": "--steps", "--num_train_epochs=3": "--steps", "--gradient_accumulation_steps 4": "--micro-batch",
     "--gpus 4": "mpirun", "--nproc_per_node 4": "mpirun", "--bf16": "--precision bf16", "--fp16 true": "--precision bf16",
     "--compile": "--graph", "--min-lr 1e-5": "--min-lr-ratio", "--optimizer sgd": "muon", "--num-workers 4": "no workers",
-    "--config a.yaml": "command line", "--wandb": "--log wandb", "--dropout 0.1": "no dropout", "--cpu": "--device cpu",
+    "--config a.yaml": "a.yaml cannot be read", "--wandb": "--log wandb", "--dropout 0.1": "no dropout", "--cpu": "--device cpu",
     "--lr-scheduler-type cosine": "change_the_model.md",
     # values
     "--dtype fp16": "bf16", "--precision half": "bf16", "--device cuda:1": "CUDA_VISIBLE_DEVICES=1", "--steps 2.5": "whole number",
     "--batch 1.5e0": "whole number", "--layers 0": "--layers must be positive", "--heads 3": "not divisible",
     "--kv-heads 3": "n_kv_heads 3", "--qwertz": "--help lists all",
+    "--steps abc": "--steps abc: give a whole number", "--lr fast": "--lr fast: give a number", "--steps": "--steps has no value",
+    "--schedule linear": "give one of cosine, wsd", "--zero 2": "give one of 0, 1", "--qk-norm maybe": "give one of true, false",
+    "--graph=1": "--graph or --no-graph", "-n 3": "there is no option -n", "words": "'words' belongs to no option",
+    "--eval-tasks a --eval-tasks b": "given twice",
+    # of transformers' Trainer and others
+    "--warmup-ratio 0.1": "number of steps with --warmup", "--logging-steps 5": "metrics.jsonl", "--eval_strategy steps": "--eval-every",
+    "--per_device_train_batch_size 4": "--micro-batch", "--optim adamw_torch": "--optimizer", "--lora_r 8": "xtrain finetune --lora",
 }  # fmt: skip
 
 
@@ -84,6 +115,9 @@ def test_one_sentence_with_the_right_word(line, capsys, tmp_path):
 
 def test_wrong_words_of_other_commands(capsys):
     for main, line, word in (
+        (xtrain.generate.main, "words", "--model is missing: give it (a Hugging Face folder"),
+        (xtrain.compare.main, "", "FOLDER is missing"),
+        (xtrain.finetune.main, "--num-train-epochs x", "--epochs x: give a number"),
         (xtrain.generate.main, "--temprature 1", "--temperature"),
         (xtrain.generate.main, "--epochs 1", "--steps"),
         (xtrain.compare.main, "--tolerence 1", "--tolerance"),
@@ -95,21 +129,79 @@ def test_wrong_words_of_other_commands(capsys):
 
 @given(st.lists(st.text(), max_size=4))
 def test_any_arguments(arguments):
-    """Arguments are translated or refused by a sentence."""
+    """Arguments are read or refused by a sentence."""
     try:
-        found = translated(TrainConfig, arguments)
+        found = read_arguments(options_of(TrainConfig), arguments, {})
     except UserError as error:
-        assert "\n" not in str(error) or "\n" in "".join(arguments)
+        assert "\n" not in str(error)
     else:
-        assert len(found) == len(arguments)
+        assert bool(found) == bool(set(arguments) - {"--"})
 
 
 def test_every_word_leads_to_an_option():
-    known = {f.name.replace("_", "-") for f in dataclasses.fields(TrainConfig)}
-    known |= {f.name.replace("_", "-") for f in dataclasses.fields(GenerateOptions)}
+    known = {name for kind in KINDS for name in options_of(kind)}
     assert set(OTHER_NAMES) <= known
     words = [word for others in OTHER_NAMES.values() for word in others.split()]
     assert not set(words) & set(HINTS)
+    named = " ".join(HINTS.values())
+    assert set(re.findall("--([a-z][a-z-]*)", named)) <= known
+
+
+# ----------------------------------------------------------------------------- options from a file
+def test_options_from_a_file(tmp_path):
+    toml, json = tmp_path / "a.toml", tmp_path / "a.json"
+    toml.write_text(
+        '# a comment\nlearning-rate = 1e-2\nsteps = 1e3\ndata = ["x", "y"]\ngraph = false\n'
+    )
+    json.write_text(
+        '{"lr": 0.01, "steps": "1_000", "data": ["x", "y"], "graph": false, "name": null}'
+    )
+    want = TrainConfig(lr=0.01, steps=1000, data=("x", "y"), graph=False)
+    assert train_options(f"--config {toml}") == train_options(f"--config {json}") == want
+    found = train_options(f"--steps 5 --config {toml} --data z")  # the command line wins
+    assert found == TrainConfig(lr=0.01, steps=5, data=("z",), graph=False)
+    default = TrainConfig(seed=3, lr=0.5)
+    found = parse(TrainConfig, "train", None, ["--config", str(toml)], default)
+    assert (found.seed, found.lr) == (3, 0.01)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"stepss": 4}', "there is no option --stepss: did you mean --steps?"),
+        ('{"warmup_ratio": 0.1}', "number of steps with --warmup"),
+        ('{"steps": 2.5}', "--steps 2.5: give a whole number"),
+        ('{"steps": true}', "--steps cannot be True"),
+        ('{"name": 4}', "--name cannot be 4"),
+        ('{"lr": {"a": 1}}', "--lr cannot be {'a': 1}"),
+        ('{"no-graph": true}', "write graph = false"),
+        ('{"steps": null, "seed": null}', "--seed cannot be None"),
+        ('["x"]', "must hold a JSON object"),
+    ],
+)
+def test_wrong_options_in_a_file(tmp_path, text, words):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        train_options(f"--config {file}")
+    assert str(caught.value).startswith(str(file)) and words in str(caught.value)
+
+
+def test_not_toml(tmp_path):
+    (tmp_path / "a.toml").write_text("lr: 3")
+    with pytest.raises(UserError, match=r"a\.toml is not TOML"):
+        train_options(f"--config {tmp_path / 'a.toml'}")
+
+
+def test_a_run_starts_from_the_options_of_another(tmp_path):
+    line = "--data tests/data/grammar.txt --vocab-size 300 --batch 2 --steps 2 --eval-batches 1 --seq-len 16 --device cpu --lr 1e-2"
+    line += f" --layers 1 --dim 32 --heads 2 --qk-norm False --out {tmp_path}"
+    assert xtrain.train.main([*line.split(), "--name", "a", "--stop-at", "1"]) == 0
+    again = f"--config {tmp_path / 'a'} --out {tmp_path} --name"
+    assert xtrain.train.main([*again.split(), "b"]) == 0  # and not only to step 1
+    assert xtrain.train.main([*again.split(), "c", "--batch", "1", "--steps", "1"]) == 0
+    a, b, c = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in "abc")
+    assert b[0] == a[0] and b[1].startswith('{"step": 2') and c[0] != a[0]
 
 
 # ----------------------------------------------------------------------------- the shape of a model
@@ -129,6 +221,59 @@ def test_a_shape_is_the_presets_with_changes():
     assert [found[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")] == [96, 2, 3, 1, 16, 40]  # fmt: skip
 
 
+def member(**given):
+    c, shape = resolve(TrainConfig(**given), gpu=True)
+    return c, ModelConfig(vocab_size=c.vocab_size, **shape)
+
+
+def test_depth_decides_the_other_options():
+    c, model = member(depth=12)
+    assert (model.n_layers, model.dim, model.n_heads, model.head_dim, model.hidden_dim) == (
+        12,
+        768,
+        12,
+        64,
+        2048,
+    )
+    assert family.parameters(model) == 12 * (4 * 768**2 + 3 * 768 * 2048) + 768 * 16384
+    assert (c.batch, c.micro_batch, c.seq_len, c.lr, c.name) == (512, 32, 1024, 6e-4, "d12")
+    assert abs(c.steps * c.batch * c.seq_len / (20 * family.parameters(model)) - 1) < 1e-3
+    sizes = [member(depth=n) for n in (2, 4, 8, 16, 32)]
+    assert [m.dim for _, m in sizes] == [128, 256, 512, 1024, 2048]
+    assert sorted(c.batch for c, _ in sizes) == [c.batch for c, _ in sizes]
+    for c, m in sizes:  # 1 / width and sqrt(batch)
+        assert c.lr == pytest.approx(6e-4 * 768 / m.dim * (c.batch / 512) ** 0.5, rel=1e-2)
+
+
+def test_what_is_given_with_a_depth_wins_and_the_others_follow():
+    whole, _ = member(depth=8)
+    small, _ = member(depth=8, batch=48, seq_len=512, warmup=3)
+    assert (small.batch, small.micro_batch, small.seq_len, small.warmup) == (48, 16, 512, 3)
+    assert small.steps == pytest.approx(whole.steps * whole.batch * 1024 / (48 * 512), rel=1e-3)
+    assert small.lr == pytest.approx(whole.lr * (48 * 512 / (whole.batch * 1024)) ** 0.5, rel=1e-2)
+    short, _ = member(depth=8, steps=20)
+    assert (short.steps, short.lr, short.eval_every, short.warmup) == (20, whole.lr, 1, 0)
+    wide, model = member(depth=8, dim=768, vocab_size=1000)
+    assert model.dim == 768 and wide.lr < whole.lr and wide.vocab_size == 1000
+    assert resolve(TrainConfig(depth=12), True, world=64)[0].micro_batch == 8  # 512 / 64
+    again, _ = member(**vars(whole))  # as on --resume, where all of them are given
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(preset="tiny"), "give neither --preset nor --init"),
+        (dict(init="folder"), "give neither --preset nor --init"),
+        (dict(depth=0), "--depth must be positive"),
+        (dict(depth=129), "--depth must be at most 128"),
+    ],
+)
+def test_a_depth_that_cannot_be(given, words):
+    with pytest.raises(UserError, match=words):
+        resolve(TrainConfig(**({"depth": 4} | given)), gpu=False)
+
+
 def test_a_shape_belongs_to_a_new_model():
     with pytest.raises(UserError, match="--dim, --layers cannot be given with --init"):
         resolve(TrainConfig(init="somewhere", dim=64, layers=2), False)
@@ -142,3 +287,45 @@ def test_a_run_of_another_shape_is_resumed_with_it(tmp_path, capsys):
     assert "Llama-style, 1 layers, width 32, 2 heads x 16" in capsys.readouterr().out
     assert xtrain.train.main(f"--resume --dim 64 --device cpu --out {tmp_path}".split()) == 2
     assert "dim was 32, is 64" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- --help
+def test_help_has_groups_with_every_option_once():
+    for kind in KINDS:
+        groups = grouped(options_of(kind))
+        names = [name for group in groups.values() for name in group]
+        assert sorted(names) == sorted(options_of(kind))
+        if len(names) > GROUPED:
+            assert groups["options"] == [] and max(map(len, groups.values())) <= 16
+    text = help_text(TrainConfig, "train", "What it does.")
+    assert (
+        text.index("the optimizer:") < text.index("  --lr FLOAT  ") < text.index("--weight-decay")
+    )
+    assert "seed of initialisation, batches and samples (default: 0)\n" in text
+
+
+def test_help_without_a_terminal_is_one_line_per_option_and_fits_a_terminal(monkeypatch):
+    lines = help_text(TrainConfig, "train", "About.").splitlines()
+    assert len([x for x in lines if x.startswith("  --")]) == len(options_of(TrainConfig)) + 1
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, help_text(TrainConfig, "train", "About.").splitlines())) <= 70
+
+
+@dataclass(frozen=True)
+class Commented:
+    above: int = 0
+    # two lines
+    # above it
+    behind: int = 1
+    same: int = 2  # on its line
+    below: int = 3
+    """A string
+    below it."""
+    doc: Annotated[int, Doc("a Doc")] = 4
+
+
+def test_texts_of_fields():
+    assert texts_of(Commented) == {
+        "above": "", "behind": "two lines above it", "same": "on its line", "below": "A string below it.", "doc": "a Doc",
+    }  # fmt: skip

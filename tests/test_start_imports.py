@@ -16,8 +16,7 @@ LATE = {
     "zstandard", "xtrain.evaluation.run", "xtrain.serving", "xtrain.server", "xtrain.inspect", "xtrain.tuning", "xtrain.reinforcement",
     "xtrain.parallel",
 }  # fmt: skip
-# typeguard belongs to tyro, which needs it to check the defaults of lists.
-LATE_IN_LIBRARY = LATE | {"tyro", "typeguard", "tokenizers", "rich.progress", "xtrain.training"}
+LATE_IN_LIBRARY = LATE | {"tokenizers", "rich.progress", "xtrain.training"}
 
 FIRST_STEP = """
 import sys

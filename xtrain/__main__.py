@@ -63,11 +63,12 @@ def overview() -> str:
 
 
 def options(module: str) -> list[str]:
-    """The long options of a command, from its --help."""
+    """The long options of a command: those that begin a line of its --help."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         importlib.import_module(module).main(["--help"])
-    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", said.getvalue())))
+    names = re.findall(r"^  (?:-h, )?(--[\w-]+)(?:, (--no-[\w-]+))?", said.getvalue(), re.M)
+    return sorted({name for pair in names for name in pair if name})
 
 
 def completion(shell: str) -> str:

@@ -113,7 +113,7 @@ def command(
 
     A UserError becomes one sentence on stderr and exit code 2.
     name: the prefix of messages, such as "xtrain.train".
-    interrupted: what Ctrl-C prints, with exit code 130.
+    interrupted: what Ctrl-C prints, with exit code 130, unless the KeyboardInterrupt has a text.
     less_memory: what to do when memory runs out; "": out-of-memory errors are raised as they are.
     one_process: refuse to be started several times by mpirun, srun or torchrun.
     """
@@ -143,8 +143,8 @@ def command(
                     raise
                 say(f"{name}: {describe_out_of_memory(error)}: {less_memory}")
                 return 2
-            except KeyboardInterrupt:
-                say(f"\n{name}: {interrupted}")
+            except KeyboardInterrupt as stop:
+                say(f"\n{name}: {str(stop) or interrupted}")
                 return 130
 
         return wrapped

@@ -5,11 +5,13 @@ The command line (`python -m xtrain.train --help`) is generated from TrainConfig
 both as JSON.
 """
 
+import math
 import numbers
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from . import family
 from .run_options import (
     MAX_COUNT,
     OptimizerOptions,
@@ -273,6 +275,9 @@ class ShapeOptions:
 
     # tiny, dim384, dim512, dim768 or gpt124m; auto: tiny on a CPU, dim384 on a GPU
     preset: str = "auto"
+    # instead of a preset, a member of a family: layers, from which width, heads, batch, rate and
+    # steps follow (xtrain/family.py)
+    depth: int | None = None
     dim: int | None = None  # width; none: the preset's
     layers: int | None = None  # blocks; none: the preset's
     heads: int | None = None  # query heads; none: the preset's
@@ -314,7 +319,15 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
     def validate(self) -> None:
         """Raise UserError on a value out of range."""
         super().validate()
-        need_positive(self, ("vocab_size", *SIZE_OPTIONS))
+        need_positive(self, ("vocab_size", "depth", *SIZE_OPTIONS))
+        need(
+            self.depth is None or (self.preset == "auto" and not (self.init and not self.resume)),
+            "--depth decides the shape: give neither --preset nor --init with it",
+        )
+        need(
+            (self.depth or 0) <= family.MAX_DEPTH,
+            f"--depth must be at most {family.MAX_DEPTH}, got {self.depth}",
+        )
         for option, name in (SHAPE_OPTIONS | LENGTHS).items():
             value = getattr(self, option)
             most = MOST.get(name, MAX_COUNT)
@@ -332,7 +345,10 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         need(self.tokenizer != "", "--tokenizer is empty: give a path, or omit the option")
 
     def default_name(self, gpu: bool) -> str:
-        """Return the preset, with auto replaced: tiny on a CPU, dim384 on a GPU."""
+        """Return the preset, with auto replaced: dN with --depth N, else tiny on a CPU, dim384 on a
+        GPU."""
+        if self.depth is not None:
+            return f"d{self.depth}"
         if self.preset != "auto":
             return self.preset
         return "dim384" if gpu else "tiny"
@@ -341,14 +357,26 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         """Return what --preset may name."""
         return PRESETS
 
+    def _preset(self, name: str) -> "Preset":
+        """Return the preset of this name, or that of --depth. Raises UserError."""
+        if self.depth is not None:
+            shape = family.shape(self.depth)
+            given = self.shape(Preset(shape, {}))
+            model = ModelConfig(vocab_size=self.vocab_size or family.VOCAB_SIZE, **given)
+            seq_len = self.seq_len or family.SEQ_LEN
+            return Preset(shape, family.options(model, seq_len, self.batch, self.steps))
+        presets = self.presets()
+        known = ", ".join(presets)
+        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
+        return presets[name]
+
     def filled(self, gpu: bool) -> "tuple[TrainConfig, dict[str, Any]]":
         """Return the config with the options that its preset decides, and the shape of a new model
         without its vocabulary."""
         name = self.default_name(gpu)
-        presets = self.presets()
-        known = ", ".join(presets)
-        need(name in presets, f"--preset {name!r} is not known: choose one of auto, {known}")
-        preset = presets[name]
+        preset = self._preset(name)
+        if self.depth is not None:
+            name = self.preset
         values = {key: x for key, x in preset.train.items() if getattr(self, key) is None}
         steps = self.steps or preset.train["steps"]
         if "warmup" in values and values["warmup"] > steps - 2:
@@ -449,6 +477,8 @@ def resolve(config: RunOptions, gpu: bool, world: int = 1) -> tuple[ResolvedConf
         f"--batch {batch} is not a multiple of the {world} ranks: choose one that is",
     )
     micro_batch = filled.micro_batch or batch // world
+    if config.micro_batch is None:
+        micro_batch = math.gcd(micro_batch, batch // world)
     need(
         world == 1 or batch // world % micro_batch == 0,
         f"--batch {batch} is not a multiple of {world} ranks x --micro-batch {micro_batch}",

@@ -18,7 +18,7 @@ import numpy as np
 
 from .errors import UserError
 from .machine import free_memory
-from .options import own_word
+from .option_words import own_word
 
 LARGE = 1 << 26  # bytes: below this, memory that is missing is noticed elsewhere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation

@@ -9,7 +9,7 @@ compiled and run in the simulator, and on the GPU if there is one. Nothing on th
 changed.
 """
 
-import argparse  # not tyro, which may be missing
+import argparse  # needs no package that may be missing
 import json
 import sys
 from dataclasses import asdict

@@ -13,6 +13,9 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "MemoryAllocation", "OUT_OF_MEMORY", "AL
 ALLOCATORS = ("launch.py", "device.py", "out_of_memory.py")
 
 
+INTERRUPTED_EARLY = "interrupted before training began"
+
+
 class UserError(ValueError):
     """Bad input. The message is one sentence: what is wrong and what to do. A command prints it and
     exits with 2."""

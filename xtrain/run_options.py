@@ -6,7 +6,7 @@ reinforcement.reinforce.ReinforceConfig.
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import UserError
 
@@ -22,6 +22,12 @@ COUNTS = (
     "steps", "batch", "micro_batch", "eval_batches", "eval_items", "stop_at", "max_skips", "blas_threads",
 )  # fmt: skip
 INTERVALS = ("eval_every", "eval_tasks_every", "sample_every", "save_every")  # steps; 0: never
+# Options of a run that its config.json does not decide: how a process ends, where the run is;
+# blas_threads is in the checkpoint.
+NOT_STORED = (
+    "resume", "allow_change", "stop_at", "time_limit", "debug", "verify_data", "out", "name",
+    "blas_threads",
+)  # fmt: skip
 TRACKERS = ("wandb", "trackio", "tensorboard")  # what --log knows: training/trackers.py
 DP_STAGES = ("none", "naive", "flat", "overlap", "bucket")  # parallel/ddp.py
 MAX_COUNT = 2**31 - 1  # of steps, sequences, tokens: the device counts with 32 bits
@@ -114,6 +120,8 @@ class RunOptions:
     # also log for these, through their own packages: wandb, trackio, tensorboard
     log: tuple[str, ...] = ()
     debug: bool = False  # synchronize after every kernel and name the one that failed
+
+    answers: ClassVar[bool] = False  # the model learns to answer: it is used in a chat
 
     def __post_init__(self) -> None:
         data: Any = () if self.data is None else self.data

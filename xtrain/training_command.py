@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cli import command
+from .errors import INTERRUPTED_EARLY
 from .machine import first_on_machine, launcher
 from .options import parse
 from .run_options import RunOptions
@@ -32,7 +33,7 @@ def training_command(
     """
     cli = functools.partial(parse, kind, f"python -m {name}", description, arguments)
 
-    @command(name, interrupted="interrupted; the last checkpoint is intact", one_process=False)
+    @command(name, interrupted=INTERRUPTED_EARLY, one_process=False)
     def run_alone(_: list[str] | None = None) -> int:
         work(parse_options(cli), SingleDevice())
         return 0

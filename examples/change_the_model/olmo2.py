@@ -17,7 +17,7 @@ from xtrain.nn import RMSNorm
 from xtrain.nn.model import Attention, Block
 
 
-# --8<-- [start:attention]
+# [start:attention]
 class WideNormAttention(Attention):
     """One RMSNorm over the H query heads of a row, one over its G key heads."""
 
@@ -39,10 +39,10 @@ def wide(norm, x_NHD):
     return norm(x_NHD.reshape(N, H * D)).reshape(N, H, D)
 
 
-# --8<-- [end:attention]
+# [end:attention]
 
 
-# --8<-- [start:block]
+# [start:block]
 class PostNormBlock(Block):
     """h = h + norm(attention(h)),  h = h + norm(mlp(h))"""
 
@@ -65,10 +65,10 @@ def olmo2(config, device="cpu", **options):
     return model
 
 
-# --8<-- [end:block]
+# [end:block]
 
 
-# --8<-- [start:load]
+# [start:load]
 def load(folder, device="cpu"):
     """-> the model of a folder that transformers or `save_pretrained` of Olmo2ForCausalLM has written"""
     c = json.loads(Path(folder, "config.json").read_text())
@@ -93,7 +93,7 @@ def load(folder, device="cpu"):
     return model
 
 
-# --8<-- [end:load]
+# [end:load]
 
 
 def main(folder, prompt, max_new_tokens=64):

@@ -3,7 +3,7 @@
 Pieces of lessons/howto/change_the_model.md; tests/examples/test_variants.py compares each with PyTorch.
 """
 
-# --8<-- [start:imports]
+# [start:imports]
 import contextlib
 from dataclasses import replace
 
@@ -18,10 +18,10 @@ from xtrain.nn.modules import Linear, Module, Parameter
 from xtrain.nn.observers import observe_ops
 from xtrain.training.run import Run
 
-# --8<-- [end:imports]
+# [end:imports]
 
 
-# --8<-- [start:mlp]
+# [start:mlp]
 class PlainMLP(Module):
     """down(act(up(x)))"""
 
@@ -41,18 +41,18 @@ def with_plain_mlps(model, act):
     return model
 
 
-# --8<-- [end:mlp]
+# [end:mlp]
 
 
-# --8<-- [start:change]
+# [start:change]
 def change(model):
     return with_plain_mlps(model, F.silu)
 
 
-# --8<-- [end:change]
+# [end:change]
 
 
-# --8<-- [start:softcap]
+# [start:softcap]
 class SoftCap(Function):
     """y = cap tanh(x / cap),  dx = dy (1 - tanh^2). array_module is NumPy or CuPy, whichever made x."""
 
@@ -75,10 +75,10 @@ class Capped(Transformer):
         return SoftCap.apply(super().logits(x_NC), 30.0)
 
 
-# --8<-- [end:softcap]
+# [end:softcap]
 
 
-# --8<-- [start:zloss]
+# [start:zloss]
 class SquaredLogSum(Function):
     """(N, V) -> mean over rows of log(sum exp x)^2, shape ()"""
 
@@ -106,10 +106,10 @@ def loss_with_z(model, ids, targets, weight=1e-4):
     return loss + weight * SquaredLogSum.apply(logits_NV)
 
 
-# --8<-- [end:zloss]
+# [end:zloss]
 
 
-# --8<-- [start:attention]
+# [start:attention]
 class NoPE(Attention):
     """Attention without positions: RoPE by angles of 0. (One without QK-norm: Attention(replace(config, qk_norm=False)).)"""
 
@@ -137,10 +137,10 @@ def mixed(model):
     return model
 
 
-# --8<-- [end:attention]
+# [end:attention]
 
 
-# --8<-- [start:lora]
+# [start:lora]
 class LoRA(Linear):
     """y = x w^T + (alpha / r) (x a^T) b^T, w frozen, b = 0 at first."""
 
@@ -168,10 +168,10 @@ def with_lora(model, r=8, alpha=16, places=("self_attn.o_proj",)):
     return model
 
 
-# --8<-- [end:lora]
+# [end:lora]
 
 
-# --8<-- [start:lion]
+# [start:lion]
 class Lion(AdamW):
     """Chen et al. 2023. m is the momentum; update sees [start, end) of the arena, which is decayed up to n_decay."""
 
@@ -189,10 +189,10 @@ class Lion(AdamW):
         w[...], m[...] = xp.where(sound, new, w), xp.where(sound, b2 * m + (1 - b2) * g, m)
 
 
-# --8<-- [end:lion]
+# [end:lion]
 
 
-# --8<-- [start:muon]
+# [start:muon]
 class Muon(AdamW):
     """Jordan et al. 2024: matrices of the layers by orthogonalised momentum, all else by AdamW. The momentum lives in m."""
 
@@ -228,10 +228,10 @@ def orthogonal(x):
     return wide if x.shape[0] <= x.shape[1] else wide.T
 
 
-# --8<-- [end:muon]
+# [end:muon]
 
 
-# --8<-- [start:run]
+# [start:run]
 class MyRun(Run):
     """train(TrainConfig(...), make_run=MyRun): checkpoints, --resume, metrics and the report work as before."""
 
@@ -255,10 +255,10 @@ class MyRun(Run):
         return nats, bits
 
 
-# --8<-- [end:run]
+# [end:run]
 
 
-# --8<-- [start:look]
+# [start:look]
 @no_grad()
 def log_probabilities(model, ids):
     """ids (B, T) -> log p of ids[:, 1:], (B, T - 1)"""
@@ -289,4 +289,4 @@ def attention_weights(model, ids):
     return maps
 
 
-# --8<-- [end:look]
+# [end:look]

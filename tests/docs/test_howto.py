@@ -1,12 +1,14 @@
 """The pages: every command and file that they name exists, and every command accepts the options shown."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
 import itertools
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "lessons/tools"
 FOLDERS = ("lessons", "lessons/howto", "lessons/notes", ".")
 PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
@@ -150,11 +153,10 @@ def test_names_on_the_page_exist(page):
     ],
 )
 def test_every_option_says_what_it_is(module):
-    """Each help text is different: tyro gives a field without a comment that of the field above it."""
-    text = re.sub(r"[│╰╯╭╮─]", " ", help_of(module))
+    """Each help text is different."""
     said = {}
-    for option, rest in re.findall(r"^  (--[a-z].*?)  +(.*?)(?=^  --[a-z]|\Z)", text, re.M | re.S):
-        words = re.sub(r"\((default:.*|required|repeatable)\)", "", " ".join(rest.split())).strip()
+    for option, rest in re.findall(r"^  (--[a-z].*?)(?:  +(.*))?$", help_of(module), re.M):
+        words = re.sub(r"\((default:.*|required)\)", "", rest).strip()
         assert words, f"{module} {option} has no help text"
         assert words not in said, f"{module} {option} has the help text of {said[words]}: {words}"
         said[words] = option
@@ -212,6 +214,19 @@ def completion_script(tmp_path_factory):
     return path
 
 
+def test_completion_offers_the_options_of_a_command_and_no_others():
+    """Not those of mpirun, which the description names; also names with digits."""
+    from xtrain.config import TrainConfig
+
+    fields = dataclasses.fields(TrainConfig)
+    expected = {"help", "config"} | {f.name.replace("_", "-") for f in fields}
+    expected |= {f"no-{f.name.replace('_', '-')}" for f in fields if f.type is bool}
+    programs = importlib.import_module("xtrain.__main__")
+    for module in ("xtrain.train", "xtrain.ddp"):
+        assert programs.options(module) == sorted(f"--{name}" for name in expected)
+    assert programs.options("xtrain.doctor") == ["--help", "--json"]
+
+
 def test_help_names_what_can_be_chosen():
     from xtrain.config import PRESETS
     from xtrain.inspect.gradcheck import CASES
@@ -220,9 +235,9 @@ def test_help_names_what_can_be_chosen():
     for module, names in (("train", presets), ("ddp", presets), ("gradcheck", CASES)):
         words = re.findall(r"\w+", help_of(module))
         assert set(names) <= set(words), module
-    text = " ".join(re.sub(r"[│\s]+", " ", help_of("train")).split())
+    text = help_of("train")
     for option in {name for preset in PRESETS.values() for name in preset.train}:
-        said = re.search(rf"--{option.replace('_', '-')} (.*?)\(default", text)[1]
+        said = re.search(rf"^  --{option.replace('_', '-')} (.*)", text, re.M)[1]
         assert "none: the preset's" in said, option
 
 
@@ -230,7 +245,7 @@ PROGRAMS = (
     "train", "finetune", "reinforce", "ddp", "generate", "chat", "serve", "evaluate", "report", "compare", "profile", "export", "lesson", "doctor"
 )  # fmt: skip
 OTHERS = {  # options of other programs, of the benches, of `lesson start`
-    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
+    "--allow", "--apart", "--check", "--cuda-allow", "--cuda-enable", "--cuda-processes", "--cuda-report", "--emulate", "--enable", "--force", "--hopper", "--install", "--kernel-name", "--local-dir", "--no-binary", "--only", "--oversubscribe", "--shm-size", "--shots", "--simulate-cuda", "--strict", "--time-only", "--tool", "--version",
 }  # fmt: skip
 
 
@@ -240,10 +255,11 @@ def test_options_in_the_text_exist(page):
     said = set()
     for words in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         said |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words))
-    from xtrain.options import OTHER_NAMES
+    from xtrain.option_words import HINTS, OTHER_NAMES
 
     known = " ".join(help_of(program) for program in PROGRAMS)
     known += "".join(f" --{word}" for others in OTHER_NAMES.values() for word in others.split())
+    known += "".join(f" --{word}" for word in HINTS)
     assert [o for o in sorted(said - OTHERS) if not re.search(rf"{o}(?![\w-])", known)] == []
 
 
@@ -262,6 +278,22 @@ def test_presets_are_as_the_page_says():
         assert f"{c.n_layers}, {c.dim}, {c.n_heads} of {c.head_dim}" == shape
         assert f"{train.batch} x {train.seq_len}" == tokens and train.steps == int(steps)
         assert f"{parameters(c) / 1e6:.1f}" == millions, name
+
+
+def test_the_family_is_as_the_page_says():
+    from xtrain import family
+    from xtrain.config import ModelConfig, TrainConfig, resolve
+
+    page = (ROOT / "lessons/howto/own_data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (.*) \|$", page, re.M)
+    assert len(rows) == 4
+    for depth, width, rest in rows:
+        c, shape = resolve(TrainConfig(depth=int(depth)), gpu=True)
+        model = ModelConfig(vocab_size=c.vocab_size, **shape)
+        tokens = c.steps * c.batch * c.seq_len
+        size = f"{family.parameters(model) / 1e6:.1f}"
+        cells = [size, f"{c.batch} x {c.seq_len}", f"{c.lr}", f"{c.steps}", f"{tokens / 1e9:.2f}"]
+        assert (model.dim, cells) == (int(width), rest.split(" | "))
 
 
 def test_presets_exist():
@@ -347,3 +379,20 @@ def test_the_reference_has_every_module():
     modules = {".".join(p.parts) for p in files if p.stem[0] != "_" and len(p.parts) > 2}
     missing = {m for m in modules - set(said) if not UNLISTED.search(m)}
     assert not missing, f"missing in lessons/api: {sorted(missing)}"
+
+
+# ----------------------------------------------------------------------------- code of the examples
+def test_pages_show_the_examples_as_they_are():
+    """In the Markdown itself, which GitHub shows, too."""
+    tool = runpy.run_path(str(TOOLS / "sections.py"))
+    shown = 0
+    for page in tool["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        shown += len(tool["MARKER"].findall(text))
+        assert tool["filled"](text) == text, f"{page}: run python lessons/tools/sections.py"
+        assert "--8<--" not in text and text.count("<!-- code:") == text.count("-->\n```python") * 2
+    assert shown >= 25
+    old = "<!-- code:examples/own_loop.py:use -->\nold\n<!-- code:end -->"
+    assert "model.save_pretrained" in tool["filled"](old) and "old" not in tool["filled"](old)
+    with pytest.raises(ValueError, match=r"own_loop\.py has no section nothing"):
+        tool["filled"](old.replace(":use", ":nothing"))

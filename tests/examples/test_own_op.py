@@ -29,17 +29,17 @@ BF16 = ml_dtypes.bfloat16
 SHAPES = [(1,), (3, 5), (4097,)]
 
 
-# --8<-- [start:calculus]
+# [start:calculus]
 def test_reference_against_calculus():
     x, dy = normal(1, 3, 5).astype(np.float64), normal(2, 3, 5).astype(np.float64)
     f = lambda x: float((relu_squared_ref(x) * dy).sum())
     assert_directional(f, (x,), (relu_squared_bwd_ref(dy, x),))
 
 
-# --8<-- [end:calculus]
+# [end:calculus]
 
 
-# --8<-- [start:kernel]
+# [start:kernel]
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_against_the_reference(shape, dtype):
@@ -53,7 +53,7 @@ def test_kernels_against_the_reference(shape, dtype):
     assert_as_good(dx, exact, rounded, what="dx")
 
 
-# --8<-- [end:kernel]
+# [end:kernel]
 
 
 def test_the_naive_kernel():
@@ -63,7 +63,7 @@ def test_the_naive_kernel():
     np.testing.assert_array_equal(to_host(y), to_host(relu_squared_fwd(x)))
 
 
-# --8<-- [start:rest]
+# [start:rest]
 def test_nothing_outside_the_outputs_and_the_same_bits_twice(monkeypatch):
     x, dy = to_kernel(normal(1, 4097)), to_kernel(normal(2, 4097))
     with sentinels(monkeypatch):
@@ -92,4 +92,4 @@ def test_bad_input():
         relu_squared_bwd(np.ones(2, np.float32), np.ones(3, np.float32))
 
 
-# --8<-- [end:rest]
+# [end:rest]

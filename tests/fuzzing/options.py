@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import io
 import typing
 
@@ -82,9 +80,6 @@ def names_of(options) -> list[str]:
 
 def arguments() -> Target:
     """main(arguments) returns 0, 1 or 2 and prints no traceback."""
-    inspect.getsource = functools.cache(
-        inspect.getsource
-    )  # tyro reads the source files at every call
 
     def call(value, folder):
         line, words = value

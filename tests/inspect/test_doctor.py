@@ -91,23 +91,31 @@ def test_numba_does_not_import(tmp_path):
 
 def test_a_package_is_missing_or_too_new(monkeypatch):
     versions = {name: re.findall("[0-9.]+", b)[0] for name, b in doctor.NEEDED.items()}
-    versions |= {"numpy": "2.5.1", "tyro": None, "numba": "0.60.0+local", "rich": "no version"}
+    versions |= {
+        "numpy": "2.5.1",
+        "threadpoolctl": None,
+        "numba": "0.60.0+local",
+        "rich": "no version",
+    }
     monkeypatch.setattr(doctor, "_version", versions.get)
     checks = by_name(doctor.packages())
     wrong = {name for name, check in checks.items() if not check.ok}
-    assert wrong == {"numpy", "tyro", "numba", "rich"}
+    assert wrong == {"numpy", "threadpoolctl", "numba", "rich"}
     assert checks["numpy"].fix == "pip install 'numpy>=2.0,<2.5'"
-    assert checks["tyro"].found == "not installed"
+    assert checks["threadpoolctl"].found == "not installed"
 
 
 def test_versions_without_packaging(monkeypatch):
     """What is missing is still found, packaging among it; the others' versions are only shown."""
-    versions = {**dict.fromkeys(doctor.NEEDED, "0.1"), "tyro": None, "packaging": None}
+    versions = {**dict.fromkeys(doctor.NEEDED, "0.1"), "threadpoolctl": None, "packaging": None}
     monkeypatch.setattr(doctor, "_version", versions.get)
     for name in ("packaging", "packaging.specifiers"):
         monkeypatch.setitem(sys.modules, name, None)
     checks = by_name(doctor.packages())
-    assert {name for name, check in checks.items() if not check.ok} == {"tyro", "packaging"}
+    assert {name for name, check in checks.items() if not check.ok} == {
+        "threadpoolctl",
+        "packaging",
+    }
     assert checks["packaging"].fix == "pip install 'packaging>=24'"
     assert "0.1 (not compared" in checks["numpy"].found
 

@@ -411,7 +411,7 @@ def test_numbers_of_a_step():
     assert numbers == {
         "fp8_clamped": 2003, "fp8_nonfinite": 1, "fp8_clamped_qkv_x": 3, "fp8_clamped_down_proj_x": 2000, "fp8_nonfinite_down_proj_x": 1,
     }  # fmt: skip
-    assert run_log.fp8_text("fp8_clamped", numbers) == "fp8 clamped 2,003 (down_proj x 2,000)  "
+    assert run_log.fp8_text("fp8_clamped", numbers) == "fp8 clamped 2,003 (down_proj x 2,000)"
     assert run_log.fp8_text("fp8_nonfinite", {"fp8_nonfinite": 0}) == ""
 
 

@@ -426,8 +426,28 @@ def test_before_the_first_step_any_signal_ends_it(tmp_path, monkeypatch, capsys)
         stop = lambda *_, **__: os.kill(os.getpid(), getattr(signal, name)) or time.sleep(0.1)  # noqa: B023
         monkeypatch.setattr(module, "prepare", stop)
         assert main(["--out", str(tmp_path), "--preset", "tiny"]) == 130
-        assert "interrupted" in capsys.readouterr().err
+        assert "interrupted before training began" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "steps, words",
+    [(0, "no checkpoint was written yet"), (2, "the last checkpoint is intact: {}/step-00000")],
+)
+def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, words):
+    step = Run.step
+
+    def interrupted(self):
+        if self.done == steps:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Run, "step", interrupted)
+    arguments = {"--out": tmp_path, "--name": "a", "--data": DATA / "grammar.txt", "--steps": 4, "--batch": 2,
+                 "--seq-len": 16, "--vocab-size": 300, "--save-every": 1, "--device": "cpu"}  # fmt: skip
+    assert main([str(x) for pair in arguments.items() for x in pair]) == 130
+    where = tmp_path / "a/checkpoints"
+    assert f"interrupted; {words.format(where)}" in capsys.readouterr().err
 
 
 def test_the_command_line_ends_with_0(tmp_path):

@@ -3,11 +3,13 @@
 import gzip
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 import twins
 import zstandard
 from runs import DEVICE, SILENT, assert_same_run, metrics
@@ -17,9 +19,10 @@ from xtrain.data.sources import from_standard_input
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.finetune import finetune, main
-from xtrain.formats.texts import load_texts
+from xtrain.formats.texts import load_texts, texts_of
 from xtrain.reinforcement.prompts import read_prompts
 from xtrain.training import out_of_memory
+from xtrain.tuning.default_template import with_default_template
 from xtrain.tuning.examples import Example, read_examples
 from xtrain.tuning.finetune import FinetuneConfig
 from xtrain.tuning.rows import packed, rows_of
@@ -357,3 +360,44 @@ def test_a_run_that_cannot_fit_is_refused(tmp_path, folder, monkeypatch, capsys,
     assert main([*given, *more]) == 2
     said = capsys.readouterr().err
     assert said.startswith("xtrain.finetune: a run with steps of ") and "--micro-batch 1 " in said
+
+
+# ----------------------------------------------------------------------------- a model without a chat template
+def test_a_model_without_a_template_gets_one(tmp_path, capsys):
+    """The README's line: the run's own tokenizer has one special token."""
+    base = tmp_path / "base"
+    plain = Tokenizer.train(["def f(x):\n    return x + 1\n" * 50], 290)
+    config = twins.small(vocab_size=plain.vocab_size, max_seq_len=96)
+    twins.random_model(config, device="cpu").save_pretrained(base, plain)
+    talks = [{"messages": TALK}] * 4
+    line = ["--init", str(base), "--data", write(tmp_path / "chats.jsonl", *talks)]
+    line += ["--steps", "2", "--batch", "2", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(line) == 0
+    printed = capsys.readouterr()
+    assert r"'user\n...<|endoftext|>\nassistant\n'" in printed.err
+    assert f"python -m xtrain.chat --model {tmp_path / 'finetune'}" in printed.out
+    last = tmp_path / "finetune/checkpoints/step-000002"
+    theirs = transformers.AutoTokenizer.from_pretrained(last)
+    want = "user\nadd one<|endoftext|>\nassistant\nx + 1<|endoftext|>\n"
+    want += "user\nmore<|endoftext|>\nassistant\nx + 2<|endoftext|>\n"
+    assert theirs.apply_chat_template(TALK, tokenize=False) == want
+    assert ChatTemplate.load(last).render(TALK, False) == want
+    (x,) = examples(tmp_path, plain, ChatTemplate.load(last).source(), talks[0])
+    assert trained(x, plain) == "x + 1<|endoftext|>x + 2<|endoftext|>"
+    assert (
+        main(["--resume", "--steps", "3", "--allow-change", "steps", "--out", str(tmp_path)]) == 0
+    )
+    assert "chat template" not in capsys.readouterr().err  # it is the run's own now
+    pairs = write(tmp_path / "pairs.jsonl", *[{"prompt": "def", "completion": " f"}] * 4)
+    line = ["--name", "pairs", *line[:2], "--data", pairs, *line[4:]]
+    assert main(line) == 0  # nothing was said about a template
+    assert ChatTemplate.load(tmp_path / "pairs/checkpoints/step-000002") is None
+
+
+def test_the_default_template_is_chatml_if_the_tokenizer_has_its_tokens(tokenizer):
+    texts = with_default_template(texts_of(Path(), tokenizer, frozenset()))
+    assert texts.template.render(TALK) == ChatTemplate(CHATML, {}).render(TALK)
+    with pytest.raises(UserError, match="default template has no tools"):
+        texts.template.render(TALK, tools=[{"type": "function"}])
+    assert texts.tokenizer.sha256 == tokenizer.sha256
+    assert texts.chat_stop > {tokenizer.eos_token_id}  # and the end of a turn

@@ -219,6 +219,12 @@ class Tokenizer:
         other.special_ids = self.special_ids | (self.added_ids & frozenset(ids))
         return other
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """Return this tokenizer with another file chat_template.jinja."""
+        other = copy.copy(self)
+        other.companions = self.companions | {"chat_template.jinja": source.encode()}
+        return other
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens around it.
 

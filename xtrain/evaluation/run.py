@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,12 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from ..cli import say
 from ..console import PrintableConsole
 from ..errors import UserError
 from ..nn.quantized import quantize_weights
+from ..option_fields import REPEATED
 from ..serving.options import BatchInvariant, KVCache, MaxBatch, Weights
 from ..serving.pretrained import ModelOptions, Pretrained
 from ..serving.text_generation import MaxNewTokens
@@ -42,7 +40,7 @@ class Options(ModelOptions):
     stride: int | None = None  # tokens between two windows of a text; none: half the context
     max_new_tokens: MaxNewTokens = 256
     # end a generated answer before this text, instead of the task's own; may be given several times
-    stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    stop: Annotated[list[str], REPEATED] = field(default_factory=list)
     # a regular expression that finds the answer in a generated text, instead of the task's own
     extract: str | None = None
     json: str | None = None  # write all numbers to this file
@@ -65,9 +63,7 @@ def evaluate(options: Options, pretrained: Pretrained | None = None) -> list[Res
     quantize_weights(p.model, o.weights)
     results = evaluate_tasks(p, tasks, o)
     shown = [*results, *_pooled(results)]
-    # long names of files stay on one line
-    width = None if sys.stdout.isatty() else 160
-    PrintableConsole(width=width, highlight=False, markup=False).print(table(shown))
+    PrintableConsole(highlight=False, markup=False).print(table(shown))
     if o.json is not None:
         settings: dict[str, Any] = asdict(o) | {
             "folder": str(p.folder),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -21,14 +20,15 @@ from ..formats.saved_runs import model_folder
 from ..nn.autograd import no_grad
 from ..nn.model import Transformer
 from ..nn.observers import Op, observe_ops
+from ..option_fields import POSITIONAL
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     """What to compare, and on which tokens."""
 
-    folder: tyro.conf.Positional[Path]  # a model in the Hugging Face layout, or a run
-    ids: Annotated[list[int] | None, tyro.conf.arg(metavar="ID ...")] = None  # one sequence
+    folder: Annotated[Path, POSITIONAL]  # a model in the Hugging Face layout, or a run
+    ids: tuple[int, ...] | None = None  # one sequence of token ids
     seed: int = 0  # of the random token ids, used without --ids
     batch: int = 2  # number of random sequences
     length: int | None = None  # tokens in each; none: 32, or the model's longest sequence

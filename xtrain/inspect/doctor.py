@@ -24,7 +24,7 @@ from ..cli import print_text
 # The install_requires of setup.cfg; a test compares them.
 NEEDED = {
     "numpy": ">=2.0,<2.5", "numba": ">=0.61", "ml_dtypes": ">=0.5", "safetensors": ">=0.5",
-    "tokenizers": ">=0.20.1", "tyro": ">=1.0", "typing_extensions": ">=4.13", "rich": ">=13",
+    "tokenizers": ">=0.20.1", "typing_extensions": ">=4.8", "rich": ">=13",
     "jinja2": ">=3.1.6", "matplotlib": ">=3.8.4", "packaging": ">=24", "threadpoolctl": ">=3",
 }  # fmt: skip
 # The packages of the extras gpu and gpu12.

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -111,7 +110,7 @@ def model_config(o: Options) -> tuple[ModelConfig, int, int]:
     kind = PlanConfig if o.plan else TrainConfig
     gpu = o.plan or (o.device != "cpu" and gpu_available())
     c, shape = resolve(kind(**{name: getattr(o, name) for name in names}), gpu)
-    return ModelConfig(vocab_size=c.vocab_size, **shape), c.batch, c.seq_len
+    return ModelConfig(vocab_size=c.vocab_size, **shape), o.batch or c.micro_batch, c.seq_len
 
 
 # ----------------------------------------------------------------------------- measuring
@@ -464,7 +463,7 @@ def draw(plan: memory.Plan, measured: list[int] | None, path: str) -> None:
 # ----------------------------------------------------------------------------- command line
 def profile(o: Options) -> None:
     """Run `xtrain profile`. Raises UserError."""
-    console = RecordingConsole(width=None if sys.stdout.isatty() else 160)
+    console = RecordingConsole()
     if o.run is not None:
         o = with_options_of(o.run, o)
     if o.plan and o.change:

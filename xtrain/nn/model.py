@@ -18,7 +18,8 @@ from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import IGNORE, count_targets
 from ..kernels.primitives.tiles import WIDTHS
-from ..options import described, find_function, name_of, own_word
+from ..option_words import own_word
+from ..options import described, find_function, name_of
 from . import functional as F
 from .decoder import MLP, STD, Attention, Block, Decoder
 from .fp8 import HEAD, Fp8Scales, check_tokens

@@ -63,5 +63,5 @@ def _parse(name: str, parse: Callable[[], Any], ranks: Ranks) -> tuple[RunOption
         return config, 0
     _, code, text = failed
     if ranks.rank == 0:
-        print(text, end="", file=sys.stderr if code else sys.stdout)  # in tyro's colors
+        print(text, end="", file=sys.stderr if code else sys.stdout)
     return None, code

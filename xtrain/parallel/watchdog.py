@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..cli import printable
-from ..errors import UserError
+from ..errors import INTERRUPTED_EARLY, UserError
 from .ranks import Ranks
 
 AGREE_SECONDS = 2  # a rank with a UserError waits this long for the same error on all other ranks
@@ -89,7 +89,7 @@ class AbortOnError:
             self._print_once(f"{self.name}: {error}", 2)
         elif isinstance(error, KeyboardInterrupt):
             self.code = 130
-            self._print_once(f"{self.name}: interrupted; the last checkpoint is intact", 130)
+            self._print_once(f"{self.name}: {str(error) or INTERRUPTED_EARLY}", 130)
         elif error is not None:
             if isinstance(error, SystemExit):
                 code = error.code

@@ -58,7 +58,7 @@ def _conversation(record: Record, template: ChatTemplate | None) -> str:
     if template is None:
         raise UserError(
             f'{record.where} has "messages", but the model\'s folder has no chat template: '
-            'give "prompt", or add chat_template.jinja'
+            'give "prompt", or fine-tune the model on "messages" first'
         )
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{record.where}: "messages" must be a list of messages: fix the line')

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..files import cannot_write, write_whole
 from ..formats import saved_runs
 from ..nn.model import Transformer
+from ..option_fields import POSITIONAL
 from . import comparison, record, sections, style
 from .record import Record
 from .sentence import MOST_TOKENS, look
@@ -22,7 +21,7 @@ from .sentence import MOST_TOKENS, look
 class Options:
     """The options of `xtrain.report`."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]  # folders of runs, such as runs/tiny
+    runs: Annotated[tuple[Path, ...], POSITIONAL]  # folders of runs, such as runs/tiny
     out: Path | None = None  # the page; none: RUN/report.html, or compare.html next to the runs
     # show the newest checkpoint's attention and next tokens for this text
     sentence: str | None = None

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-import tyro
 from typing_extensions import Doc
 
 from ..cli import print_text, say
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..option_fields import POSITIONAL, REPEATED
 from .engine import Engine
 from .options import BatchInvariant, KVCache, MaxBatch, Weights, engine_arguments
 from .pretrained import ModelOptions, Pretrained
@@ -63,10 +63,10 @@ class SamplingOptions:
 class Options(SamplingOptions, ModelOptions):
     """Continue texts with a model."""
 
-    prompts: Annotated[tuple[str, ...], tyro.conf.Positional]  # texts to continue
+    prompts: Annotated[tuple[str, ...], POSITIONAL]  # texts to continue
     samples: int = 1  # texts per prompt; at temperature 0 they are all the same
     # end before this text; may be given several times
-    stop: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    stop: Annotated[list[str], REPEATED] = field(default_factory=list)
     stream: bool = False  # print while the text is generated
     max_batch: MaxBatch = 32
     batch_invariant: BatchInvariant = False

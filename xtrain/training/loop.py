@@ -19,6 +19,7 @@ from ..console import PrintableConsole
 from ..data.dataset import Corpus, prepare
 from ..device import device_name, to_numpy
 from ..errors import UserError
+from ..formats import saved_runs
 from ..kernels.runtime.launch import set_debug
 from ..nn.fp8 import Fp8Scales
 from ..nn.model import Transformer
@@ -313,6 +314,7 @@ def train(
         evaluate = _prepare_evaluation(run, evaluation)
         claimed = lambda: run_folder.claim(begin.folder, c, begin.name, warn, stack)
         folder = run_folder.check_seen(ranks.on_rank_0(claimed), ranks)
+        stack.enter_context(_saying_what_is_saved(folder.path))
         _introduce(console, folder.path, run, begin)
         if folder.saved:
             run.resume(folder.saved, warn)
@@ -326,6 +328,19 @@ def train(
     if ranks.world > 1:  # not after an error: NCCL might wait for a rank that has ended
         run.close()
     return folder.path
+
+
+@contextlib.contextmanager
+def _saying_what_is_saved(folder: Path) -> Iterator[None]:
+    """A KeyboardInterrupt inside gets a text: which checkpoint the run has."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = saved_runs.folders(folder)
+        what = "no checkpoint was written yet"
+        if saved:
+            what = f"the last checkpoint is intact: {saved[-1]}"
+        raise KeyboardInterrupt(f"interrupted; {what}") from None
 
 
 def _prepare_evaluation(

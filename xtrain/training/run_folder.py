@@ -28,7 +28,8 @@ from ..formats import saved_runs
 from ..formats.manifest import MANIFEST
 from ..formats.saved_runs import Saved
 from ..json_files import read_json
-from ..run_options import RunOptions
+from ..option_files import is_whole_share
+from ..run_options import NOT_STORED, RunOptions
 from ..version import VERSION
 from .single_process import SINGLE_PROCESS, SingleProcess
 
@@ -185,21 +186,6 @@ def with_first_options(config: ResolvedConfig, folder: RunFolder) -> ResolvedCon
 
 
 # ----------------------------------------------------------------------------- the command line of a run that continues
-# Options that config.json does not decide: how this process ends, where the run is; blas_threads is
-# in the checkpoint.
-NOT_STORED = (
-    "resume",
-    "allow_change",
-    "stop_at",
-    "time_limit",
-    "debug",
-    "verify_data",
-    "out",
-    "name",
-    "blas_threads",
-)
-
-
 def parse_options(
     parse: Callable[[Options | None], Options], ranks: SingleProcess = SINGLE_PROCESS
 ) -> Options:
@@ -246,25 +232,10 @@ def _options_to_resume(given: Options) -> tuple[dict[str, Any], list[str]]:
         say(f"{path / 'config.json'} {what}")
         return {}, []
     allowed = stored.pop("allow_change", [])
-    if _is_whole_share(stored, path):  # the share depends on the number of ranks
+    if is_whole_share(stored, read_json(path / "config.json")):
         stored.pop("micro_batch", None)
     kept = {name: x for name, x in stored.items() if name not in NOT_STORED}
     return {"name": str(path.relative_to(given.out)), **kept}, allowed
-
-
-def _is_whole_share(stored: dict[str, Any], path: Path) -> bool:
-    """Was a micro-batch the whole share of a rank? Earlier versions did not store the number of
-    ranks."""
-    machine = read_json(path / "config.json").get("machine")
-    if isinstance(machine, dict):
-        ranks = machine.get("ranks")
-    else:
-        ranks = None
-    if "dp" not in stored:
-        ranks = ranks or 1
-    numbers: list[Any] = [stored.get("batch"), ranks, stored.get("micro_batch")]
-    all_whole = all(type(x) is int for x in numbers)
-    return not all_whole or numbers[0] == numbers[1] * numbers[2]
 
 
 def _installed(packages: Sequence[str]) -> dict[str, str]:

@@ -42,6 +42,9 @@ from .trackers import Trackers
 
 SPIKE_HISTORY = 400  # lines of metrics.jsonl that are searched for earlier losses
 LINES_WITHOUT_TERMINAL = 20  # lines over a run, about, that replace the progress bar
+BAR_FROM = 80  # columns of a terminal that has room for a bar
+BAR_WIDTH = 5  # columns, at least
+ETA_WIDTH = len(" ETA 00:00:00")
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,11 @@ class RunLog:
         if config.log:
             about = {"train": asdict(config)}
         self.trackers = Trackers(config.log, folder, self.first_step, about, self.warn)
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(None),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        ]
+        columns = [TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn()]
+        self.beside = ETA_WIDTH
+        if console.width >= BAR_FROM:
+            columns.insert(1, BarColumn(None))
+            self.beside += BAR_WIDTH
         self.progress = Progress(*columns, console=console, transient=True)
         self.task = self.progress.add_task("starting", total=self.steps, completed=self.first_step)
         self.live = console.is_terminal
@@ -145,21 +147,24 @@ class RunLog:
         self._show(n, timing)
 
     def _show(self, n, timing):
+        shown = {k: x for k, x in n.extra.items() if not k.startswith("fp8_")}
+        extra = [f"{name.replace('_', ' ')} {x:.4g}" for name, x in shown.items()]
+        extra += [fp8_text(name, n.extra) for name in ("fp8_clamped", "fp8_nonfinite")]
+        norm = f"grad norm {n.grad_norm:.3f}"
+        lr = f"lr {n.lr:.2e}"
         mfu = ""
         if timing.get("mfu"):
-            mfu = f"  MFU {100 * timing['mfu']:4.1f} %"
-        shown = {k: x for k, x in n.extra.items() if not k.startswith("fp8_")}
-        extra = "".join(f"{name.replace('_', ' ')} {x:.4g}  " for name, x in shown.items())
-        extra += "".join(fp8_text(name, n.extra) for name in ("fp8_clamped", "fp8_nonfinite"))
-        text = (
-            f"step {n.step}/{self.steps}  loss {n.loss:.4f}  {extra}grad norm {n.grad_norm:.3f}  "
-            f"lr {n.lr:.2e}  {timing['tokens_per_s']:,.0f} tok/s{mfu}"
-        )
+            mfu = f"MFU {100 * timing['mfu']:4.1f} %"
+        fields = [f"step {n.step}/{self.steps}", f"loss {n.loss:.4f}", *extra, norm, lr]
+        fields += [f"{timing['tokens_per_s']:,.0f} tok/s", mfu]
+        fields = [field for field in fields if field]
+        text = fitting(fields, [mfu, lr, norm, *extra[::-1]], self.console.width - self.beside)
         self.progress.update(self.task, completed=n.step, description=text)
         if not self.live and (n.step % self.every == 0 or n.step == 1):
             elapsed = time.perf_counter() - self.started
             eta = elapsed / max(1, n.step - self.first_step) * (self.steps - n.step)
-            self.console.print(f"{text}  ETA {eta:.0f} s", highlight=False)
+            line = "  ".join([*fields, f"ETA {eta:.0f} s"])
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def layers(self, step: int, norms: dict[str, float]) -> None:
         """Log the gradient norm of each layer."""
@@ -179,6 +184,7 @@ class RunLog:
         self.console.print(
             f"[bold]step {step}: validation loss {loss:.4f}, {bpb:.3f} bits per byte[/]{verdict}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def tasks(self, step: int, metrics: dict[str, float]) -> None:
@@ -246,18 +252,27 @@ class RunLog:
                 self.warn(str(cannot_write(path, error)))
 
 
+def fitting(fields: list[str], less_important: list[str], width: int) -> str:
+    """Return the fields on one line. While it is longer than width, leave out the next of
+    less_important."""
+    left = list(fields)
+    for text in less_important:
+        if len("  ".join(left)) > width and text in left:
+            left.remove(text)
+    return "  ".join(left)
+
+
 def fp8_text(name: str, numbers: dict[str, float]) -> str:
     """Return a count of fp8 numbers for the terminal, with the kind of tensor that has most of
-    them: "fp8 clamped 12 (down_proj x 9)  "; "" if it is 0.
+    them: "fp8 clamped 12 (down_proj x 9)"; "" if it is 0.
     """
     if not numbers.get(name):
         return ""
     parts = {k.removeprefix(name + "_"): x for k, x in numbers.items() if k.startswith(name + "_")}
     largest = max(parts, key=lambda kind: parts[kind])
     module, _, matrix = largest.rpartition("_")
-    return (
-        f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({module} {matrix} {parts[largest]:,.0f})  "
-    )
+    most = f"{module} {matrix} {parts[largest]:,.0f}"
+    return f"{name.replace('_', ' ')} {numbers[name]:,.0f} ({most})"
 
 
 class NullRunLog:

@@ -36,7 +36,6 @@ def print_summary(console: Console, run: Run, folder: Path, stop: StopRequest) -
         f"{state}. What next:",
         *([] if finished else [f"continue this run         {_how_to_continue(run, folder)}"]),
         f"look at the run           {page}",
-        "train on your own text    python -m xtrain.train --data FILE_OR_FOLDER",
         *_how_to_use(run, folder, last),
     ]
     console.print(*lines, sep="\n  ", markup=False, highlight=False, soft_wrap=True)
@@ -56,12 +55,21 @@ def _how_to_use(run: Run, folder: Path, last: Path) -> list[str]:
     argument = ""
     if change:
         argument = f", change={change!r}"
+    python = f"xtrain.Transformer.from_pretrained({str(last)!r}{argument})"
+    if run.config.answers:
+        model = f"--model {quote(folder)}{option}"
+        return [
+            f"chat with it              python -m xtrain.chat {model}",
+            f"measure how good it is    python -m xtrain.evaluate {model} --tasks FILE",
+            f"use it from Python        {python}",
+        ]
     return [
+        "train on your own text    python -m xtrain.train --data FILE_OR_FOLDER",
         f"train further             python -m xtrain.train --init {quote(last)}{option} --data "
         "FILE_OR_FOLDER",
         f"generate text             python -m xtrain.generate --model {quote(folder)}{option} "
         f"{prompt}",
-        f"use it from Python        xtrain.Transformer.from_pretrained({str(last)!r}{argument})",
+        f"use it from Python        {python}",
     ]
 
 

@@ -83,6 +83,12 @@ def read_examples(
             raise UserError(f"{path} has no records: give a file that is not empty")
 
 
+def has_messages(files: Sequence[str | Path]) -> bool:
+    """Return True if a record of these files is a conversation. Raises UserError."""
+    records = (record for path in record_files(files) for record in json_records(path))
+    return any("messages" in record.non_null for record in records)
+
+
 def _tokens(
     record: Record, tokenizer: Tokenizer, template: ChatTemplate | None, text_key: str
 ) -> tuple[list[int], list[bool]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
@@ -29,7 +29,8 @@ from ..training.run import Run
 from ..training.single_device import SingleDevice
 from ..training.single_process import SingleProcess
 from ..training.start import Start, check_fit
-from .examples import Example, digest, read_examples
+from .default_template import with_default_template
+from .examples import Example, digest, has_messages, read_examples
 from .rows import RowLoader, packed, rows_of
 
 UNIT = 64  # tokens: sequences are padded to a multiple; in fp8 to one of kernels.fp8.TILE
@@ -60,6 +61,8 @@ class AdapterOptions(ParallelOptions, OptimizerOptions):
     # steps between checkpoints; 0: only the one at the end; none: a third of all steps
     save_every: int | None = None
     weight_decay: float = 0.0  # decoupled weight decay of matrices; norms have none
+
+    answers: ClassVar[bool] = True
 
     def validate(self) -> None:
         """Raise UserError on a value out of range."""
@@ -148,11 +151,13 @@ class Conversations:
     skipped: those left out, because they are too long.
     seq_len: T of the longest in use.
     pack: several examples in a row.
+    is_new_template: the model had no chat template, so it gets the default one.
     """
 
     split = "documents"
     bigram_bpb = None
     left_out = ()
+    is_new_template = False
 
     def __init__(
         self,
@@ -225,6 +230,9 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
     context: the model's. Raises UserError."""
     c = config
     texts = load_texts(source)
+    is_new_template = texts.template is None and has_messages((*c.data, *c.val_data))
+    if is_new_template:
+        texts = with_default_template(texts)
     limit = min(c.seq_len or context, context)
     longer = 0
 
@@ -261,7 +269,9 @@ def read_conversations(config: FinetuneConfig, source: Path, context: int) -> Co
     name = ", ".join(Path(file).name for file in c.data)
     files = len(c.data) + len(c.val_data)
     tokenizer = texts.tokenizer
-    return Conversations(name, files, examples, val, longer, tokenizer, texts.template, c.pack)
+    corpus = Conversations(name, files, examples, val, longer, tokenizer, texts.template, c.pack)
+    corpus.is_new_template = is_new_template
+    return corpus
 
 
 def filled(config: Config, corpus: Conversations, context: int, world: int) -> Config:
@@ -437,6 +447,12 @@ def prepare(config: Config, ranks: SingleProcess) -> tuple[Config, Conversations
             "a shorter one"
         )
     corpus = ranks.rank_0_first(lambda: read_conversations(config, folder, context))
+    if corpus.is_new_template and ranks.rank == 0:
+        shown = corpus.template.render([{"role": "user", "content": "..."}])
+        say(
+            "xtrain.finetune: the model has no chat template: it gets the default one, which is "
+            f"saved with it as chat_template.jinja, {shown!r}"
+        )
     if corpus.skipped and ranks.rank == 0:
         what = "left out"
         if config.too_long == "cut":
