@@ -248,7 +248,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     stopped = finetune(FinetuneConfig(**{**vars(half), "stop_at": 3}), SILENT)
     arguments = ["--out", str(tmp_path / "b"), "--name", "run", "--resume"]
     assert main([*arguments, "--stop-at", "4"]) == 0, "the name is enough"
-    assert main([*arguments, "--init", str(tmp_path / "gone"), "--data", data]) == 0
+    assert main([*arguments, "--init", str(folder), "--data", data]) == 0
     assert_same_run(whole, stopped)
     losses = [m["val_loss"] for m in metrics(whole) if "val_loss" in m]
     assert losses[-1] < losses[0]
