@@ -118,7 +118,10 @@ def train_options() -> Target:
     text = st.one_of(st.sampled_from(WORDS), st.text(max_size=5))
     kinds = {int: whole, float: real, str: text, bool: st.booleans()}
     values = {}
-    for name, kind in typing.get_type_hints(TrainConfig).items():
+    hints = typing.get_type_hints(TrainConfig)
+    for name, kind in (
+        (field.name, hints[field.name]) for field in dataclasses.fields(TrainConfig)
+    ):
         args = typing.get_args(kind)
         plain = [a for a in (args or (kind,)) if a in kinds]
         if plain:
