@@ -6,7 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 from awkward_texts import BLOCKS, conversations, texts
-from fetch import MODEL, TOKENIZERS, default_folder
+from fetch import MODEL
+from published import FOLDER, NEEDS
 
 from xtrain.data.pieces import Cutter
 from xtrain.errors import UserError
@@ -14,7 +15,6 @@ from xtrain.serving.pretrained import load_texts
 from xtrain.serving.text_stream import TextStream
 
 transformers = pytest.importorskip("transformers")
-FOLDER = default_folder()
 N = 2000
 ENDS = {  # the token that ends an answer
     "deepseek_v3": "<｜end▁of▁sentence｜>",
@@ -27,13 +27,7 @@ ENDS = {  # the token that ends an answer
 }
 WITH_TEMPLATE = sorted({*ENDS} - {"gptoss", "llama2"})  # whose packages have none
 BYTE_FALLBACK = {"gemma3", "llama2"}  # SentencePiece; the others are byte-level
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(
-        not all((FOLDER / name).exists() for name in (*TOKENIZERS, MODEL)),
-        reason=f"needs published tokenizers in {FOLDER}: python tests/real/fetch.py",
-    ),
-]
+pytestmark = NEEDS
 
 
 class Both:
