@@ -1,6 +1,7 @@
 """Published tokenizers and chat templates: tokens, texts and conversations are those of transformers."""
 
 import itertools
+import json
 from random import Random
 
 import numpy as np
@@ -13,6 +14,7 @@ from xtrain.data.pieces import Cutter
 from xtrain.errors import UserError
 from xtrain.serving.pretrained import load_texts
 from xtrain.serving.text_stream import TextStream
+from xtrain.tuning.examples import read_examples
 
 transformers = pytest.importorskip("transformers")
 N = 2000
@@ -156,3 +158,22 @@ def test_conversations(both, prompt):
         assert both.tokenizer.encode(ours) == theirs
         equal += 1
     assert equal >= 20 and equal + rejected == 50
+
+
+@pytest.mark.parametrize("both", WITH_TEMPLATE, indirect=True)
+def test_what_is_trained(both, tmp_path):
+    """The answer and the token that ends it, and nothing of the template's."""
+    talk = [("user", "Hi."), ("assistant", "Hello, Zoë!"), ("user", "2+2?"), ("assistant", "4.")]
+    talk = [{"role": role, "content": content} for role, content in talk]
+    file = tmp_path / "talk.jsonl"
+    records = [{"messages": talk[:2]}, {"messages": talk}]
+    if both.name == "qwen3":
+        # the template takes the empty reasoning away from an answer that another question follows
+        records = records[:1]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = list(read_examples([file], both.tokenizer, both.ours.template))
+    end = ENDS[both.name]
+    texts = [both.tokenizer.decode(x.ids[x.trained]) for x in found]
+    thought = "<think>\n\n</think>\n\n" * (both.name == "qwen3")
+    expected = [f"{thought}Hello, Zoë!{end}", f"Hello, Zoë!{end}4.{end}"]
+    assert texts == expected[: len(records)]
