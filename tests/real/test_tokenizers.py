@@ -12,7 +12,7 @@ from published import FOLDER, NEEDS
 
 from xtrain.data.pieces import Cutter
 from xtrain.errors import UserError
-from xtrain.serving.pretrained import load_texts
+from xtrain.formats.texts import load_texts
 from xtrain.serving.text_stream import TextStream
 from xtrain.tuning.examples import read_examples
 
@@ -80,8 +80,11 @@ def test_tokens(both, drawn):
     sample, theirs = drawn
     assert first_difference(sample, both.tokenizer.encode_batch(sample), theirs) is None
     few = sample[:: N // 400]
+    begin = both.tokenizer.begin
+    # a text that begins with the token that begins a text gets no second one
+    few = [text for text, ids in zip(few, both.encode(few, False)) if ids[:1] != begin[:1]]
     theirs = both.encode(few, True)
-    ours = [both.tokenizer.encode(text, special=True) for text in few]
+    ours = [both.tokenizer.encode_text(text) for text in few]
     assert first_difference(few, ours, theirs) is None
     ours = [both.tokenizer.encode_spans(text)[0] for text in few]
     assert first_difference(few, ours, both.encode(few, False)) is None
