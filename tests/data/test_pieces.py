@@ -73,7 +73,7 @@ SENTENCEPIECE = {
     "metaspace": (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=True)),
     "no prefix": (None, pre_tokenizers.Metaspace(prepend_scheme="never", split=True)),
 }
-KNOWN = [*BYTE_LEVEL, *SENTENCEPIECE]
+KNOWN = [*BYTE_LEVEL, *SENTENCEPIECE, "a token over a space"]
 
 
 def a_tokenizer(normalizer, pre_tokenizer, added=(), **more):
@@ -122,6 +122,8 @@ def a_sentencepiece_tokenizer(normalizer, pre_tokenizer, added=()):
 @functools.cache
 def tokenizer(name, with_added=False):
     added = ADDED if with_added else ()
+    if name == "a token over a space":
+        return Tokenizer(joined_words(["x▁"]))
     if name in SENTENCEPIECE:
         return Tokenizer(a_sentencepiece_tokenizer(*SENTENCEPIECE[name], added))
     return Tokenizer(a_tokenizer(*BYTE_LEVEL[name], added))
@@ -155,6 +157,7 @@ TEXTS = st.lists(st.sampled_from(WORDS) | st.characters(codec="utf-8"), max_size
 @example(text="a ", piece=1, part=1)
 @example(text="a▁ b▁  c", piece=2, part=3)
 @example(text="a.。b,，c", piece=1, part=2)
+@example(text="a x b x c", piece=1, part=2)
 def test_tokens_of_the_pieces_are_those_of_the_text(name, with_added, text, piece, part):
     tok, normal = tokenizer(name, with_added), pieces.PIECE
     # the rule was made for PIECE characters
@@ -178,6 +181,24 @@ def test_ordinary_text_is_cut_everywhere(name, monkeypatch):
     assert_same_ids(tokenizer(name), text, found)
 
 
+def test_no_cut_in_a_token_over_a_space(monkeypatch):
+    tok = tokenizer("a token over a space")
+    monkeypatch.setattr(pieces, "PIECE", 1)  # the rule was made for PIECE characters
+    assert "x▁" in [tok.decode([i]).replace(" ", "▁") for i in tok.encode("a x b")]
+    words = " word" * 5
+    found = cut(tok, f"a{words} x b{words}")
+    assert ["".join(found), found[0]] == [f"a{words} x b{words}", "a"] and " x b" not in found
+    assert any(" word x b word" in piece for piece in found) and len(found) > 4
+    assert_same_ids(tok, "".join(found), found)
+
+
+def test_line_breaks_in_a_regular_expression():
+    """DeepSeek's file has them, where others have their escape sequences."""
+    steps = [SPLIT(x.replace(r"\r", "\r").replace(r"\n", "\n")) for x in DEEPSEEK]
+    there = Tokenizer(a_tokenizer(None, SEQUENCE([*steps, RAW_BYTES])))
+    assert there.rule.places is tokenizer("deepseek").rule.places is not None
+
+
 @pytest.mark.parametrize("name", ["xtrain", "llama3", "qwen", "o200k", "deepseek", "smollm"])
 @pytest.mark.parametrize("text", ["你好，世界。" * 50, "名前\n" * 100, "word\n" * 100])
 def test_text_without_spaces_is_cut(name, text, monkeypatch):
@@ -192,14 +213,16 @@ UNKNOWN = {
     "another normalizer": lambda: a_tokenizer(normalizers.Lowercase(), BYTE_LEVEL["xtrain"][1]),
     "no pre-tokenizer": lambda: a_tokenizer(None, RAW_BYTES),
     "dropout": lambda: a_tokenizer(None, BYTE_LEVEL["xtrain"][1], dropout=0.5),
-    "merges over spaces": lambda: joined_words(),
+    "many merges over spaces": lambda: joined_words([f"{c}▁" for c in pre_tokenizers.ByteLevel.alphabet()]),
 }  # fmt: skip
 
 
-def joined_words():
-    spec = json.loads(a_sentencepiece_tokenizer(*SENTENCEPIECE["llama2"]).to_str())
-    spec["model"]["vocab"]["o▁"] = len(spec["model"]["vocab"]) + 20
-    spec["model"]["merges"].append(["o", "▁"])
+def joined_words(tokens):
+    """Like Gemma's, with tokens that begin with a character and continue with a space."""
+    spec = json.loads(a_sentencepiece_tokenizer(*SENTENCEPIECE["gemma"]).to_str())
+    for token in tokens:
+        spec["model"]["vocab"][token] = len(spec["model"]["vocab"])
+        spec["model"]["merges"].insert(0, list(token))
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 

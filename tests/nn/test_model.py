@@ -280,6 +280,17 @@ def test_a_row_does_not_depend_on_its_neighbours():
     assert np.array_equal(a[0], b[0]) and not np.array_equal(a[1], b[1])
 
 
+def test_generation_ends_with_the_last_sequence():
+    model, (ids, _) = lively(), batch(2, 3)
+    whole = model.generate(ids, 12, temperature=5.0)
+    new = whole[:, 3:].tolist()
+    stop = [new[0][2], new[1][5]]
+    last = max(next(i for i, x in enumerate(row) if x in stop) for row in new)
+    assert 0 < last < 11
+    ended = model.generate(ids, 12, temperature=5.0, stop=stop)
+    assert np.array_equal(ended, whole[:, : 3 + last + 1])
+
+
 def test_sampling_follows_the_distribution():
     from xtrain.nn.generation import pick
 

@@ -43,6 +43,7 @@ TOKENS = (
     "cls_token",
     "mask_token",
 )
+REASONING = ("reasoning_content", "thinking", "reasoning")  # in a message, the first that it has
 WORKER = Path(__file__).with_name("template_worker.py")
 # Limits. Real templates take milliseconds, a few MB, and little more text than the messages have.
 SECONDS = 5  # of CPU time to compile, and for each conversation
@@ -123,6 +124,7 @@ class ChatTemplate:
         return reply["text"], [(start, end) for start, end in reply["spans"]]
 
     def _render(self, messages, add_generation_prompt, tools):
+        messages = normalized(messages)
         names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
         source = self.source(tools)
         with self.lock:
@@ -239,6 +241,24 @@ class ChatTemplate:
         config = config_of(companions, folder)
         tokens = {name: token_text(config.get(name)) for name in TOKENS}
         return cls(sources, {name: text for name, text in tokens.items() if text is not None})
+
+
+def normalized(messages: Any) -> Any:
+    """Return messages as transformers shows them to a template.
+
+    A field that is None is left out: OpenAI's format has "content": null, and many templates would
+    write it as "None". Reasoning has the name that templates read, and the older one.
+    """
+    if not isinstance(messages, list) or not all(isinstance(x, dict) for x in messages):
+        return messages  # the template rejects them
+    shown = []
+    for message in messages:
+        fields = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        shown.append(fields)
+    return shown
 
 
 def _exchange(worker: subprocess.Popen, line: bytes, replies: queue.SimpleQueue) -> None:

@@ -14,8 +14,9 @@ word spans any of these places. Their only lookaround, `\\s+(?!\\S)`, reads one 
 white space: the white space at x| y is all on the right, and a single line break is one word either way.
 **NFC** neither composes nor reorders across a space, a line break, or these punctuation marks.
 **SentencePiece** (Llama 2, Mistral, Gemma) writes a space as U+2581. There x| y is a place if the
-pre-tokenizer splits at it, or if no token holds U+2581 after another character: then no merge joins
-the two. If U+2581 is put in front of every text, it replaces the space of the piece.
+pre-tokenizer splits at it, or if no token within reach holds U+2581 after another character (Gemma
+3 has one such token): then no merge joins the two. If U+2581 is put in front of every text, it
+replaces the space of the piece.
 A tokenizer that puts a space in front of a text that has none may only be cut before a space.
 **Added tokens** are found in the text first and may take white space with them: no place is within
 their reach.
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE = 1 << 13  # characters of a piece, if the text allows: one is encoded by one core
+FEW = 100  # tokens of a vocabulary that join words: a search for more would take long
 LONGEST = 1 << 18  # characters of a piece at most: bounds the memory
 SPACE = "▁"  # SentencePiece
 
@@ -66,7 +68,7 @@ class Rule:
     places: None if nowhere.
     drops_space: the space at the cut is left out of the second piece, because the tokenizer puts
     one in front.
-    added: the added tokens.
+    added: the added tokens, and those that join words.
     reach: characters on both sides of a cut that must hold none of them.
     """
 
@@ -121,11 +123,15 @@ def rule(spec: dict[str, Any], normalize: Callable[[str], str]) -> Rule:
     sentencepiece = bool(replaces) or any(step["type"] == "Metaspace" for step in splitters)
     if None in roles or (replaces and splitters):
         return Rule()
-    if "boundary" not in roles and not (sentencepiece and _no_merge_joins_words(model)):
-        return Rule()
+    joined: list[str] = []
+    if "boundary" not in roles:
+        joined = _tokens_that_join_words(model)
+        affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        if not sentencepiece or affixes or SPACE not in model["vocab"] or len(joined) > FEW:
+            return Rule()
     spaces_only = sentencepiece or any(step.get("add_prefix_space") for step in splitters)
     tokens = [token["content"] for token in spec["added_tokens"] if token["content"]]
-    tokens += [normalized for token in tokens if (normalized := normalize(token))]
+    tokens += [normalized for token in tokens if (normalized := normalize(token))] + joined
     reach = max(map(len, tokens), default=0) + 1
     if reach > PIECE:
         return Rule()
@@ -173,7 +179,9 @@ def _role(step: dict[str, Any]) -> str | None:
         ("Isolated", False),
         ("Removed", True),  # keeps the matches
     ):
-        pattern = step["pattern"].get("Regex")
+        # DeepSeek's file has line breaks in place of their escape sequences
+        pattern = str(step["pattern"].get("Regex"))
+        pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")
         if pattern in BOUNDARY:
             return "boundary"
         if pattern in NEUTRAL and step["behavior"] == "Isolated":
@@ -182,14 +190,13 @@ def _role(step: dict[str, Any]) -> str | None:
     return None
 
 
-def _no_merge_joins_words(model: dict[str, Any]) -> bool:
-    """Return True if no token holds U+2581 after another character.
+def _tokens_that_join_words(model: dict[str, Any]) -> list[str]:
+    """Return the tokens that hold U+2581 after another character.
 
-    Then BPE, whose results are tokens, never joins two words.
+    BPE, whose results are tokens, joins two words only where such a token is in the text.
     """
-    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     joined = re.compile(f"[^{SPACE}]{SPACE}")
-    return not affixes and SPACE in model["vocab"] and not any(map(joined.search, model["vocab"]))
+    return list(filter(joined.search, model["vocab"]))
 
 
 def chunks(text: str, limit: int) -> Iterator[str]:

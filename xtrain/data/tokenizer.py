@@ -295,7 +295,8 @@ class Tokenizer:
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all
-        ids.
+        ids. Only of byte tokens of SentencePiece that are not UTF-8 does `decode` lose more: all
+        of a run.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:

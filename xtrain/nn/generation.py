@@ -4,6 +4,7 @@ serving/engine.py is the fast one; this one is short, and what its tests compare
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def generate(
     temperature: float,
     top_k: int | None,
     seed: int,
+    stop: Iterable[int] = (),
 ) -> Array:
     """Append tokens to ids. model: a Transformer, whose `generate` explains the arguments."""
     ids = as_array(ids)
@@ -40,6 +42,7 @@ def generate(
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k must be at least 1, or None for all tokens, got {top_k}")
     streams = [np.random.default_rng([seed, row]) for row in range(len(tokens))]
+    ended = np.zeros(len(tokens), bool)
     for _ in range(max_new_tokens):
         B, T = tokens.shape
         last_BC = model.hidden(tokens).data.reshape(B, T, -1)[:, -1].copy()
@@ -48,6 +51,9 @@ def generate(
             raise UserError("the model's logits are NaN: its weights are damaged, use another copy")
         picks = [pick(row, temperature, top_k, stream) for row, stream in zip(logits, streams)]
         tokens = np.concatenate([tokens, np.array(picks, tokens.dtype)[:, None]], axis=1)
+        ended |= np.isin(picks, list(stop))
+        if ended.all():
+            break
     fits = model.config.vocab_size - 1 <= np.iinfo(ids.dtype).max
     out = tokens.reshape(*ids.shape[:-1], -1).astype(ids.dtype if fits else np.int64)
     return to_device(out, "gpu") if is_gpu(ids) else out

@@ -3,7 +3,7 @@
 ids (B, T) -> Decoder (decoder.py): (N, C), N = B T -> head: logits (N, V)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -354,6 +354,7 @@ class Transformer(Module):
         temperature: float = 0,
         top_k: int | None = None,
         seed: int = 0,
+        stop: Iterable[int] = (),
     ) -> Array:
         """Return ids (B, T) or (T,) with max_new_tokens appended to every sequence.
 
@@ -364,8 +365,9 @@ class Transformer(Module):
         temperature: 0: take the most likely token; else draw from softmax(logits / temperature).
         top_k: draw among the top_k most likely tokens.
         seed: of the random numbers, a separate stream for every sequence.
+        stop: end when every sequence has one of these tokens; what follows it is not cut off.
         """
-        return generate(self, ids, max_new_tokens, temperature, top_k, seed)
+        return generate(self, ids, max_new_tokens, temperature, top_k, seed, stop)
 
     @property
     def variation(self) -> str:

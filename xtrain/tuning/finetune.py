@@ -342,10 +342,8 @@ class FinetuneRun(Run):
                 prompt = tokenizer.encode_prompt(c.sample_prompt)
             prompt = prompt[: context - 1] or [tokenizer.eot_id]
             new = min(c.sample_tokens, context - len(prompt))
-            ids = self.model.generate(np.array(prompt), new, temperature=0.8, top_k=50, seed=c.seed)
-            answer = ids.tolist()[len(prompt) :]
-            end = next((i + 1 for i, x in enumerate(answer) if x in corpus.stop), len(answer))
-            return tokenizer.decode([*prompt, *answer[:end]])
+            sampling = dict(temperature=0.8, top_k=50, seed=c.seed, stop=corpus.stop)
+            return tokenizer.decode(self.model.generate(np.array(prompt), new, **sampling))
         except UserError as error:
             return f"(no sample: {error})"
 
