@@ -106,7 +106,7 @@ def test_bad_files(tmp_path, capsys):
     assert "line 1 has the fields b, which belong to no known task" in refused(
         "x.jsonl", b'{"b":1}'
     )
-    assert "line 1 is not a JSON object" in refused("x.jsonl", b"[" * 100000)
+    assert "line 1: it is nested too deeply" in refused("x.jsonl", b"[" * 100000)
     assert "x.csv has no items" in refused("x.csv", b"")
     assert "x.csv line 1 has 2 columns: it needs question, A, B" in refused("x.csv", b"a,b\n")
     assert "x.csv line 1 is not valid CSV" in refused("x.csv", b'"a\n')

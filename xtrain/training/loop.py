@@ -301,7 +301,8 @@ def train(
         if corpus is None:
             corpus = _read_text(begin, ranks, console)
         parallel.check_data(corpus)
-        corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
+        if c.eval_every:
+            corpus.val_batches(1, c.micro_batch, c.seq_len)  # raises if there is too little text
         shape = begin.shape_with(corpus)
         if is_own(make_run) and not c.change:  # the plan knows no other model
             out_of_memory.check_fits(c, shape, begin.device, ranks)
