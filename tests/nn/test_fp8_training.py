@@ -399,7 +399,8 @@ def test_the_advice_when_memory_runs_out_can_be_followed(tmp_path, T, micro, hal
     lines = out_of_memory.explain(config, ModelConfig(vocab_size=320, **shape), "cpu")
     named = {int(n) for n in re.findall(r"--micro-batch (\d+)", "\n".join(lines))}
     assert all(n * T % 128 == 0 for n in named) and (halves is None or halves in named)
-    assert any("--precision bf16" in line for line in lines)
+    # of the least tokens, AdamW needs more than the activations
+    assert halves is None or any("--precision bf16" in line for line in lines)
     assert halves is None or any(line.split()[:2] == ["fp8", "codes"] for line in lines)
 
 

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -244,11 +245,14 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path, folder):
     records = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "def f", "completion": "(x)"}]
     data = write(tmp_path / "d.jsonl", *records * 4, {"text": "x + 1" * 200})
     whole = finetune(config_of(folder, tmp_path / "a", data), SILENT)
-    half = config_of(folder, tmp_path / "b", data)
+    gone = shutil.copytree(folder, tmp_path / "gone")
+    half = config_of(gone, tmp_path / "b", data)
     stopped = finetune(FinetuneConfig(**{**vars(half), "stop_at": 3}), SILENT)
     arguments = ["--out", str(tmp_path / "b"), "--name", "run", "--resume"]
     assert main([*arguments, "--stop-at", "4"]) == 0, "the name is enough"
-    assert main([*arguments, "--init", str(folder), "--data", data]) == 0
+    shutil.rmtree(gone)
+    assert main([*arguments, "--init", str(folder), "--data", data]) == 2, "another model"
+    assert main([*arguments, "--init", str(gone), "--data", data]) == 0
     assert_same_run(whole, stopped)
     losses = [m["val_loss"] for m in metrics(whole) if "val_loss" in m]
     assert losses[-1] < losses[0]

@@ -310,8 +310,7 @@ def train(
         # the model gets no name here: make_run may replace it, and the memory of the first must
         # then be freed
         run = make_run(c, make_model(begin, corpus, ranks.world), corpus, parallel)
-        if c.eval_every:
-            stack.enter_context(parallel.watch(run))
+        stack.enter_context(parallel.watch(run))
         evaluate = _prepare_evaluation(run, evaluation)
         claimed = lambda: run_folder.claim(begin.folder, c, begin.name, warn, stack)
         folder = run_folder.check_seen(ranks.on_rank_0(claimed), ranks)
