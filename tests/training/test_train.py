@@ -15,6 +15,7 @@ from xtrain.config import TrainConfig
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UserError
 from xtrain.train import main, train
+from xtrain.training.single_device import SingleDevice
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 # written by: PYTHONPATH=tests/helpers python tests/training/test_train.py
@@ -105,7 +106,7 @@ def test_a_run_leaves_everything(loss_picture, tmp_path, capsys):
     assert not list(run.rglob("*.tmp"))
 
 
-def test_an_interval_of_0_is_never(tmp_path, capsys):
+def test_an_interval_of_0_is_never(tmp_path, capsys, monkeypatch):
     """Also where the held-out text is too short for a validation. Results on tasks come at the end."""
     text = tmp_path / "text.txt"
     text.write_text((DATA / "grammar.txt").read_text()[:8000])
@@ -123,8 +124,12 @@ def test_an_interval_of_0_is_never(tmp_path, capsys):
     )
     with pytest.raises(UserError, match="validation"):
         train(options(tmp_path, **given))
+    watched = []
+    watch = SingleDevice.watch
+    monkeypatch.setattr(SingleDevice, "watch", lambda *x: watched.append(x) or watch(*x))
     run = train(options(tmp_path, **given, eval_every=0, sample_every=0, save_every=0))
     rows = metrics(run)
+    assert len(watched) == 1  # a run without validations may hang, too
     assert not any("val_loss" in m for m in rows) and not (run / "samples.txt").exists()
     assert [m["step"] for m in rows if "quiz/acc" in m] == [4]
     assert [x.name for x in (run / "checkpoints").iterdir()] == ["step-000004"]
