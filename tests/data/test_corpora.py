@@ -279,8 +279,8 @@ def test_tokens(tmp_path, capsys):
 
 WRONG = {
     "an empty path": (["--data", ""], "--data is empty: give a path, or omit the option"),
-    "no path": (["--data"], "--data has no value: give a path, or omit the option"),
-    "twice": (["--data", "{}", "--steps=2", "--data={}"], "--data is given twice: give all paths after the first one"),
+    "no path": (["--data"], "--data has no value: give one, or omit the option"),
+    "twice": (["--data", "{}", "--steps=2", "--data={}"], "--data is given twice: give all values after the first one"),
     "an empty key": (["--data", "x", "--text-key", ""], "--text-key is empty: give the name of a field or column"),
     "a glob without files": (["--data", "{}/*.zip"], "no file matches {}/*.zip: check the pattern"),
     "one of two is missing": (["--data", "{}", "{}/gone.txt"], "gone.txt does not exist: give a file, a folder or a glob"),

@@ -121,8 +121,9 @@ def test_gsm8k(tmp_path):
         read(lines(tmp_path / "x.jsonl", GSM8K | {"answer": "42"}))
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     """All of them in one call, and one more line for the files of MMLU together."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # a long name stays in one line
     folder = make_folder(tmp_path / "model", max_seq_len=512)
     files = [
         lines(tmp_path / "hellaswag.jsonl", HELLASWAG, HELLASWAG | {"label": 1}),

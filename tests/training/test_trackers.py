@@ -9,7 +9,7 @@ from runs import SILENT, metrics, options, run
 
 from xtrain.config import TrainConfig
 from xtrain.errors import UserError
-from xtrain.options import translated
+from xtrain.options import parse
 from xtrain.run_options import TRACKERS
 from xtrain.train import train
 from xtrain.training import trackers
@@ -157,9 +157,9 @@ def test_the_option(tmp_path):
     assert list(trackers.KINDS) == list(TRACKERS)
     with pytest.raises(UserError, match="--log mlflow is not known: choose from wandb, trackio"):
         train(options(tmp_path, log=("mlflow",)), SILENT)
-    assert translated(TrainConfig, ["--report-to", "wandb"]) == ["--log", "wandb"]
+    assert parse(TrainConfig, "train", arguments=["--report-to", "wandb"]).log == ("wandb",)
     with pytest.raises(UserError, match="use --log tensorboard"):
-        translated(TrainConfig, ["--tensorboard"])
+        parse(TrainConfig, "train", arguments=["--tensorboard"])
 
 
 def test_tensorboard_reads_the_files(tmp_path):

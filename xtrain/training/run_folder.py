@@ -138,7 +138,8 @@ def refuse_another_model(options: RunOptions, folder: RunFolder) -> None:
     cannot = f"cannot resume {folder.saved.folder}"
     init = first.get("init")
     preset = getattr(options, "preset", "auto")
-    if options.init and not _is_in(init, options.init):
+    stored = "init" in first  # else that line of config.json is damaged
+    if options.init and stored and not _is_in(init, options.init):
         raise UserError(
             f"{cannot}: --init was {init or 'not given'}, is {options.init}: omit --init, because "
             "the run continues with its own weights"
