@@ -58,7 +58,9 @@ class PenaltyRules:
         fits = least <= self.repetition <= 1 / least
         positive = f"repetition_penalty {self.repetition}: expected more than 0, 1 is off"
         check(self.repetition > 0, positive)
-        check(fits, f"repetition_penalty {self.repetition}: expected {least:.2g} to {1 / least:.2g}")
+        check(
+            fits, f"repetition_penalty {self.repetition}: expected {least:.2g} to {1 / least:.2g}"
+        )
         for name, x in (("frequency", self.frequency), ("presence", self.presence)):
             check(abs(x) <= MAX_BIAS, f"{name}_penalty {x}: expected -100 to 100, 0 is off")
 
