@@ -1,9 +1,14 @@
-"""Time and memory of each test: XTRAIN_RECORD=FILE pytest -n 0 tests/real appends a line for each to the file."""
+"""Time and memory of each test: XTRAIN_RECORD=FILE pytest -n 0 tests/real appends a line for each to the file.
+
+The memory is that of the process: with what earlier tests of the same file have loaded.
+"""
 
 import datetime
 import json
 import os
+import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,9 @@ def pytest_runtest_call(item):
         "cpu_seconds": round(time.process_time() - cpu, 2),
         "peak_mb": peak_mb(),
         "gpu": None,
+        "machine": f"{os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("numpy", "tokenizers", "transformers")},
+        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
         "date": datetime.date.today().isoformat(),
     }
     with open(file, "a", encoding="utf-8") as out:
