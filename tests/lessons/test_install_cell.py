@@ -65,17 +65,16 @@ def test_pip_resolves_the_install_cell_on_colab(tmp_path):
     """pip downloads the wheels to read what they need (half a minute), and installs nothing."""
     constraints, report = tmp_path / "colab.txt", tmp_path / "report.json"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in STAY.items()))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--report", str(report)),
-            *("--python-version", PYTHON, "--only-binary=:all:", "--target", str(tmp_path / "none")),
-            *(word for platform in PLATFORMS for word in ("--platform", platform)),
-            *("--retries", "1", "--timeout", "30", "-c", str(constraints), *requirements()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--report", str(report)),
+        *("--python-version", PYTHON, "--only-binary=:all:", "--target", str(tmp_path / "none")),
+        *(word for platform in PLATFORMS for word in ("--platform", platform)),
+        *("--retries", "1", "--timeout", "30", "-c", str(constraints), *requirements()),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the package index is too slow")
     if done.returncode and UNREACHABLE.search(done.stderr + done.stdout):
         pytest.skip("the package index cannot be reached")
     assert not done.returncode, done.stderr[-2000:]
