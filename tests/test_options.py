@@ -86,7 +86,7 @@ WRONG = {
     # what xtrain does otherwise
     "--epochs 3": "--steps", "--num_train_epochs=3": "--steps", "--gradient_accumulation_steps 4": "--micro-batch",
     "--gpus 4": "mpirun", "--nproc_per_node 4": "mpirun", "--bf16": "--precision bf16", "--fp16 true": "--precision bf16",
-    "--compile": "--graph", "--min-lr 1e-5": "--min-lr-ratio", "--optimizer sgd": "muon", "--num-workers 4": "no workers",
+    "--compile": "--graph", "--min-lr 1e-5": "--min-lr-ratio", "--optimizer sgd": "muon", "--num-workers 4": "without workers",
     "--config a.yaml": "a.yaml cannot be read", "--wandb": "--log wandb", "--dropout 0.1": "no dropout", "--cpu": "--device cpu",
     "--lr-scheduler-type cosine": "change_the_model.md",
     # values

@@ -58,7 +58,7 @@ def _of_groups(root: Path) -> Iterator[int]:
         names = [name for name in path.split("/") if name not in ("", "..")]
         for depth in range(len(names) + 1):
             group = folder.joinpath(*names[:depth])
-            with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+            with contextlib.suppress(OSError, ValueError):  # "max" means unlimited
                 left = int((group / limit).read_text()) - int((group / use).read_text())
                 pages = _numbers(group / "memory.stat")
                 names_of_files = (f"{prefix}inactive_file", f"{prefix}active_file")

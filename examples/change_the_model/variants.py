@@ -176,17 +176,18 @@ class Lion(AdamW):
     """Chen et al. 2023. m is the momentum; update sees [start, end) of the arena, which is decayed up to n_decay."""
 
     def update(self, start, end, first, hyper_3, factor_1):
-        w, m, (b1, b2) = (
-            self.arena.weights[start:end],
-            self.m[first : first + end - start],
-            self.betas,
-        )
-        xp, lr, g = array_module(w), hyper_3[0], self.arena.grads[start:end] * factor_1
+        w = self.arena.weights[start:end]
+        m = self.m[first : first + end - start]
+        g = self.arena.grads[start:end] * factor_1
+        b1, b2 = self.betas
+        lr = hyper_3[0]
+        xp = array_module(w)
         new = w.copy()
         new[: max(0, self.arena.n_decay - start)] *= 1 - lr * np.float32(self.weight_decay)
         new -= lr * xp.sign(b1 * m + (1 - b1) * g)
         sound = xp.isfinite(factor_1)  # else the step is skipped
-        w[...], m[...] = xp.where(sound, new, w), xp.where(sound, b2 * m + (1 - b2) * g, m)
+        w[...] = xp.where(sound, new, w)
+        m[...] = xp.where(sound, b2 * m + (1 - b2) * g, m)
 
 
 # [end:lion]
@@ -212,7 +213,9 @@ class Muon(AdamW):
         xp, matrices = array_module(factor_1), self.matrices
         for name, w in self.model.named_parameters():
             if w.requires_grad and w.parameter in matrices:
-                m, g, sound = momenta[name], w.grad * factor_1, xp.isfinite(factor_1)
+                m = momenta[name]
+                g = w.grad * factor_1
+                sound = xp.isfinite(factor_1)
                 m[...] = xp.where(sound, 0.95 * m + g, m)
                 rate = self.matrix_lr * max(1, w.shape[0] / w.shape[1]) ** 0.5
                 w.data = xp.where(sound, w.data - rate * orthogonal(g + 0.95 * m), w.data)

@@ -117,7 +117,7 @@ def test_companion_files_are_saved_with_a_tokenizer(tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
     assert len(list((tmp_path / "out").iterdir())) == 4
     again = Tokenizer.load(tmp_path / "out")
-    assert again.sha256 == loaded.sha256 != TOKENIZER.sha256, "! is a token of its own now"
+    assert again.sha256 == loaded.sha256 != TOKENIZER.sha256, "! is now one token"
     (tmp_path / "in" / "tokenizer_config.json").write_text('{"bos_token": null}', "utf-8")
     assert Tokenizer.load(tmp_path / "in").bos_token_id is None
     assert TOKENIZER.bos_token_id == TOKENIZER.eot_id

@@ -38,7 +38,7 @@ FOLDERS = {
     "eos is only in the vocabulary": dict(vocabulary=["<|im_end|>"], eos_token="<|im_end|>"),
     "it is an object": dict(vocabulary=["<|im_end|>"], eos_token={"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "__type": "AddedToken"}),
     "another special token": dict(vocabulary=["<|im_end|>"], added=PLAIN[:1], eos_token=END_OF_TEXT, additional_special_tokens=["<|im_end|>", "<|im_start|>"]),
-    "a name of its own": dict(vocabulary=["<|im_end|>"], eos_token=END_OF_TEXT, end_of_turn_token="<|im_end|>"),
+    "a custom name": dict(vocabulary=["<|im_end|>"], eos_token=END_OF_TEXT, end_of_turn_token="<|im_end|>"),
     "added_tokens_decoder": dict(vocabulary=["<|im_end|>"], eos_token=END_OF_TEXT, added_tokens_decoder={
         "300": {"content": "<|im_end|>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False, "special": False}}),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""copy.deepcopy and pickle: a copy has memory of its own, whose arena its parameters are views of, and computes the same bits."""
+"""copy.deepcopy and pickle: the parameters of a copy are views of another arena, and it computes the same bits."""
 
 import copy
 import pickle

@@ -19,7 +19,7 @@ def pytest_runtest_call(item):
     file = os.environ.get("XTRAIN_RECORD")
     if not file or Path(__file__).parent not in item.path.parents:
         return (yield)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (Linux)
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak (Linux)
     wall = time.perf_counter()
     cpu = time.process_time()
     result = yield

@@ -145,7 +145,7 @@ def test_offsets_of_random_bytes():
     alphabet = [*"aé€🙂".encode(), 0xFF, 0xE2, 0x80]
     for _ in range(300):
         parts = [bytes(rng.choice(alphabet, rng.integers(1, 4)).tolist()) for _ in range(8)]
-        parts.append(b"")  # a token that is no text, such as the end token
+        parts.append(b"")  # a control token, such as the end token
         offsets = Offsets()
         starts, length = starts_of(parts)
         assert [offsets.next(part) for part in parts] == starts and starts[-1] == length
@@ -231,7 +231,7 @@ def test_echo_is_what_lm_eval_reads(request, name, stream):
         greedy = [rows[i - 1].argmax() == prompt[i] for i in range(1, len(prompt))]
         found = zip(lists["token_logprobs"][1:-1], lists["top_logprobs"][1:-1])
         assert [x == max(top.values()) for x, top in found] == greedy
-        # <s> and a space in front of the text are no part of it
+        # without <s> and the space in front of the text
         decoded = b"".join(parts_of(served, prompt, special=True)).decode()
         shift = len(decoded) - len(text)
         starts, _ = starts_of(parts_of(served, prompt, special=True))

@@ -19,25 +19,13 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
-from served import Served, free_port, make_folder, until  # noqa: E402
+from served import Served, free_port, until  # noqa: E402
 
 from xtrain.server import listen  # noqa: E402
 from xtrain.server.api import ChatRequest, CompletionRequest  # noqa: E402
 from xtrain.server.app import Limits  # noqa: E402
 
 HI = [{"role": "user", "content": "def f"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    served = Served(folder)
-    yield served
-    served.close()
 
 
 def ask(served, **options):

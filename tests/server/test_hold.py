@@ -17,7 +17,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from served import Served, free_port, make_folder, until  # noqa: E402
+from served import Served, free_port, until  # noqa: E402
 
 from xtrain import Engine  # noqa: E402
 from xtrain.data import chat_template  # noqa: E402
@@ -31,20 +31,8 @@ HI = [{"role": "user", "content": "def f"}]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SIZE = 4_190_000  # of a body; the limit is 4 MiB
 # Seconds between two events of another stream, or for /health. Of `xtrain serve` on 2 busy cores 84 ms and 44 ms were
-# measured; before large bodies had a process of their own 65 s. Here client, server and engine share one interpreter.
+# measured; before large bodies had a separate process 65 s. Here client, server and engine share one interpreter.
 LONGEST_WAIT = 0.5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    served = Served(folder)
-    yield served
-    served.close()
 
 
 def connect(served):

@@ -76,7 +76,7 @@ class ChatTemplate:
         self.lock = threading.Lock()  # one request at a time
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the templates; a copy has a process of its own."""
+        """Pickle the templates; a copy starts another process."""
         return ChatTemplate, (self.sources, self.special_tokens)
 
     def source(self, tools: Any = None) -> str:

@@ -128,7 +128,7 @@ def a_run(o: Options) -> Any:
             recompute=o.recompute,
             graph=o.graph,
             steps=1000,
-            save_every=1000,  # there are no checkpoints
+            save_every=1000,  # a profile writes no checkpoint
             device=o.device,
             fp8_head=o.fp8_head,
         ),

@@ -192,7 +192,7 @@ class _Part(_ArenaTensor):
         self.version = parameter.version
 
     def __reduce__(self) -> Any:
-        return Tensor, (self.data, self.requires_grad)  # a copy has memory of its own
+        return Tensor, (self.data, self.requires_grad)  # a copy shares no memory
 
     def zero_unwritten_grad(self) -> None:
         self.parameter.zero_unwritten_grad()  # all rows: the flag belongs to the Parameter

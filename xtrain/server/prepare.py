@@ -1,7 +1,7 @@
 """From the body of a request to what the engine computes: JSON, checks, chat template, tokenizer.
 
 Each of these holds the interpreter's lock for as long as its input is long: seconds for a few
-megabytes. So a body of more than SMALL bytes is prepared in a process of its own, which is ended
+megabytes. So a body of more than SMALL bytes is prepared in a separate process, which is ended
 after SECONDS, and streams continue meanwhile. Smaller ones take milliseconds, in a thread.
 """
 
