@@ -19,22 +19,26 @@ streams may run at the same time; a graph uses that of the stream on which it wa
 products with few tiles get one: there several blocks share one sum (split-K) and need memory for
 its terms. With many tiles cuBLAS would keep a counter in it, from which blocks take their next
 tile, and clear it before each product. In batch-invariant mode no product gets it, so there is no
-split-K, and `linear` computes a fixed number of rows at a time. A quantized w is dequantized, in
-the dtype of x, for the time of the product.
+split-K, and a row's bits do not depend on the number of rows: where a check has shown this for all
+rows at once (row_bits.py), `linear` is one product, elsewhere it computes a fixed number of rows at
+a time. A quantized w is dequantized, in the dtype of x, for the time of the product.
 fp32 stays fp32: TF32 is not allowed. Tensor cores multiply bf16 operands and accumulate in fp32.
 """
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..device import Array, cupy
+from ..device import Array, cupy, to_device
+from . import row_bits
 from .bias import fill_rows
+from .cast import cast_fwd
 from .quantize import Quantized, dense
 from .runtime.cost import product_cost
-from .runtime.invariance import is_batch_invariant
+from .runtime.invariance import invariance, is_batch_invariant
 from .runtime.launch import (
     FLOATS,
     LaunchEvent,
@@ -55,11 +59,15 @@ COMBINATIONS = [  # dtypes of out, a, b; sums are always float32
     ("bfloat16", "bfloat16", "bfloat16"),
     ("float32", "bfloat16", "bfloat16"),  # weight gradients accumulate in float32
 ]
-# Rows of a product in batch-invariant mode. cuBLAS needs 256 for its full speed per row; a BLAS on
-# a CPU is near it with 16, or with the largest of these numbers whose rows it computes alike
-# (_fixed_rows_cpu).
+# Rows of a product in batch-invariant mode where the check fails; a product with more rows is
+# divided. cuBLAS needs 256 for its full speed per row.
 FIXED_ROWS_GPU = 256
+# The same on a CPU: the largest of the first numbers whose rows a BLAS computes alike, and larger
+# multiples of it whose rows have the same bits (_exact_rows_cpu).
 FIXED_ROWS_CPU = (16, 12, 8, 4, 2, 1)
+MULTIPLES_CPU = (32, 8)
+CHECKED_ELEMENTS = 1 << 28  # of the product that a check on a GPU computes, at most
+CHECKED_ELEMENTS_CPU = 1 << 24
 ALIGNED = 256  # bytes; every allocation on a GPU begins at such a multiple
 # cublasComputeType, cublasGemmAlgo
 COMPUTE_32F = 68
@@ -261,9 +269,8 @@ def linear_into(
     x: (N, I), w: (O, I), b: (O,) float32 or None. Without b: y = alpha x w^T, or y += ... with
     accumulate.
 
-    In batch-invariant mode in products of equal shape, the last one padded: a row's bits depend
-    neither on N nor on its index. Rows that begin between multiples of ALIGNED bytes are copied,
-    too: cuBLAS may choose its algorithm by the alignment.
+    In batch-invariant mode a row's bits depend neither on N nor on its index. Rows that begin
+    between multiples of ALIGNED bytes are copied: cuBLAS may choose its algorithm by the alignment.
     """
     if b_O is not None:
         fill_rows(y_NO, b_O)
@@ -271,43 +278,170 @@ def linear_into(
     product = functools.partial(matmul, trans_b=True, alpha=alpha, accumulate=accumulate)
     if not is_batch_invariant():
         return product(y_NO, x_NI, w_OI)
-    host = isinstance(x_NI, np.ndarray)
-    R = _fixed_rows_cpu(*w_OI.shape, dtype_name(x_NI.dtype)) if host else FIXED_ROWS_GPU
-    for n in range(0, len(x_NI), R):
-        x_RI = x_NI[n : n + R]
-        y_RO = y_NO[n : n + R]
-        if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
-            product(y_RO, x_RI, w_OI)
-            continue
-        padded_x_RI = zeros(x_NI, (R, x_NI.shape[1]))
-        padded_x_RI[: len(x_RI)] = x_RI
-        if accumulate:  # what is added to must be numbers, in the padding too
-            padded_y_RO = zeros(y_NO, (R, y_NO.shape[1]))
-            padded_y_RO[: len(y_RO)] = y_RO
-        else:
-            padded_y_RO = empty(y_NO, (R, y_NO.shape[1]))
-        product(padded_y_RO, padded_x_RI, w_OI)
-        y_RO[...] = padded_y_RO[: len(y_RO)]
+    N, I = x_NI.shape  # noqa: E741
+    O = len(w_OI)  # noqa: E741
+    if isinstance(x_NI, np.ndarray):
+        sizes = _exact_rows_cpu(O, I, dtype_name(x_NI.dtype))
+    elif N and whole_has_row_bits(y_NO, x_NI, w_OI, accumulate):
+        if x_NI.data.ptr % ALIGNED:
+            x_NI = x_NI.copy()
+        return product(y_NO, x_NI, w_OI)
+    else:
+        sizes = (FIXED_ROWS_GPU,)
+    n = 0
+    while n < N:
+        R = next((size for size in sizes if size <= N - n), sizes[-1])
+        _part_of_product(product, y_NO[n : n + R], x_NI[n : n + R], w_OI, R, accumulate)
+        n += R
     return y_NO
 
 
+def _part_of_product(product, y_RO, x_RI, w_OI, R, accumulate):
+    """Compute a product of R rows, padded if there are fewer."""
+    host = isinstance(x_RI, np.ndarray)
+    if len(x_RI) == R and (host or x_RI.data.ptr % ALIGNED == 0):
+        product(y_RO, x_RI, w_OI)
+        return
+    padded_x_RI = zeros(x_RI, (R, x_RI.shape[1]))
+    padded_x_RI[: len(x_RI)] = x_RI
+    if accumulate:  # what is added to must be numbers, in the padding too
+        padded_y_RO = zeros(y_RO, (R, y_RO.shape[1]))
+        padded_y_RO[: len(y_RO)] = y_RO
+    else:
+        padded_y_RO = empty(y_RO, (R, y_RO.shape[1]))
+    product(padded_y_RO, padded_x_RI, w_OI)
+    y_RO[...] = padded_y_RO[: len(y_RO)]
+
+
+# ----------------------------------------------- which products give a row the same bits on a GPU
+def product_key(kind: str, y_NO: Array, x_NI: Array, w_OI: Array, *options) -> tuple:
+    """Return the key of a product for row_bits.py: what decides how cuBLAS computes it, but for
+    the number of rows."""
+    device = cupy().cuda.Device()
+    O, I = w_OI.shape  # noqa: E741
+    name = cupy().cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    dtypes = [dtype_name(x.dtype) for x in (y_NO, x_NI, w_OI)]
+    leads = [_lead(y_NO) - O, _lead(x_NI) - I, _lead(w_OI) - I]
+    return (kind, O, I, *dtypes, *leads, *options, name, device.compute_capability)
+
+
+def product_versions() -> tuple:
+    """Return the versions of cuBLAS and the driver."""
+    context = _handle(cupy().cuda.runtime.getDevice())
+    return context.module.get_version(context.handle), cupy().cuda.runtime.driverGetVersion()
+
+
+def whole_has_row_bits(y_NO: Array, x_NI: Array, w_OI: Array, accumulate: bool) -> bool:
+    """Return whether the product of all rows at once has the bits of the division.
+
+    The answer is False while a CUDA graph is captured, unless it is known: a check would be
+    captured. The division has the same bits in any case.
+    """
+    question = product_key("whole", y_NO, x_NI, w_OI, accumulate), product_versions()
+    answer = row_bits.recall(*question)
+    if answer is not None:
+        return answer
+    if is_capturing():
+        return False
+    compute = lambda y, x, w: matmul(y, x, w, trans_b=True, accumulate=accumulate)
+    return row_bits.known(*question, functools.partial(has_row_bits, compute, y_NO, x_NI, w_OI))
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured on the current stream."""
+    stream = cupy().cuda.get_current_stream()
+    return bool(cupy().cuda.runtime.streamIsCapturing(stream.ptr))
+
+
+def has_row_bits(
+    compute: Callable[[Array, Array, Array], Any],
+    y_NO: Array,
+    x_NI: Array,
+    w_OI: Array,
+    numbers_of_rows: tuple[int, ...] = row_bits.ROWS,
+) -> bool:
+    """Return whether compute(y, x, w) has, for these numbers of rows, the bits of the division.
+
+    y, x, w: arrays like those of the product; random ones of the same dtypes are computed with.
+    Returns False if there is not enough memory to find out.
+    """
+    O, I = w_OI.shape  # noqa: E741
+    rows = tuple(n for n in numbers_of_rows if n * O <= CHECKED_ELEMENTS)
+    pool = cupy().get_default_memory_pool()  # not that of a graph, which would keep the memory
+    try:
+        with cupy().cuda.using_allocator(pool.malloc):
+            random = lambda n, like: cast_fwd(to_device(row_bits.test_matrix(n, I), "gpu"), like.dtype)
+            x = _with_lead(random(max(rows), x_NI), _lead(x_NI))
+            w = _with_lead(random(O, w_OI), _lead(w_OI))
+
+            def run(n, compute):
+                y = _with_lead(zeros(y_NO, (n, O)), _lead(y_NO))
+                compute(y, x[:n], w)
+                return y
+
+            def divided(y, x, w):
+                whole = FIXED_ROWS_GPU
+                for first in range(0, len(x), whole):
+                    part = slice(first, first + whole)
+                    product = lambda y, x, w: matmul(y, x, w, trans_b=True)
+                    _part_of_product(product, y[part], x[part], w, whole, False)
+
+            with invariance(True):
+                return row_bits.agree(
+                    functools.partial(run, compute=compute),
+                    functools.partial(run, compute=divided),
+                    _equal_bits,
+                    rows,
+                )
+    except cupy().cuda.memory.OutOfMemoryError:
+        return False
+    finally:
+        pool.free_all_blocks()
+
+
+def _with_lead(x_NK, lead):
+    """Return x with `lead` elements from one row to the next."""
+    N, K = x_NK.shape
+    if lead == K:
+        return x_NK
+    wide = zeros(x_NK, (N, lead))
+    wide[:, :K] = x_NK
+    return wide[:, :K]
+
+
+def _equal_bits(a, b):
+    bits = np.dtype(f"u{a.itemsize}")
+    return bool((a.view(bits) == b.view(bits)).all())
+
+
+# ------------------------------------------------------------------------ the same on a CPU
 @functools.cache
-def _fixed_rows_cpu(O: int, I: int, dtype: str) -> int:  # noqa: E741
-    """Return the largest of FIXED_ROWS_CPU for which all rows of x w^T are added in the same order.
+def _exact_rows_cpu(O: int, I: int, dtype: str) -> tuple[int, ...]:  # noqa: E741
+    """Return numbers of rows, in descending order, for which all rows of x w^T have the same bits.
 
     On this computer: a BLAS divides a product into tiles, and tiles at the edges may add in another
     order. OpenBLAS for Haswell computes 12 rows at a time and the 4 that remain of 16 in another
-    way. The order
-    depends on the shape alone, so rows that hold the same numbers show it.
+    way. The order depends on the shape alone, so rows that hold the same numbers show it.
     """
     random = np.random.default_rng(0)
     w_OI = np.resize(random.standard_normal(65537).astype(dtype), (O, I))
     rows_4I = random.standard_normal((4, I)).astype(dtype)
-    for R in FIXED_ROWS_CPU:
-        products = [np.matmul(np.tile(row_I, (R, 1)), w_OI.T) for row_I in rows_4I]
-        if all((y_RO == y_RO[0]).all() for y_RO in products):
-            return R
-    raise AssertionError("a single row is equal to itself")
+
+    def products(R):
+        return [np.matmul(np.tile(row_I, (R, 1)), w_OI.T) for row_I in rows_4I]
+
+    for smallest in FIXED_ROWS_CPU:
+        of_smallest = products(smallest)
+        if all((y_RO == y_RO[0]).all() for y_RO in of_smallest):
+            break
+    larger = [smallest * multiple for multiple in MULTIPLES_CPU]
+    larger = [R for R in larger if R * O <= CHECKED_ELEMENTS_CPU]
+    same = [
+        R
+        for R in larger
+        if all((a_RO == b_RO[0]).all() for a_RO, b_RO in zip(products(R), of_smallest))
+    ]
+    return (*same, smallest)
 
 
 def linear_bwd_x(dy_NO: Array, w_OI: Array) -> Array:

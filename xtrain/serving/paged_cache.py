@@ -8,8 +8,9 @@ belong to several sequences.
 The model gets a CachedSequences in place of the Sequences of nn/sequences.py. Everything but
 attention is the same as in training. In attention, prefill appends the new keys and values and
 reads the whole sequence from the cache (kernels/attention/context_attention.py). Decoding, one new
-token per sequence, does all of that and RoPE in one kernel (decode_attention.py), in
-batch-invariant mode as in prefill, whose bits are those of training.
+token per sequence, does all of that and RoPE in one kernel (decode_attention.py). In
+batch-invariant mode both have the bits of training; where decoding has no such kernel, it computes
+as prefill.
 
 With kv_cache "fp8" the arrays are codes with scales (kernels/decoding/kv_codes.py). Decoding reads
 them, prefill reads a copy of the blocks of its sequences, in the dtype of the model, one layer
@@ -26,7 +27,7 @@ import numpy as np
 from ..device import Array, cupy, free_cached, to_device, to_numpy
 from ..errors import UserError
 from ..kernels.attention.context_attention import context_attention
-from ..kernels.attention.decode_attention import CODE_WIDTHS, decode_attention
+from ..kernels.attention.decode_attention import CODE_WIDTHS, decode_attention, fits_exactly
 from ..kernels.decoding.kv_cache import append_kv, empty_kv_cache, kv_cache_bytes
 from ..kernels.decoding.kv_codes import (
     append_codes,
@@ -111,6 +112,9 @@ class PagedCache:
             codes = [kv_codes_bytes(1, 1, h.G, S, h.D) for h in self.heads]
             self.block_bytes = sum(codes) + max(in_full)
         self.tables = self._position_tables()
+        # whether one kernel decodes with the bits of training
+        token = [empty(self.tables[0], (1, h.D), self.dtype) for h in self.heads]
+        self.decodes_exactly = all(fits_exactly(x, x.shape[1]) for x in token)
         self.n_blocks = 0
 
     def _check_kernels(self) -> None:
@@ -317,7 +321,7 @@ class PagedCache:
         """
         B = len(lengths_B)
         places = None
-        if is_batch_invariant():  # once for all layers
+        if is_batch_invariant() and not self.decodes_exactly:  # once for all layers
             places = token_positions(edges_E, B, lengths_B, tables_BM, self.S)
         return self._sequences(
             B=B,
@@ -379,7 +383,7 @@ class CachedSequences(Sequences):
         return self._placed()[2]
 
     def attend(self, qkv_NP, q_w_D, k_w_D, H, G, eps, scale):
-        if not self.one or is_batch_invariant():
+        if not self.one or (is_batch_invariant() and not self.cache.decodes_exactly):
             return super().attend(qkv_NP, q_w_D, k_w_D, H, G, eps, scale)
         layer = self.cache.layers[next(self.calls)]
         norms = (None, None) if q_w_D is None else (q_w_D.value, k_w_D.value)

@@ -25,9 +25,9 @@ training computes the same bits: flash_attention.py's kernels add in the same or
 a negative history is idle: o = 0.
 
     bf16        tensor cores, with the tiles of flash_attention_table.py; D = 16, 32, 64, 128
-                compute capability 9.0, D = 64 or 128 and S a multiple of 64:
-                flash_attention_hopper.py's kernel, and the bits of the training forward where its
-                tiles have as many keys; not in batch-invariant mode
+                compute capability 9.0, D = 64 or 128 and S a multiple of 64 (in batch-invariant
+                mode any S): flash_attention_hopper.py's kernel, and the bits of the training
+                forward where its tiles have as many keys
     float32     flash_attention_fp32.py's products in shared memory; any D up to 128
 """
 
@@ -87,7 +87,8 @@ from .flash_attention_table import Tiles
 from .key_bounds import KeyBounds, make_first_key
 
 NAN = np.float32(np.nan)
-# The kernel for compute capability 9.0 needs blocks of a multiple of this many tokens.
+# The kernel for compute capability 9.0 is the faster one for blocks of a multiple of this many
+# tokens; smaller ones are many copies. In batch-invariant mode it is used for all.
 HOPPER_BLOCK = 64
 
 
@@ -469,7 +470,7 @@ def context_attention(
     else:
         check(D in WIDTHS, f"{op}: head dim {D}, the GPU kernels for bf16 support {WIDTHS}")
         check(on_16_bytes(*flat), f"{op}: q and the caches must begin at multiples of 16 bytes")
-        if use_hopper(q_NHD[None]) and S % HOPPER_BLOCK == 0 and not is_batch_invariant():
+        if use_hopper(q_NHD[None]) and (S % HOPPER_BLOCK == 0 or is_batch_invariant()):
             arrays = q_NHD, k_RGSD, v_RGSD, *where
             paged_forward(o_NHD, *arrays, longest, scale, gpu_of(q_NHD), window)
             return o_NHD

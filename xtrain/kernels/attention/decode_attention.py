@@ -27,8 +27,8 @@ the order of arrival:
 How the keys are split depends only on the row's length, which is read on the device: the same CUDA
 graph serves all lengths, and a row's bits depend neither on the other rows nor on where its keys
 are, nor on S. A launch of few rows uses more warps per block and shorter splits than one of many
-(choose), which changes the order of additions. (In batch-invariant mode serving/paged_cache.py uses
-context_attention.py instead.) The host knows only the largest possible number of splits, and
+(choose), which changes the order of additions. In batch-invariant mode exact_decode_attention.py
+adds in the order of training instead, where it fits (fits_exactly). The host knows only the largest possible number of splits, and
 starting a block that has nothing to do costs a microsecond. So there are as many blocks as the GPU
 runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid, ...:
 one split of one key head. For every item a block computes its queries from qkv, which costs less
@@ -68,6 +68,7 @@ from ..primitives.tiles import WIDTHS
 from ..qk_norm_rope import qk_norm_rope_ref, values_of
 from ..rope import check_tables
 from ..runtime.compiler import cuda, float32, int32, int64, types, uint32
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import (
     FLOATS,
     can_overlap,
@@ -90,6 +91,8 @@ from .decode_attention_parts import (
     Shared,
 )
 from .decode_attention_schedule import Batch, Schedule, make_items
+from .exact_decode_attention import exact_decode_attention
+from .flash_attention import use_hopper
 
 FEW_HEADS = 16  # with at most so many key heads in a launch, most multiprocessors are idle
 MANY_HEADS = 64  # with more, there are enough splits for all multiprocessors if they are longer
@@ -409,6 +412,12 @@ def decode_attention(
         return decode_attention_ref(*arguments, eps, scale, window, scales_RGS2)
     _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes)
     o_BC = empty(qkv_BP, (B, H * D))
+    cos = cos_PR.reshape(-1)
+    sin = sin_PR.reshape(-1)
+    if is_batch_invariant():
+        check(not codes and fits_exactly(qkv_BP, D), f"{op}: no kernel in batch-invariant mode")
+        inputs = qkv_BP, k_RGSD, v_RGSD, lengths_B, tables_BM, cos, sin, weights
+        return exact_decode_attention(o_BC, *inputs, eps, scale, cache_ready, window)
     group = H // G
     half = qkv_BP.dtype != np.float32
     config = choose(D, group, half, B * G)
@@ -417,8 +426,6 @@ def decode_attention(
     splits = parts.splits_of(seen, config.keys, config.splits)
     variant = D, S, group, half, bool(weights), overlap, cache_ready, config, window, codes
     decode_kernel, heads, chunks = make_decode_kernel(*variant)
-    cos = cos_PR.reshape(-1)
-    sin = sin_PR.reshape(-1)
     norms = weights or (cos, cos)  # a kernel argument must not be None
     scales = cos if scales_RGS2 is None else scales_RGS2.reshape(-1)
     cache = k_RGSD.reshape(-1), v_RGSD.reshape(-1), scales
@@ -444,6 +451,13 @@ def decode_attention(
         grid = min(n * G * splits, config.blocks * MULTIPROCESSORS)
         launch(decode_kernel, grid, 32 * config.warps, *arrays, *scalars, overlap=overlap)
     return o_BC
+
+
+def fits_exactly(qkv_BP: Array, D: int) -> bool:
+    """Return whether decode_attention has a kernel with the bits of training's forward, for heads
+    of width D: where training uses wgmma."""
+    B, P = qkv_BP.shape
+    return not on_host(qkv_BP) and use_hopper(qkv_BP.reshape(B, 1, P // D, D))
 
 
 def _check_for_gpu(op, qkv_BP, k_RGSD, v_RGSD, codes):

@@ -76,9 +76,9 @@ FEW_ROUNDS = 12
 LONG = 2048
 # True: use the wgmma kernels on capability 9.0 and in the simulator. False: always mma.sync.
 HOPPER = True
-# In batch-invariant mode the forward uses the kernels and tiles of context_attention.py, which
-# serves: mma.sync with the tiles for so many queries, whatever T is. The number of keys of a tile
-# decides the bits.
+# In batch-invariant mode the mma.sync forward has the tiles for so many queries, whatever T is, as
+# context_attention.py, which serves: the number of keys of a tile decides the bits.
+# flash_attention_hopper_table.py has the same for wgmma.
 INVARIANT_T = 2048
 # Queries and keys of a tile on the CPU, in that mode; TILE_S is a multiple of TILE_T.
 TILE_T = 16
@@ -226,7 +226,7 @@ def flash_attention_fwd(
         grid = -(-T // fp32.tile_rows(D)), B * H
         arrays = o_BTHD, lse_BHT, q_BTHD, k_BSGD, v_BSGD, bounds.first(lse_BHT)
         launch(fwd_kernel, grid, fp32.THREADS, *arrays, factor)
-    elif use_hopper(q_BTHD) and not is_batch_invariant():
+    elif use_hopper(q_BTHD):
         q, k, v = map(mappable, (q_BTHD, k_BSGD, v_BSGD))
         hopper.forward(o_BTHD, lse_BHT, q, k, v, scale, causal, gpu_of(q_BTHD), bounds)
     else:

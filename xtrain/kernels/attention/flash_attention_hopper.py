@@ -44,6 +44,7 @@ from ..primitives.tensor_cores import exp2, fmax, log2, warp_id
 from ..primitives.tensor_maps import tensor_maps, tensors_of, tile_counter
 from ..runtime.compiler import cuda, float32, int32, int64, uint32
 from ..runtime.cost import declare_cost
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.launch import can_overlap, launch
 from .flash_attention_hopper_parts import (
     LN2,
@@ -65,7 +66,7 @@ from .flash_attention_hopper_parts import (
     split,
 )
 from .flash_attention_hopper_sequences import INVALID, VALID, make_sequences
-from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles
+from .flash_attention_hopper_table import TABLE, HopperPlan, HopperTiles, exact_plan
 from .key_bounds import UNBOUNDED, KeyBounds
 
 WIDTHS = (64, 128)  # of heads. 32 would need panels of 64 bytes and their swizzle
@@ -424,7 +425,12 @@ class Work:
 
 
 def choose(kind: str, D: int, T: int, causal: bool) -> HopperPlan:
-    """Return the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv" """
+    """Return the tuned plan for heads of width D and T queries. kind: "fwd", "dq" or "dkdv".
+
+    In batch-invariant mode the causal forward has tiles of a fixed number of keys.
+    """
+    if kind == "fwd" and causal and is_batch_invariant():
+        return exact_plan(D, T)
     rows = TABLE[kind, D, causal].items()
     return next(plan for longest, plan in rows if longest is None or longest >= T)
 

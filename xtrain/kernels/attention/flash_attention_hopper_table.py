@@ -97,3 +97,19 @@ TABLE: dict[tuple[str, int, bool], dict[int | None, HopperPlan]] = {
         None: HopperPlan(HopperTiles(step=64, warpgroups=2, stages=2, blocks=1, own=2), planes=0),
     },
 }
+
+
+# In batch-invariant mode the tiles have the same number of keys for all T, because it decides the
+# bits: training, prefill and decoding (exact_decode_attention.py) add in the same order.
+EXACT_STEP = {64: 64, 128: 128}  # by D
+
+
+def exact_plan(D: int, T: int) -> HopperPlan:
+    """Return the plan of the causal forward in batch-invariant mode, with tiles of EXACT_STEP[D]
+    keys: the tuned one for T queries if its tiles have as many, else the nearest that has."""
+    rows = TABLE["fwd", D, True].items()
+    fitting = [(longest, plan) for longest, plan in rows if plan.tiles.step == EXACT_STEP[D]]
+    for longest, plan in fitting:
+        if longest is None or longest >= T:
+            return plan
+    return fitting[-1][1]

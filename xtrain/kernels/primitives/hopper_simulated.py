@@ -16,6 +16,7 @@ from ...simulator.engines import BASE
 from ...simulator.errors import RaceError, where
 from ...simulator.memory import _Bytes
 from ...simulator.scalars import Int32, UInt32
+from .tensor_cores import add_products
 
 # Swizzle mode of a descriptor -> bytes of a row that it permutes.
 WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}
@@ -425,7 +426,7 @@ def product(n, a_steps, b_steps, b_rows, accumulate):
                 _accumulator_values(t, x[0], n, site) for t, x in zip(threads, args)
             ]
         for left_slice, step in zip(left, b_steps):
-            total += left_slice @ right.slice(step).T
+            total = add_products(total, left_slice, right.slice(step).T)
         if a_steps is not None and not b_rows and operand.end_column() != right.end_column():
             ends = f"{operand.end_column()} and {right.end_column()}"
             text = f"the operands end at different columns of their tiles: {ends}"

@@ -193,6 +193,14 @@ def _set_fragment(thread, registers, values, site):
         thread.store(registers, _register_index(registers, j), value, site)
 
 
+def add_products(C, A, B):
+    """Return C + A B in float32, rounded once, as a tensor core adds the terms of one instruction.
+
+    So the bits do not depend on the shape of A and B.
+    """
+    return (C + A.astype(np.float64) @ B.astype(np.float64)).astype(np.float32)
+
+
 @simulates(mma_bf16, collective=True)
 def _mma_bf16(threads, sites, args):
     A, B, C = (np.zeros(shape, np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
@@ -206,7 +214,7 @@ def _mma_bf16(threads, sites, args):
         for j in range(2):
             B[2 * t + 8 * j : 2 * t + 8 * j + 2, g] = b[2 * j : 2 * j + 2]
         C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2] = _fragment(thread, c, 4, site)
-    C += A @ B
+    C = add_products(C, A, B)
     for thread, site, (c, _, _), (g, t) in zip(threads, sites, args, lane_positions):
         _set_fragment(thread, c, C[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2], site)
     return [None] * len(threads)
