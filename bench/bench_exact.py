@@ -78,7 +78,10 @@ def clean():
 
 
 def note(what, size, shape, exact, fast, **more):
-    print(f"{what} {size} {shape}: exact {exact:.3f}, fast {fast:.3f} ms, {exact / fast:.3f}", flush=True)
+    print(
+        f"{what} {size} {shape}: exact {exact:.3f}, fast {fast:.3f} ms, {exact / fast:.3f}",
+        flush=True,
+    )
     record(
         "bench_exact",
         f"{what} {NAMES.get(size, size)}",
@@ -190,7 +193,13 @@ def bench_requests(size):
         seconds.append(elapsed * 1e3)
         del engine
         clean()
-    note("256 requests", size, "100 to 1024 tokens", *seconds, tokens_s=sum(answers) / seconds[0] * 1e3)
+    note(
+        "256 requests",
+        size,
+        "100 to 1024 tokens",
+        *seconds,
+        tokens_s=sum(answers) / seconds[0] * 1e3,
+    )
 
 
 def main():

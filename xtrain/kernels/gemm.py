@@ -370,7 +370,9 @@ def has_row_bits(
     pool = cupy().get_default_memory_pool()  # not that of a graph, which would keep the memory
     try:
         with cupy().cuda.using_allocator(pool.malloc):
-            random = lambda n, like: cast_fwd(to_device(row_bits.test_matrix(n, I), "gpu"), like.dtype)
+            random = lambda n, like: cast_fwd(
+                to_device(row_bits.test_matrix(n, I), "gpu"), like.dtype
+            )
             x = _with_lead(random(max(rows), x_NI), _lead(x_NI))
             w = _with_lead(random(O, w_OI), _lead(w_OI))
 

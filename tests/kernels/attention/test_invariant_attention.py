@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from xtrain.kernels.attention import context_attention as serving
 from xtrain.kernels.attention import flash_attention as training
+from xtrain.kernels.attention import flash_attention_hopper as hopper
 from xtrain.kernels.attention.flash_attention import flash_attention_bwd, flash_attention_fwd
 from xtrain.kernels.runtime.invariance import batch_invariant
 
@@ -138,19 +139,20 @@ def test_a_reference_whose_sums_depend_on_the_length_is_found(monkeypatch):
         check([sequence(60, 2, 1, 16, np.float32)], [[0, 41, 60]], np.array)
 
 
-KERNEL_BUGS = [  # module, what, old, new, D, dtype
-    (serving, "make_fp32_kernel", "acc[i, w] * factor", "acc[i, w] / row_sum(total[i])", 16, np.float32),
-    (training, "_launch_bf16", "T = INVARIANT_T if", "T = q_shape[1] if", 128, BF16),
-    (serving, "context_attention", "D, INVARIANT_T, True", "D, longest, True", 128, BF16),
-    (training, "flash_attention_fwd", "and not is_batch_invariant()", "", 64, BF16),  # wgmma
+KERNEL_BUGS = [  # module, what, old, new, D, dtype, wgmma
+    (serving, "make_fp32_kernel", "acc[i, w] * factor", "acc[i, w] / row_sum(total[i])", 16, np.float32, True),
+    (training, "_launch_bf16", "T = INVARIANT_T if", "T = q_shape[1] if", 128, BF16, False),
+    (serving, "context_attention", "D, INVARIANT_T, True", "D, longest, True", 128, BF16, False),
+    (hopper, "choose", "and is_batch_invariant()", "and False", 128, BF16, True),
 ]  # fmt: skip
 
 
 @functools.cache
-def same_bits(D, dtype):
+def same_bits(D, dtype, wgmma):
     """-> a sequence, and the o that training and serving compute for it"""
-    given_ = [sequence(40, 1, 1, D, dtype)]
-    o, served_o = trained(given_, to_kernel)[0], served(given_, [[0, 40]], to_kernel)[0]
+    T = 70 if wgmma and D > 16 else 40
+    given_ = [sequence(T, 1, 1, D, dtype)]
+    o, served_o = trained(given_, to_kernel)[0], served(given_, [[0, T]], to_kernel)[0]
     assert np.array_equal(o, served_o) and not np.isnan(o.astype(np.float32)).any()
     return given_, o
 
@@ -158,17 +160,18 @@ def same_bits(D, dtype):
 @pytest.mark.long
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
 @pytest.mark.parametrize(
-    "module, name, old, new, D, dtype", KERNEL_BUGS, ids=[x[1] for x in KERNEL_BUGS]
+    "module, name, old, new, D, dtype, wgmma", KERNEL_BUGS, ids=[x[1] for x in KERNEL_BUGS]
 )
 def test_a_kernel_that_adds_in_another_order_is_found(
-    monkeypatch, module, name, old, new, D, dtype
+    monkeypatch, module, name, old, new, D, dtype, wgmma
 ):
-    given_, want = same_bits(D, dtype)
+    monkeypatch.setattr(training, "HOPPER", wgmma)
+    given_, want = same_bits(D, dtype, wgmma)
     monkeypatch.setattr(
         module, name, with_bug(getattr(module, name), old, new, dict(vars(module)))[name]
     )
-    if module is training:
-        o = trained(given_, to_kernel)[0]
+    if module is serving:
+        o = served(given_, [[0, len(want)]], to_kernel)[0]
     else:
-        o = served(given_, [[0, 40]], to_kernel)[0]
+        o = trained(given_, to_kernel)[0]
     assert not np.array_equal(o, want)

@@ -28,15 +28,15 @@ How the keys are split depends only on the row's length, which is read on the de
 graph serves all lengths, and a row's bits depend neither on the other rows nor on where its keys
 are, nor on S. A launch of few rows uses more warps per block and shorter splits than one of many
 (choose), which changes the order of additions. In batch-invariant mode exact_decode_attention.py
-adds in the order of training instead, where it fits (fits_exactly). The host knows only the largest possible number of splits, and
-starting a block that has nothing to do costs a microsecond. So there are as many blocks as the GPU
-runs at a time. Each counts the splits of all rows (count_items), and takes items i, i + grid, ...:
-one split of one key head. For every item a block computes its queries from qkv, which costs less
-than another kernel. The block of the last keys appends the new key and value, then reads them back
-from the cache like all others. Keys and values of earlier tokens were written long before: while
-the GEMM that produces qkv still runs, a block prefetches the first ones. Finding them takes two
-dependent reads, the length and an entry of the table, so the blocks prefetch all tables before they
-know the lengths.
+adds in the order of training instead, where it fits (fits_exactly). The host knows only the largest
+possible number of splits, and starting a block that has nothing to do costs a microsecond. So there
+are as many blocks as the GPU runs at a time. Each counts the splits of all rows (count_items), and
+takes items i, i + grid, ...: one split of one key head. For every item a block computes its queries
+from qkv, which costs less than another kernel. The block of the last keys appends the new key and
+value, then reads them back from the cache like all others. Keys and values of earlier tokens were
+written long before: while the GEMM that produces qkv still runs, a block prefetches the first ones.
+Finding them takes two dependent reads, the length and an entry of the table, so the blocks prefetch
+all tables before they know the lengths.
 
     bf16        tensor cores, compute capability 8.0 and up; also for a cache of codes (kv_codes.py)
     float32     without them                                  both in decode_attention_loops.py

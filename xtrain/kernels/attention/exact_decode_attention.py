@@ -302,7 +302,9 @@ def make_tile_sums(D, GROUP):
                 if mine > item.t or mine < item.lo:
                     s[0, n, i] = NEG_INF
         for r in range(HALVES):
-            x = fmax(fmax(s[0, 0, 2 * r], s[0, 0, 2 * r + 1]), fmax(s[0, 1, 2 * r], s[0, 1, 2 * r + 1]))
+            x = fmax(
+                fmax(s[0, 0, 2 * r], s[0, 0, 2 * r + 1]), fmax(s[0, 1, 2 * r], s[0, 1, 2 * r + 1])
+            )
             x = fmax(x, cuda.shfl_xor_sync(FULL, x, 1))
             x = fmax(x, cuda.shfl_xor_sync(FULL, x, 2))
             if lane & 3 == 0:

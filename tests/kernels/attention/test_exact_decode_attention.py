@@ -1,0 +1,170 @@
+"""exact_decode_attention.py: a decoding step has, bit for bit, the row of training's forward in batch-invariant mode."""
+
+import functools
+
+import every_signature
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import GPU, rng, to_host, to_kernel, with_bug
+from offline import CARDS_BF16, compiled, nvvm, signatures
+
+from xtrain.kernels.attention import decode_attention as decode
+from xtrain.kernels.attention import exact_decode_attention as file
+from xtrain.kernels.attention.decode_attention import decode_attention, fits_exactly
+from xtrain.kernels.attention.flash_attention import flash_attention_fwd
+from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds
+from xtrain.kernels.qk_norm_rope import qk_norm_rope_fwd
+from xtrain.kernels.rope import rope_tables
+from xtrain.kernels.runtime.invariance import batch_invariant
+from xtrain.simulator import sim
+
+__all__ = ["nvvm"]
+BF16 = ml_dtypes.bfloat16
+EPS = 1e-6
+WGMMA = not GPU or fits_exactly(to_kernel(np.zeros((1, 192), BF16)), 64)
+pytestmark = pytest.mark.skipif(not WGMMA, reason="for GPUs where training uses wgmma")  # 9.0
+
+
+def trained(D, H, G, T, norm, window, seed=0):
+    """-> qkv (T, P), norm weights, tables of angles, and training's k, v (T, G, D), o (T, H D)."""
+    random = rng(seed, D, H, T)
+    qkv = random.standard_normal((T, (H + 2 * G) * D)).astype(BF16)
+    weights = (
+        [np.float32(1 + 0.3 * random.standard_normal(D)) for _ in "qk"] if norm else [None] * 2
+    )
+    angles = [np.float32(x) for x in rope_tables(D, T, 1e4, None, T, T)]
+    put = lambda x: None if x is None else to_kernel(x)
+    q, k, v, _ = qk_norm_rope_fwd(*map(put, (qkv, *weights, *angles)), H, G, T, EPS)
+    bounds = KeyBounds(window) if window else UNBOUNDED
+    q, k4, v4 = (x.reshape(1, T, -1, D) for x in (q, k, v))
+    with batch_invariant():
+        o, _ = flash_attention_fwd(q, k4, v4, D**-0.5, True, bounds)
+    return qkv, weights, angles, to_host(k), to_host(v).reshape(T, G, D), to_host(o).reshape(T, -1)
+
+
+def decoded(case, positions, S, window=0, idle=False):
+    """-> o (B, H D), caches: one row per position of the trained sequence, whose earlier tokens are in the cache."""
+    qkv, weights, angles, k, v, _ = case
+    T, G, D = k.shape
+    M = -(-T // S)
+    B = len(positions) + idle
+    tables = rng(1).permutation(B * M + 1)[: B * M].astype(np.int32).reshape(B, M)
+    caches = [np.full((B * M + 1, G, S, D), np.nan, BF16) for _ in "kv"]
+    for b, t in enumerate(positions):
+        p = np.arange(t)
+        for cache, x in zip(caches, (k, v)):
+            cache[tables[b, p // S], :, p % S] = x[:t]
+    rows = np.concatenate([qkv[positions], qkv[:1]]) if idle else qkv[positions]
+    lengths = np.array([*positions, *[-1] * idle], np.int32)
+    pad = [np.concatenate([x, np.zeros((M * S - T, D // 2), np.float32)]) for x in angles]
+    arrays = [
+        None if x is None else to_kernel(x)
+        for x in (rows, *caches, lengths, tables, *pad, *weights)
+    ]
+    with batch_invariant():
+        o = decode_attention(*arrays, EPS, D**-0.5, False, window)
+    return to_host(o), [to_host(x) for x in arrays[1:3]], tables
+
+
+CASES = [  # D, H, G, T, QK-norm, positions, S, window
+    (64, 2, 1, 5, False, [0, 4], 16, 0),
+    (64, 2, 1, 70, True, [63, 64, 69], 16, 0),
+    (64, 3, 1, 130, True, [129], 32, 40),
+    (64, 18, 1, 20, True, [19], 64, 0),  # more heads than an item has
+    (64, 9, 1, 40, False, [39], 16, 0),  # more than half of a tile of heads
+    (128, 2, 1, 130, True, [129], 16, 0),
+]
+LARGE = [
+    (D, H, G, T, norm, [0, 1, T // 3, T - 2, T - 1], S, window)
+    for D, H, G in ((64, 32, 8), (128, 16, 8), (128, 8, 8), (128, 40, 2))
+    for T, norm, S, window in ((2000, True, 64, 0), (700, False, 16, 300), (4096, True, 128, 0))
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES + (LARGE if GPU else []), ids=str)
+def test_a_decoding_step_has_the_bits_of_training(case):
+    D, H, G, T, norm, positions, S, window = case
+    given = trained(D, H, G, T, norm, window)
+    o, (k_cache, v_cache), tables = decoded(given, positions, S, window, idle=True)
+    for b, t in enumerate(positions):
+        assert np.array_equal(o[b], given[-1][t]), t
+        for cache, x in ((k_cache, given[3]), (v_cache, given[4])):
+            assert np.array_equal(cache[tables[b, t // S], :, t % S], x[t])
+    assert (o[-1] == 0).all()  # the idle row
+
+
+def test_a_block_that_does_not_exist_gives_nan(monkeypatch):
+    given = trained(64, 2, 1, 40, False, 0)
+    qkv, _, angles, k, _, _ = given
+    tables = np.array([[0, 9, 2], [3, 4, -1], [6, 7, 9]], np.int32)  # of 9 blocks
+    caches = [np.zeros((9, 1, 16, 64), BF16) for _ in "kv"]
+    lengths = np.array([39, 39, 20], np.int32)
+    pad = [np.concatenate([x, np.zeros((8, 32), np.float32)]) for x in angles]
+    arrays = [to_kernel(x) for x in (qkv[:3], *caches, lengths, tables, *pad)]
+    with batch_invariant():
+        o = to_host(decode_attention(*arrays, None, None, EPS, 0.1)).astype(np.float32)
+    assert np.isnan(o[:2]).all() and not np.isnan(o[2]).any()
+
+
+@functools.cache
+def small_case():
+    return trained(64, 2, 1, 66, False, 0)
+
+
+BUGS = [  # of make_tile_sums: old, new
+    ("(even + odd)", "even"),
+    ("acc[n, i] *= shrink[i // 2]", "acc[n, i] *= float32(1.0)"),
+    ("mine > item.t or", "mine > item.t + 1 or"),
+    ("for i in range(WARPS):", "for i in range(1):"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
+@pytest.mark.parametrize("old, new", BUGS, ids=[x[0] for x in BUGS])
+def test_another_order_is_found(monkeypatch, old, new):
+    given = small_case()
+    position = 62 if "mine" in old else 65
+    assert np.array_equal(decoded(given, [position], 16)[0][0], given[-1][position])
+    scope = with_bug(file.make_tile_sums, old, new, dict(vars(file)))
+    monkeypatch.setattr(file, "make_tile_sums", scope["make_tile_sums"])
+    file.make_exact_kernel.cache_clear()
+    try:
+        o = decoded(given, [position], 16)[0][0]
+    finally:
+        file.make_exact_kernel.cache_clear()
+    assert not np.array_equal(o, given[-1][position])
+
+
+def launch_all():
+    """Launch the kernel for the kinds of model that use it."""
+    for D, group, norm, S, window in (
+        (128, 2, True, 64, 0),
+        (64, 12, False, 16, 33),
+        (128, 32, True, 128, 0),
+    ):
+        new = lambda *shape: sim(np.zeros(shape, BF16))
+        floats = lambda *shape: sim(np.zeros(shape, np.float32))
+        ints = lambda *shape: sim(np.zeros(shape, np.int32))
+        weights = (floats(D), floats(D)) if norm else (None, None)  # noqa: B023
+        cache = new(3, 1, S, D), new(3, 1, S, D)
+        angles = floats(2 * S, D // 2), floats(2 * S, D // 2)
+        with batch_invariant():
+            decode_attention(
+                new(2, (group + 2) * D), *cache, ints(2), ints(2, 2), *angles, *weights, EPS, 0.1, True, window
+            )  # fmt: skip
+
+
+def test_it_compiles(nvvm, monkeypatch):
+    found = signatures(monkeypatch, launch_all)
+    assert len(found) == 3
+    for kernel, signature in found:
+        compiled(monkeypatch, kernel, signature, CARDS_BF16[-2:])
+
+
+def test_it_is_in_the_list_of_signatures():
+    names = {kernel.py_func.__name__ for kernel, _ in every_signature.launched(launch_all)}
+    assert names == {"exact_decode_attention_kernel"}
+    assert decode.exact_decode_attention is file.exact_decode_attention
