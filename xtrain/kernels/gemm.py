@@ -317,17 +317,25 @@ def _part_of_product(product, y_RO, x_RI, w_OI, R, accumulate):
 def product_key(kind: str, y_NO: Array, x_NI: Array, w_OI: Array, *options) -> tuple:
     """Return the key of a product for row_bits.py: what decides how cuBLAS computes it, but for
     the number of rows."""
-    device = cupy().cuda.Device()
     O, I = w_OI.shape  # noqa: E741
-    name = cupy().cuda.runtime.getDeviceProperties(device.id)["name"].decode()
     dtypes = [dtype_name(x.dtype) for x in (y_NO, x_NI, w_OI)]
     leads = [_lead(y_NO) - O, _lead(x_NI) - I, _lead(w_OI) - I]
-    return (kind, O, I, *dtypes, *leads, *options, name, device.compute_capability)
+    return (kind, O, I, *dtypes, *leads, *options, _gpu_name(cupy().cuda.runtime.getDevice()))
+
+
+@functools.cache
+def _gpu_name(device: int) -> str:
+    return str(cupy().cuda.runtime.getDeviceProperties(device)["name"].decode())
 
 
 def product_versions() -> tuple:
     """Return the versions of cuBLAS and the driver."""
-    context = _handle(cupy().cuda.runtime.getDevice())
+    return _versions_on(cupy().cuda.runtime.getDevice())
+
+
+@functools.cache
+def _versions_on(device: int) -> tuple:
+    context = _handle(device)
     return context.module.get_version(context.handle), cupy().cuda.runtime.driverGetVersion()
 
 

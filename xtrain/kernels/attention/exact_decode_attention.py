@@ -116,16 +116,16 @@ def shared_bytes(D: int) -> int:
 
 @functools.cache
 def make_tiles(D, S, WINDOW):
-    """Return item_of, copy_tile: which keys a block needs, and how they come.
+    """Return item_of, look_up, copy_tile, exist: which keys a block needs, and how they come.
 
     item_of(number, batch, chunks) -> Item
+    look_up(entries, pages, n0, item)
+        entries[i] = that of the table for keys n0 + 16 i, ...; 0 where none is needed
     copy_tile(smem, stage, k, v, entries, pages, n0, item)
         start to copy keys and values n0 .. n0 + BN - 1 into a stage; zeros for the new token's and
         those before the first key. entries: of look_up
-    look_up(entries, pages, n0, item)
-        entries[i] = that of the table for keys n0 + 16 i, ...; 0 where none is needed
-    valid(pages, item)
-        whether all blocks of the item's keys exist
+    exist(entries, pages)
+        whether all these blocks exist
     """
     BN = EXACT_STEP[D]
     THREADS = 2 * BN
@@ -172,16 +172,13 @@ def make_tiles(D, S, WINDOW):
             copy16_async(smem, to + BN * D, v, source, inside)
 
     @device
-    def valid(pages, item):
+    def exist(entries, pages):
         worst = uint32(0)
-        lane = int32(cuda.threadIdx.x & 31)
-        first = int32(uint32(item.lo) // uint32(S))
-        for i in range(first + lane, int32(uint32(item.t) // uint32(S)) + 1, 32):
-            entry = uint32(pages.tables[uint32(pages.first) + uint32(i)])
-            worst = max(entry, worst)
-        return cuda.any_sync(FULL, worst >= pages.blocks) == 0
+        for i in range(PASSES):
+            worst = max(entries[i], worst)
+        return worst < pages.blocks
 
-    return item_of, look_up, copy_tile, valid
+    return item_of, look_up, copy_tile, exist
 
 
 @functools.cache
@@ -214,7 +211,7 @@ def make_new_heads(D, GROUP, NORMALISE):
         tid = int32(cuda.threadIdx.x)
         cos = cuda.local.array(CHUNK, float32)
         sin = cuda.local.array(CHUNK, float32)
-        w = cuda.local.array(CHUNK, float32)
+        w_2E = cuda.local.array((2, CHUNK), float32)
         x_2E = cuda.local.array((2, CHUNK), float32)
         x_2W = cuda.local.array((2, 4), uint32)
         value = cuda.local.array(4, uint32)
@@ -233,6 +230,13 @@ def make_new_heads(D, GROUP, NORMALISE):
             load_words8(value, inputs.qkv, at)
         load(cos, inputs.cos, int64(item.t) * R + r)
         load(sin, inputs.sin, int64(item.t) * R + r)
+        if NORMALISE:
+            for i in range(2):
+                if live:
+                    load(w_2E[i], inputs.q_w, r + i * R)
+                else:
+                    load(w_2E[i], inputs.k_w, r + i * R)
+        cuda.syncwarp()  # no instruction: all loads are in flight before the first is used
         unpack(x_2E, x_2W, inputs.qkv)
         if NORMALISE:
             acc = float32(0.0)
@@ -241,12 +245,8 @@ def make_new_heads(D, GROUP, NORMALISE):
                     acc += x_2E[i, j] * x_2E[i, j]
             scale = rsqrtf(total(acc) * float32(INVERSE) + inputs.eps)
             for i in range(2):
-                if live:
-                    load(w, inputs.q_w, r + i * R)
-                else:
-                    load(w, inputs.k_w, r + i * R)
                 for j in range(CHUNK):
-                    x_2E[i, j] *= scale * w[j]
+                    x_2E[i, j] *= scale * w_2E[i, j]
         rotate(x_2E, cos, sin)
         pack(x_2W, x_2E, inputs.qkv)
         if live:
@@ -383,7 +383,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
     MAXIMA = WARPS * MOST_HEADS
     WEIGHTS = MOST_HEADS * (BN + PAD)
     PADDING = MOST_HEADS * (D + BN)
-    item_of, look_up, copy_tile, valid = make_tiles(D, S, WINDOW)
+    item_of, look_up, copy_tile, exist = make_tiles(D, S, WINDOW)
     new_heads = make_new_heads(D, GROUP, normalise)
     scores, weights, add_values, add_weights = make_tile_sums(D, GROUP)
     load_rows, _, _ = make_scores(D, 1, 2)
@@ -433,6 +433,8 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
         p_s = cuda.shared.array(WEIGHTS, float32)
         maxima = cuda.shared.array(MAXIMA, float32)
         factors = cuda.shared.array(MOST_HEADS, float32)
+        exists_s = cuda.shared.array(STAGES, int32)  # whether the blocks of a tile exist
+        own_s = cuda.shared.array(STAGES, uint32)  # the block of the new token
         fq = cuda.local.array((KS, 1, 4), uint32)
         s = cuda.local.array((1, 2, 4), float32)
         acc = cuda.local.array((2, 4), float32)
@@ -474,6 +476,12 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                 cuda.syncthreads()  # the tile has arrived, and the one before has been read
             if coming < end:
                 stage = int32(turn + STAGES - 1) % STAGES
+                if tid == 0:
+                    exists_s[stage] = int32(exist(entries, coming_pages))
+                    if coming_n0 + BN > coming_item.t:
+                        for i in range(PASSES):
+                            if 16 * i <= coming_item.t - coming_n0:
+                                own_s[stage] = entries[i]
                 copy_tile(smem, stage, k, v, entries, coming_pages, coming_n0, coming_item)
                 coming_n0 = int32(coming_n0 - BN)
                 if coming_n0 + BN <= coming_item.lo or coming_n0 < 0:
@@ -492,8 +500,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
             if overlap and ready and turn == 1:
                 wait_for_previous()  # it produces qkv
             if begins:
-                exists = valid(pages, item)
-                own = uint32(tables[uint32(pages.first) + uint32(item.t) // uint32(S)])
+                own = own_s[stage]
                 to = start_of(own, item.t, pages)
                 written = own < uint32(R) and item.h0 == 0
                 new_heads(smem, stage, k, v, inputs, item, batch.G, item.t - n0, to, written)
@@ -504,8 +511,10 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                     top[r] = LOWEST
                     shrink[r] = float32(0.0)
                 total = float32(0.0)
+                exists = True
                 cuda.syncthreads()  # the queries, the new key and value
                 load_rows(fq, smem, Q)
+            exists = exists and exists_s[stage] != 0
             scores(s, maxima, smem, stage, fq, n0, item)
             cuda.syncthreads()  # the maxima of all warps
             weights(s, maxima, p_s, smem, top, shrink, factor)
