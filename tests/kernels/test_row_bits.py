@@ -55,7 +55,6 @@ def test_an_answer_is_kept_for_its_key_and_versions(cache, monkeypatch):
     assert not ask(("whole", 9, 16), (130,), False)
     assert ask(("whole", 8, 16), (130,), False)  # from memory
     monkeypatch.setattr(row_bits, "_answers", {})
-    assert row_bits.recall(("whole", 8, 16), (130,)) is None
     assert ask(("whole", 8, 16), (130,), False)  # from the file
     assert not ask(("whole", 9, 16), (130,), True)
     assert len(asked) == 2

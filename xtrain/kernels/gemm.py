@@ -345,14 +345,20 @@ def whole_has_row_bits(y_NO: Array, x_NI: Array, w_OI: Array, accumulate: bool) 
     The answer is False while a CUDA graph is captured, unless it is known: a check would be
     captured. The division has the same bits in any case.
     """
-    question = product_key("whole", y_NO, x_NI, w_OI, accumulate), product_versions()
-    answer = row_bits.recall(*question)
-    if answer is not None:
-        return answer
-    if is_capturing():
-        return False
-    compute = lambda y, x, w: matmul(y, x, w, trans_b=True, accumulate=accumulate)
-    return row_bits.known(*question, functools.partial(has_row_bits, compute, y_NO, x_NI, w_OI))
+    arrays = (y_NO, x_NI, w_OI)
+    shape = w_OI.shape, accumulate, cupy().cuda.runtime.getDevice()
+    quick = (*shape, *((x.dtype, x.strides[0]) for x in arrays))  # a key that costs little time
+    if quick not in _whole_answers:
+        if is_capturing():
+            return False
+        compute = lambda y, x, w: matmul(y, x, w, trans_b=True, accumulate=accumulate)
+        check = functools.partial(has_row_bits, compute, *arrays)
+        key = product_key("whole", *arrays, accumulate)
+        _whole_answers[quick] = row_bits.known(key, product_versions(), check)
+    return _whole_answers[quick]
+
+
+_whole_answers: dict[tuple, bool] = {}
 
 
 def is_capturing() -> bool:

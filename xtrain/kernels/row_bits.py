@@ -70,11 +70,6 @@ def known(key: tuple, versions: tuple, check: Callable[[], bool]) -> bool:
         return _answers[full_key]
 
 
-def recall(key: tuple, versions: tuple) -> bool | None:
-    """Return the answer if it is in memory, without a check."""
-    return _answers.get((*key, *versions))
-
-
 def failed() -> Iterator[str]:
     """Yield the products in the cache that depend on the number of rows, as text."""
     for path in sorted(_folder().glob("*.json")):

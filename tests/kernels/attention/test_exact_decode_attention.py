@@ -1,6 +1,7 @@
 """exact_decode_attention.py: a decoding step has, bit for bit, the row of training's forward in batch-invariant mode."""
 
 import functools
+import re
 
 import every_signature
 import ml_dtypes
@@ -161,7 +162,9 @@ def test_it_compiles(nvvm, monkeypatch):
     found = signatures(monkeypatch, launch_all)
     assert len(found) == 3
     for kernel, signature in found:
-        compiled(monkeypatch, kernel, signature, CARDS_BF16[-2:])
+        for ptx in compiled(monkeypatch, kernel, signature, CARDS_BF16[-2:]).values():
+            sizes = re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", ptx)
+            assert len(sizes) == 5 and all(int(n) % 256 == 0 for n in sizes)
 
 
 def test_it_is_in_the_list_of_signatures():

@@ -74,6 +74,9 @@ AHEAD = STAGES - 2  # tiles that may be in flight when one is computed
 BLOCKS = {64: 3, 128: 1}  # per multiprocessor, by D: as many as shared memory holds
 MOST_HEADS = 16  # query heads of an item: the rows of a tensor-core tile
 PAD = 8  # floats between the rows of P in float32
+# Words of a small array. The dynamic shared memory begins behind the static arrays, and ldmatrix's
+# tiles need a multiple of 256 bytes (tiles.py): so every static array is one.
+ROUNDED = 64
 
 
 class Batch(NamedTuple):
@@ -432,9 +435,9 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
         smem = cuda.shared.array(0, uint16)
         p_s = cuda.shared.array(WEIGHTS, float32)
         maxima = cuda.shared.array(MAXIMA, float32)
-        factors = cuda.shared.array(MOST_HEADS, float32)
-        exists_s = cuda.shared.array(STAGES, int32)  # whether the blocks of a tile exist
-        own_s = cuda.shared.array(STAGES, uint32)  # the block of the new token
+        factors = cuda.shared.array(ROUNDED, float32)
+        exists_s = cuda.shared.array(ROUNDED, int32)  # whether the blocks of a tile exist
+        own_s = cuda.shared.array(ROUNDED, uint32)  # the block of the new token
         fq = cuda.local.array((KS, 1, 4), uint32)
         s = cuda.local.array((1, 2, 4), float32)
         acc = cuda.local.array((2, 4), float32)
