@@ -43,6 +43,7 @@ from ..kernels import rmsnorm as _rmsnorm
 from ..kernels import swiglu as _swiglu
 from ..kernels.cast import BFLOAT16
 from ..kernels.decoding import gemv as _gemv
+from ..kernels.decoding import gemv_chain as _gemv_chain
 from ..kernels.runtime.invariance import invariance, is_batch_invariant
 from .autograd import Function
 from .fp8 import Fp8AddNormLinear, Fp8Linear, Fp8MLP, fp8_layer
@@ -54,6 +55,7 @@ from .functions import (
     RMSNorm,
     SwiGLU,
     bias_gradient,
+    few_exact_rows,
     few_rows,
     product,
 )
@@ -368,6 +370,11 @@ class AddNormLinear(Function):
         if few_rows(x_NC, v_OC, fused=True):
             ready = ctx.parameters[2] and ctx.parameters[3]
             return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O)
+        if x_NC.dtype == np.float32 and few_exact_rows(x_NC, v_OC, swiglu=swiglu):
+            ready = ctx.parameters[2] and ctx.parameters[3]
+            return _gemv_chain.chain_add_norm_gemv(
+                x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O
+            )
         if delta_NC is None:
             h_NC = x_NC
             n_NC, rstd_N = _rmsnorm.rmsnorm_fwd(h_NC, w_C, eps, v_OC.dtype)

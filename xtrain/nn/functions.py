@@ -7,7 +7,7 @@ deferred.py.
 
 import numpy as np
 
-from ..device import Array
+from ..device import Array, is_gpu
 from ..kernels import bias as _bias
 from ..kernels import cast as _cast
 from ..kernels import cross_entropy as _cross_entropy
@@ -25,6 +25,7 @@ from ..kernels.attention import flash_attention as _flash_attention
 from ..kernels.attention import gemm_attention as _attention
 from ..kernels.attention.key_bounds import UNBOUNDED
 from ..kernels.decoding import gemv as _gemv
+from ..kernels.decoding import gemv_chain as _gemv_chain
 from ..kernels.decoding import logprobs as _logprobs
 from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized
@@ -64,6 +65,18 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
     return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
 
 
+def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, dtype=None, swiglu=False) -> bool:
+    """Return True if kernels/decoding/gemv_chain.py computes the product.
+
+    It does in inference in batch-invariant mode, for few rows.
+
+    dtype: of the product; swiglu: follows it.
+    """
+    if not (is_gpu(x_NK) and is_batch_invariant() and is_inference()):
+        return False
+    return _gemv_chain.chain_is_exact(x_NK, w_OK, dtype, swiglu)
+
+
 def product(
     ctx: Context, i: int, x_NI: Array, w_OI: Array | Quantized, dtype, b_O: Array | None
 ) -> Array:
@@ -73,6 +86,8 @@ def product(
     """
     if few_rows(x_NI, w_OI):
         return _gemv.gemv(x_NI, w_OI, dtype or x_NI.dtype, ctx.parameters[i], b_O)
+    if x_NI.dtype == w_OI.dtype and few_exact_rows(x_NI, w_OI, dtype):
+        return _gemv_chain.chain_gemv(x_NI, w_OI, dtype, ctx.parameters[i], b_O)
     return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
 
 

@@ -365,11 +365,11 @@ def cache_path(monkeypatch, tmp_path):
     kernel = SimpleNamespace(py_func=rmsnorm_fwd_naive_kernel.py_func, targetoptions={})
 
     def path():
-        _compile._sources.cache_clear()
+        _compile.sources_digest.cache_clear()
         return _compile._cache_path(kernel, ())
 
     yield path
-    _compile._sources.cache_clear()
+    _compile.sources_digest.cache_clear()
 
 
 def test_the_rooms_of_the_kernels():

@@ -40,13 +40,16 @@ import functools
 
 import numpy as np
 
-from ...device import Array
+from ...device import Array, cupy
+from .. import row_bits
+from ..gemm import has_row_bits, is_capturing, product_key, product_versions
 from ..primitives.flat import on_16_bytes
 from ..primitives.ptx import kernel, let_next_start, wait_for_previous
 from ..primitives.reduce import MAX_WARPS
 from ..primitives.rows import MAX_COLUMNS, row_plan
 from ..residual import residual_rmsnorm_ref
 from ..rmsnorm import rmsnorm_ref
+from ..runtime.compile import sources_digest
 from ..runtime.compiler import cuda, float32, int64, uint16
 from ..runtime.launch import (
     FLOATS,
@@ -88,6 +91,7 @@ RING = 72 << 10  # bytes; about 40 KB in flight keep the memory of an H200 busy
 MIN_STAGES = 4
 FEW_STAGES = 3  # if x leaves no more room
 MAX_K = MAX_WARPS * 32 * MAX_COLUMNS  # of row_plan
+CHECKED_ROWS = (1, 3, MAX_ROWS)  # of a check
 
 
 # ----------------------------------------------------------------------------- reference
@@ -212,6 +216,34 @@ def chain_fits(x_NK: Array, w_OK: Array, swiglu: bool = False) -> bool:
         return False
     F = w_OK.shape[0] // (2 if swiglu else 1)
     return choose(N, K, F, swiglu, shared_limit(x_NK)) is not None
+
+
+_answers: dict[tuple, bool] = {}
+
+
+def chain_is_exact(x_NK: Array, w_OK: Array, dtype=None, swiglu: bool = False) -> bool:
+    """Return True if the kernels support these arrays and have the bits of gemm.linear_fwd here.
+
+    The second is checked once for each shape and dtype (row_bits.py); while a CUDA graph is
+    captured, only a known answer counts. dtype: of y, by default w's.
+    """
+    if not chain_fits(x_NK, w_OK, swiglu):
+        return False
+    dtype = np.dtype(dtype or w_OK.dtype)
+    key = (w_OK.shape, dtype, cupy().cuda.runtime.getDevice())
+    if key not in _answers:
+        if is_capturing():
+            return False
+        x, y = empty(x_NK, (1, w_OK.shape[1]), w_OK.dtype), empty(x_NK, (1, w_OK.shape[0]), dtype)
+
+        def compute(y, x, w):
+            y[...] = chain_gemv(x, w, dtype)
+
+        check = functools.partial(has_row_bits, compute, y, x, w_OK, CHECKED_ROWS)
+        _answers[key] = row_bits.known(
+            product_key("chain", y, x, w_OK, sources_digest()), product_versions(), check
+        )
+    return _answers[key]
 
 
 def chain_gemv(

@@ -192,14 +192,14 @@ def _cache_path(kernel, signature) -> Path | None:
     # decides, when it compiles
     options = kernel.targetoptions.items()
     options = sorted(str(o) for o in options if o[0] != "chip" and not callable(o[1]))
-    kernel_parts = (_sources(), identity, signature, options)
+    kernel_parts = (sources_digest(), identity, signature, options)
     parts = (*kernel_parts, device.compute_capability, _versions())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return cache_folder() / "kernels" / f"{kernel.py_func.__name__}-{key[:32]}.cubin"
 
 
 @functools.cache
-def _sources() -> str:
+def sources_digest() -> str:
     """Return a digest of all kernel files, in which a kernel may use any device function."""
     digest = hashlib.sha256()
     for path in sorted(KERNELS_FOLDER.rglob("*.py")):
