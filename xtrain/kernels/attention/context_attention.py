@@ -63,13 +63,20 @@ from ..primitives.tiles import (
 )
 from ..runtime.compiler import cuda, float32, int32, int64, uint16, uint32
 from ..runtime.invariance import is_batch_invariant
-from ..runtime.launch import check, check_array, dtype_name, empty, launch, on_host
+from ..runtime.launch import (
+    check,
+    check_array,
+    dtype_name,
+    empty,
+    launch,
+    on_host,
+    shared_limit,
+)
 from . import flash_attention_fp32 as fp32
 from .flash_attention import (
     INVARIANT_T,
     choose,
     gpu_of,
-    shared_limit,
     tiled_attention_ref,
     use_hopper,
 )

@@ -59,6 +59,7 @@ from ..runtime.launch import (
     launch,
     multiprocessors,
     on_host,
+    shared_limit,
     wide,
 )
 from . import flash_attention_bf16 as bf16
@@ -410,13 +411,6 @@ def use_hopper(q_BTHD: Array) -> bool:
 def gpu_of(x: Array) -> Gpu:
     """The GPU that holds x."""
     return Gpu(multiprocessors(x), l2_bytes(x))
-
-
-def shared_limit(x: Array) -> int:
-    """Bytes of shared memory that a block may use on the GPU that holds x."""
-    if isinstance(x, SimArray):
-        return 227 * 1024
-    return gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
 
 
 def l2_bytes(x: Array) -> int:

@@ -119,6 +119,13 @@ def multiprocessors(x: Array) -> int:
     return gpu_attribute(x.device.id, "MultiProcessorCount")
 
 
+def shared_limit(x: Array) -> int:
+    """Return the bytes of shared memory that a block may use on the GPU that holds x."""
+    if isinstance(x, SimArray):
+        return 227 * 1024
+    return gpu_attribute(x.device.id, "MaxSharedMemoryPerBlockOptin")
+
+
 # ----------------------------------------------------------------------------- checks of the inputs
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
