@@ -20,7 +20,16 @@ from offline import (
 )
 
 from xtrain.kernels.attention import context_attention, decode_attention, flash_attention
-from xtrain.kernels.decoding import gemv, kv_cache, kv_codes, logprobs, padding, penalties, sampling
+from xtrain.kernels.decoding import (
+    gemv,
+    gemv_chain,
+    kv_cache,
+    kv_codes,
+    logprobs,
+    padding,
+    penalties,
+    sampling,
+)
 from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
 from xtrain.simulator import sim
 
@@ -53,6 +62,8 @@ def launch_engine(dtypes=(np.float32, BF16)):
             where = ends, i32(0), tables(1), 3
             context_attention.context_attention(full(3, 2, D), *caches, *where, 0.1)
         multiply(full, dtype)
+        if dtype == BF16:
+            multiply_chains(full)
         row = lambda kind: sim(np.ones(1, kind))
         floats, ints, longs = row(np.float32), row(np.int32), row(np.int64)
         parameters = ints, floats, ints, floats, longs, longs, ints
@@ -101,6 +112,19 @@ def multiply(full, dtype):
     for kind in CODES:
         multiply_codes(full, functools.partial(codes, kind, dtype), x, norm_w)
         quantize(full(2, 48), kind)
+
+
+def multiply_chains(full):
+    """The products of a layer in batch-invariant mode: each piece of w, and one of few registers."""
+    x, norm_w = sim(np.ones((1, 2048), np.float32)), sim(np.ones(2048, np.float32))
+    normed = functools.partial(gemv_chain.chain_add_norm_gemv, weights_ready=True)
+    normed(x, None, norm_w, full(2560, 2048), 1e-6)
+    normed(x, full(1, 2048), norm_w, full(128, 2048), 1e-6)
+    bias = sim(np.ones(4608, np.float32))
+    normed(x, full(1, 2048), norm_w, full(4608, 2048), 1e-6, True, b_O=bias)
+    gemv_chain.chain_gemv(full(1, 5632), full(64, 5632))
+    gemv_chain.chain_gemv(full(1, 576), full(8192, 576), np.float32, weights_ready=True)
+    gemv_chain.chain_gemv(full(8, 96), full(40, 96), weights_ready=True)
 
 
 def codes(kind, dtype, rows, K):

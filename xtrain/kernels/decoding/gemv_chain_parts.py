@@ -261,7 +261,7 @@ def make_copy_piece(K, M, config):
 def make_multiply(M, config):
     """Return load_step and multiply_half, for a warp with a chain.
 
-    load_step(fa (M, 4), fb (2,), smem, at, x, j)    the operands of 16 columns
+    load_step(fa, fb, smem, at, x, j)    the operands of 16 columns: fa[j M + m], fb[j]
     multiply_half(s, fa, fb, next_fa, next_fb, smem, at, x)
         add the product of half a piece to the chains, in the order of K, and load the operands of
         the next half meanwhile
@@ -273,17 +273,17 @@ def make_multiply(M, config):
     def load_step(fa, fb, smem, at, x, j):
         word = cuda.local.array(1, uint32)
         for m in range(M):
-            ldmatrix(fa[m], smem, at, 0, m * TILE * STRIDE + 16 * j)
+            ldmatrix(fa[j * M + m], smem, at, 0, m * TILE * STRIDE + 16 * j)
         for r in range(2):
             load_words2_shared(word, smem, x + (16 * j + 8 * r))
-            fb[r] = word[0]
+            fb[j, r] = word[0]
 
     @device
     def multiply_half(s, fa, fb, next_fa, next_fb, smem, at, x):
         for j in range(STEPS):
             for m in range(M):
-                mma_bf16(s[m], fa[j, m], fb[j])
-            load_step(next_fa[j], next_fb[j], smem, at, x, j)
+                mma_bf16(s[m], fa[j * M + m], fb[j])
+            load_step(next_fa, next_fb, smem, at, x, j)
 
     return load_step, multiply_half
 
@@ -351,6 +351,7 @@ def make_product(K, variant, config, X):
     STAGES = config.stages
     PIECE = piece_size(config, M)
     STEPS = COLUMNS // 32
+    OPERANDS = STEPS * M
     HALF = COLUMNS // 2
     RING = STAGES * PIECE
     # pieces that may be in flight when the first has arrived, and when the next has
@@ -375,9 +376,9 @@ def make_product(K, variant, config, X):
         multiplies = warp < CHAINS
         s = cuda.local.array((M, 4), float32)
         bias = cuda.local.array((M, 2), float32)
-        fa = cuda.local.array((STEPS, M, 4), uint32)
+        fa = cuda.local.array((OPERANDS, 4), uint32)
         fb = cuda.local.array((STEPS, 2), uint32)
-        next_fa = cuda.local.array((STEPS, M, 4), uint32)
+        next_fa = cuda.local.array((OPERANDS, 4), uint32)
         next_fb = cuda.local.array((STEPS, 2), uint32)
         # this lane's row of the operands, in the first piece and in x; rows of x beyond the last
         # one are that one, and their results are not written
@@ -395,7 +396,7 @@ def make_product(K, variant, config, X):
         if multiplies:
             start_tile(s, bias, weights, tile)
             for j in range(STEPS):
-                load_step(fa[j], fb[j], smem, w_at, x_at, j)
+                load_step(fa, fb, smem, w_at, x_at, j)
         while first_tile * TILE < weights.F:
             this_piece = piece
             this_k = k
