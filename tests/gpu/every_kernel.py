@@ -33,6 +33,7 @@ from xtrain.kernels.checksum import checksum, compare
 from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
+from xtrain.kernels.decoding.gemv_chain import chain_add_norm_gemv, chain_fits, chain_gemv
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
 from xtrain.kernels.decoding.kv_codes import append_codes, dequantize_blocks, empty_kv_codes
 from xtrain.kernels.decoding.logprobs import token_logprobs
@@ -241,12 +242,16 @@ def serving(dtype):
             more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
+        x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
         if gemv_fits(N, K, dtype):
-            x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
             gemv(x, w)
             gemv(x, w, b_O=draw(M))
             add_norm_gemv(x, None, norm, w, 1e-6, True)
             add_norm_gemv(x, draw(N, K), norm, w, 1e-6)
+        if dtype != np.float32 and chain_fits(x, w, True):
+            chain_gemv(x, w, np.float32, True, draw(M))
+            chain_add_norm_gemv(draw(N, K), None, norm, w, 1e-6)
+            chain_add_norm_gemv(draw(N, K), x, norm, w, 1e-6, True, True)
     for kind, N, K, M in itertools.product(
         CODES, (1, 8, 9, 32), (16, 64, 1088, 5632), (2, 70, 514)
     ):

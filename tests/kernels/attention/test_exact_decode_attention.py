@@ -149,7 +149,7 @@ def launch_all():
         new = lambda *shape: sim(np.zeros(shape, BF16))
         floats = lambda *shape: sim(np.zeros(shape, np.float32))
         ints = lambda *shape: sim(np.zeros(shape, np.int32))
-        weights = (floats(D), floats(D)) if norm else (None, None)  # noqa: B023
+        weights = (floats(D), floats(D)) if norm else (None, None)
         cache = new(3, 1, S, D), new(3, 1, S, D)
         angles = floats(2 * S, D // 2), floats(2 * S, D // 2)
         with batch_invariant():

@@ -70,8 +70,8 @@ def run(args, put=to_kernel, ready=False):
 
 
 @kernel(32)
-def chain_naive_kernel(y, x, w, N, O, K, reverse):
-    """Grid ceil(O / 16), one warp per tile. All arrays flat. Operands are read element by element.
+def chain_naive_kernel(y, x, w, N, F, K, reverse):
+    """Grid ceil(F / 16), one warp per tile. All arrays flat. Operands are read element by element.
 
     reverse: add the groups of 16 columns in the opposite order.
     """
@@ -86,7 +86,7 @@ def chain_naive_kernel(y, x, w, N, O, K, reverse):
     for i in range(0, K, 16):
         k = (K - 16 - i if reverse else i) + 2 * t
         for r in range(4):
-            at = min(cuda.blockIdx.x * 16 + g + 8 * (r & 1), O - 1) * K + k + 8 * (r >> 1)
+            at = min(cuda.blockIdx.x * 16 + g + 8 * (r & 1), F - 1) * K + k + 8 * (r >> 1)
             fa[r] = pack_bf16(load1(w, at), load1(w, at + 1))
         for r in range(2):
             at = n * K + k + 8 * r
@@ -95,16 +95,17 @@ def chain_naive_kernel(y, x, w, N, O, K, reverse):
     for i in range(4):
         o = cuda.blockIdx.x * 16 + g + 8 * (i >> 1)
         n = 2 * t + (i & 1)
-        if n < N and o < O:
-            store1(y, n * O + o, s[i])
+        if n < N and o < F:
+            store1(y, n * F + o, s[i])
 
 
 def chain_naive(x, w, reverse=False):
-    """x w^T (N, O), float32, by chain_naive_kernel."""
-    (N, K), O = x.shape, w.shape[0]
-    y = to_kernel(np.zeros((N, O), np.float32))
+    """x w^T (N, F), float32, by chain_naive_kernel."""
+    N, K = x.shape
+    F = w.shape[0]
+    y = to_kernel(np.zeros((N, F), np.float32))
     arrays = [a.reshape(-1) for a in (y, x, w)]
-    launch(chain_naive_kernel, -(-O // 16), 32, *arrays, N, O, K, reverse)
+    launch(chain_naive_kernel, -(-F // 16), 32, *arrays, N, F, K, reverse)
     return y
 
 
@@ -205,7 +206,7 @@ def test_the_order_of_a_product_decides_its_bits():
 @pytest.mark.parametrize("i", [1, 6, 9])
 def test_as_accurate_as_the_reference(i):
     args = case(3, 96, 21, **FORMS[i])
-    x, delta, norm_w, w, swiglu, b, dtype = args
+    x, delta, norm_w, w, swiglu, b, _ = args
     wide = [a if a is None else a.astype(np.float64) for a in (norm_w, delta, b)]
     exact = gemv_chain_ref(
         x.astype(np.float64), w.astype(np.float64), wide[0], EPS, wide[1], swiglu, wide[2]
@@ -217,10 +218,9 @@ def test_as_accurate_as_the_reference(i):
     assert y.dtype == y_host.dtype and (h is None or same_bytes(h, h_host))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize(
-    "config", [Config(1, 32, 3), Config(2, 64, 3), Config(4, 32, 5)], ids=str
-)
+@pytest.mark.parametrize("config", [Config(1, 32, 3), Config(2, 64, 3), Config(4, 32, 5)], ids=str)
 def test_every_division_of_the_work_gives_the_same_bits(monkeypatch, config, swiglu):
     """Also with several tiles per warp, some without a last one."""
     args = case(2, 128, 70, norm=True, delta=True, swiglu=swiglu)
@@ -293,7 +293,7 @@ def test_the_products_of_a_decoder():
 
 
 def test_what_fits():
-    of = lambda N, K, O=32, w=BF16: put_all((np.zeros((N, K), BF16), np.zeros((O, K), w)), to_kernel)
+    of = lambda N, K, w=BF16: put_all((np.zeros((N, K), BF16), np.zeros((32, K), w)), to_kernel)
     assert chain_fits(*of(8, 64)) and chain_fits(*of(1, 96))
     assert not any(
         (

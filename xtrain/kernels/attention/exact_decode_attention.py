@@ -25,8 +25,9 @@ D = 64 and 128). QK-norm and RoPE are the operations of qk_norm_rope.py, in its 
 
 A block is persistent and takes items (sequence, key head) i, i + grid, ... The tiles of all its
 items pass through a ring of STAGES stages in shared memory, so copies run ahead from one item to
-the next. The new token's key and value are not yet in the cache: the block computes them when an
-item begins, writes them to the cache and into the tile.
+the next. Its last warps only copy: the others' products wait for each other, and instructions
+between them would take longer than the products. The new token's key and value are not yet in the
+cache: the block computes them when an item begins, writes them to the cache and into the tile.
 
 Shared memory: STAGES of (K, V) | Q | P in bf16.
 Bytes moved: as decode_attention.py.
@@ -42,6 +43,7 @@ from ...device import Array
 from ..decoding.kv_cache import Pages, make_block_table
 from ..primitives.flat import on_16_bytes
 from ..primitives.heads import head_plan, make_head_ops
+from ..primitives.hopper import bar_sync
 from ..primitives.ptx import device, kernel, let_next_start, store1, wait_for_previous
 from ..primitives.reduce import FULL, NEG_INF
 from ..primitives.tensor_cores import (
@@ -51,7 +53,6 @@ from ..primitives.tensor_cores import (
     fmax,
     ldmatrix,
     ldmatrix_trans,
-    load16_shared,
     mma_bf16,
     pack_bf16,
     store16,
@@ -111,6 +112,21 @@ class Inputs(NamedTuple):
     eps: float
 
 
+def threads(D: int) -> int:
+    """Return the threads of a block: those that compute and, after them, those that copy."""
+    return 3 * EXACT_STEP[D]
+
+
+class Shared(NamedTuple):
+    """The static arrays in shared memory."""
+
+    p: Array  # (MOST_HEADS, BN + PAD): the weights of a tile in float32
+    maxima: Array  # (WARPS, MOST_HEADS)
+    factors: Array  # of each head
+    exists: Array  # of each stage: whether its blocks exist
+    own: Array  # of each stage: the block of the new token
+
+
 def shared_bytes(D: int) -> int:
     """Return the bytes of shared memory of a block, without its static arrays."""
     BN = EXACT_STEP[D]
@@ -131,7 +147,6 @@ def make_tiles(D, S, WINDOW):
         whether all these blocks exist
     """
     BN = EXACT_STEP[D]
-    THREADS = 2 * BN
     PASSES = BN // 16
     CHUNKS = D // CHUNK
     STAGE = 2 * BN * D
@@ -162,17 +177,19 @@ def make_tiles(D, S, WINDOW):
 
     @device
     def copy_tile(smem, stage, k, v, entries, pages, n0, item):
-        tid = cuda.threadIdx.x & (THREADS - 1)
-        row = tid // CHUNKS
-        chunk = tid % CHUNKS
-        target = stage * STAGE + chunk_offset(row, chunk)
+        tid = int32(cuda.threadIdx.x) - 2 * BN
+        row = int32(tid // CHUNKS)  # of 8 rows
+        chunk = int32(tid % CHUNKS)
+        target = int32(stage * STAGE + chunk_offset(row, chunk))
         for i in range(PASSES):
-            key = int32(n0 + 16 * i + row)
-            inside = key < item.t and key >= item.lo
-            source = start_of(entries[i], key, pages) + chunk * CHUNK
-            to = target + 16 * i * D
-            copy16_async(smem, to, k, source, inside)
-            copy16_async(smem, to + BN * D, v, source, inside)
+            source = start_of(entries[i], n0 + 16 * i + row, pages) + chunk * CHUNK
+            for half in range(2):
+                key = int32(n0 + 16 * i + 8 * half + row)
+                inside = key < item.t and key >= item.lo
+                to = target + (16 * i + 8 * half) * D
+                at = source + 8 * half * D
+                copy16_async(smem, to, k, at, inside)
+                copy16_async(smem, to + BN * D, v, at, inside)
 
     @device
     def exist(entries, pages):
@@ -367,7 +384,7 @@ def make_tile_sums(D, GROUP):
 
 @functools.cache
 def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
-    """Return the kernel. Launch with 2 * EXACT_STEP[D] threads and shared_bytes(D).
+    """Return the kernel. Launch with threads(D) and shared_bytes(D).
 
     S: tokens of a block of the cache.  GROUP: H / G.  normalise: QK-norm.
     overlap: the kernel may start before the previous one has ended.
@@ -383,6 +400,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
     CHUNKS = -(-GROUP // MOST_HEADS)
     KS = D // 16
     PASSES = BN // 16
+    ALL = threads(D)  # THREADS compute, the others copy
     MAXIMA = WARPS * MOST_HEADS
     WEIGHTS = MOST_HEADS * (BN + PAD)
     PADDING = MOST_HEADS * (D + BN)
@@ -427,129 +445,133 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
             number = int32(number + step)
         return number
 
-    @kernel(THREADS, BLOCKS[D])
+    @device
+    def copy_all(smem, shared, k, v, batch, first, end, step):
+        """What the last warps do: copy the tiles of all items, STAGES - 1 ahead of the products."""
+        entries = cuda.local.array(PASSES, uint32)
+        number = first
+        item = item_of(min(number, int32(end - 1)), batch, CHUNKS)
+        pages = pages_of(batch, item)
+        n0 = int32(item.t // BN * BN)
+        copied = int32(0)
+        turn = int32(1 - STAGES)  # the tile that is computed; before tile 0, none
+        if number < end:
+            look_up(entries, pages, n0, item)
+        while number < end or turn < copied:
+            if turn >= 0:
+                wait_copies(AHEAD)
+                bar_sync(2, ALL)  # the tile has arrived, and the one before has been read
+            if number < end:
+                stage = copied % STAGES
+                if cuda.threadIdx.x == THREADS:
+                    shared.exists[stage] = int32(exist(entries, pages))
+                    for i in range(PASSES):
+                        if 16 * i <= item.t - n0:
+                            shared.own[stage] = entries[i]
+                copy_tile(smem, stage, k, v, entries, pages, n0, item)
+                copied = int32(copied + 1)
+                n0 = int32(n0 - BN)
+                if n0 + BN <= item.lo or n0 < 0:
+                    number = next_busy(int32(number + step), end, step, batch)
+                    if number < end:
+                        item = item_of(number, batch, CHUNKS)
+                        pages = pages_of(batch, item)
+                        n0 = int32(item.t // BN * BN)
+                if number < end:
+                    look_up(entries, pages, n0, item)
+            commit_copies()
+            turn = int32(turn + 1)
+
+    @device
+    def compute_all(o, smem, shared, k, v, inputs, batch, first, end, step, scale):
+        """What the other warps do: the products of all items."""
+        warp = warp_id()
+        lane = int32(cuda.threadIdx.x & 31)
+        fq = cuda.local.array((KS, 1, 4), uint32)
+        s = cuda.local.array((1, 2, 4), float32)
+        acc = cuda.local.array((2, 4), float32)
+        top = cuda.local.array(2, float32)
+        shrink = cuda.local.array(2, float32)
+        number = first
+        stage = int32(0)
+        while number < end:
+            item = item_of(number, batch, CHUNKS)
+            pages = pages_of(batch, item)
+            n0 = int32(item.t // BN * BN)
+            exists = True
+            total = float32(0.0)
+            for n in range(2):
+                for i in range(4):
+                    acc[n, i] = float32(0.0)
+            for r in range(2):
+                top[r] = LOWEST
+                shrink[r] = float32(0.0)
+            begins = True
+            while n0 >= 0 and n0 + BN > item.lo:
+                bar_sync(2, ALL)  # the tile has arrived, and the one before has been read
+                if begins:
+                    own = shared.own[stage]
+                    to = start_of(own, item.t, pages)
+                    written = own < pages.blocks and item.h0 == 0
+                    new_heads(smem, stage, k, v, inputs, item, batch.G, item.t - n0, to, written)
+                    bar_sync(1, THREADS)  # the queries, the new key and value
+                    load_rows(fq, smem, Q)
+                    begins = False
+                exists = exists and shared.exists[stage] != 0
+                scores(s, shared.maxima, smem, stage, fq, n0, item)
+                bar_sync(1, THREADS)  # the maxima of all warps
+                weights(s, shared.maxima, shared.p, smem, top, shrink, scale)
+                bar_sync(1, THREADS)  # p of all keys
+                add_values(acc, smem, stage, shrink)
+                if warp < HALVES:
+                    mine = shrink[0] if warp == 0 else shrink[1]
+                    total = add_weights(total, shared.p, 8 * warp + (lane >> 2), mine)
+                n0 = int32(n0 - BN)
+                stage = int32(stage + 1 if stage < STAGES - 1 else 0)
+            if warp < HALVES:
+                x = total
+                x += cuda.shfl_xor_sync(FULL, x, 1)
+                x += cuda.shfl_xor_sync(FULL, x, 2)
+                if lane & 3 == 0:
+                    shared.factors[8 * warp + (lane >> 2)] = float32(1.0) / x if exists else NAN
+            bar_sync(1, THREADS)  # the factors of all heads
+            store_result(o, acc, shared.factors, batch, item)
+            number = next_busy(int32(number + step), end, step, batch)
+
+    @kernel(ALL, BLOCKS[D])
     def exact_decode_attention_kernel(
         o, k, v, qkv, lengths_B, tables, q_w_D, k_w_D, cos, sin, B, G, M, R, eps, scale
     ):
         """Compute items p, p + grid, ... with block p of any number. All arrays flat."""
         smem = cuda.shared.array(0, uint16)
         p_s = cuda.shared.array(WEIGHTS, float32)
-        maxima = cuda.shared.array(MAXIMA, float32)
-        factors = cuda.shared.array(ROUNDED, float32)
-        exists_s = cuda.shared.array(ROUNDED, int32)  # whether the blocks of a tile exist
-        own_s = cuda.shared.array(ROUNDED, uint32)  # the block of the new token
-        fq = cuda.local.array((KS, 1, 4), uint32)
-        s = cuda.local.array((1, 2, 4), float32)
-        acc = cuda.local.array((2, 4), float32)
-        top = cuda.local.array(2, float32)
-        shrink = cuda.local.array(2, float32)
-        entries = cuda.local.array(PASSES, uint32)
+        maxima_s = cuda.shared.array(MAXIMA, float32)
+        factors_s = cuda.shared.array(ROUNDED, float32)
+        exists_s = cuda.shared.array(ROUNDED, int32)
+        own_s = cuda.shared.array(ROUNDED, uint32)
+        shared = Shared(p_s, maxima_s, factors_s, exists_s, own_s)
         tid = int32(cuda.threadIdx.x)
-        warp = warp_id()
-        lane = int32(tid & 31)
         batch = Batch(lengths_B, tables, int32(B), int32(G), int32(M), int32(R))
         inputs = Inputs(qkv, q_w_D, k_w_D, cos, sin, eps)
-        factor = scale * LOG2E
         if overlap:
             let_next_start()
             if not ready:
                 wait_for_previous()
-        for i in range(tid, PADDING, THREADS):
-            smem[Q + i] = uint16(0)  # the rows of absent heads
         step = int32(cuda.gridDim.x)
         end = int32(batch.B * batch.G * CHUNKS)
-        number = next_busy(int32(cuda.blockIdx.x), end, step, batch)
-        item = item_of(min(number, int32(end - 1)), batch, CHUNKS)
-        pages = pages_of(batch, item)
-        n0 = int32(item.t // BN * BN)
-        # Copies run STAGES - 1 tiles ahead of the products: the tile `coming_n0` of item `coming`.
-        coming = number
-        coming_item = item
-        coming_pages = pages
-        coming_n0 = n0
-        if coming < end:
-            look_up(entries, coming_pages, coming_n0, coming_item)
-        begins = True
-        exists = True
-        total = float32(0.0)
-        turn = int32(1 - STAGES)  # the tile that is computed; before tile 0, copies alone
-        while number < end:
-            if turn >= 0:
-                wait_copies(AHEAD)
-                cuda.syncthreads()  # the tile has arrived, and the one before has been read
-            if coming < end:
-                stage = int32(turn + STAGES - 1) % STAGES
-                if tid == 0:
-                    exists_s[stage] = int32(exist(entries, coming_pages))
-                    if coming_n0 + BN > coming_item.t:
-                        for i in range(PASSES):
-                            if 16 * i <= coming_item.t - coming_n0:
-                                own_s[stage] = entries[i]
-                copy_tile(smem, stage, k, v, entries, coming_pages, coming_n0, coming_item)
-                coming_n0 = int32(coming_n0 - BN)
-                if coming_n0 + BN <= coming_item.lo or coming_n0 < 0:
-                    coming = next_busy(int32(coming + step), end, step, batch)
-                    if coming < end:
-                        coming_item = item_of(coming, batch, CHUNKS)
-                        coming_pages = pages_of(batch, coming_item)
-                        coming_n0 = int32(coming_item.t // BN * BN)
-                if coming < end:
-                    look_up(entries, coming_pages, coming_n0, coming_item)
-            commit_copies()
-            turn = int32(turn + 1)
-            if turn <= 0:
-                continue
-            stage = int32(turn - 1) % STAGES
-            if overlap and ready and turn == 1:
+        first = next_busy(int32(cuda.blockIdx.x), end, step, batch)
+        if tid >= THREADS:
+            copy_all(smem, shared, k, v, batch, first, end, step)
+        else:
+            for i in range(tid, PADDING, THREADS):
+                smem[Q + i] = uint16(0)  # the rows of absent heads
+            if overlap and ready:
                 wait_for_previous()  # it produces qkv
-            if begins:
-                own = own_s[stage]
-                to = start_of(own, item.t, pages)
-                written = own < uint32(R) and item.h0 == 0
-                new_heads(smem, stage, k, v, inputs, item, batch.G, item.t - n0, to, written)
-                for n in range(2):
-                    for i in range(4):
-                        acc[n, i] = float32(0.0)
-                for r in range(2):
-                    top[r] = LOWEST
-                    shrink[r] = float32(0.0)
-                total = float32(0.0)
-                exists = True
-                cuda.syncthreads()  # the queries, the new key and value
-                load_rows(fq, smem, Q)
-            exists = exists and exists_s[stage] != 0
-            scores(s, maxima, smem, stage, fq, n0, item)
-            cuda.syncthreads()  # the maxima of all warps
-            weights(s, maxima, p_s, smem, top, shrink, factor)
-            cuda.syncthreads()  # p of all keys
-            add_values(acc, smem, stage, shrink)
-            if warp < HALVES:
-                mine = shrink[0] if warp == 0 else shrink[1]
-                total = add_weights(total, p_s, 8 * warp + (lane >> 2), mine)
-            n0 = int32(n0 - BN)
-            begins = n0 + BN <= item.lo or n0 < 0
-            if begins:  # the item is complete
-                if warp < HALVES:
-                    x = total
-                    x += cuda.shfl_xor_sync(FULL, x, 1)
-                    x += cuda.shfl_xor_sync(FULL, x, 2)
-                    if lane & 3 == 0:
-                        factors[8 * warp + (lane >> 2)] = float32(1.0) / x if exists else NAN
-                cuda.syncthreads()  # the factors of all heads
-                store_result(o, acc, factors, batch, item)
-                number = next_busy(int32(number + step), end, step, batch)
-                if number < end:
-                    item = item_of(number, batch, CHUNKS)
-                    pages = pages_of(batch, item)
-                    n0 = int32(item.t // BN * BN)
-        if overlap and ready and turn <= 0:
-            wait_for_previous()
-        idle = int32(cuda.blockIdx.x)
-        while idle < end:
-            item = item_of(idle, batch, CHUNKS)
-            if item.t < 0 and item.h0 == 0:
+            compute_all(o, smem, shared, k, v, inputs, batch, first, end, step, scale * LOG2E)
+        for i in range(int32(cuda.blockIdx.x), end, step):
+            item = item_of(i, batch, CHUNKS)
+            if item.t < 0 and item.h0 == 0 and tid < THREADS:
                 store_idle(o, batch, item)
-            idle = int32(idle + step)
 
     return exact_decode_attention_kernel
 
@@ -574,6 +596,6 @@ def exact_decode_attention(
     arrays = [x.reshape(-1) for x in (o_BC, k_RGSD, v_RGSD, qkv_BP)]
     arrays += [lengths_B, tables_BM.reshape(-1), q_w, k_w, cos, sin]
     scalars = B, G, tables_BM.shape[1], R, np.float32(eps), np.float32(scale)
-    block = 2 * EXACT_STEP[D]
+    block = threads(D)
     launch(exact_kernel, grid, block, *arrays, *scalars, shared=shared_bytes(D), overlap=overlap)
     return o_BC

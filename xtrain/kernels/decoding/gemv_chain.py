@@ -234,15 +234,15 @@ def chain_is_exact(x_NK: Array, w_OK: Array, dtype=None, swiglu: bool = False) -
     if key not in _answers:
         if is_capturing():
             return False
-        x, y = empty(x_NK, (1, w_OK.shape[1]), w_OK.dtype), empty(x_NK, (1, w_OK.shape[0]), dtype)
+        x = empty(x_NK, (1, w_OK.shape[1]), w_OK.dtype)
+        y = empty(x_NK, (1, w_OK.shape[0]), dtype)
 
         def compute(y, x, w):
             y[...] = chain_gemv(x, w, dtype)
 
         check = functools.partial(has_row_bits, compute, y, x, w_OK, CHECKED_ROWS)
-        _answers[key] = row_bits.known(
-            product_key("chain", y, x, w_OK, sources_digest()), product_versions(), check
-        )
+        question = product_key("chain", y, x, w_OK, sources_digest())
+        _answers[key] = row_bits.known(question, product_versions(), check)
     return _answers[key]
 
 
