@@ -417,6 +417,7 @@ def spin_lock(total, lock, x):
     i = cuda.grid(1)
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     total[0] += x[i]
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)
@@ -433,6 +434,7 @@ def spin_lock_in_shared(total, x):
     taken = False
     while not taken:
         if cuda.atomic.cas(lock, 0, 0, 1) == 0:
+            cuda.threadfence_block()
             s[0] += x[i]
             cuda.threadfence_block()
             cuda.atomic.exch(lock, 0, 0)
@@ -446,6 +448,7 @@ def spin_lock_in_shared(total, x):
 def lock_without_fence(total, lock, x):
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     total[0] += x[cuda.grid(1)]
     cuda.atomic.exch(lock, 0, 0)
 
@@ -454,6 +457,7 @@ def lock_without_fence(total, lock, x):
 def lock_too_short(total, lock, x):
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     v = total[0]
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)

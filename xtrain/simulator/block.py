@@ -18,12 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors, observers, processes
+from . import errors, observers, processes, releases
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array, poisoned
+from .releases import Sync
 from .scalars import Int32, typed, watching
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
@@ -350,10 +351,12 @@ class Block:
         self.static_bytes = 0
         self.dynamic: tuple[Memory, np.ndarray] | None = None  # created at the first use
         self._engines: Engines | None = None
-        # Epochs with a threadfence; element of an atomic -> what was acquired there: releases.py
-        self.fenced: list[int] = []
-        self.acquired: dict = {}
-        self.handed: dict = {}  # (memory, key) of an atomic -> {thread: clock}: releases.py
+        # releases.py: what all threads have acquired, what they have passed on at barriers, the
+        # Syncs of the threads; has it released anything to other blocks?
+        self.view: dict = {}
+        self.sync: Sync | None = None
+        self.syncs: list[Sync] = []
+        self.releases = False
         kind: type[Thread] = EarlyThread if launch.overlap else Thread
         if launch.observers:
             kind = observers.observed(kind)
@@ -410,15 +413,16 @@ class Block:
         # Shadows keep marks and marks keep threads alive: free everything else.
         for thread in self.threads:
             del thread.mark, thread.generator
-            thread.known = None
+            thread.view = thread.sync = None
         del (
             self.threads,
             self.warps,
             self.shared,
             self.dynamic,
             self._engines,
-            self.acquired,
-            self.handed,
+            self.view,
+            self.sync,
+            self.syncs,
         )
 
     def _run_each(self, threads, function, *args):
@@ -561,6 +565,7 @@ class Block:
 
     def _meet(self, threads, reply=None):
         """Let threads resume that wait at a barrier."""
+        releases.barrier(self)
         self.epoch = self.launch.next_epoch()
         for thread in threads:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)

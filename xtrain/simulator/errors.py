@@ -45,6 +45,8 @@ class Kind(NamedTuple):
 KINDS = {
     "error": Kind("error", True, "anything that Numba or a GPU refuses; a Python exception in the kernel"),
     "race": Kind("error", True, "two unordered accesses to one element, at least one a plain write"),
+    "plain_and_atomic": Kind("error", True, "a plain read of an element that another thread changes by atomics, unordered"),
+    "missing_acquire": Kind("error", True, "an access that only a fence after the thread's own atomic would order: PTX's acquire pattern"),
     "same_value_race": Kind("warning", True, "two unordered writes of the same value to one element"),
     "uninitialized": Kind("error", True, "a value that depends on shared or local memory that was never written"),
     "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`, and by `cuda.device_array` with `enable={\"unwritten_global\"}`"),
@@ -190,22 +192,43 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
     if old_site.what != site.what:  # a view, or two arguments that share memory
         name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
     place = where(second, site)
-    why = "with no barrier between them"
     a, b = f"{first}", f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
-        why = "and blocks run in no order"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
-    if kind == "same_value_race":
-        same = ": both write the same value"
-    else:
-        same = ""
+    why, advice = _missing_order(space, first, second, kind)
+    if did == does and kind == "race" and "atomically" in did:
+        advice = ": atomics of different widths on the same bytes are not atomic to each other"
     return RaceError(
         f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} "
-        f"({space} memory){same}",
+        f"({space} memory){advice}",
         (old_site, site),
         kind,
     )
+
+
+def _missing_order(space, first, second, kind):
+    """What is missing between two accesses, and what to do."""
+    fence = "threadfence"
+    if space == "shared":
+        fence = "threadfence_block"
+    if kind == "missing_acquire":
+        why = "and no fence follows the atomic that was to order them"
+        return why, f": call cuda.{fence}() between that atomic and this access"
+    advice = ""
+    if kind == "same_value_race":
+        advice = ": both write the same value"
+    elif kind == "plain_and_atomic":
+        advice = ": read it by an atomic, too"
+    if first.atomic_on == second.atomic_on is not None:  # the one hands over to the other
+        why = f"and no cuda.{fence}() precedes the atomic that was to order them"
+    elif first.block is not second.block:
+        why = "and blocks run in no order"
+    elif first.warp == second.warp and (first.seen or second.seen):
+        why = "with no syncwarp between them"
+    else:
+        why = "with no barrier between them"
+    return why, advice
 
 
 def early(thread, does, why, what, site) -> RaceError:
