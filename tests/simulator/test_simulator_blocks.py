@@ -89,7 +89,7 @@ def test_a_fence_before_or_behind_the_barrier(defined, words):
         dict(behind=f"{FENCE}; part[b, 0] = 2"),
         dict(behind=FENCE, acquire=""),  # a barrier is no fence
         dict(behind=FENCE, acquire="cuda.threadfence_block()"),
-        dict(behind=FENCE, acquire="", after=f"if tid != 1: {FENCE}"),
+        dict(behind=FENCE, acquire="", after=f"if tid == 1: {FENCE}"),  # too early
     ],
 )
 def test_a_fence_that_does_not_cover_what_is_read(defined, words):

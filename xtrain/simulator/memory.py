@@ -160,9 +160,7 @@ class Memory:
         releases.keep(self.old_loads, self.loads)
         for shadow in (self.writes, self.reads, self.atomics, self.loads):
             shadow.clear()
-        self.watched = bool(
-            self.old_writes or self.old_reads or self.old_atomics or self.old_loads
-        )
+        self.watched = bool(self.old_writes or self.old_reads or self.old_atomics or self.old_loads)
 
     def unordered_atomic(self, key, mark):
         """The (mark, site, keys) of the last atomic that changed this element, if nothing orders it
