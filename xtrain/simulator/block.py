@@ -78,6 +78,8 @@ class Launch:
         after a finding.
         resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
+        self.raised: frozenset[str] = frozenset()  # but not these
+        self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
         if reported is None:
@@ -156,11 +158,10 @@ class Launch:
     def report(self, kind, sites, make):
         """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same
         places are counted."""
-        if kind not in self.reported:
+        if not self.reported.covers(kind, sites):
             return
-        if not (
-            self.collects or (self.keeps_warnings and errors.KINDS[kind].severity == "warning")
-        ):
+        warns = errors.KINDS[kind].severity == "warning" and kind not in self.raised
+        if not (self.collects or (self.keeps_warnings and warns)):
             raise make()
         known = self.found.get((kind, sites))
         if known is None:
@@ -554,6 +555,7 @@ class Block:
             site = waiting[0].request[1]
             self.launch.report("exited_threads", (site,), lambda: self.deadlock("exited_threads"))
         if name == GRID_SYNC:
+            self._check_cooperative(waiting[0].request[1])
             # thread 0 tells the other blocks, after a barrier
             self.at_grid = self.threads[0].request is not None
             if not self.at_grid:
@@ -562,6 +564,16 @@ class Block:
         votes = [_vote(t, vote) for t in waiting for vote in t.request[2]]
         self._meet(waiting, _REPLIES[name](votes))
         return True
+
+    def _check_cooperative(self, site):
+        launch = self.launch
+        if launch.cooperative is not None and launch.blocks > launch.cooperative:
+            raise KernelError(
+                f"{launch.name}: {launch.blocks} blocks meet at {site}, but {launch.cooperative} of "
+                f"{launch.threads} threads are resident at once: launch at most as many as "
+                "max_cooperative_grid_blocks says",
+                (site,),
+            )
 
     def _meet(self, threads, reply=None):
         """Let threads resume that wait at a barrier."""

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ KINDS = {
     "missing_acquire": Kind("error", True, "an access that only a fence after the thread's own atomic would order: PTX's acquire pattern"),
     "same_value_race": Kind("warning", True, "two unordered writes of the same value to one element"),
     "uninitialized": Kind("error", True, "a value that depends on shared or local memory that was never written"),
-    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`, and by `cuda.device_array` with `enable={\"unwritten_global\"}`"),
+    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty` or `cuda.device_array`"),
     "out_of_bounds": Kind("error", True, "an index past the end, or further below zero than the axis is long"),
     "negative_index": Kind("warning", True, "a computed negative index: Numba counts it from the end"),
     "deadlock": Kind("error", True, "a barrier, warp function or waiting loop that threads never get past"),
@@ -60,17 +61,55 @@ KINDS = {
     "division_by_zero": Kind("error", True, "// or % of integers by zero"),
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
+    "int16_overflow": Kind("warning", False, "a number of more than 16 bits converted to int16; on in pytest, as an error"),
     "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
 }  # fmt: skip
 
 
-def reported_kinds(allow=(), enable=()) -> frozenset:
+class Reported(frozenset):
+    """The kinds of findings that are reported. allowed: "kind:array" for those that are not for one
+    array."""
+
+    allowed: frozenset[str] = frozenset()
+
+    def covers(self, kind, sites) -> bool:
+        """Is a finding of this kind at these places reported?"""
+        if kind not in self or any(f"{kind}:{site.what}" in self.allowed for site in sites):
+            return False
+        return not any(kind in _allowed_at(site) for site in sites)
+
+
+def reported_kinds(allow=(), enable=()) -> Reported:
     """The kinds that are reported: those that are on by default and those in `enable`, without
-    those in `allow`."""
-    for kind in (*allow, *enable):
+    those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
+    for kind in (*(k.partition(":")[0] for k in allow), *enable):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
-    return frozenset({k for k, v in KINDS.items() if v.reported} | {*enable}) - {*allow}
+    kinds = {k for k, v in KINDS.items() if v.reported} | {*enable}
+    reported = Reported(kinds - {*allow})
+    reported.allowed = frozenset(k for k in allow if ":" in k)
+    return reported
+
+
+COMMENT = re.compile(r"#\s*simulate:(.*)")
+ALLOWED = re.compile(r"\s*allow\s+(\w+(?:\s*,\s*\w+)*)\s+because\s+\S")
+
+
+def _allowed_at(site) -> list[str]:
+    """The kinds in the comment `# simulate: allow race because ...` at a site's line."""
+    comment = COMMENT.search(linecache.getline(site.file, site.line))
+    if comment is None:
+        return []
+    allowed = ALLOWED.match(comment[1])
+    kinds = re.split(r"\s*,\s*", allowed[1]) if allowed else [comment[1].strip()]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise KernelError(
+                f"{kind!r} at {site} allows nothing: write `# simulate: allow KIND because REASON`, "
+                f"with one of {', '.join(KINDS)}",
+                (site,),
+            )
+    return kinds
 
 
 class KernelError(Exception):
