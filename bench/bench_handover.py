@@ -65,7 +65,7 @@ def _simulated_store(thread, site, x, i, value):
 
 @simulates(load_word)
 def _simulated_load(thread, site, x, i):
-    return thread.load_acquire(site, x, i)
+    return thread.strong_load(site, x, i)
 
 
 @device

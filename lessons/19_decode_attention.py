@@ -256,7 +256,8 @@ def splits(n, chunk, most):
 # and lesson 10 showed what a launch costs. Instead the **last block that finishes** merges them. It
 # is not known in advance which block that is, so the blocks count: each block writes its part,
 # makes the write visible to all other blocks (`threadfence`), and atomically adds 1 to a counter.
-# The block that completes the count knows that all parts are written.
+# The block that completes the count knows that all parts are written. It needs a fence, too: without
+# one, its reads may be older than the count that it has seen.
 
 
 # %%
@@ -269,8 +270,9 @@ def last_one_kernel(total_1, parts_S, counter_1, x_n):
     v = warp_sum(x_n[32 * s + cuda.threadIdx.x])
     if cuda.threadIdx.x == 0:
         parts_S[s] = v
-        cuda.threadfence()
+        cuda.threadfence()  # the part is written before the count
         if cuda.atomic.add(counter_1, 0, 1) == cuda.gridDim.x - 1:
+            cuda.threadfence()  # the parts are read after the count
             acc = float32(0.0)
             for i in range(cuda.gridDim.x):
                 acc += parts_S[i]
@@ -294,7 +296,7 @@ lesson.stepped(last_one_kernel, 4, 32, total, parts, counter, x, of=(3,))
 # Note two details. The counter is an *integer*, so its value does not depend on the order in which
 # blocks arrive. And the block that arrives last adds the parts **in the order of the keys**,
 # whichever block it is: the bits of the result do not depend on the order of arrival. Without the
-# fence, the simulator reports a race:
+# first fence, the simulator reports a race; without the second one, a `missing_acquire`:
 
 
 # %%
@@ -414,8 +416,8 @@ from xtrain.kernels.primitives import last_block
 lesson.source(last_block.arrive_last)
 
 # %% [markdown]
-# Where is the fence? In the example above, a `threadfence` precedes the atomic. This library once
-# had a second one after it, so that the last block reads current values. Each compiled to
+# Where are the fences? In the example above, a `threadfence` precedes the atomic and another one
+# follows it. So it was in this library once. Each compiled to
 # `MEMBAR.SC`, the strongest fence: it puts all such fences of the whole GPU into a single order,
 # which is not needed here. `atomic_add_in_order` is a single PTX instruction, `atom.acq_rel`:
 # *release* means that everything written before it is visible to a block that sees the new count;

@@ -4,9 +4,17 @@ import traceback
 
 import numpy as np
 import pytest
-from numba import cuda, float32, guvectorize, int32, vectorize
+from numba import cuda, float32, guvectorize, int16, int32, vectorize
 
-from xtrain.simulator import KernelError, OutOfBoundsError, RaceError, host, simulate
+from xtrain.simulator import (
+    KernelError,
+    OutOfBoundsError,
+    RaceError,
+    dispatch,
+    host,
+    pytest_plugin,
+    simulate,
+)
 
 
 @cuda.jit
@@ -288,7 +296,7 @@ def racing(x):
 
 def test_a_finding_is_raised_where_the_kernel_is_launched():
     with pytest.raises(RaceError) as found:
-        racing[1, 32](cuda.device_array(32, np.float32))
+        racing[1, 32](cuda.to_device(np.zeros(32, np.float32)))
     lines = {site.line for site in found.value.sites}
     first = racing.py_func.__code__.co_firstlineno
     assert lines <= {first + 3, first + 4} and "x[0] = x[(i + 1) % 32]" in str(found.value)
@@ -402,7 +410,7 @@ def increment(y, x):
 
 
 def test_unwritten_elements_of_a_device_array():
-    with simulate(enable={"unwritten_global"}):
+    with simulate():
         x, y = cuda.device_array(8), cuda.device_array_like(np.zeros(8))
         with pytest.raises(KernelError, match="uninitialized") as found:
             increment[1, 8](y, x)
@@ -412,5 +420,44 @@ def test_unwritten_elements_of_a_device_array():
         increment[1, 8](y, x)
         increment[1, 8](x, y)  # the first launch has written y
         assert x.copy_to_host().tolist() == [3.0] * 8
-    with simulate():
+    with simulate(allow={"unwritten_global"}):
         increment[1, 8](y, cuda.device_array(8))
+
+
+@cuda.jit
+def shifted(y, x, n):
+    i = int16(cuda.grid(1) * n)
+    y[cuda.grid(1)] = x[i]
+
+
+def test_indices_that_fail_a_test_under_pytest():
+    """int16 drops bits, and 40,000 becomes negative: with the kinds of the plugin these are errors."""
+    y, x = np.zeros(2, np.int32), np.zeros(2**16, np.int32)
+    with pytest.warns(dispatch.KernelWarning, match="negative index"):
+        shifted[1, 2](y, x, 40000)
+    shifted[1, 2](y, x, 2**16 + 1)
+    strict = {"enable": pytest_plugin.STRICT, "raised": pytest_plugin.STRICT}
+    with simulate(**strict):
+        for n, kind in ((40000, "negative_index"), (2**16 + 1, "int16_overflow")):
+            with pytest.raises(KernelError) as found:
+                shifted[1, 2](y, x, n)
+            assert found.value.kind == kind
+        shifted[1, 2](y, x, 300)
+    with simulate(**strict), simulate(allow=pytest_plugin.STRICT):
+        shifted[1, 2](y, x, 40000)
+    with pytest.raises(ValueError, match="'rase' is not a kind"), simulate(raised=["rase"]):
+        pass
+
+
+@cuda.jit
+def meets(x):
+    cuda.cg.this_grid().sync()
+    x[cuda.grid(1)] = 1
+
+
+def test_a_cooperative_grid_larger_than_the_device():
+    most = cuda.get_current_device().MULTIPROCESSOR_COUNT * 2048 // 1024
+    x = np.zeros(1024 * (most + 1), np.int8)
+    meets[most, 1024](x)
+    with pytest.raises(KernelError, match=f"{most + 1} blocks meet at .* but {most} of 1024"):
+        meets[most + 1, 1024](x)

@@ -101,6 +101,7 @@ def last_block(total, part, counter):
     cuda.syncthreads()
     if t == 0:
         last[0] = cuda.atomic.add(counter, 0, 1) == cuda.gridDim.x - 1
+        cuda.threadfence()
     cuda.syncthreads()
     if last[0] and t == 0:
         for i in range(part.shape[0]):

@@ -52,6 +52,13 @@ def half(x):
 
 def test_half():
     half[1, 32](np.zeros(32, np.float32))
+
+@cuda.jit
+def before(x):
+    x[cuda.threadIdx.x - 1] = 1
+
+def test_before():
+    before[1, 1](np.zeros(2))
 """
 
 
@@ -154,10 +161,11 @@ def test_blocks_in_several_processes(python, tmp_path):
 def test_a_warning_is_one_of_pytest(python, tmp_path):
     (tmp_path / "test_it.py").write_text(EXITING, encoding="utf-8")
     run = python(tmp_path, "-m", "pytest", *PLUGIN, "--simulate-cuda")
-    assert run.returncode == 0 and "1 passed, 1 warning" in run.stdout, run.stdout + run.stderr
+    assert "1 failed, 1 passed, 1 warning" in run.stdout, run.stdout + run.stderr
+    assert "negative index in before" in run.stdout
     assert "KernelWarning: deadlock in half" in run.stdout and "test_it.py:13" in run.stdout
     run = python(tmp_path, "-m", "pytest", *PLUGIN, "--simulate-cuda", "-W", "error")
-    assert run.returncode == 1
+    assert "2 failed" in run.stdout
 
 
 def test_kinds_of_findings_are_allowed_and_enabled(python, project):

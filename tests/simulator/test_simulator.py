@@ -347,6 +347,7 @@ def last_block_sums(out, partial, counter, x):
         partial[b] = total
         cuda.threadfence()
         is_last[0] = cuda.atomic.add(counter, 0, 1) == cuda.gridDim.x - 1
+        cuda.threadfence()
     cuda.syncthreads()
     if is_last[0] and tid == 1:
         out[0] = float32(0.0)

@@ -10,8 +10,11 @@ from xtrain.kernels.primitives.ptx import atomic_add_release, load_acquire
 from xtrain.simulator import DeadlockError, RaceError, run
 
 
-def last_block(before="", behind="", threads="tid == 0", after=""):
-    """A kernel's source: each block writes its part, the last block adds them up. before, behind: code around the barrier."""
+def last_block(before="", behind="", acquire="cuda.threadfence()", threads="tid == 0", after=""):
+    """A kernel's source: each block writes its part, the last block adds them up.
+
+    before, behind: code around the barrier. acquire: after the atomic; after: in all threads, before the second barrier.
+    """
     return f"""
 @cuda.jit
 def kernel(out, part, counter):
@@ -24,6 +27,7 @@ def kernel(out, part, counter):
     if {threads}:
         {behind}
         last[0] = cuda.atomic.add(counter, 0, 1) == cuda.gridDim.x - 1
+        {acquire}
     {after}
     cuda.syncthreads()
     if last[0] and tid == 1:
@@ -65,6 +69,7 @@ FENCE = "cuda.threadfence()"
         dict(before=f"|{FENCE}"),  # each thread's fence, the barrier, one thread's atomic
         dict(behind=FENCE),
         dict(before=f"|{FENCE}", behind=FENCE),
+        dict(behind=FENCE, acquire="", after=f"cuda.syncthreads(); {FENCE}"),  # in every thread
     ],
 )
 def test_a_fence_before_or_behind_the_barrier(defined, words):
@@ -82,6 +87,9 @@ def test_a_fence_before_or_behind_the_barrier(defined, words):
         dict(before=f"|if tid == 0: {FENCE}"),  # no fence follows the other threads' writes
         dict(after=FENCE),
         dict(behind=f"{FENCE}; part[b, 0] = 2"),
+        dict(behind=FENCE, acquire=""),  # a barrier is no fence
+        dict(behind=FENCE, acquire="cuda.threadfence_block()"),
+        dict(behind=FENCE, acquire="", after=f"if tid == 1: {FENCE}"),  # too early
     ],
 )
 def test_a_fence_that_does_not_cover_what_is_read(defined, words):
@@ -100,6 +108,7 @@ def earlier_readers(x, o, counter, left_out):
             cuda.threadfence()
             cuda.atomic.add(counter, 0, 1)
     elif cuda.atomic.add(counter, 0, 1) >= 1:
+        cuda.threadfence()
         x[0] = 5
 
 
@@ -121,6 +130,7 @@ def two_counters(x, o, counter):
         cuda.threadfence()
         cuda.atomic.add(counter, b, 1)
     elif cuda.atomic.add(counter, 1, 1) == 1:
+        cuda.threadfence()
         x[0] = 5
 
 

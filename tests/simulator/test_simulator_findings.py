@@ -4,7 +4,7 @@ arithmetic. Every planted bug stands next to honest code that must not alarm.
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, int64, uint32  # noqa: F401  expressions below use them
+from numba import cuda, float32, int16, int32, int64, uint32  # noqa: F401  expressions below use them
 
 from xtrain import simulator
 from xtrain.simulator import (
@@ -319,12 +319,47 @@ def test_what_numba_refuses_is_one_finding():
     assert type(found) is KernelError and found.kind == "error"
 
 
+# ----------------------------------------------------------------------------- findings that are allowed
+@cuda.jit
+def sums(total, other, x):
+    total[0] += x[cuda.grid(1)]  # simulate: allow race because one warp adds them one after the other
+    other[0] += x[cuda.grid(1)]
+
+
+@cuda.jit
+def no_reason(total):
+    total[0] += 1  # simulate: allow race
+
+
+@cuda.jit
+def no_kind(total):
+    total[0] += 1  # simulate: allow races because nobody looks
+
+
+def test_a_finding_is_allowed_at_a_line_and_for_an_array():
+    arguments = 1, 32, np.zeros(1, np.float32), np.zeros(1, np.float32), ramp(32)
+    found = check(sums, *arguments)
+    assert kinds(found) == ["race"] and "other[0]" in str(found[0])
+    assert check(sums, *arguments, allow={"race:other"}) == []
+    assert check(sums, *arguments, allow={"race:x", "same_value_race:other"}) != []
+    assert check(sums, *arguments, allow={"race"}) == []
+    with pytest.raises(ValueError, match="'rase' is not a kind of finding"):
+        check(sums, *arguments, allow={"rase:other"})
+
+
+@pytest.mark.parametrize("kernel", [no_reason, no_kind], ids=lambda k: k.__name__)
+def test_a_comment_that_allows_nothing_is_an_error(kernel):
+    with pytest.raises(KernelError, match="allows nothing: write `# simulate: allow KIND because"):
+        run(kernel, 1, 2, np.zeros(1))
+
+
 # ----------------------------------------------------------------------------- arithmetic
 ARITHMETIC = {
     "division_by_zero": ("h[0] // h[1]", "h[0] % h[1]", "int32(3) // int32(h[1])"),
     "shift": ("h[0] << h[2]", "h[0] >> h[3]", "h[0] << 64", "int32(1) << h[3]"),
     "float_to_integer": ("int32(f[0])", "int(f[1])", "int64(f[0])", "int32(f[2])", "uint32(-f[2])"),
     "integer_overflow": ("int32(h[4])", "int32(h[4] * 2)"),
+    "int16_overflow": ("int16(h[4])", "int16(-h[4])"),
 }
 HONEST = """
 h[0] // h[2] | h[0] % h[2] | f[3] // f[4] | h[0] << 63 | h[0] << h[5] | int32(h[0]) << 40 | int32(f[3]) | int64(f[2])
@@ -334,7 +369,7 @@ uint32(h[4]) | uint32(h[0] * 747796405 + 2891336453) | h[0] // 3 | h[0] % 32 | f
 
 @pytest.mark.parametrize("kind, text", [(k, e) for k, es in ARITHMETIC.items() for e in es])
 def test_arithmetic_without_a_defined_result(kind, text):
-    found = check(*arithmetic(text), enable={"integer_overflow"})
+    found = check(*arithmetic(text), enable={kind})
     assert kinds(found)[0] == kind and "<findings arithmetic>:4" in str(found[0])
     assert kinds(check(*arithmetic(text))) == [k for k in kinds(found) if KINDS[k].reported]
 
@@ -343,7 +378,11 @@ def test_arithmetic_without_a_defined_result(kind, text):
     "text", [e.strip() for e in HONEST.replace("\n", "|").split("|") if e.strip()]
 )
 def test_honest_arithmetic(text):
-    assert check(*arithmetic(text), enable={"integer_overflow"}) == []
+    assert check(*arithmetic(text), enable={"integer_overflow", "int16_overflow"}) == []
+
+
+def test_sixteen_bits_may_be_meant_as_int16():
+    assert check(*arithmetic("int16(h[0] + 65000)"), enable={"int16_overflow"}) == []
 
 
 def arithmetic(text):
@@ -417,6 +456,7 @@ def spin_lock(total, lock, x):
     i = cuda.grid(1)
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     total[0] += x[i]
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)
@@ -433,6 +473,7 @@ def spin_lock_in_shared(total, x):
     taken = False
     while not taken:
         if cuda.atomic.cas(lock, 0, 0, 1) == 0:
+            cuda.threadfence_block()
             s[0] += x[i]
             cuda.threadfence_block()
             cuda.atomic.exch(lock, 0, 0)
@@ -446,6 +487,7 @@ def spin_lock_in_shared(total, x):
 def lock_without_fence(total, lock, x):
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     total[0] += x[cuda.grid(1)]
     cuda.atomic.exch(lock, 0, 0)
 
@@ -454,6 +496,7 @@ def lock_without_fence(total, lock, x):
 def lock_too_short(total, lock, x):
     while cuda.atomic.cas(lock, 0, 0, 1) != 0:
         pass
+    cuda.threadfence()
     v = total[0]
     cuda.threadfence()
     cuda.atomic.exch(lock, 0, 0)

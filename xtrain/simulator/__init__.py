@@ -10,8 +10,8 @@ types that Numba gives them on a GPU (scalars.py). A finding is a KernelError: i
 block, threads, file and lines. Its subclasses:
 
     RaceError           a data race: two threads access the same element of shared or global memory,
-                        at least one writes without an atomic, and neither a barrier nor syncwarp
-                        orders the accesses; or threads of two blocks do; or two overlapping kernels
+                        at least one writes and at least one without an atomic, and nothing orders
+                        the accesses (the memory model: releases.py); or two overlapping kernels do
     UninitializedError  a value that depends on memory that was never written reaches a store to
                         global memory, an atomic, a branch, an index or a warp function (unset.py). If
                         another thread writes the element before the next barrier, the report names
@@ -31,8 +31,9 @@ block, threads, file and lines. Its subclasses:
 Each finding has a `kind`, a key of KINDS, and a `severity`. A "warning" is defined on current GPUs
 but rarely meant: several threads that write the same value to one element, a computed negative
 index, which Numba counts from the end, threads that have exited before a barrier.
-`allow={"same_value_race"}` accepts a kind, `enable={"integer_overflow"}` adds one that is off by
-default.
+`allow={"same_value_race"}` accepts a kind, `allow={"race:total"}` for one array, the comment
+`# simulate: allow race because ...` at one line. `enable={"integer_overflow"}` adds a kind that is
+off by default.
 
 A launcher runs its kernel here if its arguments are SimArrays: `rmsnorm_fwd(sim(x), sim(w), eps)`.
 The array type selects the simulator; there is no mode and no flag.
@@ -48,9 +49,9 @@ modelled.
 Limits
 - Threads take turns where they wait, and every hundred iterations in a loop that accesses memory.
   A loop in which nothing changes, or of more than 100 million iterations, is a KernelError.
-- Unwritten global memory is tracked in the arrays of `simulator.empty` only; launchers fill it with NaN.
-- The schedule is always the same. Races are found by bookkeeping, not by chance; memory.py and
-  releases.py list the orders that they recognize.
+- Unwritten global memory is tracked in the arrays of `simulator.empty` and, inside `simulate`, of
+  `cuda.device_array`; launchers fill it with NaN.
+- The schedule is always the same. Races are found by bookkeeping, not by chance.
 - A variable that gets different types in different branches keeps each of them; Numba would use the
   wider one.
 - Float functions are correctly rounded; a GPU's results differ in the last few bits.

@@ -49,8 +49,10 @@ def run(
     allow=(),
     enable=(),
     warn: Callable[[KernelError], object] | None = None,
+    raised=(),
     processes: int = 1,
     resident: int | None = None,
+    cooperative: int | None = None,
 ) -> None:
     """Run `grid` blocks of `block` threads in the simulator.
 
@@ -59,12 +61,14 @@ def run(
     a Python float float64. shared: bytes of dynamic shared memory.
     overlap: the kernel may start before the previous kernel of the stream has ended (programmatic
     dependent launch); an access that would then be too early is a RaceError.
-    allow: kinds of findings (KINDS) that are not reported; enable: kinds that are, although they
-    are not by default.
+    allow: kinds of findings (KINDS) that are not reported, or "kind:array" for one array of the
+    kernel; the comment `# simulate: allow KIND because REASON` does so for its line. enable: kinds
+    that are reported, although they are not by default.
     resident: so many blocks run at a time, as on a GPU that has room for no more; a block that
     waits for one that cannot start is a DeadlockError. None: every block may start.
+    cooperative: a grid of more blocks that calls grid.sync() is a KernelError.
     warn: called with every finding that is only a warning, after the run; without it a warning is
-    raised, too.
+    raised, too. raised: kinds of warnings that are raised in any case.
     processes: run the blocks in so many processes if they are independent and take long enough.
     Results and findings are the same as in one process, which runs the blocks again if one has a
     finding, waits for another block, or accesses an element that a block of another process
@@ -79,6 +83,8 @@ def run(
             kernel, _dim3(grid), _dim3(block), args, shared, overlap, reported, resident=resident
         )
         launch.keeps_warnings = warn is not None
+        launch.raised = frozenset(raised)
+        launch.cooperative = cooperative
         launch.processes = checked(processes)
         try:
             launch.run()

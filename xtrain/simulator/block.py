@@ -18,12 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors, observers, processes
+from . import errors, observers, processes, releases
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array, poisoned
+from .releases import Sync
 from .scalars import Int32, typed, watching
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
 from .thread import Dim3, Thread
@@ -77,6 +78,8 @@ class Launch:
         after a finding.
         resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
+        self.raised: frozenset[str] = frozenset()  # but not these
+        self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
         self.forked = False  # blocks ran in several processes
         if reported is None:
@@ -155,11 +158,10 @@ class Launch:
     def report(self, kind, sites, make):
         """Raise make(), a KernelError; or keep it and continue. Findings of one kind at the same
         places are counted."""
-        if kind not in self.reported:
+        if not self.reported.covers(kind, sites):
             return
-        if not (
-            self.collects or (self.keeps_warnings and errors.KINDS[kind].severity == "warning")
-        ):
+        warns = errors.KINDS[kind].severity == "warning" and kind not in self.raised
+        if not (self.collects or (self.keeps_warnings and warns)):
             raise make()
         known = self.found.get((kind, sites))
         if known is None:
@@ -350,10 +352,12 @@ class Block:
         self.static_bytes = 0
         self.dynamic: tuple[Memory, np.ndarray] | None = None  # created at the first use
         self._engines: Engines | None = None
-        # Epochs with a threadfence; element of an atomic -> what was acquired there: releases.py
-        self.fenced: list[int] = []
-        self.acquired: dict = {}
-        self.handed: dict = {}  # (memory, key) of an atomic -> {thread: clock}: releases.py
+        # releases.py: what all threads have acquired, what they have passed on at barriers, the
+        # Syncs of the threads; has it released anything to other blocks?
+        self.view: dict = {}
+        self.sync: Sync | None = None
+        self.syncs: list[Sync] = []
+        self.releases = False
         kind: type[Thread] = EarlyThread if launch.overlap else Thread
         if launch.observers:
             kind = observers.observed(kind)
@@ -410,15 +414,16 @@ class Block:
         # Shadows keep marks and marks keep threads alive: free everything else.
         for thread in self.threads:
             del thread.mark, thread.generator
-            thread.known = None
+            thread.view = thread.sync = None
         del (
             self.threads,
             self.warps,
             self.shared,
             self.dynamic,
             self._engines,
-            self.acquired,
-            self.handed,
+            self.view,
+            self.sync,
+            self.syncs,
         )
 
     def _run_each(self, threads, function, *args):
@@ -550,6 +555,7 @@ class Block:
             site = waiting[0].request[1]
             self.launch.report("exited_threads", (site,), lambda: self.deadlock("exited_threads"))
         if name == GRID_SYNC:
+            self._check_cooperative(waiting[0].request[1])
             # thread 0 tells the other blocks, after a barrier
             self.at_grid = self.threads[0].request is not None
             if not self.at_grid:
@@ -559,8 +565,19 @@ class Block:
         self._meet(waiting, _REPLIES[name](votes))
         return True
 
+    def _check_cooperative(self, site):
+        launch = self.launch
+        if launch.cooperative is not None and launch.blocks > launch.cooperative:
+            raise KernelError(
+                f"{launch.name}: {launch.blocks} blocks meet at {site}, but {launch.cooperative} of "
+                f"{launch.threads} threads are resident at once: launch at most as many as "
+                "max_cooperative_grid_blocks says",
+                (site,),
+            )
+
     def _meet(self, threads, reply=None):
         """Let threads resume that wait at a barrier."""
+        releases.barrier(self)
         self.epoch = self.launch.next_epoch()
         for thread in threads:
             thread.mark = Mark(thread, self.epoch, thread.mark.clock)

@@ -34,7 +34,7 @@ from .stepper import Stepper
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
 # what `simulate` was given, as keywords of `run`
-run_options: dict[str, Any] = {"allow": (), "enable": (), "processes": 1}
+run_options: dict[str, Any] = {"allow": (), "enable": (), "raised": (), "processes": 1}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -45,6 +45,16 @@ class KernelWarning(UserWarning):
 
 def _warn(finding):
     warnings.warn(str(finding), KernelWarning, stacklevel=4)  # the line that launches the kernel
+
+
+def cooperative_blocks(block) -> int:
+    """How many blocks of this shape are resident at once on the simulated device."""
+    if isinstance(block, tuple):
+        threads = math.prod(block)
+    else:
+        threads = block
+    each = min(BLOCKS_PER_MULTIPROCESSOR, DEVICE.MAX_THREADS_PER_MULTI_PROCESSOR // max(threads, 1))
+    return DEVICE.MULTIPROCESSOR_COUNT * each
 
 
 class Overload:
@@ -60,12 +70,7 @@ class Overload:
     def max_cooperative_grid_blocks(self, blockdim, dynsmemsize=0) -> int:
         """How many blocks are resident at once on the simulated device, by its limits of blocks and
         threads."""
-        if isinstance(blockdim, tuple):
-            threads = math.prod(blockdim)
-        else:
-            threads = blockdim
-        each = min(BLOCKS_PER_MULTIPROCESSOR, DEVICE.MAX_THREADS_PER_MULTI_PROCESSOR // threads)
-        return DEVICE.MULTIPROCESSOR_COUNT * each
+        return cooperative_blocks(blockdim)
 
     def __getattr__(self, name):
         if name.startswith(("inspect_", "get_", "library", "regs_")):
@@ -134,7 +139,9 @@ def launch(self, *args):
             shared = self.sharedmem
             grid = self.griddim
             block = self.blockdim
-            run(kernel, grid, block, *prepared, shared=shared, warn=_warn, **run_options)
+            most = cooperative_blocks(block)
+            more = dict(shared=shared, warn=_warn, cooperative=most, **run_options)
+            run(kernel, grid, block, *prepared, **more)
     except KernelError as error:
         if failed is not None and stepper is not None:
             stepper.error = error

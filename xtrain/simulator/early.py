@@ -37,9 +37,9 @@ class EarlyThread(Thread):
         self._must_be_free(a, key, "writes", index, site)
         Thread._write(self, a, key, index, site, *value)
 
-    def _change(self, a, key, index, site, only_loads=False):
+    def _change(self, a, key, index, site, keys, **how):
         self._must_be_free(a, key, "changes", index, site)
-        Thread._change(self, a, key, index, site, only_loads)
+        Thread._change(self, a, key, index, site, keys, **how)
 
     def _must_be_free(self, a, key, does, index, site):
         if a.memory.kind == "global":

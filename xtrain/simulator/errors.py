@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 from typing import NamedTuple
 
@@ -45,9 +46,11 @@ class Kind(NamedTuple):
 KINDS = {
     "error": Kind("error", True, "anything that Numba or a GPU refuses; a Python exception in the kernel"),
     "race": Kind("error", True, "two unordered accesses to one element, at least one a plain write"),
+    "plain_and_atomic": Kind("error", True, "a plain read of an element that another thread changes by atomics, unordered"),
+    "missing_acquire": Kind("error", True, "an access that only a fence after the thread's own atomic would order: PTX's acquire pattern"),
     "same_value_race": Kind("warning", True, "two unordered writes of the same value to one element"),
     "uninitialized": Kind("error", True, "a value that depends on shared or local memory that was never written"),
-    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty`, and by `cuda.device_array` with `enable={\"unwritten_global\"}`"),
+    "unwritten_global": Kind("error", True, "the same for global memory made by `simulator.empty` or `cuda.device_array`"),
     "out_of_bounds": Kind("error", True, "an index past the end, or further below zero than the axis is long"),
     "negative_index": Kind("warning", True, "a computed negative index: Numba counts it from the end"),
     "deadlock": Kind("error", True, "a barrier, warp function or waiting loop that threads never get past"),
@@ -58,17 +61,55 @@ KINDS = {
     "division_by_zero": Kind("error", True, "// or % of integers by zero"),
     "shift": Kind("error", True, "a shift by a negative number of bits, or by 64 or more"),
     "float_to_integer": Kind("error", True, "NaN, infinity or a float out of range converted to an integer"),
+    "int16_overflow": Kind("warning", False, "a number of more than 16 bits converted to int16; on in pytest, as an error"),
     "integer_overflow": Kind("warning", False, "a signed integer that does not fit the type it is converted to"),
 }  # fmt: skip
 
 
-def reported_kinds(allow=(), enable=()) -> frozenset:
+class Reported(frozenset):
+    """The kinds of findings that are reported. allowed: "kind:array" for those that are not for one
+    array."""
+
+    allowed: frozenset[str] = frozenset()
+
+    def covers(self, kind, sites) -> bool:
+        """Is a finding of this kind at these places reported?"""
+        if kind not in self or any(f"{kind}:{site.what}" in self.allowed for site in sites):
+            return False
+        return not any(kind in _allowed_at(site) for site in sites)
+
+
+def reported_kinds(allow=(), enable=()) -> Reported:
     """The kinds that are reported: those that are on by default and those in `enable`, without
-    those in `allow`."""
-    for kind in (*allow, *enable):
+    those in `allow`. A string "kind:array" in `allow` is for one array of a kernel."""
+    for kind in (*(k.partition(":")[0] for k in allow), *enable):
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not a kind of finding: use one of {', '.join(KINDS)}")
-    return frozenset({k for k, v in KINDS.items() if v.reported} | {*enable}) - {*allow}
+    kinds = {k for k, v in KINDS.items() if v.reported} | {*enable}
+    reported = Reported(kinds - {*allow})
+    reported.allowed = frozenset(k for k in allow if ":" in k)
+    return reported
+
+
+COMMENT = re.compile(r"#\s*simulate:(.*)")
+ALLOWED = re.compile(r"\s*allow\s+(\w+(?:\s*,\s*\w+)*)\s+because\s+\S")
+
+
+def _allowed_at(site) -> list[str]:
+    """The kinds in the comment `# simulate: allow race because ...` at a site's line."""
+    comment = COMMENT.search(linecache.getline(site.file, site.line))
+    if comment is None:
+        return []
+    allowed = ALLOWED.match(comment[1])
+    kinds = re.split(r"\s*,\s*", allowed[1]) if allowed else [comment[1].strip()]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise KernelError(
+                f"{kind!r} at {site} allows nothing: write `# simulate: allow KIND because REASON`, "
+                f"with one of {', '.join(KINDS)}",
+                (site,),
+            )
+    return kinds
 
 
 class KernelError(Exception):
@@ -190,22 +231,43 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
     if old_site.what != site.what:  # a view, or two arguments that share memory
         name, it = old_site.what, f"{name}, the same memory as {old_site.what},"
     place = where(second, site)
-    why = "with no barrier between them"
     a, b = f"{first}", f"{second}"
     if first.block is not second.block:
         place = f"between blocks {place.rpartition(', block')[0]}"
-        why = "and blocks run in no order"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
-    if kind == "same_value_race":
-        same = ": both write the same value"
-    else:
-        same = ""
+    why, advice = _missing_order(space, first, second, kind)
+    if did == does and kind == "race" and "atomically" in did:
+        advice = ": atomics of different widths on the same bytes are not atomic to each other"
     return RaceError(
         f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} "
-        f"({space} memory){same}",
+        f"({space} memory){advice}",
         (old_site, site),
         kind,
     )
+
+
+def _missing_order(space, first, second, kind):
+    """What is missing between two accesses, and what to do."""
+    fence = "threadfence"
+    if space == "shared":
+        fence = "threadfence_block"
+    if kind == "missing_acquire":
+        why = "and no fence follows the atomic that was to order them"
+        return why, f": call cuda.{fence}() between that atomic and this access"
+    advice = ""
+    if kind == "same_value_race":
+        advice = ": both write the same value"
+    elif kind == "plain_and_atomic":
+        advice = ": read it by an atomic, too"
+    if first.atomic_on == second.atomic_on is not None:  # the one hands over to the other
+        why = f"and no cuda.{fence}() precedes the atomic that was to order them"
+    elif first.block is not second.block:
+        why = "and blocks run in no order"
+    elif first.warp == second.warp and (first.seen or second.seen):
+        why = "with no syncwarp between them"
+    else:
+        why = "with no barrier between them"
+    return why, advice
 
 
 def early(thread, does, why, what, site) -> RaceError:

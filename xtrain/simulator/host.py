@@ -135,7 +135,7 @@ def stop():
 
 
 @contextlib.contextmanager
-def simulate(allow=(), enable=(), processes=1):
+def simulate(allow=(), enable=(), raised=(), processes=1):
     """Run every launch of a Numba CUDA kernel in the simulator, as a context manager or a
     decorator.
 
@@ -145,21 +145,23 @@ def simulate(allow=(), enable=(), processes=1):
         @simulate()
         def test_kernel(): ...
 
-    allow, enable: kinds of findings, as for `run`, added to those of a `simulate` around this one.
+    allow, enable, raised: kinds of findings, as for `run`, added to those of a `simulate` around
+    this one.
     processes: as for `run`. Launches raise a KernelError for what a GPU would not report. Raises
     RuntimeError if Numba's own simulator is in use.
     """
-    reported_kinds(allow, enable)  # raises ValueError for an unknown one
+    reported_kinds((*allow, *raised), enable)  # raises ValueError for an unknown one
     before = dispatch.run_options
     now = {
         "allow": (*before["allow"], *allow),
         "enable": (*before["enable"], *enable),
+        "raised": (*before["raised"], *raised),
         "processes": checked(processes),
     }
     tracked = device_array.tracks_unwritten
     start()
     dispatch.run_options = now
-    device_array.tracks_unwritten = "unwritten_global" in now["enable"]
+    device_array.tracks_unwritten = "unwritten_global" in reported_kinds(now["allow"])
     try:
         yield
     finally:

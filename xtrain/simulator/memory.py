@@ -7,9 +7,8 @@ synchronizations. Two accesses by different threads are in order if
   - they are lanes of one warp and a chain of syncwarp calls leads from one to the other: Mark.clock
     is compared with Thread.seen, vector clocks over the 32 lanes. Shuffles and votes do not order
     memory accesses (CUDA guide), or
-  - the blocks differ and the second knows of the first by an atomic after a threadfence
-    (releases.py).
-Any other pair is a data race, unless both only read or both are atomics.
+  - fences and atomics order them: releases.py, which has the whole model.
+Any other pair is a data race, unless both only read or both are atomics of the same bytes.
 
 Between two barriers, most shared memory is either written or read. While it is only read, each run
 of reads by one thread is noted as {key: site}. The notes become records at the first write of the
@@ -52,13 +51,12 @@ def in_order(earlier: Mark, now: Mark) -> bool:
     a, b = earlier.thread, now.thread
     if a is b:
         return True
-    if a.block is not b.block:
-        return releases.known(earlier, now)
-    if earlier.epoch != now.epoch:
-        return True
-    if a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock:
-        return True
-    return b.known is not None and earlier.clock < b.known.get(a, 0)
+    if a.block is b.block:
+        if earlier.epoch != now.epoch:
+            return True
+        if a.warp == b.warp and b.seen is not None and b.seen[a.lane] >= earlier.clock:
+            return True
+    return releases.known(earlier, b)
 
 
 class Memory:
@@ -66,8 +64,9 @@ class Memory:
     local array."""
 
     __slots__ = (
-        "atomics", "base", "busy", "changed", "granule", "kind", "local", "old_atomics", "old_reads", "old_writes",
-        "past_writes", "reading", "reads", "releases", "runs", "unread", "unset", "unwritten", "watched", "writes",
+        "atomics", "base", "busy", "changed", "granule", "kind", "loads", "local", "observers", "old_atomics", "old_loads",
+        "old_reads", "old_writes", "past_writes", "reading", "reads", "releases", "runs", "unread", "unset", "unwritten",
+        "watched", "writes",
     )  # fmt: skip
 
     def __init__(self, kind: str, granule: int):
@@ -79,12 +78,15 @@ class Memory:
         # By threads of the running block, and by finished blocks.
         self.writes: dict = {}
         self.reads: dict = {}
-        self.atomics: dict = {}
+        self.atomics: dict = {}  # key -> (mark, site, keys of the element) of the last one
+        self.loads: dict = {}  # atomics that only read
         self.old_writes: dict = {}
         self.old_reads: dict = {}
         self.old_atomics: dict = {}
+        self.old_loads: dict = {}
+        self.observers: dict = {}  # key -> {thread: mark} of loads since the last atomic
         self.past_writes: set = set()  # keys written before all blocks met
-        self.releases: dict = {}  # key of an atomic -> {block: Release}
+        self.releases: dict = {}  # key of an atomic -> {domain: Released}: releases.py
         self.unset: dict = {}  # key -> the Unset that was stored there (unset.py)
         self.unread: dict = {}  # key -> (mark, read) of the last read before any write
         self.unwritten = None  # global memory: the keys that no kernel and no copy has written
@@ -131,7 +133,7 @@ class Memory:
     def all_in_order(self):
         """All blocks have met: their accesses precede everything that comes."""
         self.past_writes.update(self.old_writes, self.old_atomics)
-        for shadow in (self.old_writes, self.old_reads, self.old_atomics):
+        for shadow in (self.old_writes, self.old_reads, self.old_atomics, self.old_loads):
             shadow.clear()
 
     @property
@@ -153,16 +155,27 @@ class Memory:
     def end_of_block(self):
         """Move the records of the running block to those of the finished blocks."""
         self.old_writes.update(self.writes)
+        self.old_atomics.update(self.atomics)
         releases.keep(self.old_reads, self.reads)
-        releases.keep(self.old_atomics, self.atomics)
-        for shadow in (self.writes, self.reads, self.atomics):
+        releases.keep(self.old_loads, self.loads)
+        for shadow in (self.writes, self.reads, self.atomics, self.loads):
             shadow.clear()
-        self.watched = bool(self.old_writes or self.old_reads or self.old_atomics)
+        self.watched = bool(self.old_writes or self.old_reads or self.old_atomics or self.old_loads)
+
+    def unordered_atomic(self, key, mark):
+        """The (mark, site, keys) of the last atomic that changed this element, if nothing orders it
+        before `mark`. All earlier ones happen before the last one."""
+        last = self.atomics.get(key) or self.old_atomics.get(key)
+        if last is None or in_order(last[0], mark):
+            return None
+        if any(in_order(load, mark) for load in self.observers.get(key, {}).values()):
+            return None
+        return last
 
 
 def add_reader(shadow: dict, key, mark: Mark, site):
-    """Record a read or an atomic: an access that may share its element with others of its kind. The
-    record is one of
+    """Record a read: an access that may share its element with others of its kind. The record is
+    one of
 
     (mark, site)                   the only access since the barrier
     (mark, site, {thread: ...})    several lanes of one warp

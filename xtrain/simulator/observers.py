@@ -111,11 +111,11 @@ class _Observed:
             self._tell(a, k, site, WRITE, value)
         return super().store(a, index, value, site)
 
-    def _atomic(self, site, a, index, name, change):
+    def _atomic(self, site, a, index, name, change, **how):
         k = a.locate(index)
         if k is not None:
             self._tell(a, k, site, ATOMIC, name)
-        return super()._atomic(site, a, index, name, change)
+        return super()._atomic(site, a, index, name, change, **how)
 
     def _tell(self, a, k, site, how, value):
         for observer in self.block.launch.observers:

@@ -109,7 +109,7 @@ def _run(launch, positions):
         if not done or launch.found or launch.copies:
             return None
         for memory, read, change in zip(launch.memories, reads, changed):
-            read.update(memory.reads)
+            read.update(memory.reads, memory.loads)
             change.update(memory.writes, memory.atomics)
             memory.end_of_block()
         if text.getvalue():

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 
+STRICT = "negative_index", "int16_overflow"  # warnings that fail a test
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("simulate-cuda")
     group.addoption(
@@ -49,8 +52,9 @@ def pytest_load_initial_conftests(early_config):
         try:
             from . import host  # imports numba.cuda
 
-            kinds = _kinds(allow), _kinds(enable)
-            active.enter_context(host.simulate(*kinds, processes=options.cuda_processes))
+            kinds = _kinds(allow), [*STRICT, *_kinds(enable)]
+            more = {"raised": STRICT, "processes": options.cuda_processes}
+            active.enter_context(host.simulate(*kinds, **more))
         except (RuntimeError, ImportError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
         early_config.add_cleanup(active.close)

@@ -242,10 +242,10 @@ watched: set = set()  # the kinds reported in the running launch whose check cos
 
 @contextlib.contextmanager
 def watching(reported):
-    """Check for integer overflow in this context if it is one of the kinds to report."""
+    """Check for overflow of integers in this context if it is one of the kinds to report."""
     before = {*watched}
     watched.clear()
-    watched.update({"integer_overflow"} & reported)
+    watched.update({"integer_overflow", "int16_overflow"} & reported)
     try:
         yield
     finally:
@@ -279,7 +279,11 @@ def _to_integer(scalar):
         except OverflowError:  # a large Python integer wraps around
             return scalar(np.uint64(x & 2**64 - 1))
         if signed and watched and y != x:
-            _report("integer_overflow", f"{x} converted to {size}, which it does not fit,")
+            text = f"{x} converted to {size}, which it does not fit,"
+            if "integer_overflow" in watched:
+                _report("integer_overflow", text)
+            elif size == "int16" and not 0 <= x < 2**16:  # 16 bits may be meant as they are
+                _report("int16_overflow", text)
         return y
 
     return convert
@@ -296,10 +300,12 @@ def storing(dtype: np.dtype):
         return None
     kind = dtype.type
     convert = cast(dtype)
-    signed = dtype.kind == "i"
+    kinds = {"integer_overflow"} if dtype.kind == "i" else set()
+    if dtype == np.int16:
+        kinds.add("int16_overflow")
 
     def store(x):
-        if isinstance(x, FLOATS) or (signed and watched):
+        if isinstance(x, FLOATS) or (watched and not watched.isdisjoint(kinds)):
             return kind(plain_value(convert(x)))
         return kind(x)
 

@@ -32,6 +32,8 @@ from .scalars import TWINS, Int32, UInt32, UInt64, dtype_of, twin, unify
 from .unset import Unset, carries, plain
 
 ATOMIC = "atomically changed"  # the verb in a report
+LOADED = "atomically read"
+FAILED = object()  # the result of a compare-and-swap that leaves the element as it is
 MAX_TURNS = 100_000_000  # iterations of one while loop of one thread: less than a minute
 CHECK_TURNS = 100_000  # iterations between two checks whether a loop still changes its variables
 SPIN_TURNS = 100  # iterations of a loop that accesses memory before other threads run
@@ -58,14 +60,11 @@ class Thread:
     """One thread of one block.
 
     block: the running Block; index: position in the block; lane, warp: index % 32, index // 32
-    mark: this thread since its last synchronization; fences: its marks after a threadfence
-    (releases.py)
+    mark: this thread since its last synchronization
     seen: the clocks that it knows of the lanes of its warp (memory.py); None before the first
     syncwarp
-    fenced_at: its clock at its last fence; 0 if there was none.
-    seen_at_fence: what it had seen at its last threadfence
-    known: thread -> clock, what it has acquired from threads of its block by atomics (releases.py);
-    or None
+    view: what it has acquired; sync: its fences and pending acquisitions, or None (releases.py)
+    atomic_on: the (memory, key) of its last atomic
     state_at_spin: (site of the loop, local variables) when it last let others run in a waiting loop
     generator, request, reply: the running kernel, what it waits for, and the result to send to it
     left: the Site of the return statement that ended it
@@ -73,9 +72,9 @@ class Thread:
     """
 
     __slots__ = (
-        "_state", "block", "blockDim", "blockIdx", "fenced_at", "fences", "generator", "gridDim",
-        "index", "instruction", "known", "lane", "laneid", "left", "mark", "reply", "request", "seen",
-        "seen_at_fence", "state_at_spin", "threadIdx", "warp",
+        "_state", "atomic_on", "block", "blockDim", "blockIdx", "generator", "gridDim",
+        "index", "instruction", "lane", "laneid", "left", "mark", "reply", "request", "seen",
+        "state_at_spin", "sync", "threadIdx", "view", "warp",
     )  # fmt: skip
     warpsize = Int32(32)
 
@@ -90,10 +89,9 @@ class Thread:
         self.gridDim = block.launch.grid
         self.mark = Mark(self, block.epoch, 1)
         self.request: Any = None
-        self.generator = self.reply = self.seen = self.left = self.known = None
-        self._state = self.state_at_spin = self.seen_at_fence = None
-        self.fences = ()
-        self.fenced_at = 0
+        self.generator = self.reply = self.seen = self.left = self.sync = None
+        self._state = self.state_at_spin = self.atomic_on = None
+        self.view = releases.NOTHING
         self.instruction = ""  # the simulated intrinsic that is running
 
     def intrinsic(self, function, site, *args):
@@ -326,8 +324,7 @@ class Thread:
             self._order(memory, key, record, "wrote", "read", index, site)
         if memory.watched:
             self._order(memory, key, memory.old_writes.get(key), "wrote", "read", index, site)
-            self._order(memory, key, memory.atomics.get(key), ATOMIC, "read", index, site)
-            self._order(memory, key, memory.old_atomics.get(key), ATOMIC, "read", index, site)
+            self._order_atomic(memory, key, "read", index, site)
             if key in memory.unset:
                 read = memory.unset[key].read
         record = memory.reads.get(key)
@@ -353,8 +350,10 @@ class Thread:
             write = memory.old_writes.get(key)
             self._order(memory, key, write, "wrote", "wrote", index, site, same)
             self._order(memory, key, memory.old_reads.get(key), "read", "wrote", index, site)
-            self._order(memory, key, memory.atomics.get(key), ATOMIC, "wrote", index, site)
-            self._order(memory, key, memory.old_atomics.get(key), ATOMIC, "wrote", index, site)
+            self._order_atomic(memory, key, "wrote", index, site)
+            for loads in (memory.loads, memory.old_loads):
+                self._order(memory, key, loads.get(key), LOADED, "wrote", index, site)
+            memory.releases.pop(key, None)
             memory.unset.pop(key, None)
         if not a.writeable:
             if memory.busy:
@@ -362,8 +361,8 @@ class Thread:
             raise errors.read_only(self, site, index)
         memory.writes[key] = (mark, site)
 
-    def _change(self, a, key, index, site, only_loads=False):
-        """Check and record an atomic. only_loads: it acquires, but releases nothing."""
+    def _change(self, a, key, index, site, keys, **how):
+        """Check and record an atomic. keys: those of its element. how: see releases.atomic."""
         memory = a.memory
         memory.changed = self.mark.epoch
         if memory.runs:
@@ -373,20 +372,26 @@ class Thread:
             if read is not None:
                 Unset(None, read).use("an atomic", site)
                 memory.unset.pop(key, None)
-        releases.acquire(self.mark, memory, key)
-        for shadow, did in (
-            (memory.writes, "wrote"), (memory.reads, "read"),
-            (memory.old_writes, "wrote"), (memory.old_reads, "read"),
-        ):  # fmt: skip
-            self._order(memory, key, shadow.get(key), did, ATOMIC, index, site)
-        if not a.writeable:
-            raise errors.read_only(self, site, index)
+        releases.atomic(self, memory, key, **how)
+        self.atomic_on = memory, key
+        writes = how.get("writes", True)
+        does = ATOMIC if writes else LOADED
+        for shadow in (memory.writes, memory.old_writes):
+            self._order(memory, key, shadow.get(key), "wrote", does, index, site)
+        last = memory.unordered_atomic(key, self.mark)
+        if last is not None and last[2] != keys:
+            self._race(memory, last[:2], ATOMIC, does, index, site)
         memory.watched = True
-        if only_loads:
-            mark = self.mark
+        if writes:
+            for shadow in (memory.reads, memory.old_reads):
+                self._order(memory, key, shadow.get(key), "read", does, index, site)
+            if not a.writeable:
+                raise errors.read_only(self, site, index)
+            memory.atomics[key] = self.mark, site, keys
+            memory.observers.pop(key, None)
         else:
-            mark = releases.release(self, memory, key)
-        add_reader(memory.atomics, key, mark, site)
+            memory.observers.setdefault(key, {})[self] = self.mark
+            add_reader(memory.loads, key, self.mark, site)
 
     def _order(self, memory, key, record, did, does, index, site, stored=None):
         """Report a race unless nothing or an ordered access is recorded. stored: the array, the
@@ -402,8 +407,21 @@ class Thread:
         if early is not None and early[0] is then[0]:  # it read what is written only now
             make = functools.partial(errors.uninitialized, *early[1], (self.mark, site))
             return self.report("uninitialized", (then[1], site), make)
+        self._race(memory, then, did, does, index, site, stored)
+
+    def _order_atomic(self, memory, key, does, index, site):
+        """Report a weak access that the last atomic does not happen before."""
+        last = memory.unordered_atomic(key, self.mark)
+        if last is not None:
+            self._race(memory, last[:2], ATOMIC, does, index, site)
+
+    def _race(self, memory, then, did, does, index, site, stored=None):
         kind = "race"
-        if stored and _is_stored(*stored):
+        if releases.is_pending(then[0], self):
+            kind = "missing_acquire"
+        elif {did, does} == {"read", ATOMIC}:
+            kind = "plain_and_atomic"
+        elif stored and _is_stored(*stored):
             kind = "same_value_race"
         args = memory.kind, then, did, self, does, site, index, kind
         self.report(kind, (then[1], site), functools.partial(errors.race, *args))
@@ -464,8 +482,9 @@ class Thread:
         return self.block.launch.constant(values)
 
     # ------------------------------------------------------------------------- atomics
-    def _atomic(self, site, a, index, name, change):
-        """a[index] = change(a[index]) as one access. Returns the old value."""
+    def _atomic(self, site, a, index, name, change, **how):
+        """a[index] = change(a[index]) as one access, unless this is FAILED. Returns the old value.
+        how: acquires, releases (releases.atomic)."""
         kinds = _ATOMIC_KINDS.get(name, _WHOLE)
         if a.dtype.name not in kinds:
             raise errors.atomic_kind(self, site, name, a, kinds)
@@ -477,40 +496,44 @@ class Thread:
                 raise errors.out_of_bounds(self, a, index, site) from None
             if type(k) is not int:  # out of bounds
                 return k
-        for key in a.keys(k):
-            self._change(a, key, index, site)
         old = a.flat[k]
-        a.flat[k] = new = change(old)
-        self.block.launch.changes += bool(new != old)
+        new = change(old)
+        keys = a.keys(k)
+        for key in keys:
+            self._change(a, key, index, site, keys, writes=new is not FAILED, **how)
+        if new is not FAILED:
+            a.flat[k] = new
+            self.block.launch.changes += bool(new != old)
         if a.wrap is None:
             return old
         return a.wrap(old)
 
-    def load_acquire(self, site, a, index):
-        """a[index] as one access, which acquires what atomics on this element have released."""
+    def strong_load(self, site, a, index, acquires=False):
+        """a[index] as an atomic that only reads."""
         k = a.locate(index)
         if k is None:
             raise errors.out_of_bounds(self, a, index, site)
-        for key in a.keys(k):
-            self._change(a, key, index, site, True)
+        keys = a.keys(k)
+        for key in keys:
+            self._change(a, key, index, site, keys, writes=False, acquires=acquires)
         if a.wrap is None:
             return a.flat[k]
         return a.wrap(a.flat[k])
 
     def atomic_cas(self, site, a, index, old, new):
         old, new = (a.dtype.type(plain(x, "an atomic", site)) for x in (old, new))
-        return self._atomic(site, a, index, "cas", lambda now: new if now == old else now)
+        return self._atomic(site, a, index, "cas", lambda now: new if now == old else FAILED)
 
     def atomic_compare_and_swap(self, site, a, old, new):
         return self.atomic_cas(site, a, 0, old, new)
 
     def threadfence(self):
-        releases.fence(self)
+        releases.fence(self, releases.GPU)
 
     threadfence_system = threadfence
 
     def threadfence_block(self):
-        releases.fence_block(self)
+        releases.fence(self)
 
     # ------------------------------------------------------------------------- positions
     def grid(self, ndim):
@@ -699,9 +722,9 @@ _ATOMIC_KINDS |= dict.fromkeys(
 
 
 def _atomic_method(name, change):
-    def atomic(self, site, a, index, value):
+    def atomic(self, site, a, index, value, **how):
         value = a.dtype.type(plain(value, "an atomic", site))
-        return self._atomic(site, a, index, name, lambda old: change(old, value))
+        return self._atomic(site, a, index, name, lambda old: change(old, value), **how)
 
     return atomic
 

@@ -131,6 +131,7 @@ def leave(counter):
     """The last block to finish resets the counter for the next launch."""
     cuda.threadfence()
     if cuda.atomic.add(counter, 1, 1) == cuda.gridDim.x - 1:
+        cuda.threadfence()  # the additions of all blocks to counter[0] come before its reset
         cuda.atomic.exch(counter, 0, 0)
         cuda.atomic.exch(counter, 1, 0)
 

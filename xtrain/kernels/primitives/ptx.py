@@ -209,15 +209,18 @@ simulates(wait_for_previous)(wait)
 
 
 @simulates(atomic_add_in_order)
-@simulates(atomic_add_release)
 def _simulated_add_in_order(thread, site, x, i, value):
-    thread.threadfence()
-    return thread.atomic_add(site, x, i, value)
+    return thread.atomic_add(site, x, i, value, acquires=True, releases=True)
+
+
+@simulates(atomic_add_release)
+def _simulated_add_release(thread, site, x, i, value):
+    thread.atomic_add(site, x, i, value, releases=True)
 
 
 @simulates(load_acquire)
 def _simulated_load_acquire(thread, site, x, i):
-    return thread.load_acquire(site, x, i)
+    return thread.strong_load(site, x, i, acquires=True)
 
 
 simulates(let_next_start)(let_next)
