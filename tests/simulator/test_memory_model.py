@@ -336,7 +336,7 @@ def instructions(x, o, counter, releases, acquires):
     t = cuda.threadIdx.x
     if cuda.blockIdx.x == 0:
         x[t] = 1
-        if t == 0 and releases == 0 or t == 1 and releases == 2:
+        if (t == 0 and releases == 0) or (t == 1 and releases == 2):
             cuda.threadfence()
         cuda.syncwarp()
         if t == 0:

@@ -322,7 +322,9 @@ def test_what_numba_refuses_is_one_finding():
 # ----------------------------------------------------------------------------- findings that are allowed
 @cuda.jit
 def sums(total, other, x):
-    total[0] += x[cuda.grid(1)]  # simulate: allow race because one warp adds them one after the other
+    total[0] += x[
+        cuda.grid(1)
+    ]  # simulate: allow race because one warp adds them one after the other
     other[0] += x[cuda.grid(1)]
 
 

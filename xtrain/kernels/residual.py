@@ -20,7 +20,7 @@ from ..device import Array
 from .primitives.flat import on_16_bytes
 from .primitives.ptx import kernel, let_next_start, wait_for_previous
 from .primitives.reduce import MAX_WARPS
-from .primitives.rows import MAX_COLUMNS, RowKernel, aligned_rows, make_row_ops
+from .primitives.rows import MAX_COLUMNS, MIN_WARPS, RowKernel, aligned_rows, make_row_ops
 from .primitives.words import elements_per_vector
 from .rmsnorm import rmsnorm_bwd, rmsnorm_bwd_ref, rmsnorm_ref
 from .runtime.compiler import cuda, float32, int64, rsqrtf
@@ -57,13 +57,15 @@ FEW_COLUMNS = 4  # of a thread with so few rows: only more threads hide the late
 
 
 @functools.cache
-def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
+def make_fwd_kernel(C, vec, aligned, few=False, spread=False, overlap=False):
     """Return the forward kernel of rmsnorm.py with an addition in front.
 
-    few: there are at most FEW rows, as in a decoding step.
+    few: there are at most FEW rows, as in a decoding step: more threads add up a row.
+    spread: there are, and the order of the sum must be that of many rows.
     """
     columns = max(vec, FEW_COLUMNS) if few else MAX_COLUMNS
-    ops = make_row_ops(C, vec, aligned, columns=columns)
+    ops = make_row_ops(C, vec, aligned, warps=1 if spread else MIN_WARPS, columns=columns)
+    early = few or spread
     load = ops.load
     store = ops.store
     total = ops.total
@@ -91,7 +93,7 @@ def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
         for s in range(STEPS):
             load(h_SE[s], x, n * C, column + s * STRIDE)
             load(r_SE[s], r, n * C, column + s * STRIDE)
-            if few:
+            if early:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
         for s in range(STEPS):
             for j in range(vec):
@@ -102,7 +104,7 @@ def make_fwd_kernel(C, vec, aligned, few=False, overlap=False):
         if column == 0:
             rstd_N[n] = rstd  # saved for backward
         for s in range(STEPS):
-            if not few:
+            if not early:
                 load(w_SE[s], w_C, 0, column + s * STRIDE)
             for j in range(vec):
                 h_SE[s, j] *= rstd * w_SE[s, j]
@@ -133,9 +135,11 @@ def residual_rmsnorm_fwd(
     y_NC = empty_like(r_NC)
     rstd_N = empty(x_NC, N, np.float32)
     aligned = aligned_rows(C, h_NC, y_NC, x_NC, r_NC) and on_16_bytes(w_C)
-    few = N <= FEW and not is_batch_invariant()  # it adds up a row in another order
-    overlap = N <= FEW and can_overlap(x_NC)
-    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, few, overlap)
+    few = N <= FEW
+    exact = is_batch_invariant()
+    overlap = few and can_overlap(x_NC)
+    variant = few and not exact, few and exact, overlap
+    fwd = make_fwd_kernel(C, elements_per_vector(x_NC, r_NC), aligned, *variant)
     h, y, x, r = (a.reshape(-1) for a in (h_NC, y_NC, x_NC, r_NC))
     arguments = (h, y, rstd_N, x, r, w_C, np.float32(eps))
     launch(fwd.kernel, -(-N // fwd.plan.R), fwd.plan.THREADS, *arguments, overlap=overlap)

@@ -16,6 +16,7 @@ has waited for its mbarrier.
 
 import numpy as np
 
+from . import releases
 from .errors import AsyncError, OutOfBoundsError, RaceError, UninitializedError, where
 from .observers import READ, WRITE
 
@@ -387,6 +388,7 @@ class Engines:
         if len(arrived) < count:
             return False
         self.meet(arrived)
+        releases.meet(arrived)
         self.tell("meet", arrived, "bar_sync", site)
         released.update(t for t in arrived if t is not thread)
         arrived.clear()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 STRICT = "negative_index", "int16_overflow"  # warnings that fail a test
 
 

@@ -8,7 +8,7 @@ finding unless one access happens before the other. Happens-before is the transi
 program order         in one thread.
 block barrier         syncthreads and its votes: what any thread of the block did before it, or what
                       happens before that, happens before all that follows it. It is no fence.
-syncwarp              the same for the lanes that meet in it.
+syncwarp              the same for the lanes that meet in it; bar.sync for the warps that meet.
 grid.sync()           the same for the grid. So is the end of a kernel.
 release and acquire   X, an atomic by one thread, changes an element, and Y, an atomic by another
                       one, reads this change, or that of a later atomic (a chain of atomics). Then
@@ -127,6 +127,16 @@ def is_pending(mark, thread) -> bool:
         if sync is not None
         for view in (sync.hint, *sync.pending.values())
     )
+
+
+def meet(threads) -> None:
+    """Order what these threads have done before what they do next: a barrier of a part of a block."""
+    view = NOTHING
+    for thread in threads:
+        view = join(join(view, thread.view), {thread: thread.mark.clock + 1})
+    for thread in threads:
+        thread.view = view
+        thread.mark = thread.mark.next()
 
 
 def _sync(thread) -> Sync:

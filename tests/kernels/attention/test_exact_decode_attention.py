@@ -98,7 +98,7 @@ def test_a_decoding_step_has_the_bits_of_training(case):
 
 def test_a_block_that_does_not_exist_gives_nan(monkeypatch):
     given = trained(64, 2, 1, 40, False, 0)
-    qkv, _, angles, k, _, _ = given
+    qkv, _, angles, _, _, _ = given
     tables = np.array([[0, 9, 2], [3, 4, -1], [6, 7, 9]], np.int32)  # of 9 blocks
     caches = [np.zeros((9, 1, 16, 64), BF16) for _ in "kv"]
     lengths = np.array([39, 39, 20], np.int32)

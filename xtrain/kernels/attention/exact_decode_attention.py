@@ -395,7 +395,6 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
     THREADS = 32 * WARPS
     STAGE = 2 * BN * D
     Q = STAGES * STAGE
-    P = Q + MOST_HEADS * D
     HALVES = 1 if GROUP <= 8 else 2
     CHUNKS = -(-GROUP // MOST_HEADS)
     KS = D // 16
