@@ -69,6 +69,7 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
             sys.path.append(str(TESTS / folder))
     import test_compile
     import test_engine_compile
+    import test_exact_decode_attention as exact_decoding
     import test_flash_attention_compile as tensor_cores
     import test_flash_attention_hopper_compile as hopper
 
@@ -80,6 +81,9 @@ def every_signature(card: tuple[int, int]) -> dict[str, list[tuple]]:
         for t in dtypes:
             found[f"training {np.dtype(t).name}"] = launched(functools.partial(everything, t))
         found["engine"] = launched(functools.partial(test_engine_compile.launch_engine, dtypes))
+    if card == (9, 0):
+        with mock.patch.object(launch, "_overlap", overlap):
+            found["exact decoding"] = launched(exact_decoding.launch_all)
     if card >= (8, 0):
         found["attention"] = [
             (tensor_cores.fa.make_kernel(kind, *rest, 0)[0], tensor_cores.SIGNATURES[kind])

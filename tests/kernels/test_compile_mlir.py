@@ -120,7 +120,8 @@ def test_every_kernel(monkeypatch, group):
     found = every_signature.every_signature((9, 0))
     engine = found["engine"]
     found["engine"], found["engine 2"] = engine[::2], engine[1::2]
-    found["others"] = found["attention"] + found["fp8"] + found["wgmma"]
+    others = "attention", "fp8", "wgmma", "exact decoding"
+    found["others"] = [pair for name in others for pair in found[name]]
     named = {kernel.py_func.__name__ for kernel, _ in found[group]}
     assert check(monkeypatch, found[group], (9, 0)) | {*KNOWN} >= named
 

@@ -370,11 +370,10 @@ class AddNormLinear(Function):
         if few_rows(x_NC, v_OC, fused=True):
             ready = ctx.parameters[2] and ctx.parameters[3]
             return _gemv.add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O)
-        if x_NC.dtype == np.float32 and few_exact_rows(x_NC, v_OC, swiglu=swiglu):
+        exact = b_O is None and x_NC.dtype == np.float32
+        if exact and few_exact_rows(x_NC, v_OC, norm=True, swiglu=swiglu):
             ready = ctx.parameters[2] and ctx.parameters[3]
-            return _gemv_chain.chain_add_norm_gemv(
-                x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready, b_O=b_O
-            )
+            return _gemv_chain.chain_add_norm_gemv(x_NC, delta_NC, w_C, v_OC, eps, swiglu, ready)
         if delta_NC is None:
             h_NC = x_NC
             n_NC, rstd_N = _rmsnorm.rmsnorm_fwd(h_NC, w_C, eps, v_OC.dtype)

@@ -65,16 +65,14 @@ def few_rows(x_NK: Array, w_OK: Array | Quantized, fused: bool = False) -> bool:
     return _gemv.gemv_fits(x_NK.shape[0], x_NK.shape[1], w_OK.dtype, quantized, fused)
 
 
-def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, dtype=None, swiglu=False) -> bool:
+def few_exact_rows(x_NK: Array, w_OK: Array | Quantized, **kind) -> bool:
     """Return True if kernels/decoding/gemv_chain.py computes the product.
 
-    It does in inference in batch-invariant mode, for few rows.
-
-    dtype: of the product; swiglu: follows it.
+    It does in inference in batch-invariant mode, for few rows. kind: see chain_pays.
     """
     if not (is_gpu(x_NK) and is_batch_invariant() and is_inference()):
         return False
-    return _gemv_chain.chain_is_exact(x_NK, w_OK, dtype, swiglu)
+    return _gemv_chain.chain_pays(x_NK, w_OK, **kind)
 
 
 def product(
@@ -86,8 +84,8 @@ def product(
     """
     if few_rows(x_NI, w_OI):
         return _gemv.gemv(x_NI, w_OI, dtype or x_NI.dtype, ctx.parameters[i], b_O)
-    if x_NI.dtype == w_OI.dtype and few_exact_rows(x_NI, w_OI, dtype):
-        return _gemv_chain.chain_gemv(x_NI, w_OI, dtype, ctx.parameters[i], b_O)
+    if b_O is None and x_NI.dtype == w_OI.dtype and few_exact_rows(x_NI, w_OI, dtype=dtype):
+        return _gemv_chain.chain_gemv(x_NI, w_OI, dtype, ctx.parameters[i])
     return _gemm.linear_fwd(x_NI, w_OI, dtype, b_O)
 
 

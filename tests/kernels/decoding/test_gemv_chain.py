@@ -42,8 +42,8 @@ EPS = 1e-6
 SHARED = 227 << 10
 
 
-def case(N, K, rows, norm=False, delta=False, swiglu=False, bias=False, dtype=BF16):
-    """-> x, delta, norm_w, w, swiglu, b, dtype"""
+def case(N, K, rows, norm=False, delta=False, swiglu=False, dtype=BF16):
+    """-> x, delta, norm_w, w, swiglu, dtype"""
     rows = rows * (2 if swiglu else 1)
     return (
         normal(1, N, K).astype(np.float32 if norm else BF16),
@@ -51,7 +51,6 @@ def case(N, K, rows, norm=False, delta=False, swiglu=False, bias=False, dtype=BF
         normal(3, K) if norm else None,
         (normal(2, rows, K) * K**-0.5).astype(BF16),
         swiglu,
-        normal(5, rows) if bias else None,
         dtype,
     )
 
@@ -62,10 +61,10 @@ def put_all(args, put):
 
 def run(args, put=to_kernel, ready=False):
     """-> h, y on the host"""
-    x, delta, norm_w, w, swiglu, b, dtype = put_all(args, put)
+    x, delta, norm_w, w, swiglu, dtype = put_all(args, put)
     if norm_w is None:
-        return None, to_host(chain_gemv(x, w, dtype, ready, b))
-    h_y = chain_add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, ready, dtype, b)
+        return None, to_host(chain_gemv(x, w, dtype, ready))
+    h_y = chain_add_norm_gemv(x, delta, norm_w, w, EPS, swiglu, ready, dtype)
     return tuple(map(to_host, h_y))
 
 
@@ -109,26 +108,23 @@ def chain_naive(x, w, reverse=False):
     return y
 
 
-def product(x, w, b, dtype):
-    """x w^T + b in batch-invariant mode; without cuBLAS, what it computes."""
+def product(x, w, dtype):
+    """x w^T in batch-invariant mode; without cuBLAS, what it computes."""
     if GPU:
-        return gemm.linear_fwd(x, w, dtype, b)
-    y = to_host(chain_naive(x, w))
-    if b is not None:
-        y = y + to_host(b).astype(dtype).astype(np.float32)
-    return to_kernel(y.astype(dtype))
+        return gemm.linear_fwd(x, w, dtype)
+    return to_kernel(to_host(chain_naive(x, w)).astype(dtype))
 
 
 def separate(args):
     """-> h, y on the host: the ops of a training step, one after the other"""
-    x, delta, norm_w, w, swiglu, b, dtype = put_all(args, to_kernel)
+    x, delta, norm_w, w, swiglu, dtype = put_all(args, to_kernel)
     with batch_invariant():
         h = x
         if delta is not None:
             h, x, _ = residual_rmsnorm_fwd(x, delta, norm_w, EPS)
         elif norm_w is not None:
             x, _ = rmsnorm_fwd(x, norm_w, EPS, BF16)
-        y = product(x, w, b, dtype)
+        y = product(x, w, dtype)
         y = swiglu_fwd(y) if swiglu else y
     return to_host(h), to_host(y)
 
@@ -144,20 +140,17 @@ def check_bits(args):
 FORMS = [
     dict(),
     dict(dtype=np.float32),
-    dict(bias=True),
-    dict(bias=True, dtype=np.float32),
     dict(norm=True),
     dict(norm=True, delta=True),
-    dict(norm=True, delta=True, bias=True),
     dict(norm=True, swiglu=True),
-    dict(norm=True, delta=True, swiglu=True, bias=True),
-    dict(norm=True, delta=True, swiglu=True, bias=True, dtype=np.float32),
+    dict(norm=True, delta=True, swiglu=True),
+    dict(norm=True, delta=True, swiglu=True, dtype=np.float32),
     dict(norm=True, delta=True, dtype=np.float32),
 ]
-SHAPES = [(3, 160, 24), (1, 64, 21), (8, 128, 37)]
+SHAPES = [(3, 160, 24), (1, 64, 24), (8, 128, 40)]
 # where the widths of pieces and norms change: 256, 128, 64 and 32 columns, one and several warps
 GPU_SHAPES = [
-    (1, 1024, 4096), (8, 1024, 1000), (5, 576, 1536), (8, 2048, 2049), (2, 3072, 1024), (3, 4096, 6144),
+    (1, 1024, 4096), (8, 1024, 1000), (5, 576, 1536), (8, 2048, 2056), (2, 3072, 1024), (3, 4096, 6144),
     (8, 8192, 2048), (8, 1056, 300), (1, 12288, 4096), (4, 1024, 50304),
 ]  # fmt: skip
 
@@ -185,7 +178,7 @@ def test_the_order_of_the_sum_of_squares(N, K, delta):
     x, added, norm_w, *_ = case(N, K, 1, norm=True, delta=delta)
     w = np.zeros((len(columns), K), BF16)
     w[np.arange(len(columns)), columns] = 1
-    args = lambda: (x, added, norm_w, w, False, None, BF16)
+    args = lambda: (x, added, norm_w, w, False, BF16)
     h = x if added is None else x + added.astype(np.float32)
     rstd = 1 / np.sqrt((h.astype(np.float64) ** 2).mean(1) + EPS)
     n = np.arange(len(columns)) % N
@@ -199,18 +192,16 @@ def test_the_order_of_the_sum_of_squares(N, K, delta):
 def test_the_order_of_a_product_decides_its_bits():
     x, _, _, w, *_ = case(8, 288, 40)
     y = to_host(chain_naive(*put_all((x, w), to_kernel)))
-    assert same_bytes(run((x, None, None, w, False, None, np.float32))[1], y)
+    assert same_bytes(run((x, None, None, w, False, np.float32))[1], y)
     assert not same_bytes(to_host(chain_naive(*put_all((x, w), to_kernel), reverse=True)), y)
 
 
-@pytest.mark.parametrize("i", [1, 6, 9])
+@pytest.mark.parametrize("i", [1, 5, 6])
 def test_as_accurate_as_the_reference(i):
     args = case(3, 96, 21, **FORMS[i])
-    x, delta, norm_w, w, swiglu, b, _ = args
-    wide = [a if a is None else a.astype(np.float64) for a in (norm_w, delta, b)]
-    exact = gemv_chain_ref(
-        x.astype(np.float64), w.astype(np.float64), wide[0], EPS, wide[1], swiglu, wide[2]
-    )
+    x, delta, norm_w, w, swiglu, _ = args
+    x, w, norm_w, delta = (a if a is None else a.astype(np.float64) for a in (x, w, norm_w, delta))
+    exact = gemv_chain_ref(x, w, norm_w, EPS, delta, swiglu)
     floor = 4e-6 if norm_w is None else 6e-3  # of a number rounded to bf16 before the product
     h, y = run(args)
     h_host, y_host = run(args, np.array)
@@ -251,7 +242,7 @@ def without_a_bug(norm):
 
 
 def run_small(norm):
-    check_bits(case(2, 256, 20, norm=norm, delta=norm, bias=True))
+    check_bits(case(2, 256, 20, norm=norm, delta=norm))
 
 
 @pytest.mark.skipif(GPU, reason="planted bugs are for the simulator")
@@ -266,8 +257,7 @@ def run_small(norm):
         ("make_product", "copy_piece(smem, this_piece,", "copy_piece(smem, piece,", False),
         ("make_stage_norm", "cuda.syncthreads()  # all sums", "pass  # all sums", True),
         ("make_stage_norm", "rstd * w_SE[s, j]", "w_SE[s, j]", True),
-        ("make_finish", "load1(weights.b, m * weights.F + o)", "load1(weights.b, o + 1)", False),
-        ("make_finish", "rounded(bias[m, i >> 1])", "bias[m, i >> 1]", False),
+        ("make_finish", "rounded(s[0, i])", "s[1, i]", True),
     ],
 )
 def test_planted_bugs_are_found(maker, old, new, norm):

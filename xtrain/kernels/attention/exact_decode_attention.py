@@ -523,7 +523,7 @@ def make_exact_kernel(D, S, GROUP, normalise, overlap, ready, WINDOW=0):
                 bar_sync(1, THREADS)  # p of all keys
                 add_values(acc, smem, stage, shrink)
                 if warp < HALVES:
-                    mine = shrink[0] if warp == 0 else shrink[1]
+                    mine = cuda.selp(warp == 0, shrink[0], shrink[1])
                     total = add_weights(total, shared.p, 8 * warp + (lane >> 2), mine)
                 n0 = int32(n0 - BN)
                 stage = int32(stage + 1 if stage < STAGES - 1 else 0)

@@ -1,11 +1,11 @@
 """Matrix-vector products for a few rows at a time with the bits of the separate ops: gemv.py for
 batch-invariant mode, for bf16 weights on a GPU.
 
-    x: (N, K), N <= 8    w: (O, K) bf16    y: (N, O)    b: (O,), optional
+    x: (N, K), N <= 8    w: (O, K) bf16    y: (N, O)
 
     add        h = x + delta, the residual stream                              (residual.py)
     norm       x is replaced by n = h (r norm_w) in bf16                       (rmsnorm.py)
-    product    y = x w^T + b                                                   (gemm.py, bias.py)
+    product    y = x w^T                                                       (gemm.py)
     swiglu     y = silu(gate) up, from gate and up in y's dtype                (swiglu.py)
 
 A training step runs these ops one after the other. Here one kernel runs them with the same
@@ -18,8 +18,10 @@ operations in the same order on the same roundings, so its rows are those of tra
                element: the sum starts at 0, and each 16 columns of K add to it, in order. (Compared
                at 25 shapes, 1 to 8192 rows, on an H200.) So is the product here: mma_bf16
                multiplies 16 rows of w with 8 rows of x, and a warp walks along all of K.
-    bias       b in y's dtype is added to the float32 sum, as a product with beta = 1 does.
     swiglu     gate and up are rounded to y's dtype first, because training writes them.
+
+There is no bias: to a result in bf16 cuBLAS adds b in another way than to the float32 sum (the bits
+differ at all of 9 shapes, on an H200).
 
 A chain cannot be divided: K / 16 products that wait for each other are a lower bound of the time.
 So its warp does nothing else: it multiplies, and loads the operands of the next half of a piece of
@@ -92,12 +94,13 @@ MIN_STAGES = 4
 FEW_STAGES = 3  # if x leaves no more room
 MAX_K = MAX_WARPS * 32 * MAX_COLUMNS  # of row_plan
 CHECKED_ROWS = (1, 3, MAX_ROWS)  # of a check
+# Elements of w in a product without a norm before it; cuBLAS is as fast from here on, and faster
+# with 8 rows (bench_exact.py, one H200: 2048 x 2048 takes 5.4 to 7.2 us here, 6.1 there).
+MOST_WITHOUT_NORM = 4 << 20
 
 
 # ----------------------------------------------------------------------------- reference
-def gemv_chain_ref(
-    x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, b_O=None, dtype=None
-):
+def gemv_chain_ref(x_NK, w_OK, norm_w_K=None, eps=0.0, delta_NK=None, swiglu=False, dtype=None):
     """Return h (N, K), y (N, O), or (N, O / 2) with swiglu: the separate ops, each rounded.
 
     dtype: of y; None: as w.
@@ -110,8 +113,6 @@ def gemv_chain_ref(
     elif norm_w_K is not None:
         n_NK, _ = rmsnorm_ref(wide(x_NK), norm_w_K, eps)
     y_NO = wide(n_NK.astype(w_OK.dtype)) @ wide(w_OK).T
-    if b_O is not None:
-        y_NO += b_O.astype(dtype).astype(y_NO.dtype)
     y_NO = y_NO.astype(dtype)
     if swiglu:
         y_NO = swiglu_ref(wide(y_NO)).astype(dtype)
@@ -137,7 +138,7 @@ def make_chain_kernel(K: int, variant: Variant, config: Config):
     load_norm_w, stage_norm = make_stage_norm(K, variant, X)
 
     @kernel(THREADS)
-    def gemv_chain_kernel(y, h, x, delta, w, norm_w, b, N, F, eps):
+    def gemv_chain_kernel(y, h, x, delta, w, norm_w, N, F, eps):
         """Warp p of block q computes tiles q + p grid, q + (p + chains) grid, ... Arrays are flat.
 
         F: columns of y.
@@ -146,7 +147,7 @@ def make_chain_kernel(K: int, variant: Variant, config: Config):
         partial = cuda.shared.array(SUMS, float32)
         w_SE = cuda.local.array((STEPS, VEC), float32)
         rows = Rows(x, delta, h, norm_w, N)
-        weights = Weights(w, b, F)
+        weights = Weights(w, F)
         share = Share(int64(cuda.blockIdx.x), int64(cuda.gridDim.x))
         warp = cuda.threadIdx.x >> 5
         copy = Copy(int64(0), int64(0), int64(0))
@@ -221,12 +222,14 @@ def chain_fits(x_NK: Array, w_OK: Array, swiglu: bool = False) -> bool:
 _answers: dict[tuple, bool] = {}
 
 
-def chain_is_exact(x_NK: Array, w_OK: Array, dtype=None, swiglu: bool = False) -> bool:
-    """Return True if the kernels support these arrays and have the bits of gemm.linear_fwd here.
+def chain_pays(x_NK: Array, w_OK: Array, dtype=None, norm=False, swiglu: bool = False) -> bool:
+    """Return True if the kernels here have the bits of gemm.linear_fwd and are usually faster.
 
-    The second is checked once for each shape and dtype (row_bits.py); while a CUDA graph is
-    captured, only a known answer counts. dtype: of y, by default w's.
+    The bits are checked once for each shape and dtype (row_bits.py); while a CUDA graph is
+    captured, only a known answer counts. dtype: of y, by default w's. norm: the product follows one.
     """
+    if not (norm or w_OK.shape[0] * w_OK.shape[1] < MOST_WITHOUT_NORM):
+        return False
     if not chain_fits(x_NK, w_OK, swiglu):
         return False
     dtype = np.dtype(dtype or w_OK.dtype)
@@ -246,18 +249,16 @@ def chain_is_exact(x_NK: Array, w_OK: Array, dtype=None, swiglu: bool = False) -
     return _answers[key]
 
 
-def chain_gemv(
-    x_NK: Array, w_OK: Array, dtype=None, weights_ready: bool = False, b_O: Array | None = None
-) -> Array:
-    """Return y (N, O) = x w^T + b: the bits of gemm.linear_fwd in batch-invariant mode.
+def chain_gemv(x_NK: Array, w_OK: Array, dtype=None, weights_ready: bool = False) -> Array:
+    """Return y (N, O) = x w^T: the bits of gemm.linear_fwd in batch-invariant mode.
 
-    x (N, K), w (O, K): bf16. b (O,): float32. dtype: of y, float32 or bf16; by default w's.
+    x (N, K), w (O, K): bf16. dtype: of y, float32 or bf16; by default w's.
     weights_ready: the previous kernel does not write w, so it may be read before that kernel ends.
     On a GPU, chain_fits says what is supported. Raises ValueError or TypeError if shapes or dtypes
     do not match.
     """
     check_array("chain_gemv", "x", x_NK, (None, None), ("bfloat16",))
-    return _checked("chain_gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype, b_O)[1]
+    return _checked("chain_gemv", x_NK, None, None, w_OK, 0.0, False, weights_ready, dtype)[1]
 
 
 def chain_add_norm_gemv(
@@ -269,9 +270,8 @@ def chain_add_norm_gemv(
     swiglu: bool = False,
     weights_ready: bool = False,
     dtype=None,
-    b_O: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return h (N, K) = x + delta, y (N, O) = rmsnorm(h) w^T + b, or (N, O / 2) with swiglu.
+    """Return h (N, K) = x + delta, y (N, O) = rmsnorm(h) w^T, or (N, O / 2) with swiglu.
 
     The bits of residual_rmsnorm_fwd (of rmsnorm_fwd without delta), gemm.linear_fwd and swiglu_fwd
     in batch-invariant mode.
@@ -282,24 +282,22 @@ def chain_add_norm_gemv(
     check_array("chain_add_norm_gemv", "norm_w", norm_w_K, (x_NK.shape[1],))
     return _checked(
         "chain_add_norm_gemv",
-        *(x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O),
+        *(x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype),
     )
 
 
-def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype, b_O):
+def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dtype):
     N, K = x_NK.shape
     check_array(op, "w", w_OK, (None, K), ("bfloat16",))
     O = w_OK.shape[0]  # noqa: E741
     check(not swiglu or O % 2 == 0, f"{op}: swiglu of {O} rows of w, expected an even number")
     if delta_NK is not None:
         check_array(op, "delta", delta_NK, (N, K), ("bfloat16",))
-    if b_O is not None:
-        check_array(op, "b", b_O, (O,))
     dtype = np.dtype(dtype or w_OK.dtype)
     check(dtype_name(dtype) in FLOATS, f"{op}: y in {dtype}, expected {' or '.join(FLOATS)}")
-    optional = [a for a in (delta_NK, norm_w_K, b_O) if a is not None]
+    optional = [a for a in (delta_NK, norm_w_K) if a is not None]
     if on_host(x_NK, w_OK, *optional):
-        return gemv_chain_ref(x_NK, w_OK, norm_w_K, eps, delta_NK, swiglu, b_O, dtype)
+        return gemv_chain_ref(x_NK, w_OK, norm_w_K, eps, delta_NK, swiglu, dtype)
     check(
         chain_fits(x_NK, w_OK, swiglu),
         f"{op}: {N} rows of {K}, the GPU supports 1 to {MAX_ROWS} of a multiple of {WIDTH_UNIT} "
@@ -307,11 +305,11 @@ def _checked(op, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, dty
     )
     h_NK = x_NK if delta_NK is None else empty(x_NK, x_NK.shape)
     y = empty(x_NK, (N, O // 2 if swiglu else O), dtype)
-    _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O)
+    _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready)
     return h_NK, y
 
 
-def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, b_O, config=None):
+def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready, config=None):
     N, K = x_NK.shape
     F = y.shape[1]
     config = config or choose(N, K, F, swiglu, shared_limit(x_NK))
@@ -319,14 +317,13 @@ def _launch(y, h_NK, x_NK, delta_NK, norm_w_K, w_OK, eps, swiglu, weights_ready,
         norm=norm_w_K is not None,
         add=delta_NK is not None,
         swiglu=swiglu,
-        bias=b_O is not None,
         half=y.dtype != np.float32,
         overlap=can_overlap(x_NK),
         ready=weights_ready,
     )
     # an argument must not be None
-    delta_NK, norm_w_K, b_O = (x_NK if a is None else a for a in (delta_NK, norm_w_K, b_O))
-    arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta_NK, w_OK, norm_w_K, b_O)]
+    delta_NK, norm_w_K = (x_NK if a is None else a for a in (delta_NK, norm_w_K))
+    arrays = [a.reshape(-1) for a in (y, h_NK, x_NK, delta_NK, w_OK, norm_w_K)]
     check(on_16_bytes(*arrays[1:6]), "gemv_chain: arrays must begin at multiples of 16 bytes")
     chain_kernel = make_chain_kernel(K, variant, config)
     grid = min(-(-F // TILE), MULTIPROCESSORS)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...device import Array
-from ..primitives.ptx import device, load1, store1, store4_shared
+from ..primitives.ptx import device, store1, store4_shared
 from ..primitives.reduce import warp_sum
 from ..primitives.rows import make_row_ops
 from ..primitives.tensor_cores import (
@@ -50,7 +50,6 @@ class Variant:
     norm: bool  # x is RMS-normalized
     add: bool  # delta is added to x first, and the sum written to h
     swiglu: bool
-    bias: bool
     half: bool  # y is bf16
     overlap: bool  # the kernel may start before the previous one has ended
     ready: bool  # the weights may be read before the previous kernel has ended
@@ -65,7 +64,6 @@ class Weights(NamedTuple):
     """What x is multiplied by. All arrays are flat."""
 
     w: Array
-    b: Array
     F: int  # columns of y
 
 
@@ -292,12 +290,11 @@ def make_multiply(M, config):
 def make_finish(variant):
     """Return start_tile and finish.
 
-    start_tile(s (M, 4), bias (M, 2), weights, tile)    chains begin at 0; load the tile's part of b
-    finish(y, s, bias, weights, tile, N)                bias, SwiGLU; write a tile of 16 x 8 of y
+    start_tile(s (M, 4))                   chains begin at 0
+    finish(y, s, weights, tile, N)         SwiGLU; write a tile of 16 x 8 of y
     """
     M = variant.parts
     SWIGLU = variant.swiglu
-    BIAS = variant.bias
     HALF = variant.half
 
     @device
@@ -306,32 +303,21 @@ def make_finish(variant):
         return low_bf16(pack_bf16(v, v)) if HALF else v
 
     @device
-    def start_tile(s, bias, weights, tile):
-        first = tile * TILE + ((cuda.threadIdx.x & 31) >> 2)
+    def start_tile(s):
         for m in range(M):
             for i in range(4):
                 s[m, i] = float32(0.0)
-            for r in range(2):
-                o = first + 8 * r
-                if BIAS and o < weights.F:
-                    bias[m, r] = load1(weights.b, m * weights.F + o)
 
     @device
-    def value(s, bias, m, i):
-        if BIAS:
-            return rounded(s[m, i] + rounded(bias[m, i >> 1]))
-        return rounded(s[m, i])
-
-    @device
-    def finish(y, s, bias, weights, tile, N):
+    def finish(y, s, weights, tile, N):
         lane = cuda.threadIdx.x & 31
         for i in range(4):
             o = tile * TILE + (lane >> 2) + 8 * (i >> 1)
             n = 2 * (lane & 3) + (i & 1)
             if n < N and o < weights.F:
-                v = value(s, bias, 0, i)
+                v = rounded(s[0, i])
                 if SWIGLU:
-                    v = v * sigmoid(v) * value(s, bias, 1, i)
+                    v = v * sigmoid(v) * rounded(s[1, i])
                 store1(y, n * weights.F + o, v)
 
     return start_tile, finish
@@ -375,7 +361,6 @@ def make_product(K, variant, config, X):
         copies = warp >= WARPS - COPYING
         multiplies = warp < CHAINS
         s = cuda.local.array((M, 4), float32)
-        bias = cuda.local.array((M, 2), float32)
         fa = cuda.local.array((OPERANDS, 4), uint32)
         fb = cuda.local.array((STEPS, 2), uint32)
         next_fa = cuda.local.array((OPERANDS, 4), uint32)
@@ -394,7 +379,7 @@ def make_product(K, variant, config, X):
             wait_copies(AFTER_FIRST)
         cuda.syncthreads()  # x and the first piece are in shared memory
         if multiplies:
-            start_tile(s, bias, weights, tile)
+            start_tile(s)
             for j in range(STEPS):
                 load_step(fa, fb, smem, w_at, x_at, j)
         while first_tile * TILE < weights.F:
@@ -418,9 +403,9 @@ def make_product(K, variant, config, X):
             if multiplies:
                 multiply_half(s, next_fa, next_fb, fa, fb, smem, w_at + piece, x_at + k)
                 if last:
-                    finish(y, s, bias, weights, tile, rows.N)
+                    finish(y, s, weights, tile, rows.N)
                     tile += share.blocks * CHAINS
-                    start_tile(s, bias, weights, tile)
+                    start_tile(s)
             elif copies:
                 copy_piece(smem, this_piece, copy, share, weights)
                 copy = next_copy(copy, share)
