@@ -13,7 +13,10 @@ from xtrain.server.app import Limits, create_app
 from xtrain.server.protocol import HttpServer
 from xtrain.serving import pretrained
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if enable_thinking is false %}x + {% endif %}"
+)
 
 
 def make_folder(folder):

@@ -45,7 +45,7 @@ def test_chat_is_seeded_and_streams_the_same_text(served):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
         last = chunk
-    assert streamed == texts and last.usage == whole.usage and not last.choices
+    assert streamed == texts and last.usage == again.usage and not last.choices
 
 
 def test_completions_logprobs_and_stop(served):
@@ -79,10 +79,10 @@ def test_completions_logprobs_and_stop(served):
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
         (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "chat_template_kwargs is not supported",
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs 'messages': the model's",
         ),
-        ({"ignore_eos": True}, "ignore_eos is not supported"),
+        ({"chat_template_kwargs": {"source": "x"}}, "chat template does not read this value"),
     ],
 )
 def test_a_bad_request_is_a_sentence(served, change, says):

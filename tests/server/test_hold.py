@@ -148,7 +148,8 @@ def test_large_bodies_have_the_same_answers(served, filler):
     ]:
         options = dict(model="tiny", max_tokens=6, seed=3) | body
         small, large = create(**options), create(**options, **filler)
-        assert small.choices == large.choices and small.usage == large.usage
+        assert small.choices == large.choices
+        assert small.usage.total_tokens == large.usage.total_tokens
     for wrong in (dict(model="other"), dict(messages=[]), dict(logit_bias={"99999": 1})):
         said = []
         for more in ({}, filler):

@@ -33,7 +33,7 @@ from ..formats.texts import Texts
 from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 from .answers import FINISH, Chat, Form, Text
-from .api import ChatRequest, CompletionRequest
+from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
@@ -121,12 +121,21 @@ class Server:
         """Answer /v1/completions."""
         return await self._answer(http, CompletionRequest)
 
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer /tokenize."""
+        return await self._tokens(http, TokenizeRequest)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer /detokenize."""
+        return await self._tokens(http, DetokenizeRequest)
+
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models and /v1/models/NAME."""
         self._check_key(http)
         name = http.path_params.get("name", self.name)
         self.preparers.preparation.check_model(name)
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
+        card |= {"root": self.name, "max_model_len": self.engine.max_seq_len}  # as vLLM
         single = "name" in http.path_params
         if single:
             return JSONResponse(card)
@@ -218,33 +227,48 @@ class Server:
             message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
             raise ApiError(504, message, type="timeout_error", code="timeout") from None
 
+    async def _prepare(self, http: HttpRequest, kind: type[Any], data: bytes) -> Any:
+        """Return what Preparation makes of a body."""
+        if len(data) <= SMALL:
+            return await self.preparers.small(kind, data)
+        return await _unless_disconnected(http.receive, self.preparers.large(kind, data))
+
+    async def _tokens(self, http: HttpRequest, kind: type[Any]) -> Response:
+        """Answer what needs the tokenizer only."""
+        async with self._until(asyncio.get_running_loop().time() + self.limits.seconds):
+            answer = await self._prepare(http, kind, await self._read(http))
+            content = await run_in_threadpool(_slow_json, answer)
+        return Response(content, media_type="application/json")
+
     async def _answer(self, http: HttpRequest, kind: type[Any]) -> Response:
         """Compute the answers to a body. kind: ChatRequest or CompletionRequest."""
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         async with self._until(deadline):
             data = await self._read(http)
             with contextlib.ExitStack() as arriving:
-                if len(data) > SMALL:
-                    large = self.preparers.large(kind, data)
-                    prepared = await _unless_disconnected(http.receive, large)
-                else:
+                if len(data) <= SMALL:
                     arriving.enter_context(self.engine.arrival())
                     # others that have arrived are counted before this one is ready
                     await asyncio.sleep(0)
-                    prepared = await self.preparers.small(kind, data)
+                prepared = await self._prepare(http, kind, data)
                 if not prepared.scoring:
                     job, form = await self._begin(prepared, [])
         if prepared.scoring:
             scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
-            for piece in await self._whole(http, self._submit(prepared.scoring, []), deadline):
+            scoring = self._submit(prepared.scoring, [])
+            for piece in await self._whole(http, scoring, deadline):
                 scores[piece.index] += piece.logprobs
             if any(math.isnan(value) for row in scores for value, _ in row):
                 raise _failure("nan")
             job, form = await self._begin(prepared, scores)
+        else:
+            scoring = job
+        form.cached_tokens = lambda: scoring.cached_tokens
         n = len(prepared.requests)
         options = prepared.body.stream_options
         if prepared.body.stream:
             form.usage_events = options is not None and options.include_usage
+            form.continuous_usage = options is not None and options.continuous_usage_stats
             events = _events(self._pieces(job, deadline), form, n, form.usage_events)
             return JobResponse(events, lambda: self._close(job))
         pieces = await self._whole(http, job, deadline)
@@ -258,10 +282,10 @@ class Server:
         body = prepared.body
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
         if isinstance(body, ChatRequest):
-            form: Form = Chat(self.texts, self.name)
+            form: Form = Chat(self.texts, self.name, body)
         else:
             form = Text(self.texts, self.name, body)
-        if isinstance(body, CompletionRequest) and body.echo:
+        if scores or (isinstance(body, CompletionRequest) and body.echo):
             # in a thread: it takes as long as the prompts are
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
@@ -434,6 +458,8 @@ def create_app(
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         *(Route(path, server.health) for path in ("/health", "/livez", "/readyz")),

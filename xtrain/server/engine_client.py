@@ -29,7 +29,7 @@ from ..data.tokenizer import Tokenizer
 from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 from ..serving.text_stream import TextStream
-from .engine_loop import EngineLoop, Figures, News
+from .engine_loop import EngineLoop, Figures, News, Start
 
 LOOP_SHARE = 0.1  # of the time, for the rounds of an event loop in the engine's process
 LONGEST_PAUSE = 0.1  # seconds between two rounds
@@ -56,8 +56,9 @@ class Job:
     def __init__(self, requests: list[Request], tokenizer: Tokenizer, stop: Iterable[str] = ()):
         self.requests = requests
         stop = list(stop)
-        self.texts = [TextStream(tokenizer, stop) for _ in requests]
+        self.texts = [TextStream(tokenizer, stop, r.penalties.min_tokens) for r in requests]
         self.running = set(range(len(requests)))
+        self.starts: dict[int, Start] = {}  # of each sequence that has begun
         # seconds of a clock; 0: none yet
         self.start = time.perf_counter()
         self.first_token = 0.0
@@ -74,22 +75,35 @@ class Job:
             self.arrived.clear()
             pieces: dict[int, Piece] = {}
             while self.news:
-                _, index, tokens, logprobs, reason = self.news.popleft()
+                _, index, tokens, start, logprobs, reason = self.news.popleft()
                 if index in self.running:
+                    self.starts.setdefault(index, start)
                     piece = pieces.setdefault(index, Piece(index))
                     self._add(piece, tokens, logprobs, reason)
             for piece in pieces.values():
                 yield piece
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return how many tokens of the prompts, once each, were in the cache."""
+        cached: dict[int, int] = {}  # by prompt, which its requests share
+        for index, (tokens, _) in self.starts.items():
+            prompt = id(self.requests[index].prompt)
+            cached[prompt] = min(tokens, cached.get(prompt, tokens))
+        return sum(cached.values())
 
     def _add(
         self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs], reason: str | None
     ) -> None:
         text = self.texts[piece.index]
         used = 0
+        shown = tokens
+        if reason == "stop" and tokens and tokens[-1] in self.requests[piece.index].stop:
+            shown = tokens[:-1]  # the text does not contain the end token
         if not text.stop:
-            each = [tokens]
+            each = [shown]
         else:
-            each = [[token] for token in tokens]
+            each = [[token] for token in shown]
         for some in each:
             piece.text += text.feed(*some)
             used += len(some)
@@ -97,6 +111,8 @@ class Job:
                 reason = "stop"
                 self.cancel(piece.index)  # the engine may have computed some tokens after it
                 break
+        else:
+            used = len(tokens)
         piece.tokens += tokens[:used]
         piece.logprobs += logprobs[:used]
         piece.reason = reason
@@ -237,7 +253,7 @@ class EngineClient:
     def end_all(self, reason: str) -> None:
         """End every job with this reason."""
         for number, job in self.jobs.items():
-            job.news.extend((number, index, [], [], reason) for index in job.running)
+            job.news.extend((number, index, [], (0, 0.0), [], reason) for index in job.running)
             job.arrived.set()
 
 

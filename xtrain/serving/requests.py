@@ -45,6 +45,7 @@ class Completion(list[int]):
     reason      why the sequence ended, a key of REASONS; None while it is being generated
     prefilled   prompt tokens that were computed
     reused      prompt tokens whose keys and values were in the cache already
+    queue_seconds   until it got a slot
     logprobs    if requested, for each token: its log-probability, and the most likely tokens with
                 theirs, in order; else None. They are log_softmax of the model's logits, before
                 temperature, bias and penalties
@@ -52,6 +53,7 @@ class Completion(list[int]):
 
     reason: str | None = None
     prefilled = reused = 0
+    queue_seconds = 0.0
 
     def __init__(self, logprobs: bool = False) -> None:
         self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
@@ -94,6 +96,7 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
+    submitted: float = 0.0  # seconds of a clock
 
     @property
     def tokens(self) -> list[int]:
@@ -310,7 +313,7 @@ def _penalties(values: dict[str, Any], stop: frozenset[int], vocab_size: int) ->
         {int(t): x for t, x in bias.items()},
         minimum,
         frozenset(token for token in stop if 0 <= token < vocab_size),
-        allowed if allowed is None else frozenset(map(int, allowed)),
+        allowed if allowed is None else frozenset(allowed),
     )
 
 
