@@ -21,7 +21,6 @@ prompt_logprobs as in vLLM: for each token of the prompt but the first an object
 """
 
 import codecs
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -95,14 +94,14 @@ class Form:
     continuous_usage = False
     cached_tokens: Callable[[], int]
 
-    def __init__(self, texts: Texts, name: str, body: Any):
+    def __init__(self, texts: Texts, name: str, body: Any, request_id: str):
         self.p = texts
         self.body = body
         self.once: dict[str, Any] = {}  # fields of the first event, or of a whole answer
         self.prompt_logprobs: list[Any] = []  # of each prompt, if wanted
         self.tokens = 0
         self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": f"{self.prefix}-{request_id}",
             "created": int(time.time()),
             "model": name,
         }
@@ -242,8 +241,8 @@ class Text(Form):
     chunk_object = "text_completion"
     source = "prompt"
 
-    def __init__(self, texts: Texts, name: str, body: CompletionRequest):
-        super().__init__(texts, name, body)
+    def __init__(self, texts: Texts, name: str, body: CompletionRequest, request_id: str):
+        super().__init__(texts, name, body, request_id)
         self.n = body.n or 1
         self.offsets: dict[int, Offsets] = {}  # of each sequence
         self.echoes: list[tuple[str, Any]] = []  # (text, logprobs) of each prompt, if wanted

@@ -32,12 +32,15 @@ from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
 from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
+from .access_log import AccessLog, RequestRecord
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
+from .tracing import annotate, tracer_provider
+from .tracing import middleware as tracing_middleware
 
 BODY_SECONDS = 60  # until a body must have arrived
 # the engine's reasons that are none of FINISH -> status and message
@@ -110,7 +113,8 @@ class Server:
         self.api_key = api_key
         self.created = int(time.time())
         self.waiting = 0
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, name)
+        self.tracing: Any = None  # OpenTelemetry's provider, if asked for
 
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:
@@ -252,7 +256,7 @@ class Server:
                     await asyncio.sleep(0)
                 prepared = await self._prepare(http, kind, data)
                 if not prepared.scoring:
-                    job, form = await self._begin(prepared, [])
+                    job, form = await self._begin(http, prepared, [])
         if prepared.scoring:
             scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
             scoring = self._submit(prepared.scoring, [])
@@ -260,7 +264,7 @@ class Server:
                 scores[piece.index] += piece.logprobs
             if any(math.isnan(value) for row in scores for value, _ in row):
                 raise _failure("nan")
-            job, form = await self._begin(prepared, scores)
+            job, form = await self._begin(http, prepared, scores)
         else:
             scoring = job
         form.cached_tokens = lambda: scoring.cached_tokens
@@ -276,21 +280,23 @@ class Server:
         return Response(content, media_type="application/json")
 
     async def _begin(
-        self, prepared: Prepared, scores: list[list[TokenLogprobs]]
+        self, http: HttpRequest, prepared: Prepared, scores: list[list[TokenLogprobs]]
     ) -> tuple[Job, Form]:
         """Submit the requests for the answers. scores: of the prompts, if wanted."""
         body = prepared.body
+        record: RequestRecord = http.state.record
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
         if isinstance(body, ChatRequest):
-            form: Form = Chat(self.texts, self.name, body)
+            form: Form = Chat(self.texts, self.name, body, record.id)
         else:
-            form = Text(self.texts, self.name, body)
+            form = Text(self.texts, self.name, body, record.id)
         if scores or (isinstance(body, CompletionRequest) and body.echo):
             # in a thread: it takes as long as the prompts are
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        return self._submit(prepared.requests, body.stops), form
+        record.job = self._submit(prepared.requests, body.stops)
+        return record.job, form
 
     def _submit(self, requests: list[Request], stops: list[str]) -> Job:
         """Let the engine compute requests, which `_close` must follow."""
@@ -321,6 +327,8 @@ class Server:
         """Return the pieces of a job. Raises ApiError if it fails."""
         async with self._until(deadline):
             async for piece in job:
+                if job.requests[0].scores is None:
+                    self.metrics.observe_piece(job, piece)
                 if piece.reason is not None and piece.reason not in FINISH:
                     raise _failure(piece.reason)
                 yield piece
@@ -329,7 +337,18 @@ class Server:
         """Free what a job occupies; called once."""
         self.engine.close(job)
         self.waiting -= len(job.requests)
-        self.metrics.observe(job)
+        if job.requests[0].scores is None:
+            self.metrics.observe(job)
+
+    def count_response(self, scope: Any, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        path = scope["path"] if "endpoint" in scope else "none"  # so there are not many
+        if scope.get("path_params"):
+            path = "/v1/models/{name}"
+        status = f"{record.status // 100}xx"
+        self.metrics.responses.labels(path, scope["method"], status).inc()
+        if self.tracing is not None:
+            annotate(record)
 
 
 # ------------------------------------------------------------------------- asyncio
@@ -407,7 +426,12 @@ async def _refuse(http: HttpRequest, error: Any) -> Response:
         error = ApiError(error.status_code, message, dict(error.headers or {}))
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed: see its log", type="server_error")
-    return JSONResponse(error.body(), error.status, error.headers)
+    record: RequestRecord = http.state.record
+    record.error = error.error.code or error.error.type
+    headers = dict(error.headers or {})
+    if error.status == 500:  # it may be sent outside of AccessLog
+        headers["X-Request-Id"] = record.id
+    return JSONResponse(error.body(), error.status, headers)
 
 
 def create_app(
@@ -418,6 +442,8 @@ def create_app(
     limits: Limits = Limits(),
     defaults: GenerationDefaults | None = None,
     allowed_origins: Sequence[str] = (),
+    log: bool = False,
+    otlp_traces_endpoint: str | None = None,
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
 
@@ -428,6 +454,8 @@ def create_app(
     api_key: what clients must send; None: nothing.
     defaults: of sampling, for requests that leave them open; None: those of the engine's model.
     allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
+    log: print a line for each request, and one on the throughput every ten seconds.
+    otlp_traces_endpoint: where OpenTelemetry sends a span of each request; None: nowhere.
     """
     if isinstance(engine, Engine):
         client: EngineClient = EngineThread(engine)
@@ -451,7 +479,12 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         client.start()
+        logging = asyncio.create_task(server.metrics.log_throughput()) if log else None
         yield
+        if logging is not None:
+            logging.cancel()
+        if server.tracing is not None:
+            await run_in_threadpool(server.tracing.shutdown)
         await server.preparers.close()
         await run_in_threadpool(client.stop)
 
@@ -467,10 +500,13 @@ def create_app(
         page_route(),
     ]
     kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
-    middleware = []
+    middleware = [Middleware(AccessLog, ended=server.count_response, log=log)]
+    if otlp_traces_endpoint is not None:
+        server.tracing = tracer_provider(otlp_traces_endpoint)
+        middleware.insert(0, tracing_middleware(server.tracing))
     if allowed_origins:
         cors: dict[str, Any] = dict(allow_origins=allowed_origins, allow_headers=["*"])
-        middleware = [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
+        middleware += [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
     app = Starlette(
         routes=routes,
         middleware=middleware,

@@ -29,7 +29,7 @@ from ..data.tokenizer import Tokenizer
 from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 from ..serving.text_stream import TextStream
-from .engine_loop import EngineLoop, Figures, News, Start
+from .engine_loop import EngineLoop, Figures, News
 
 LOOP_SHARE = 0.1  # of the time, for the rounds of an event loop in the engine's process
 LONGEST_PAUSE = 0.1  # seconds between two rounds
@@ -38,13 +38,36 @@ STALLED_SECONDS = 60  # without the end of a step, though there are requests
 
 @dataclass
 class Piece:
-    """The next part of one sequence."""
+    """The next part of one sequence.
+
+    first: it has the first tokens.  seconds: since the previous tokens, or since the request.
+    """
 
     index: int  # of the sequence in its job
     text: str = ""  # may be empty
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
     reason: str | None = None  # as in News
+    first: bool = False
+    seconds: float = 0.0
+
+
+@dataclass
+class Sequence:
+    """How far a sequence of a job is.
+
+    cached_tokens: tokens of its prompt that were in the cache; None: it has not begun.
+    queue_seconds: until it got a slot.
+    tokens: of the answer so far.  first, last: when they arrived, in seconds of a clock.
+    reason: why it ended; None: it has not.
+    """
+
+    cached_tokens: int | None = None
+    queue_seconds: float = 0.0
+    tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    reason: str | None = None
 
 
 class Job:
@@ -58,10 +81,11 @@ class Job:
         stop = list(stop)
         self.texts = [TextStream(tokenizer, stop, r.penalties.min_tokens) for r in requests]
         self.running = set(range(len(requests)))
-        self.starts: dict[int, Start] = {}  # of each sequence that has begun
+        self.sequences = [Sequence() for _ in requests]
         # seconds of a clock; 0: none yet
         self.start = time.perf_counter()
         self.first_token = 0.0
+        self.last_news = 0.0
         self.news = deque[News]()
         self.arrived = asyncio.Event()
         # Set by `submit`: its number, and what ends a sequence.
@@ -77,20 +101,45 @@ class Job:
             while self.news:
                 _, index, tokens, start, logprobs, reason = self.news.popleft()
                 if index in self.running:
-                    self.starts.setdefault(index, start)
+                    sequence = self.sequences[index]
+                    sequence.cached_tokens, sequence.queue_seconds = start
                     piece = pieces.setdefault(index, Piece(index))
                     self._add(piece, tokens, logprobs, reason)
             for piece in pieces.values():
+                self._note(piece)
                 yield piece
+
+    def _note(self, piece: Piece) -> None:
+        """Bring the sequence of a new piece up to date."""
+        sequence = self.sequences[piece.index]
+        sequence.reason = piece.reason
+        if piece.tokens:
+            piece.first = not sequence.tokens
+            piece.seconds = self.last_news - (sequence.last or self.start)
+            sequence.first = sequence.first or self.last_news
+            sequence.last = self.last_news
+            sequence.tokens += len(piece.tokens)
+
+    def _by_prompt(self) -> dict[int, list[int]]:
+        """Return the indices of the sequences of each prompt, which its requests share."""
+        prompts: dict[int, list[int]] = {}
+        for index, request in enumerate(self.requests):
+            prompts.setdefault(id(request.prompt), []).append(index)
+        return prompts
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of the prompts, once each."""
+        return sum(len(self.requests[first].prompt) for first, *_ in self._by_prompt().values())
 
     @property
     def cached_tokens(self) -> int:
         """Return how many tokens of the prompts, once each, were in the cache."""
-        cached: dict[int, int] = {}  # by prompt, which its requests share
-        for index, (tokens, _) in self.starts.items():
-            prompt = id(self.requests[index].prompt)
-            cached[prompt] = min(tokens, cached.get(prompt, tokens))
-        return sum(cached.values())
+        total = 0
+        for indices in self._by_prompt().values():
+            cached = [self.sequences[i].cached_tokens for i in indices]
+            total += min([n for n in cached if n is not None], default=0)
+        return total
 
     def _add(
         self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs], reason: str | None
@@ -235,6 +284,7 @@ class EngineClient:
         for one in news:
             if (job := self.jobs.get(one[0])) is not None:
                 job.first_token = job.first_token or start
+                job.last_news = start
                 job.news.append(one)
                 job.arrived.set()
         self.loop.call_soon(self._after_round, start)

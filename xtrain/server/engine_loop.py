@@ -56,6 +56,11 @@ class Figures:
     decoded_tokens: int = 0
     preemptions: int = 0
 
+    @property
+    def cache_usage(self) -> float:
+        """Return the share of the KV cache that sequences occupy."""
+        return 1 - self.blocks_available / max(self.blocks, 1)
+
     @classmethod
     def of(cls, e: Engine) -> "Figures":
         """Return the figures of an engine."""
