@@ -20,7 +20,7 @@ BODY = {"prompt": "def f", "max_tokens": 6, "seed": 1, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def served(folder):
-    served = Served(folder, log=True)
+    served = Served(folder, access_log=True)
     yield served
     served.close()
 
@@ -106,7 +106,7 @@ def test_a_line_of_throughput(served, capsys, monkeypatch):
         "KV cache 40.0 % in use, 25.0 % of prompt tokens found in it"
     )
     monkeypatch.setattr(metrics, "LOG_SECONDS", 0.05)
-    own = Served(served.p.folder, log=True)
+    own = Served(served.p.folder, access_log=True)
     try:
         capsys.readouterr()
         post(own)

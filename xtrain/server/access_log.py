@@ -36,6 +36,7 @@ class RequestRecord:
         self.job: Job | None = None
         self.start = time.perf_counter()
         self.status = DISCONNECTED
+        self.ended = False
 
     def facts(self) -> dict[str, Any]:
         """Return what the line says, without None."""
@@ -85,6 +86,8 @@ class AccessLog:
                 if HEADER not in dict(headers):
                     headers.append((HEADER, record.id.encode()))
                 message["headers"] = headers
+            elif not message.get("more_body"):  # OpenTelemetry's span ends with this message
+                self._end(scope, record)
             await send(message)
 
         try:
@@ -94,10 +97,16 @@ class AccessLog:
             record.error = "server_error"
             raise
         finally:
-            self.ended(scope, record)
-            quiet = scope["path"] in PROBES and record.status < 400
-            if self.log and not quiet:
-                say(_line(scope, record))
+            self._end(scope, record)
+
+    def _end(self, scope: Any, record: RequestRecord) -> None:
+        if record.ended:
+            return
+        record.ended = True
+        self.ended(scope, record)
+        quiet = scope["path"] in PROBES and record.status < 400
+        if self.log and not quiet:
+            say(_line(scope, record))
 
 
 def _line(scope: Any, record: RequestRecord) -> str:

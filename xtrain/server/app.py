@@ -442,7 +442,7 @@ def create_app(
     limits: Limits = Limits(),
     defaults: GenerationDefaults | None = None,
     allowed_origins: Sequence[str] = (),
-    log: bool = False,
+    access_log: bool = False,
     otlp_traces_endpoint: str | None = None,
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
@@ -454,7 +454,7 @@ def create_app(
     api_key: what clients must send; None: nothing.
     defaults: of sampling, for requests that leave them open; None: those of the engine's model.
     allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
-    log: print a line for each request, and one on the throughput every ten seconds.
+    access_log: print a line for each request, and one on the throughput every ten seconds.
     otlp_traces_endpoint: where OpenTelemetry sends a span of each request; None: nowhere.
     """
     if isinstance(engine, Engine):
@@ -479,7 +479,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         client.start()
-        logging = asyncio.create_task(server.metrics.log_throughput()) if log else None
+        logging = asyncio.create_task(server.metrics.log_throughput()) if access_log else None
         yield
         if logging is not None:
             logging.cancel()
@@ -500,7 +500,7 @@ def create_app(
         page_route(),
     ]
     kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
-    middleware = [Middleware(AccessLog, ended=server.count_response, log=log)]
+    middleware = [Middleware(AccessLog, ended=server.count_response, log=access_log)]
     if otlp_traces_endpoint is not None:
         server.tracing = tracer_provider(otlp_traces_endpoint)
         middleware.insert(0, tracing_middleware(server.tracing))

@@ -60,7 +60,8 @@ class Options(ModelOptions):
     max_body: int = 4 << 20  # bytes of a request
     timeout: float = 600.0  # seconds for a request
     drain: int = 30  # seconds that running answers get after SIGTERM
-    log: bool = True  # a line for each request, and one on the throughput every ten seconds
+    # a line on standard error for each request, and one on the throughput every ten seconds
+    access_log: bool = True
     # where OpenTelemetry sends a span of each request; none: nowhere
     otlp_traces_endpoint: str | None = None
     batch_invariant: BatchInvariant = False
@@ -126,7 +127,7 @@ def _serve(o: Options, api_key: str | None, sockets: list[socket.socket], limits
         limits=limits,
         defaults=defaults,
         allowed_origins=o.allowed_origins,
-        log=o.log,
+        access_log=o.access_log,
         otlp_traces_endpoint=o.otlp_traces_endpoint,
     )
 
