@@ -85,7 +85,6 @@ class Job:
         # seconds of a clock; 0: none yet
         self.start = time.perf_counter()
         self.first_token = 0.0
-        self.last_news = 0.0
         self.news = deque[News]()
         self.arrived = asyncio.Event()
         # Set by `submit`: its number, and what ends a sequence.
@@ -114,10 +113,11 @@ class Job:
         sequence = self.sequences[piece.index]
         sequence.reason = piece.reason
         if piece.tokens:
+            now = time.perf_counter()
             piece.first = not sequence.tokens
-            piece.seconds = self.last_news - (sequence.last or self.start)
-            sequence.first = sequence.first or self.last_news
-            sequence.last = self.last_news
+            piece.seconds = now - (sequence.last or self.start)
+            sequence.first = sequence.first or now
+            sequence.last = now
             sequence.tokens += len(piece.tokens)
 
     def _by_prompt(self) -> dict[int, list[int]]:
@@ -284,7 +284,6 @@ class EngineClient:
         for one in news:
             if (job := self.jobs.get(one[0])) is not None:
                 job.first_token = job.first_token or start
-                job.last_news = start
                 job.news.append(one)
                 job.arrived.set()
         self.loop.call_soon(self._after_round, start)

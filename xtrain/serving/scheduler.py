@@ -360,6 +360,7 @@ class Scheduler:
                 work.grown.append(request)
             work.decoding.append(request)
         if step.preempted:
+            self.preemptions += len(step.preempted)
             work.decoding = [r for r in work.decoding if r.state is State.DECODING]
             work.grown = [r for r in work.grown if r.state is State.DECODING]
         for request in work.decoding:
@@ -378,7 +379,6 @@ class Scheduler:
             newest.published = 0
             self.waiting = {newest.request_id: newest, **self.waiting}
             step.preempted.append(newest.request_id)
-            self.preemptions += 1
 
     # ------------------------------------------------------------------------- prefill
     def _choose_prefill(self, step: Step, work: Work) -> None:
