@@ -75,6 +75,8 @@ def worst_bodies():
         "stop strings": (TEXT, repeated('{"prompt":"a","stop":[', '"a",', '"a"]}'), 400),
         "a stop string": (TEXT, repeated('{"prompt":"a","stop":"', "a", '"}'), 400),
         "nested lists": (TEXT, repeated('{"prompt":', "[", ""), 400),
+        "allowed tokens": (TEXT, repeated('{"prompt":"a","max_tokens":1,"allowed_token_ids":[', "1,", "1]}"), 200),
+        "a text to tokenize": ("/tokenize", json.dumps({"prompt": "def f(x): return " * 30_000}).encode(), 200),
         "messages": (CHAT, repeated('{"messages":[', json.dumps(HI[0]) + ",", json.dumps(HI[0]) + "]}"), 400),
         "empty messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": ""}] * 100_000}).encode(), 400),
         "wrong messages": (CHAT, repeated('{"messages":[', "{},", "{}]}"), 400),

@@ -22,7 +22,7 @@ prompt_logprobs as in vLLM: for each token of the prompt but the first an object
 
 import codecs
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from ..formats.texts import Texts
 from ..serving.requests import TokenLogprobs
 from ..serving.text_stream import text_bytes
 from .api import CompletionRequest, PromptDetails, Usage
-from .engine_client import Piece
+from .engine_client import Job, Piece
 
 # engine's reason -> OpenAI's
 FINISH = {"stop": "stop", "length": "length", "full": "length", "scored": "length"}
@@ -83,20 +83,23 @@ class Form:
     n_prompt: tokens of the prompts, once take_prompts is called.
     usage_events: the events of a stream have a field `usage`.
     continuous_usage: which has the numbers so far.
-    cached_tokens: returns how many tokens of the prompts were in the cache.
+    scored: the first event, or the whole answer, has log-probabilities of the prompts.
+    first_job: the first one that computed the prompts.
     """
 
     prefix = ""
     whole_object = ""
     chunk_object = ""
     n_prompt = 0
-    usage_events = False
-    continuous_usage = False
-    cached_tokens: Callable[[], int]
+    first_job: Job
 
     def __init__(self, texts: Texts, name: str, body: Any, request_id: str):
         self.p = texts
         self.body = body
+        options = body.stream_options
+        self.usage_events = options is not None and options.include_usage
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.scored = body.prompt_top is not None
         self.once: dict[str, Any] = {}  # fields of the first event, or of a whole answer
         self.prompt_logprobs: list[Any] = []  # of each prompt, if wanted
         self.tokens = 0
@@ -162,7 +165,7 @@ class Form:
             prompt_tokens=self.n_prompt,
             completion_tokens=self.tokens,
             total_tokens=self.n_prompt + self.tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens()),
+            prompt_tokens_details=PromptDetails(cached_tokens=self.first_job.cached_tokens),
         )
         return counts.model_dump()
 

@@ -240,8 +240,7 @@ class Server:
     async def _tokens(self, http: HttpRequest, kind: type[Any]) -> Response:
         """Answer what needs the tokenizer only."""
         async with self._until(asyncio.get_running_loop().time() + self.limits.seconds):
-            answer = await self._prepare(http, kind, await self._read(http))
-            content = await run_in_threadpool(_slow_json, answer)
+            content = await self._prepare(http, kind, await self._read(http))
         return Response(content, media_type="application/json")
 
     async def _answer(self, http: HttpRequest, kind: type[Any]) -> Response:
@@ -265,14 +264,9 @@ class Server:
             if any(math.isnan(value) for row in scores for value, _ in row):
                 raise _failure("nan")
             job, form = await self._begin(http, prepared, scores)
-        else:
-            scoring = job
-        form.cached_tokens = lambda: scoring.cached_tokens
+            form.first_job = scoring
         n = len(prepared.requests)
-        options = prepared.body.stream_options
         if prepared.body.stream:
-            form.usage_events = options is not None and options.include_usage
-            form.continuous_usage = options is not None and options.continuous_usage_stats
             events = _events(self._pieces(job, deadline), form, n, form.usage_events)
             return JobResponse(events, lambda: self._close(job))
         pieces = await self._whole(http, job, deadline)
@@ -296,6 +290,7 @@ class Server:
         else:
             form.take_prompts(prompts, scores)
         record.job = self._submit(prepared.requests, body.stops)
+        form.first_job = record.job
         return record.job, form
 
     def _submit(self, requests: list[Request], stops: list[str]) -> Job:
@@ -383,8 +378,13 @@ async def _events(
     try:
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             for i in range(n):
-                if (first := form.first(i)) is not None:
-                    yield _event(form.chunk([first]))
+                if (first := form.first(i)) is None:
+                    continue
+                chunk = form.chunk([first])
+                if form.scored:
+                    yield await run_in_threadpool(_slow_event, chunk)
+                else:
+                    yield _event(chunk)
             async for piece in pieces:
                 choice = form.choice([piece], False)
                 if piece.text or piece.reason or choice["logprobs"]:
@@ -413,6 +413,11 @@ def _failure(reason: str) -> ApiError:
 
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {_json(content)}\n\n".encode()
+
+
+def _slow_event(content: dict[str, Any]) -> bytes:
+    """Return an event that may be long."""
+    return b"data: " + _slow_json(content) + b"\n\n"
 
 
 async def _refuse(http: HttpRequest, error: Any) -> Response:

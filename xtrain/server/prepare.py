@@ -8,6 +8,7 @@ after SECONDS, and streams continue meanwhile. Smaller ones take milliseconds, i
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import pickle
 import re
@@ -112,7 +113,8 @@ class Preparation:
     defaults: GenerationDefaults
 
     def __call__(self, kind: type[Any], data: bytes) -> Any:
-        """Check a body, and return a Prepared; or the answer, if there is nothing to compute.
+        """Check a body, and return a Prepared; or the content of the answer, if only the tokenizer
+        is needed.
 
         kind: a class of api.py. Raises ApiError.
         """
@@ -183,14 +185,14 @@ class Preparation:
         if top is None:
             return []
         several = [tokens for tokens in prompts if len(tokens) > 1]
-        if sum(map(len, several)) * (top + 1) > MAX_SCORES:
+        if sum(map(len, several)) * (top + 1) * (body.n or 1) > MAX_SCORES:
             raise UserError(
                 f"at most {MAX_SCORES} log-probabilities of prompts are returned: give fewer or "
-                "shorter prompts, or a smaller logprobs or prompt_logprobs"
+                "shorter prompts, or a smaller logprobs, prompt_logprobs or n"
             )
         return make_scoring_requests(several, None, self.config, self.max_seq_len, top)
 
-    def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    def _tokenize(self, body: TokenizeRequest) -> bytes:
         special = body.add_special_tokens
         if body.prompt is None:
             text = self._rendered(body, body.add_generation_prompt)
@@ -198,16 +200,17 @@ class Preparation:
         else:
             tokens = self.tokenizer.encode_prompt(body.prompt, special is not False)
         entries = self.tokenizer.entries(tokens) if body.return_token_strs else None
-        return {
+        answer = {
             "count": len(tokens),
             "max_model_len": self.max_seq_len,
             "tokens": tokens,
             "token_strs": entries,
         }
+        return json.dumps(answer).encode()
 
-    def _detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+    def _detokenize(self, body: DetokenizeRequest) -> bytes:
         check_ids("tokens", body.tokens, self.tokenizer.vocab_size)
-        return {"prompt": self.tokenizer.decode(body.tokens)}
+        return json.dumps({"prompt": self.tokenizer.decode(body.tokens)}).encode()
 
     @functools.cached_property
     def max_characters(self) -> int:
