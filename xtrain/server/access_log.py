@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..cli import say
+from .answers import Form
 from .engine_client import Job
 
 HEADER = b"x-request-id"
@@ -24,7 +25,7 @@ class RequestRecord:
 
     id: the client's X-Request-Id, else a new one.
     error: the code of a refusal, or its type.
-    job: the sequences of its answer.
+    job, form: the sequences of its answer, and what becomes of them.
     """
 
     def __init__(self, scope: Any):
@@ -34,6 +35,7 @@ class RequestRecord:
             self.id = sent.decode()
         self.error: str | None = None
         self.job: Job | None = None
+        self.form: Form | None = None
         self.start = time.perf_counter()
         self.status = DISCONNECTED
         self.ended = False
@@ -45,12 +47,12 @@ class RequestRecord:
             "seconds": round(time.perf_counter() - self.start, 4),
             "error": self.error,
         }
-        if self.job is not None:
-            job = self.job
+        job = self.job
+        if job is not None and self.form is not None:
             reasons = Counter(sequence.reason or "abort" for sequence in job.sequences)
             facts |= {
-                "prompt_tokens": job.prompt_tokens,
-                "cached_tokens": job.cached_tokens,
+                "prompt_tokens": self.form.n_prompt,
+                "cached_tokens": self.form.first_job.cached_tokens,
                 "tokens": sum(sequence.tokens for sequence in job.sequences),
                 "finish": ",".join(f"{reason}:{n}" for reason, n in reasons.items()),
             }

@@ -289,9 +289,11 @@ class Server:
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        record.job = self._submit(prepared.requests, body.stops)
-        form.first_job = record.job
-        return record.job, form
+        job = self._submit(prepared.requests, body.stops)
+        form.first_job = job
+        record.job = job
+        record.form = form
+        return job, form
 
     def _submit(self, requests: list[Request], stops: list[str]) -> Job:
         """Let the engine compute requests, which `_close` must follow."""

@@ -120,26 +120,16 @@ class Job:
             sequence.last = now
             sequence.tokens += len(piece.tokens)
 
-    def _by_prompt(self) -> dict[int, list[int]]:
-        """Return the indices of the sequences of each prompt, which its requests share."""
-        prompts: dict[int, list[int]] = {}
-        for index, request in enumerate(self.requests):
-            prompts.setdefault(id(request.prompt), []).append(index)
-        return prompts
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return the tokens of the prompts, once each."""
-        return sum(len(self.requests[first].prompt) for first, *_ in self._by_prompt().values())
-
     @property
     def cached_tokens(self) -> int:
         """Return how many tokens of the prompts, once each, were in the cache."""
-        total = 0
-        for indices in self._by_prompt().values():
-            cached = [self.sequences[i].cached_tokens for i in indices]
-            total += min([n for n in cached if n is not None], default=0)
-        return total
+        least: dict[int, int] = {}  # by prompt, which its requests share
+        for request, sequence in zip(self.requests, self.sequences):
+            cached = sequence.cached_tokens
+            if cached is not None:
+                prompt = id(request.prompt)
+                least[prompt] = min(cached, least.get(prompt, cached))
+        return sum(least.values())
 
     def _add(
         self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs], reason: str | None
