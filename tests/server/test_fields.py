@@ -153,7 +153,6 @@ def test_cached_tokens(served):
         last = chunk.usage
         counts.append(last.completion_tokens)
     assert first.prompt_tokens - 64 <= cached(last) and counts == sorted(counts) and counts[-1] == 5
-    assert len(set(counts)) > 2
     scored = create(prompt=prompts[0], echo=True, logprobs=0, **options).usage
     assert cached(scored) == 0  # the log-probabilities of the prompt needed all of it
 

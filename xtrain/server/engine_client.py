@@ -101,7 +101,8 @@ class Job:
                 _, index, tokens, start, logprobs, reason = self.news.popleft()
                 if index in self.running:
                     sequence = self.sequences[index]
-                    sequence.cached_tokens, sequence.queue_seconds = start
+                    if sequence.cached_tokens is None:
+                        sequence.cached_tokens, sequence.queue_seconds = start
                     piece = pieces.setdefault(index, Piece(index))
                     self._add(piece, tokens, logprobs, reason)
             for piece in pieces.values():
