@@ -31,9 +31,9 @@ def make_folder(folder):
 class Served:
     """An application in a thread of this process."""
 
-    def __init__(self, folder, api_key=None, limits=None, drain=30, **options):
+    def __init__(self, folder, api_key=None, limits=None, drain=30, max_seq_len=256, **options):
         self.p = pretrained.load(folder, "cpu")
-        self.engine = Engine(self.p.model, 2, 256, batch_invariant=True)
+        self.engine = Engine(self.p.model, 2, max_seq_len, batch_invariant=True)
         app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits(), **options)
         self.server = HttpServer(app, "127.0.0.1", 0, drain)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

@@ -31,7 +31,7 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
 from ..serving.engine import Engine
-from ..serving.requests import Request, TokenLogprobs
+from ..serving.requests import TokenLogprobs
 from .access_log import AccessLog, RequestRecord
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -258,7 +258,7 @@ class Server:
                     job, form = await self._begin(http, prepared, [])
         if prepared.scoring:
             scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
-            scoring = self._submit(prepared.scoring, [])
+            scoring = self._submit(Job(prepared.scoring, self.texts.tokenizer))
             for piece in await self._whole(http, scoring, deadline):
                 scores[piece.index] += piece.logprobs
             if any(math.isnan(value) for row in scores for value, _ in row):
@@ -289,17 +289,17 @@ class Server:
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        job = self._submit(prepared.requests, body.stops)
+        job = self._submit(Job(prepared.requests, self.texts.tokenizer, body.stops))
         form.first_job = job
         record.job = job
         record.form = form
         return job, form
 
-    def _submit(self, requests: list[Request], stops: list[str]) -> Job:
-        """Let the engine compute requests, which `_close` must follow."""
+    def _submit(self, job: Job) -> Job:
+        """Let the engine compute a job, which `_close` must follow."""
         if self.ended or not self.engine.alive:
             raise _failure("shutdown")
-        if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
+        if self.waiting + len(job.requests) > self.engine.max_batch + self.limits.queue:
             self.metrics.refused.inc()
             raise ApiError(
                 429,
@@ -308,8 +308,7 @@ class Server:
                 type="rate_limit_error",
                 code="queue_full",
             )
-        job = Job(requests, self.texts.tokenizer, stops)
-        self.waiting += len(requests)
+        self.waiting += len(job.requests)
         self.engine.submit(job)
         return job
 
