@@ -207,7 +207,7 @@ class Metrics:
             await asyncio.sleep(LOG_SECONDS)
             figures = self.engine.figures
             now = time.perf_counter()
-            if figures != before:
+            if figures.steps != before.steps:
                 say(throughput(before, figures, self.generated - generated, now - then))
             before = figures
             generated = self.generated
