@@ -82,10 +82,8 @@ class PenaltyRules:
         if self.allowed is not None:
             check(bool(self.allowed), "allowed_token_ids is empty, expected at least one token")
             drawable = self.allowed - self.ends or not self.min_tokens
-            only_ends = (
-                "allowed_token_ids has only stop tokens, expected another: the answer has a "
-            )
-            check(bool(drawable), f"{only_ends}minimum of {self.min_tokens} tokens")
+            only_ends = "allowed_token_ids has only stop tokens, which the minimum forbids at first"
+            check(bool(drawable), only_ends)
 
     @functools.cached_property
     def active(self) -> bool:
