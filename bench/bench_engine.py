@@ -243,14 +243,14 @@ def sampling_calls(B, vocab):
             f"sample_{name}",
             functools.partial(sampling.sample, logits, *inputs, min_p_B=min_p),
         )
-    lists = Penalties.empty(logits, B, 1024)
+    lists = Penalties.empty(logits, B, 1024, vocab)
     ids = cp.zeros(B, np.int32)
     for b in range(B):
         lists.set_slot(b, PenaltyRules(1.1, 0.1, 0.1), range(1000), ())
 
     def penalties():
-        apply_penalties(logits, lists, slots)
-        count_tokens(logits, lists, slots, ids)
+        apply_penalties(logits, lists, slots, ids, vocab)
+        count_tokens(lists, slots, ids)
 
     yield "penalties", penalties
     yield "logprobs_and_top_20", functools.partial(token_logprobs, logits, ids, 20)

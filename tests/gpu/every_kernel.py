@@ -301,11 +301,13 @@ def choosing(dtype):
         sampling.sample(logits, ids, *chosen, V)
         sampling.sample(logits, ids, *chosen, V, min_p_B=min_p)
         slots = cp.arange(B, dtype=np.int32)
-        penalties = Penalties.empty(logits, B, 300)
+        penalties = Penalties.empty(logits, B, 300, V)
         for b in range(B):
-            penalties.set_slot(b, PenaltyRules(1.2, 0.1, 0.1, {0: 1.0}), range(min(V, 200)), [0])
-        apply_penalties(logits, penalties, slots)
-        count_tokens(logits, penalties, slots, ids)
+            limits = (2, frozenset({0}), frozenset(range(0, V, 2)) if b % 2 and V > 2 else None)
+            rules = PenaltyRules(1.2, 0.1, 0.1, {0: 1.0}, *limits)
+            penalties.set_slot(b, rules, range(min(V, 200)), [0])
+        apply_penalties(logits, penalties, slots, slots, V)
+        count_tokens(penalties, slots, ids)
         for top in (0, 1, 20):
             token_logprobs(logits, ids, top, V)
         sampling.advance(*(cp.zeros(B, np.int32) for _ in range(3)))

@@ -163,6 +163,17 @@ def test_conversations(both, prompt):
     assert equal >= 20 and equal + rejected == 50
 
 
+@pytest.mark.parametrize("both", ["qwen3"], indirect=True)
+def test_thinking_is_switched_off_as_in_transformers(both):
+    talk = [{"role": "user", "content": "2+2?"}]
+    texts = []
+    for values in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        options = dict(tokenize=False, add_generation_prompt=True)
+        texts.append(both.ours.template.render(talk, values=values))
+        assert texts[-1] == both.theirs.apply_chat_template(talk, **options, **values)
+    assert texts[1] == texts[0] + "<think>\n\n</think>\n\n" and texts[2] == texts[0]
+
+
 @pytest.mark.parametrize("both", WITH_TEMPLATE, indirect=True)
 def test_what_is_trained(both, tmp_path):
     """The answer and the token that ends it, and nothing of the template's."""

@@ -13,7 +13,10 @@ from xtrain.server.app import Limits, create_app
 from xtrain.server.protocol import HttpServer
 from xtrain.serving import pretrained
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if enable_thinking is false %}x + {% endif %}"
+)
 
 
 def make_folder(folder):
@@ -28,10 +31,10 @@ def make_folder(folder):
 class Served:
     """An application in a thread of this process."""
 
-    def __init__(self, folder, api_key=None, limits=None, drain=30):
+    def __init__(self, folder, api_key=None, limits=None, drain=30, max_seq_len=256, **options):
         self.p = pretrained.load(folder, "cpu")
-        self.engine = Engine(self.p.model, 2, 256, batch_invariant=True)
-        app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits())
+        self.engine = Engine(self.p.model, 2, max_seq_len, batch_invariant=True)
+        app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits(), **options)
         self.server = HttpServer(app, "127.0.0.1", 0, drain)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()

@@ -20,9 +20,8 @@ UNKNOWN = {
     "tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"},
     "reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}, "prediction": {"type": "content"},
     "web_search_options": {}, "moderation": {"model": "x"}, "modalities": ["text", "audio"], "best_of": 2, "suffix": "x",
-    "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "prompt_logprobs": 1, "regex": "a", "guided_json": {},
-    "structured_outputs": {"regex": "a"}, "chat_template": "x", "chat_template_kwargs": {"enable_thinking": False},
-    "ignore_eos": True, "min_tokens": 1, "stop_token_ids": [1], "bad_words": ["x"], "skip_special_tokens": False,
+    "truncate_prompt_tokens": 5, "regex": "a", "guided_json": {},
+    "structured_outputs": {"regex": "a"}, "chat_template": "x", "bad_words": ["x"], "skip_special_tokens": False,
     "include_stop_str_in_output": True, "logits_processors": ["x"], "length_penalty": 0.5, "use_beam_search": True,
     "repeat_penalty": 1.1, "grammar": "root ::= a", "n_predict": 5, "mirostat": 2, "typical_p": 0.5, "samplers": ["top_k"],
     "dry_multiplier": 0.8, "min_new_tokens": 1, "no_repeat_ngram_size": 3, "lora_path": "x", "cache_salt": "x",
@@ -64,13 +63,14 @@ def test_what_only_one_of_the_routes_has():
     chat, text = BODIES
     for name, value in {"echo": True, "add_special_tokens": True, "prompt": "x"}.items():
         assert refusal(chat, BODIES[chat] | {name: value}).param == name
-    for name, value in {"messages": HI, "max_completion_tokens": 5, "top_logprobs": 2}.items():
+    chat_only = {"max_completion_tokens": 5, "top_logprobs": 2, "chat_template_kwargs": {"x": 1}}
+    for name, value in ({"messages": HI} | chat_only).items():
         assert refusal(text, BODIES[text] | {name: value}).param == name
     chat.model_validate(BODIES[chat] | {"echo": False, "add_special_tokens": False})
 
 
 NESTED = [
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream_options": {}}, "stream_options"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"messages": [HI[0] | {"name": "Ann"}]}, "messages.0.name"),
@@ -89,7 +89,8 @@ def test_nested_objects(change, param):
 RANGES = {
     "temperature": [-1, 2.1, "hot"], "top_p": [0, 1.5], "top_k": [-2, 0.5], "min_p": [-0.1, 2], "seed": [-1, 2**63],
     "n": [0, 129], "presence_penalty": [-3], "frequency_penalty": [3], "repetition_penalty": [0, -1], "stop": ["", ["x"] * 17],
-    "max_tokens": [0], "logit_bias": ["x", {"a": 1}, {str(i): 1 for i in range(301)}], "stream": ["maybe"],
+    "min_tokens": [-1, 0.5], "ignore_eos": ["yes"], "stop_token_ids": [1, ["a"], [1] * 129], "allowed_token_ids": [[], ["a"]],
+    "prompt_logprobs": [-1, 21], "max_tokens": [0], "logit_bias": ["x", {"a": 1}, {str(i): 1 for i in range(301)}], "stream": ["maybe"],
 }  # fmt: skip
 
 
@@ -139,7 +140,10 @@ def test_the_client_sees_the_field(served):
     wrong = [
         (chat, {"extra_body": {"grammar": "x"}}, "grammar"),
         (chat, {"reasoning_effort": "low"}, "reasoning_effort"),
-        (text, {"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        (chat, {"extra_body": {"min_tokens": 3}}, "min_tokens"),  # max_tokens is 2
+        (chat, {"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+        (text, {"extra_body": {"allowed_token_ids": [99999]}}, "allowed_token_ids"),
+        (text, {"prompt": ["x" * 99] * 200, "extra_body": {"prompt_logprobs": 20}}, "prompt"),
         (chat, {"logit_bias": {"99999": 1}}, "logit_bias"),
         (chat, {"logit_bias": {"5": 1000}}, "logit_bias"),
         (chat, {"temperature": 1e-9}, "temperature"),

@@ -81,7 +81,7 @@ def test_news_of_each_step_if_the_http_side_is_fast(sides):
     connection.send(("submit", 0, requests(engine, longest)))
     tokens, pieces, reason = [], 0, None
     while reason is None:
-        for _, _, new, _, why in receive(connection)[0]:
+        for _, _, new, *_, why in receive(connection)[0]:
             tokens, pieces, reason = tokens + new, pieces + bool(new), why
         connection.send(("more",))
     assert tokens == want and pieces > 1

@@ -332,6 +332,23 @@ def test_the_loop(folder, monkeypatch, capsys):
     assert first == run(monkeypatch, capsys, folder, "größe\nx\n", *hot)[:2]
 
 
+def test_values_of_the_template(folder, monkeypatch, capsys):
+    set_template(folder, CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    options = ["--max-new-tokens", "6", "--temperature", "0", "--chat-template-kwargs"]
+    code, out, err = run(
+        monkeypatch, capsys, folder, "größe\n", *options, '{"enable_thinking": false}'
+    )
+    talk = conversation(folder, values={"enable_thinking": False})
+    assert code == 0 and out == "".join(talk.reply("größe", max_new_tokens=6)) + "\n"
+    assert talk.text.count("<think></think>") == 1
+    for wrong, message in (
+        ("no", """--chat-template-kwargs must be a JSON object, got no: give it as '{"enable"""),
+        ('{"effort": 1}', "chat_template_kwargs 'effort': the model's chat template does not read"),
+    ):
+        code, out, err = run(monkeypatch, capsys, folder, "größe\n", *options, wrong)
+        assert code == 2 and message in err
+
+
 def test_ctrl_c_ends_the_answer_and_the_chat_continues(folder, monkeypatch, capsys):
     set_template(folder, CHATML)
     whole = Engine._step

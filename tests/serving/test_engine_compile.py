@@ -69,9 +69,9 @@ def launch_engine(dtypes=(np.float32, BF16)):
         parameters = ints, floats, ints, floats, longs, longs, ints
         sampling.sample(full(1, 8), *parameters)
         sampling.sample(full(1, 8), *parameters, min_p_B=floats)
-        rules = penalties.Penalties.empty(ints, 1, 2)
-        penalties.apply_penalties(full(1, 8), rules, ints)
-        penalties.count_tokens(full(1, 8), rules, ints, ints)
+        rules = penalties.Penalties.empty(ints, 1, 2, 8)
+        penalties.apply_penalties(full(1, 8), rules, ints, ints, 8)
+        penalties.count_tokens(rules, ints, ints)
         logprobs.token_logprobs(full(1, 8), ints, 2)
     sampling.advance(i32(0), i32(0), i32(0))
     padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), tables(2), 16)

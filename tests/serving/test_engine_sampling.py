@@ -106,6 +106,54 @@ def test_penalties_through_preemption_and_compaction(model, memory, temperature)
     assert bool(preempted) == bool(blocks)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_minimum_and_allowed_tokens_through_preemption(model, temperature):
+    """Stop tokens are not drawn before the minimum, others than the allowed ones never; next to sequences without."""
+    blocks = 2 * Engine(model, 1, 16, block_tokens=16).cache_bytes
+    served = Engine(model, 3, 32, block_tokens=16, cache_bytes=blocks)
+    stop = set(range(0, VOCAB, 3))
+    minimum, allowed = [14, 15, 0, 20, 18], [None, {5, 7, 9, 60}, None, {3, 4, 8}, None]
+    options = dict(min_new_tokens=minimum, allowed_token_ids=allowed, frequency_penalty=0.3)
+    answers = served.generate(
+        PROMPTS, 20, temperature, seed=3, stop=stop, logprobs=[0] * 4 + [None], **options
+    )
+    preempted = sum(len(step.preempted) for step in served.trace)
+    assert preempted == served.scheduler.preemptions > 0
+    for i, (prompt, least, only) in enumerate(zip(PROMPTS, minimum, allowed)):
+        want = []
+        while len(want) < 20 and not (want and want[-1] in stop):
+            logits_V = logits_of(model, [*prompt, *want])
+            if i < 4:
+                of_model = torch.log_softmax(torch.tensor(logits_V), 0)
+                logprob = of_model[answers[i][len(want)]].item()
+                assert answers[i].logprobs[len(want)][0] == pytest.approx(logprob, abs=2e-5)
+            logits_V = processed(logits_V, prompt, want, OFF | dict(frequency_penalty=0.3))
+            if len(want) < least:
+                logits_V[sorted(stop)] = -np.inf
+            if only:
+                logits_V[sorted(set(range(VOCAB)) - only)] = -np.inf
+            want.append(sample_ref(logits_V, temperature, 0, 1.0, 3, i, len(want)))
+        assert answers[i] == want, i
+    assert len(answers[0]) >= 15 and len(answers[3]) == 20 and set(answers[1]) <= allowed[1]
+    assert 0 < len(answers[2]) < 20
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(min_new_tokens=-1), "min_new_tokens must be a whole number, 0 or more, got -1"),
+        (dict(min_new_tokens=9), "min_new_tokens 9 is more than max_new_tokens 4"),
+        (dict(allowed_token_ids={VOCAB}), f"allowed_token_ids holds the token {VOCAB}"),
+        (dict(allowed_token_ids={"a"}), "allowed_token_ids must be a set of token ids, or None"),
+        (dict(allowed_token_ids=set()), "allowed_token_ids is empty"),
+        (dict(allowed_token_ids={1}, min_new_tokens=1, stop=[1]), "has only stop tokens"),
+    ],
+)
+def test_an_invalid_minimum_or_set(model, options, message):
+    with pytest.raises(UserError, match=message):
+        Engine(model, 1).generate([[1]], 4, **options)
+
+
 def test_a_slot_moves_while_its_sequence_has_penalties(model):
     """The first slots are freed early; the last sequence moves, with its counts."""
     served = Engine(model, 8)
@@ -216,6 +264,7 @@ def test_in_the_simulator():
         max_new_tokens=[4, 3], temperature=[0.0, 1.0], min_p=0.05, seed=3, repetition_penalty=1.5
     )
     options |= dict(presence_penalty=[0.5, 0.0], logit_bias=[None, bias], logprobs=[None, 2])
+    options |= dict(min_new_tokens=2, stop=range(9), allowed_token_ids=[None, set(range(2, 15))])
     simulated, want = (Engine(m, 2, 16).generate(SIMULATED, **options) for m in (there, here))
     assert simulated == want and simulated[0].logprobs is None
     for (a, top_a), (b, top_b) in zip(simulated[1].logprobs, want[1].logprobs, strict=True):

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,22 @@ class ChatTemplate:
         return re.search(r"\{%-?\s*generation\b", self.source(tools)) is not None
 
     def render(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: Any = None
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Any = None,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of the conversation.
 
         messages: {"role": ..., "content": ...} each, of values that JSON has.
         add_generation_prompt: end with the text that starts the model's answer.
-        tools: descriptions of functions, as the template expects them. Raises UserError if Jinja
-        cannot compile the template, or if it rejects the messages, fails, or exceeds one of LIMITS.
+        tools: descriptions of functions, as the template expects them.
+        values: of other names that the template reads, such as {"enable_thinking": False}.
+        Raises UserError if Jinja cannot compile the template, or if it rejects the messages, fails,
+        exceeds one of LIMITS, or does not read one of the values.
         """
-        return self._render(messages, add_generation_prompt, tools)["text"]
+        return self._render(messages, add_generation_prompt, tools, values or {})["text"]
 
     def render_spans(
         self, messages: list[dict[str, Any]], tools: Any = None
@@ -114,7 +121,7 @@ class ChatTemplate:
 
         Errors are those of render.
         """
-        reply = self._render(messages, False, tools)
+        reply = self._render(messages, False, tools, {})
         if reply["spans"] is None:
             raise UserError(
                 "the model's chat template has a generation block whose place in the text is "
@@ -123,13 +130,22 @@ class ChatTemplate:
             )
         return reply["text"], [(start, end) for start, end in reply["spans"]]
 
-    def _render(self, messages, add_generation_prompt, tools):
-        messages = normalized(messages)
-        names = {"messages": messages, "tools": tools, "documents": None, **self.special_tokens}
+    def _render(self, messages, add_generation_prompt, tools, values):
+        names = {
+            "messages": normalized(messages),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         source = self.source(tools)
+        for name in values:
+            if name in names or not re.search(rf"\b{re.escape(name)}\b", source):
+                raise UserError(
+                    f"chat_template_kwargs {listed([repr(name)])}: the model's chat template does "
+                    "not read this value: leave it out"
+                )
         with self.lock:
             self._compile(source)
-            reply = self._ask(names | {"add_generation_prompt": add_generation_prompt})
+            reply = self._ask({"documents": None, **self.special_tokens, **values, **names})
         if "error" in reply:
             raise UserError(
                 f"the model's chat template rejects this conversation: {reply['error']}"

@@ -141,11 +141,11 @@ def main():
         limit("RLIMIT_CPU", int(time.process_time()) + 1 + seconds)
         try:
             request = json.loads(line)
-            if "source" in request:
+            if "messages" in request:  # first: other names may be a client's
+                reply = rendered(template, request, characters)
+            else:
                 template = compiled(request["source"])
                 reply = {}
-            else:
-                reply = rendered(template, request, characters)
         except MemoryError:
             reply = {"limit": "memory"}
         except TextLimit:

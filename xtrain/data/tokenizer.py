@@ -293,6 +293,11 @@ class Tokenizer:
         with _library("decode these tokens"):
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def entries(self, ids: Iterable[int]) -> list[str]:
+        """Return the entries of the vocabulary, in which bytes may be other characters; "" for ids
+        outside of it."""
+        return [self._backend.id_to_token(int(i)) or "" for i in ids]
+
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield text as ids arrive, complete characters only; joined, it equals `decode` of all
         ids. Only of byte tokens of SentencePiece that are not UTF-8 does `decode` lose more: all

@@ -2,7 +2,9 @@
 
 Numbers that a client computes with:
 
-usage           tokens of each prompt once, and of all answers, with the token that ended one
+usage           tokens of each prompt once, and of all answers, with the token that ended one;
+                cached_tokens: those of a prompt that were in the cache when the first answer, or
+                the log-probabilities of the prompt, began
 finish_reason   "stop": an end token or a stop string, which the text does not contain; else "length"
 tokens          all that were computed. The last ones may be cut off from the text by a stop string
 text_offset     where a token begins in the text, in characters (code points): the index of the
@@ -13,10 +15,12 @@ name of a token its text; "bytes:\\xe2\\x82" (as at OpenAI) if its bytes are not
                 token of the same `top_logprobs` has, where the chosen token has precedence
 bytes           of the tokens of an answer are those of its text; None: the token is no text
 top_logprobs    of completions: the chosen token is always among them
+prompt_logprobs as in vLLM: for each token of the prompt but the first an object of tokens by their
+                ids, the prompt's own first; `rank` is null for one that is not among the most
+                likely ones that were asked for. In a stream they are part of the first event
 """
 
 import codecs
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,8 +29,8 @@ from ..data.tokenizer import Tokenizer
 from ..formats.texts import Texts
 from ..serving.requests import TokenLogprobs
 from ..serving.text_stream import text_bytes
-from .api import CompletionRequest, Usage
-from .engine_client import Piece
+from .api import CompletionRequest, PromptDetails, Usage
+from .engine_client import Job, Piece
 
 # engine's reason -> OpenAI's
 FINISH = {"stop": "stop", "length": "length", "full": "length", "scored": "length"}
@@ -78,25 +82,35 @@ class Form:
     name: of the model.
     n_prompt: tokens of the prompts, once take_prompts is called.
     usage_events: the events of a stream have a field `usage`.
+    continuous_usage: which has the numbers so far.
+    scored: the first event, or the whole answer, has log-probabilities of the prompts.
+    first_job: the first one that computed the prompts.
     """
 
     prefix = ""
     whole_object = ""
     chunk_object = ""
     n_prompt = 0
-    usage_events = False
+    first_job: Job
 
-    def __init__(self, texts: Texts, name: str):
+    def __init__(self, texts: Texts, name: str, body: Any, request_id: str):
         self.p = texts
+        self.body = body
+        options = body.stream_options
+        self.usage_events = options is not None and options.include_usage
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.scored = body.prompt_top is not None
+        self.once: dict[str, Any] = {}  # fields of the first event, or of a whole answer
+        self.prompt_logprobs: list[Any] = []  # of each prompt, if wanted
         self.tokens = 0
         self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": f"{self.prefix}-{request_id}",
             "created": int(time.time()),
             "model": name,
         }
 
     def take_prompts(
-        self, prompts: Sequence[list[int]], scores: Iterable[list[TokenLogprobs]]
+        self, prompts: Sequence[list[int]], scores: Sequence[list[TokenLogprobs]]
     ) -> None:
         """Take over the prompts, before the first piece.
 
@@ -105,6 +119,26 @@ class Form:
         of several tokens.
         """
         self.n_prompt = sum(map(len, prompts))
+        if self.body.prompt_logprobs is None:
+            return
+        rest = iter(scores)
+        for tokens in prompts:
+            scored = next(rest) if len(tokens) > 1 else []
+            entries = [self._prompt_entry(t, *score) for t, score in zip(tokens[1:], scored)]
+            self.prompt_logprobs.append([None, *entries])
+
+    def _prompt_entry(self, token: int, own: float, top: Pairs) -> dict[str, Any]:
+        """Return what prompt_logprobs says about a token."""
+        ranked = list(top)[: self.body.prompt_logprobs]
+        ranks = {other: i for i, (other, _) in enumerate(ranked, 1)}
+        return {
+            str(other): {
+                "logprob": max(logprob, LEAST),
+                "rank": ranks.get(other),
+                "decoded_token": token_name(self.p.tokenizer, other),
+            }
+            for other, logprob in ({token: own} | dict(ranked)).items()
+        }
 
     def logprobs(self, pieces: list[Piece]) -> Any:
         """Log-probabilities of the tokens of a sequence's pieces; None if there are none."""
@@ -125,11 +159,13 @@ class Form:
             "finish_reason": reason and FINISH[reason],
         }
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens so far."""
-        total = self.n_prompt + self.tokens
         counts = Usage(
-            prompt_tokens=self.n_prompt, completion_tokens=self.tokens, total_tokens=total
+            prompt_tokens=self.n_prompt,
+            completion_tokens=self.tokens,
+            total_tokens=self.n_prompt + self.tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=self.first_job.cached_tokens),
         )
         return counts.model_dump()
 
@@ -137,13 +173,15 @@ class Form:
         """Return an answer without streaming. n: sequences."""
         sequences = [[piece for piece in pieces if piece.index == i] for i in range(n)]
         choices = [self.choice(sequence, True) for sequence in sequences]
-        return {**self.head, "object": self.whole_object, "choices": choices, "usage": self.usage()}
+        content = {"object": self.whole_object, "choices": choices, "usage": self.usage()}
+        return self.head | content | self.once
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an event of a stream."""
-        event = {**self.head, "object": self.chunk_object, "choices": choices}
+        event = {**self.head, "object": self.chunk_object, "choices": choices, **self.once}
+        self.once = {}
         if self.usage_events:
-            event["usage"] = None
+            event["usage"] = self.usage() if self.continuous_usage else None
         return event
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -157,6 +195,14 @@ class Chat(Form):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def take_prompts(
+        self, prompts: Sequence[list[int]], scores: Sequence[list[TokenLogprobs]]
+    ) -> None:
+        """Put log-probabilities of the prompt into the answer. Arguments: see Form."""
+        super().take_prompts(prompts, scores)
+        if self.prompt_logprobs:
+            self.once = {"prompt_logprobs": self.prompt_logprobs[0]}
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
         """Return the part of a choice that has the text."""
@@ -198,15 +244,14 @@ class Text(Form):
     chunk_object = "text_completion"
     source = "prompt"
 
-    def __init__(self, texts: Texts, name: str, body: CompletionRequest):
-        super().__init__(texts, name)
-        self.body = body
+    def __init__(self, texts: Texts, name: str, body: CompletionRequest, request_id: str):
+        super().__init__(texts, name, body, request_id)
         self.n = body.n or 1
         self.offsets: dict[int, Offsets] = {}  # of each sequence
         self.echoes: list[tuple[str, Any]] = []  # (text, logprobs) of each prompt, if wanted
 
     def take_prompts(
-        self, prompts: Sequence[list[int]], scores: Iterable[list[TokenLogprobs]]
+        self, prompts: Sequence[list[int]], scores: Sequence[list[TokenLogprobs]]
     ) -> None:
         """Let each answer begin with its prompt, if that is wanted. Arguments: see Form."""
         super().take_prompts(prompts, scores)
@@ -225,7 +270,8 @@ class Text(Form):
                 offsets = Offsets()
                 starts = [max(0, offsets.next(part) - before) for part in parts]
                 scored = next(rest) if len(tokens) > 1 else []
-                logprobs = self._lists(tokens, [None, *scored], starts)
+                values = [(own, top[: self.body.logprobs]) for own, top in scored]
+                logprobs = self._lists(tokens, [None, *values], starts)
             self.echoes.append((text[before:], logprobs))
 
     def content(self, text: str, whole: bool) -> dict[str, Any]:
@@ -233,11 +279,17 @@ class Text(Form):
         return {"text": text}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that opens a sequence in a stream: the echo."""
-        if not self.echoes:
+        """Return the choice that opens a sequence in a stream: the echo, and prompt_logprobs."""
+        if not self.echoes and not self.prompt_logprobs:
             return None
-        text, logprobs = self.echoes[index // self.n]
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        text, logprobs = self.echoes[index // self.n] if self.echoes else ("", None)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return choice | self._of_prompt(index)
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        if not self.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": self.prompt_logprobs[index // self.n]}
 
     def choice(self, pieces: list[Piece], whole: bool) -> dict[str, Any]:
         """Return what the client sees of some successive pieces of a sequence."""
@@ -250,6 +302,8 @@ class Text(Form):
                 choice["logprobs"] = both
             else:
                 choice["logprobs"] = logprobs
+        if whole:
+            choice |= self._of_prompt(pieces[0].index)
         return choice
 
     def logprobs(self, pieces: list[Piece]) -> Any:

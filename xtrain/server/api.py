@@ -18,6 +18,8 @@ MAX_STOP = 1000  # characters of each
 MAX_SAMPLES = 128  # answers per prompt
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1 << 16
+MAX_STOP_IDS = 128
+MAX_VALUES = 100  # for a chat template
 HARMLESS = {  # field -> why no client can miss its effect in an answer
     **dict.fromkeys(("user", "safety_identifier"), "says who asks"),
     **dict.fromkeys(("metadata", "store"), "labels for a log of OpenAI's; nothing is stored here"),
@@ -32,7 +34,7 @@ NEUTRAL = {  # field -> values that mean the same as leaving it out
     "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
     # of vLLM, llama.cpp and others
     "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,), "bad_words": ([],), "skip_special_tokens": (True,),
+    "bad_words": ([],), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "use_beam_search": (False,), "length_penalty": (1,), "priority": (0,),
     "repeat_penalty": (1,), "typical_p": (1,), "cache_prompt": (True,),
@@ -41,6 +43,7 @@ NEUTRAL = {  # field -> values that mean the same as leaving it out
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 # fail_fast: a list with a million wrong items has one error
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TemplateValues = Annotated[dict[str, Any], Field(max_length=MAX_VALUES)]
 
 
 class FieldError(UserError):
@@ -79,15 +82,25 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk, without a choice, has the numbers of tokens."""
+    """include_usage: a last chunk, without a choice, has the numbers of tokens.
+    continuous_usage_stats: every chunk has those so far, as in vLLM."""
 
     harmless = {"include_obfuscation": "it only pads the events"}
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Sampling(Body):
     """What /v1/chat/completions and /v1/completions share. None: the model's default
-    (generation_config.json), else OpenAI's."""
+    (generation_config.json), else OpenAI's.
+
+    Those of vLLM, with its meaning:
+    min_tokens: of an answer, before an end token may be drawn or a stop string counts.
+    ignore_eos: only stop_token_ids and stop strings end an answer.
+    stop_token_ids: further end tokens. Their text is not part of the answer.
+    allowed_token_ids: the only tokens that may be drawn.
+    prompt_logprobs: report this many of the most likely tokens in each place of the prompt.
+    """
 
     harmless = HARMLESS
     neutral = NEUTRAL
@@ -104,6 +117,11 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: Annotated[dict[int, float], Field(max_length=MAX_BIASES)] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -122,6 +140,11 @@ class Sampling(Body):
     def top(self) -> int | None:
         """Return of how many tokens log-probabilities are wanted; None: of none."""
         raise NotImplementedError
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Return the same for the tokens of the prompts."""
+        return self.prompt_logprobs
 
     @property
     def stops(self) -> list[str]:
@@ -146,6 +169,10 @@ class Sampling(Body):
         options = {name: value for name, value in values.items() if value is not None}
         if self.top_k == -1:
             options["top_k"] = 0
+        if self.min_tokens:
+            options["min_new_tokens"] = self.min_tokens
+        if self.allowed_token_ids is not None:
+            options["allowed_token_ids"] = frozenset(self.allowed_token_ids)
         return options
 
 
@@ -176,12 +203,19 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(Sampling):
-    """The body of /v1/chat/completions."""
+    """The body of /v1/chat/completions.
+
+    chat_template_kwargs: values that the chat template reads, such as {"enable_thinking": false}.
+    """
 
     neutral = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,)}
     source = "messages"
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
+    chat_template_kwargs: TemplateValues | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -229,8 +263,16 @@ class CompletionRequest(Sampling):
 
     @property
     def scores_prompts(self) -> bool:
-        """True if the log-probabilities of the prompts are wanted."""
+        """True if the echo has log-probabilities."""
         return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def prompt_top(self) -> int | None:
+        """Return of how many tokens in each place of the prompts log-probabilities are wanted."""
+        wanted = [self.prompt_logprobs]
+        if self.scores_prompts:
+            wanted.append(self.logprobs)
+        return max([n for n in wanted if n is not None], default=None)
 
     @property
     def prompts(self) -> list[Any]:
@@ -240,12 +282,56 @@ class CompletionRequest(Sampling):
         return [self.prompt]
 
 
+class TokenizeRequest(Body):
+    """The body of vLLM's /tokenize: a text, or a conversation as the chat template writes it.
+
+    add_special_tokens: whether it gets the tokens that the tokenizer puts around texts; None: a
+    text does, a conversation does not.
+    return_token_strs: return the entries of the vocabulary, too.
+    """
+
+    neutral = {"tools": ([],), "continue_final_message": (False,)}
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateValues | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def source(self) -> str:
+        """Return the field that has the text."""
+        return "messages" if self.prompt is None else "prompt"
+
+    @model_validator(mode="after")
+    def _one_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", "prompt or messages must be given, and not both")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of vLLM's /detokenize."""
+
+    source: ClassVar[str] = "tokens"
+    model: str | None = None
+    tokens: TokenIds
+
+
+class PromptDetails(BaseModel):
+    """cached_tokens: those whose keys and values were in the cache."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Numbers of tokens: of every prompt once, and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class Error(BaseModel):

@@ -31,13 +31,16 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
 from ..serving.engine import Engine
-from ..serving.requests import Request, TokenLogprobs
+from ..serving.requests import TokenLogprobs
+from .access_log import AccessLog, RequestRecord
 from .answers import FINISH, Chat, Form, Text
-from .api import ChatRequest, CompletionRequest
+from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
 from .metrics import Metrics
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
+from .tracing import annotate, tracer_provider
+from .tracing import middleware as tracing_middleware
 
 BODY_SECONDS = 60  # until a body must have arrived
 # the engine's reasons that are none of FINISH -> status and message
@@ -110,7 +113,8 @@ class Server:
         self.api_key = api_key
         self.created = int(time.time())
         self.waiting = 0
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, name)
+        self.tracing: Any = None  # OpenTelemetry's provider, if asked for
 
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:
@@ -121,12 +125,21 @@ class Server:
         """Answer /v1/completions."""
         return await self._answer(http, CompletionRequest)
 
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer /tokenize."""
+        return await self._tokens(http, TokenizeRequest)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer /detokenize."""
+        return await self._tokens(http, DetokenizeRequest)
+
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models and /v1/models/NAME."""
         self._check_key(http)
         name = http.path_params.get("name", self.name)
         self.preparers.preparation.check_model(name)
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "xtrain"}
+        card |= {"root": self.name, "max_model_len": self.engine.max_seq_len}  # as vLLM
         single = "name" in http.path_params
         if single:
             return JSONResponse(card)
@@ -218,33 +231,42 @@ class Server:
             message = f"the answer took longer than {self.limits.seconds:g} s: ask for fewer tokens"
             raise ApiError(504, message, type="timeout_error", code="timeout") from None
 
+    async def _prepare(self, http: HttpRequest, kind: type[Any], data: bytes) -> Any:
+        """Return what Preparation makes of a body."""
+        if len(data) <= SMALL:
+            return await self.preparers.small(kind, data)
+        return await _unless_disconnected(http.receive, self.preparers.large(kind, data))
+
+    async def _tokens(self, http: HttpRequest, kind: type[Any]) -> Response:
+        """Answer what needs the tokenizer only."""
+        async with self._until(asyncio.get_running_loop().time() + self.limits.seconds):
+            content = await self._prepare(http, kind, await self._read(http))
+        return Response(content, media_type="application/json")
+
     async def _answer(self, http: HttpRequest, kind: type[Any]) -> Response:
         """Compute the answers to a body. kind: ChatRequest or CompletionRequest."""
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         async with self._until(deadline):
             data = await self._read(http)
             with contextlib.ExitStack() as arriving:
-                if len(data) > SMALL:
-                    large = self.preparers.large(kind, data)
-                    prepared = await _unless_disconnected(http.receive, large)
-                else:
+                if len(data) <= SMALL:
                     arriving.enter_context(self.engine.arrival())
                     # others that have arrived are counted before this one is ready
                     await asyncio.sleep(0)
-                    prepared = await self.preparers.small(kind, data)
+                prepared = await self._prepare(http, kind, data)
                 if not prepared.scoring:
-                    job, form = await self._begin(prepared, [])
+                    job, form = await self._begin(http, prepared, [])
         if prepared.scoring:
             scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
-            for piece in await self._whole(http, self._submit(prepared.scoring, []), deadline):
+            scoring = self._submit(Job(prepared.scoring, self.texts.tokenizer))
+            for piece in await self._whole(http, scoring, deadline):
                 scores[piece.index] += piece.logprobs
             if any(math.isnan(value) for row in scores for value, _ in row):
                 raise _failure("nan")
-            job, form = await self._begin(prepared, scores)
+            job, form = await self._begin(http, prepared, scores)
+            form.first_job = scoring
         n = len(prepared.requests)
-        options = prepared.body.stream_options
         if prepared.body.stream:
-            form.usage_events = options is not None and options.include_usage
             events = _events(self._pieces(job, deadline), form, n, form.usage_events)
             return JobResponse(events, lambda: self._close(job))
         pieces = await self._whole(http, job, deadline)
@@ -252,27 +274,32 @@ class Server:
         return Response(content, media_type="application/json")
 
     async def _begin(
-        self, prepared: Prepared, scores: list[list[TokenLogprobs]]
+        self, http: HttpRequest, prepared: Prepared, scores: list[list[TokenLogprobs]]
     ) -> tuple[Job, Form]:
         """Submit the requests for the answers. scores: of the prompts, if wanted."""
         body = prepared.body
+        record: RequestRecord = http.state.record
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
         if isinstance(body, ChatRequest):
-            form: Form = Chat(self.texts, self.name)
+            form: Form = Chat(self.texts, self.name, body, record.id)
         else:
-            form = Text(self.texts, self.name, body)
-        if isinstance(body, CompletionRequest) and body.echo:
+            form = Text(self.texts, self.name, body, record.id)
+        if scores or (isinstance(body, CompletionRequest) and body.echo):
             # in a thread: it takes as long as the prompts are
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        return self._submit(prepared.requests, body.stops), form
+        job = self._submit(Job(prepared.requests, self.texts.tokenizer, body.stops))
+        form.first_job = job
+        record.job = job
+        record.form = form
+        return job, form
 
-    def _submit(self, requests: list[Request], stops: list[str]) -> Job:
-        """Let the engine compute requests, which `_close` must follow."""
+    def _submit(self, job: Job) -> Job:
+        """Let the engine compute a job, which `_close` must follow."""
         if self.ended or not self.engine.alive:
             raise _failure("shutdown")
-        if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
+        if self.waiting + len(job.requests) > self.engine.max_batch + self.limits.queue:
             self.metrics.refused.inc()
             raise ApiError(
                 429,
@@ -281,8 +308,7 @@ class Server:
                 type="rate_limit_error",
                 code="queue_full",
             )
-        job = Job(requests, self.texts.tokenizer, stops)
-        self.waiting += len(requests)
+        self.waiting += len(job.requests)
         self.engine.submit(job)
         return job
 
@@ -297,6 +323,8 @@ class Server:
         """Return the pieces of a job. Raises ApiError if it fails."""
         async with self._until(deadline):
             async for piece in job:
+                if job.requests[0].scores is None:
+                    self.metrics.observe_piece(job, piece)
                 if piece.reason is not None and piece.reason not in FINISH:
                     raise _failure(piece.reason)
                 yield piece
@@ -305,7 +333,18 @@ class Server:
         """Free what a job occupies; called once."""
         self.engine.close(job)
         self.waiting -= len(job.requests)
-        self.metrics.observe(job)
+        if job.requests[0].scores is None:
+            self.metrics.observe(job)
+
+    def count_response(self, scope: Any, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        path = scope["path"] if "endpoint" in scope else "none"  # so there are not many
+        if scope.get("path_params"):
+            path = "/v1/models/{name}"
+        status = f"{record.status // 100}xx"
+        self.metrics.responses.labels(path, scope["method"], status).inc()
+        if self.tracing is not None:
+            annotate(record)
 
 
 # ------------------------------------------------------------------------- asyncio
@@ -340,8 +379,13 @@ async def _events(
     try:
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             for i in range(n):
-                if (first := form.first(i)) is not None:
-                    yield _event(form.chunk([first]))
+                if (first := form.first(i)) is None:
+                    continue
+                chunk = form.chunk([first])
+                if form.scored:
+                    yield await run_in_threadpool(_slow_event, chunk)
+                else:
+                    yield _event(chunk)
             async for piece in pieces:
                 choice = form.choice([piece], False)
                 if piece.text or piece.reason or choice["logprobs"]:
@@ -372,6 +416,11 @@ def _event(content: dict[str, Any]) -> bytes:
     return f"data: {_json(content)}\n\n".encode()
 
 
+def _slow_event(content: dict[str, Any]) -> bytes:
+    """Return an event that may be long."""
+    return b"data: " + _slow_json(content) + b"\n\n"
+
+
 async def _refuse(http: HttpRequest, error: Any) -> Response:
     """OpenAI's error object for any exception; the client sees no traceback."""
     if isinstance(error, ClientDisconnect):
@@ -383,7 +432,12 @@ async def _refuse(http: HttpRequest, error: Any) -> Response:
         error = ApiError(error.status_code, message, dict(error.headers or {}))
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed: see its log", type="server_error")
-    return JSONResponse(error.body(), error.status, error.headers)
+    record: RequestRecord = http.state.record
+    record.error = error.error.code or error.error.type
+    headers = dict(error.headers or {})
+    if error.status == 500:  # it may be sent outside of AccessLog
+        headers["X-Request-Id"] = record.id
+    return JSONResponse(error.body(), error.status, headers)
 
 
 def create_app(
@@ -394,6 +448,8 @@ def create_app(
     limits: Limits = Limits(),
     defaults: GenerationDefaults | None = None,
     allowed_origins: Sequence[str] = (),
+    access_log: bool = False,
+    otlp_traces_endpoint: str | None = None,
 ) -> Starlette:
     """Return an ASGI application that serves `engine`
 
@@ -404,6 +460,8 @@ def create_app(
     api_key: what clients must send; None: nothing.
     defaults: of sampling, for requests that leave them open; None: those of the engine's model.
     allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
+    access_log: print a line for each request, and one on the throughput every ten seconds.
+    otlp_traces_endpoint: where OpenTelemetry sends a span of each request; None: nowhere.
     """
     if isinstance(engine, Engine):
         client: EngineClient = EngineThread(engine)
@@ -427,13 +485,20 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         client.start()
+        logging = asyncio.create_task(server.metrics.log_throughput()) if access_log else None
         yield
+        if logging is not None:
+            logging.cancel()
+        if server.tracing is not None:
+            await run_in_threadpool(server.tracing.shutdown)
         await server.preparers.close()
         await run_in_threadpool(client.stop)
 
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         *(Route(path, server.health) for path in ("/health", "/livez", "/readyz")),
@@ -441,10 +506,13 @@ def create_app(
         page_route(),
     ]
     kinds: list[Any] = [ApiError, UserError, HTTPException, ClientDisconnect, Exception]
-    middleware = []
+    middleware = [Middleware(AccessLog, ended=server.count_response, log=access_log)]
+    if otlp_traces_endpoint is not None:
+        server.tracing = tracer_provider(otlp_traces_endpoint)
+        middleware.insert(0, tracing_middleware(server.tracing))
     if allowed_origins:
         cors: dict[str, Any] = dict(allow_origins=allowed_origins, allow_headers=["*"])
-        middleware = [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
+        middleware += [Middleware(CORSMiddleware, **cors, allow_methods=["GET", "POST"])]
     app = Starlette(
         routes=routes,
         middleware=middleware,

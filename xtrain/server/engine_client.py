@@ -38,13 +38,36 @@ STALLED_SECONDS = 60  # without the end of a step, though there are requests
 
 @dataclass
 class Piece:
-    """The next part of one sequence."""
+    """The next part of one sequence.
+
+    first: it has the first tokens.  seconds: since the previous tokens, or since the request.
+    """
 
     index: int  # of the sequence in its job
     text: str = ""  # may be empty
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
     reason: str | None = None  # as in News
+    first: bool = False
+    seconds: float = 0.0
+
+
+@dataclass
+class Sequence:
+    """How far a sequence of a job is.
+
+    cached_tokens: tokens of its prompt that were in the cache; None: it has not begun.
+    queue_seconds: until it got a slot.
+    tokens: of the answer so far.  first, last: when they arrived, in seconds of a clock.
+    reason: why it ended; None: it has not.
+    """
+
+    cached_tokens: int | None = None
+    queue_seconds: float = 0.0
+    tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    reason: str | None = None
 
 
 class Job:
@@ -56,8 +79,9 @@ class Job:
     def __init__(self, requests: list[Request], tokenizer: Tokenizer, stop: Iterable[str] = ()):
         self.requests = requests
         stop = list(stop)
-        self.texts = [TextStream(tokenizer, stop) for _ in requests]
+        self.texts = [TextStream(tokenizer, stop, r.penalties.min_tokens) for r in requests]
         self.running = set(range(len(requests)))
+        self.sequences = [Sequence() for _ in requests]
         # seconds of a clock; 0: none yet
         self.start = time.perf_counter()
         self.first_token = 0.0
@@ -74,22 +98,52 @@ class Job:
             self.arrived.clear()
             pieces: dict[int, Piece] = {}
             while self.news:
-                _, index, tokens, logprobs, reason = self.news.popleft()
+                _, index, tokens, start, logprobs, reason = self.news.popleft()
                 if index in self.running:
+                    sequence = self.sequences[index]
+                    if sequence.cached_tokens is None:
+                        sequence.cached_tokens, sequence.queue_seconds = start
                     piece = pieces.setdefault(index, Piece(index))
                     self._add(piece, tokens, logprobs, reason)
             for piece in pieces.values():
+                self._note(piece)
                 yield piece
+
+    def _note(self, piece: Piece) -> None:
+        """Bring the sequence of a new piece up to date."""
+        sequence = self.sequences[piece.index]
+        sequence.reason = piece.reason
+        if piece.tokens:
+            now = time.perf_counter()
+            piece.first = not sequence.tokens
+            piece.seconds = now - (sequence.last or self.start)
+            sequence.first = sequence.first or now
+            sequence.last = now
+            sequence.tokens += len(piece.tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return how many tokens of the prompts, once each, were in the cache."""
+        least: dict[int, int] = {}  # by prompt, which its requests share
+        for request, sequence in zip(self.requests, self.sequences):
+            cached = sequence.cached_tokens
+            if cached is not None:
+                prompt = id(request.prompt)
+                least[prompt] = min(cached, least.get(prompt, cached))
+        return sum(least.values())
 
     def _add(
         self, piece: Piece, tokens: list[int], logprobs: list[TokenLogprobs], reason: str | None
     ) -> None:
         text = self.texts[piece.index]
         used = 0
+        shown = tokens
+        if reason == "stop" and tokens and tokens[-1] in self.requests[piece.index].stop:
+            shown = tokens[:-1]  # the text does not contain the end token
         if not text.stop:
-            each = [tokens]
+            each = [shown]
         else:
-            each = [[token] for token in tokens]
+            each = [[token] for token in shown]
         for some in each:
             piece.text += text.feed(*some)
             used += len(some)
@@ -97,6 +151,8 @@ class Job:
                 reason = "stop"
                 self.cancel(piece.index)  # the engine may have computed some tokens after it
                 break
+        else:
+            used = len(tokens)
         piece.tokens += tokens[:used]
         piece.logprobs += logprobs[:used]
         piece.reason = reason
@@ -237,7 +293,7 @@ class EngineClient:
     def end_all(self, reason: str) -> None:
         """End every job with this reason."""
         for number, job in self.jobs.items():
-            job.news.extend((number, index, [], [], reason) for index in job.running)
+            job.news.extend((number, index, [], (0, 0.0), [], reason) for index in job.running)
             job.arrived.set()
 
 

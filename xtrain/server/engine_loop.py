@@ -33,9 +33,12 @@ MAX_FAILED_STEPS = 20
 # occupy the other side for too long.
 MAX_LOGPROBS = 1 << 13
 
-# job, index of the sequence in it, new tokens, their log-probabilities if requested, why the
-# sequence ended: of Completion, or "error" if the step failed; None: it is not complete
-News = tuple[int, int, list[int], list[TokenLogprobs], str | None]
+# Prompt tokens that were in the cache, and seconds in the queue.
+Start = tuple[int, float]
+# job, index of the sequence in it, new tokens, how it started, the tokens' log-probabilities if
+# requested, why the sequence ended: of Completion, or "error" if the step failed; None: it is not
+# complete
+News = tuple[int, int, list[int], Start, list[TokenLogprobs], str | None]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class Figures:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     decoded_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def cache_usage(self) -> float:
+        """Return the share of the KV cache that sequences occupy."""
+        return 1 - self.blocks_available / max(self.blocks, 1)
 
     @classmethod
     def of(cls, e: Engine) -> "Figures":
@@ -66,6 +75,7 @@ class Figures:
             prompt_tokens=s.prefilled_tokens,
             reused_tokens=s.reused_tokens,
             decoded_tokens=s.decoded_tokens,
+            preemptions=s.preemptions,
         )
 
 
@@ -188,7 +198,8 @@ class EngineLoop:
                 room -= len(logprobs) * each
             reason = completion.reason if end == len(completion) else None
             if end > sent or reason:
-                news.append((job, index, completion[sent:end], logprobs, reason))
+                start = (completion.reused, completion.queue_seconds)
+                news.append((job, index, completion[sent:end], start, logprobs, reason))
                 self.sent[job, index] = end
         figures = Figures.of(self.engine)
         if news or figures != self.figures:

@@ -60,6 +60,10 @@ class Options(ModelOptions):
     max_body: int = 4 << 20  # bytes of a request
     timeout: float = 600.0  # seconds for a request
     drain: int = 30  # seconds that running answers get after SIGTERM
+    # a line on standard error for each request, and one on the throughput every ten seconds
+    access_log: bool = True
+    # where OpenTelemetry sends a span of each request; none: nowhere
+    otlp_traces_endpoint: str | None = None
     batch_invariant: BatchInvariant = False
     weights: Weights = "full"
     kv_cache: KVCache = "full"
@@ -75,6 +79,7 @@ def serve(options: Options) -> None:
         import uvicorn  # noqa: F401  (before the model is loaded)
 
         from .app import Limits
+        from .tracing import tracer_provider
     except ImportError as error:
         raise UserError(f"{error.name} is not installed: pip install -e '.[serve]'") from None
     if not 0 < o.port < 65536:
@@ -87,6 +92,8 @@ def serve(options: Options) -> None:
         api_key = os.environ.get("XTRAIN_API_KEY")
     else:
         api_key = o.api_key
+    if o.otlp_traces_endpoint is not None:
+        tracer_provider(o.otlp_traces_endpoint).shutdown()  # are the packages there?
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
     with bound(o.host, o.port) as sockets:  # before the model is loaded, which takes long
@@ -120,6 +127,8 @@ def _serve(o: Options, api_key: str | None, sockets: list[socket.socket], limits
         limits=limits,
         defaults=defaults,
         allowed_origins=o.allowed_origins,
+        access_log=o.access_log,
+        otlp_traces_endpoint=o.otlp_traces_endpoint,
     )
 
 

@@ -8,6 +8,7 @@ after SECONDS, and streams continue meanwhile. Smaller ones take milliseconds, i
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import pickle
 import re
@@ -15,6 +16,7 @@ import secrets
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,16 @@ from ..data.chat_template import ChatTemplate
 from ..data.tokenizer import Tokenizer
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
-from ..serving.requests import Request, make_requests, make_scoring_requests
-from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
+from ..serving.requests import Request, check_ids, make_requests, make_scoring_requests
+from .api import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Error,
+    FieldError,
+    Sampling,
+    TokenizeRequest,
+)
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
@@ -102,8 +112,12 @@ class Preparation:
     max_answers: int
     defaults: GenerationDefaults
 
-    def __call__(self, kind: type[Any], data: bytes) -> Prepared:
-        """Check a body. kind: ChatRequest or CompletionRequest. Raises ApiError."""
+    def __call__(self, kind: type[Any], data: bytes) -> Any:
+        """Check a body, and return a Prepared; or the content of the answer, if only the tokenizer
+        is needed.
+
+        kind: a class of api.py. Raises ApiError.
+        """
         try:
             body = kind.model_validate_json(data)
         except ValidationError as error:
@@ -111,9 +125,7 @@ class Preparation:
         self.check_model(body.model)
         body.forget_extra()
         try:
-            if kind is ChatRequest:
-                return self._chat(body)
-            return self._completion(body)
+            return KINDS[kind](self, body)
         except UserError as error:
             raise ApiError(400, str(error), param=body.source) from None
 
@@ -128,16 +140,24 @@ class Preparation:
             )
 
     def _chat(self, body: ChatRequest) -> Prepared:
+        text = self._rendered(body, True)
+        body.messages = []
+        body.chat_template_kwargs = None
+        limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
+        self._check_length(text)
+        prompts = [self.tokenizer.encode(text)]
+        requests = self._requests(body, prompts, limits, self.chat_stop)
+        return Prepared(body, requests, self._scoring(body, prompts))
+
+    def _rendered(self, body: ChatRequest | TokenizeRequest, add_generation_prompt: bool) -> str:
         if self.template is None:
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions", code="no_chat_template"
             )
-        text = self.template.render([message.plain() for message in body.messages])
-        body.messages = []
-        limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
-        self._check_length(text)
-        prompts = [self.tokenizer.encode(text)]
-        return Prepared(body, self._requests(body, prompts, limits, self.chat_stop), [])
+        messages = [message.plain() for message in body.messages or []]
+        return self.template.render(
+            messages, add_generation_prompt, values=body.chat_template_kwargs
+        )
 
     def _completion(self, body: CompletionRequest) -> Prepared:
         if len(body.prompts) * (body.n or 1) > self.max_answers:
@@ -155,19 +175,42 @@ class Preparation:
             prompts.append(prompt)
         limits = (body.max_tokens, COMPLETION_TOKENS)
         requests = self._requests(body, prompts, limits, self.stop)
-        scoring: list[Request] = []
-        if body.scores_prompts:
-            several = [tokens for tokens in prompts if len(tokens) > 1]
-            top = body.logprobs or 0
-            if sum(map(len, several)) * (top + 1) > MAX_SCORES:
-                raise UserError(
-                    f"echo with logprobs may return {MAX_SCORES} log-probabilities in all: give "
-                    "fewer or shorter prompts, or a smaller logprobs"
-                )
-            scoring = make_scoring_requests(several, None, self.config, self.max_seq_len, top)
         if not body.echo:
             body.prompt = ""
-        return Prepared(body, requests, scoring)
+        return Prepared(body, requests, self._scoring(body, prompts))
+
+    def _scoring(self, body: Sampling, prompts: list[list[int]]) -> list[Request]:
+        """Return the requests for the log-probabilities of prompts, if they are wanted."""
+        top = body.prompt_top
+        if top is None:
+            return []
+        several = [tokens for tokens in prompts if len(tokens) > 1]
+        if sum(map(len, several)) * (top + 1) * (body.n or 1) > MAX_SCORES:
+            raise UserError(
+                f"at most {MAX_SCORES} log-probabilities of prompts are returned: give fewer or "
+                "shorter prompts, or a smaller logprobs, prompt_logprobs or n"
+            )
+        return make_scoring_requests(several, None, self.config, self.max_seq_len, top)
+
+    def _tokenize(self, body: TokenizeRequest) -> bytes:
+        special = body.add_special_tokens
+        if body.prompt is None:
+            text = self._rendered(body, body.add_generation_prompt)
+            tokens = self.tokenizer.encode_prompt(text, bool(special))
+        else:
+            tokens = self.tokenizer.encode_prompt(body.prompt, special is not False)
+        entries = self.tokenizer.entries(tokens) if body.return_token_strs else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self.max_seq_len,
+            "tokens": tokens,
+            "token_strs": entries,
+        }
+        return json.dumps(answer).encode()
+
+    def _detokenize(self, body: DetokenizeRequest) -> bytes:
+        check_ids("tokens", body.tokens, self.tokenizer.vocab_size)
+        return json.dumps({"prompt": self.tokenizer.decode(body.tokens)}).encode()
 
     @functools.cached_property
     def max_characters(self) -> int:
@@ -195,16 +238,26 @@ class Preparation:
         else:
             seed = body.seed
         given = body.options()
+        body.allowed_token_ids = None  # it may be long, and the requests have it
         if limits[0] is not None:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
+        end_ids = body.stop_token_ids or []
+        if body.ignore_eos:
+            stop = frozenset()
         try:
+            check_ids("stop_token_ids", end_ids, self.config.vocab_size)
+            if (body.min_tokens or 0) > options["max_new_tokens"]:
+                raise UserError(
+                    f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} "
+                    "tokens of the answer: give a smaller one, or a larger max_tokens"
+                )
             return make_requests(
                 prompts,
                 self.config,
                 self.max_seq_len,
-                stop,
+                stop.union(end_ids),
                 seed,
                 body.n or 1,
                 logprobs=body.top,
@@ -214,6 +267,14 @@ class Preparation:
             names = [word.rstrip(":") for word in str(error).split()[:2]]
             fields = [name for name in names if name in type(body).model_fields]
             raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+
+
+KINDS: dict[type[Any], Callable[[Preparation, Any], Any]] = {
+    ChatRequest: Preparation._chat,
+    CompletionRequest: Preparation._completion,
+    TokenizeRequest: Preparation._tokenize,
+    DetokenizeRequest: Preparation._detokenize,
+}
 
 
 # ------------------------------------------------------------------------- processes
@@ -227,11 +288,11 @@ class Preparers:
         self.idle: list[asyncio.subprocess.Process] = []
         self.all: set[asyncio.subprocess.Process] = set()
 
-    async def small(self, kind: type[Any], data: bytes) -> Prepared:
+    async def small(self, kind: type[Any], data: bytes) -> Any:
         """Prepare a body of at most SMALL bytes."""
         return await to_thread.run_sync(self.preparation, kind, data, abandon_on_cancel=True)
 
-    async def large(self, kind: type[Any], data: bytes) -> Prepared:
+    async def large(self, kind: type[Any], data: bytes) -> Any:
         """Prepare a body of any size. A process that is not done in SECONDS, or when the caller is
         cancelled, is killed."""
         async with self.free:

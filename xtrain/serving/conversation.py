@@ -2,6 +2,7 @@
 KV cache."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from ..cli import print_text, say
 from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
+from ..options import one_line
 from .engine import Engine
 from .options import KVCache, MaxSeqLen, Weights, chosen_seq_len, engine_arguments
 from .pretrained import ModelOptions, Pretrained
@@ -25,6 +27,8 @@ class Options(SamplingOptions, ModelOptions):
     """Chat with a model in the terminal."""
 
     system: str | None = None  # instructions at the start of the conversation
+    # values that the chat template reads, as JSON, such as '{"enable_thinking": false}'
+    chat_template_kwargs: str | None = None
     max_seq_len: MaxSeqLen = None
     weights: Weights = "full"
     kv_cache: KVCache = "full"
@@ -44,15 +48,23 @@ class Conversation:
 
     One thread at a time uses it; conversations of several threads may share an engine.
 
+    values: that the chat template reads, such as {"enable_thinking": False}.
     messages: {"role", "content"} of every message.  completion: tokens of the last answer.
     text, tokens: the conversation so far, rendered and as the model has seen it.
     turns: answers so far.
     """
 
-    def __init__(self, pretrained: Pretrained, engine: Engine, system: str | None = None):
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        engine: Engine,
+        system: str | None = None,
+        values: dict[str, Any] | None = None,
+    ):
         self.pretrained = pretrained
         self.engine = engine
         self.system = system
+        self.values = values
         self.stop = pretrained.chat_stop
         self.completion: Completion | None = None
         self.reset()
@@ -118,7 +130,10 @@ class Conversation:
         template = self.pretrained.template
         if template is None and not self.turns:
             return user_text, tokenizer.encode_prompt(user_text)
-        text = f"{self.text}\n{user_text}" if template is None else template.render(messages)
+        if template is None:
+            text = f"{self.text}\n{user_text}"
+        else:
+            text = template.render(messages, values=self.values)
         if self.turns and text.startswith(self.text):
             return text, self.tokens + tokenizer.encode_more(text[len(self.text) :])
         if not text:
@@ -137,17 +152,20 @@ def chat(options: Options) -> None:
     o = options
     if not is_text(o.system or ""):
         raise UserError("--system is not valid UTF-8: give text")
+    values = _template_values(o.chat_template_kwargs)
     pretrained = o.load()
     template = pretrained.template
     context = pretrained.model.config.context
     size = chosen_seq_len(o.max_seq_len, context)
     engine = Engine(pretrained.model, **engine_arguments(o) | dict(max_batch=1, max_seq_len=size))
-    conversation = Conversation(pretrained, engine, o.system)
+    conversation = Conversation(pretrained, engine, o.system, values)
     notes = [f"{pretrained.folder}; {engine.describe()}"]
     if not template:
         notes.append("no chat template: the model continues what you type")
         if o.system:
             notes.append("--system is ignored: it needs a chat template")
+        if values:
+            notes.append("--chat-template-kwargs is ignored: it needs a chat template")
     if size < context:
         notes.append(f"context {size} of {context} tokens (--max-seq-len)")
     defaults = GenerationDefaults.of(pretrained.model.generation)
@@ -171,6 +189,19 @@ def chat(options: Options) -> None:
             if not sys.stdin.isatty():
                 raise
             say("\n[type /exit or Ctrl-D to leave]")
+
+
+def _template_values(text: str | None) -> dict[str, Any]:
+    try:
+        values = json.loads(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"--chat-template-kwargs must be a JSON object, got {one_line(text or '')}: give it as "
+            """'{"enable_thinking": false}'"""
+        )
+    return values
 
 
 def _read_line() -> str | None:

@@ -36,7 +36,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import UserError
@@ -95,8 +95,8 @@ class Engine:
     times the tokens of bf16 in the same memory.
 
     The cache has blocks for max_batch sequences of max_seq_len tokens, if there is memory; if
-    sequences need more, some are preempted. The first request with penalties or a bias allocates
-    lists for all: 16 bytes x max_batch x max_seq_len.
+    sequences need more, some are preempted. The first request with penalties, a bias or tokens that
+    are forbidden allocates lists for all: 16 bytes x max_batch x max_seq_len.
 
     Raises UserError for an invalid option, or if there is not enough memory for one sequence of
     max_seq_len tokens.
@@ -219,6 +219,8 @@ class Engine:
         presence_penalty: float | Sequence[float] = 0.0,
         frequency_penalty: float | Sequence[float] = 0.0,
         logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+        min_new_tokens: int | Sequence[int] = 0,
+        allowed_token_ids: Set[int] | Sequence[Set[int] | None] | None = None,
         logprobs: int | Sequence[int | None] | None = None,
         n: int = 1,
     ) -> Stream:
@@ -247,6 +249,8 @@ class Engine:
         once, and once per occurrence.
         logit_bias: token id to a number from -100 to 100 that is added to its logit, at most 300
         tokens. Bias and penalties also change what temperature 0 picks.
+        min_new_tokens: tokens of an answer, before one of `stop` may be drawn.
+        allowed_token_ids: a set of the only tokens that may be drawn; None: all.
         logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities,
         and that of the chosen token, in Completion.logprobs; None: no log-probabilities.
 
@@ -269,6 +273,8 @@ class Engine:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias,
+            min_new_tokens=min_new_tokens,
+            allowed_token_ids=allowed_token_ids,
             logprobs=logprobs,
             n=n,
         )

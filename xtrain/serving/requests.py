@@ -45,6 +45,7 @@ class Completion(list[int]):
     reason      why the sequence ended, a key of REASONS; None while it is being generated
     prefilled   prompt tokens that were computed
     reused      prompt tokens whose keys and values were in the cache already
+    queue_seconds   until it got a slot
     logprobs    if requested, for each token: its log-probability, and the most likely tokens with
                 theirs, in order; else None. They are log_softmax of the model's logits, before
                 temperature, bias and penalties
@@ -52,6 +53,7 @@ class Completion(list[int]):
 
     reason: str | None = None
     prefilled = reused = 0
+    queue_seconds = 0.0
 
     def __init__(self, logprobs: bool = False) -> None:
         self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
@@ -94,6 +96,7 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
+    submitted: float = 0.0  # seconds of a clock
 
     @property
     def tokens(self) -> list[int]:
@@ -170,7 +173,7 @@ def make_requests(
                 raise UserError(f"{name} must be {expected}, got {value!r}")
         k = values["top_k"]
         values["top_k"] = 0 if k is None or k >= config.vocab_size else int(k)
-        penalties = _penalties(values, config.vocab_size)
+        penalties = _penalties(values, stop, config.vocab_size)
         try:
             float32: Any = np.float32  # as the kernels read them
             with np.errstate(over="ignore"):
@@ -252,6 +255,8 @@ DEFAULTS: dict[str, Any] = dict(
     presence_penalty=0.0,
     frequency_penalty=0.0,
     logit_bias=None,
+    min_new_tokens=0,
+    allowed_token_ids=None,
     logprobs=None,
 )
 
@@ -274,6 +279,11 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (lambda x: x is None or (_is_whole(x) and x >= 0), "a whole number, or None"),
     "seed": (lambda x: _is_whole(x) and 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1"),
     "logit_bias": (lambda x: x is None or _is_bias(x), "a dict from token ids to numbers, or None"),
+    "min_new_tokens": (lambda x: _is_whole(x) and x >= 0, "a whole number, 0 or more"),
+    "allowed_token_ids": (
+        lambda x: x is None or (isinstance(x, (set, frozenset)) and all(map(_is_whole, x))),
+        "a set of token ids, or None",
+    ),
     "logprobs": (
         lambda x: x is None or (_is_whole(x) and 0 <= x <= MAX_TOP),
         f"a whole number from 0 to {MAX_TOP}, or None",
@@ -281,18 +291,39 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 } | {name: (_is_number, "a number") for name, x in DEFAULTS.items() if isinstance(x, float)}
 
 
-def _penalties(values: dict[str, Any], vocab_size: int) -> PenaltyRules:
+def _penalties(values: dict[str, Any], stop: frozenset[int], vocab_size: int) -> PenaltyRules:
     """Take the options of the penalties out of `values`."""
+    minimum = int(values.pop("min_new_tokens"))
+    if minimum > values["max_new_tokens"]:
+        raise UserError(
+            f"min_new_tokens {minimum} is more than max_new_tokens {values['max_new_tokens']}: give "
+            "a smaller one"
+        )
     repetition, frequency, presence = (
         values.pop(f"{name}_penalty") for name in ("repetition", "frequency", "presence")
     )
     bias = values.pop("logit_bias") or {}
-    outside = [token for token in bias if not 0 <= token < vocab_size]
+    allowed = values.pop("allowed_token_ids")
+    check_ids("logit_bias", bias, vocab_size)
+    check_ids("allowed_token_ids", allowed or (), vocab_size)
+    return PenaltyRules(
+        repetition,
+        frequency,
+        presence,
+        {int(t): x for t, x in bias.items()},
+        minimum,
+        frozenset(token for token in stop if 0 <= token < vocab_size),
+        allowed if allowed is None else frozenset(allowed),
+    )
+
+
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise UserError if one of the ids is no token."""
+    outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise UserError(
-            f"logit_bias holds the token {outside[0]}: ids must be from 0 to {vocab_size - 1}"
+            f"{name} holds the token {outside[0]}: ids must be from 0 to {vocab_size - 1}"
         )
-    return PenaltyRules(repetition, frequency, presence, {int(t): x for t, x in bias.items()})
 
 
 def _one_per_prompt(name: str, value: Any, n: int) -> list:
@@ -326,9 +357,5 @@ def _checked_tokens(name: str, tokens: Any, config: ModelConfig) -> list[int]:
         raise UserError(f"{name} must be a list of token ids, got {one_line(repr(tokens))}")
     if not ids:
         raise UserError(f"{name} is empty: give at least one token")
-    outside = [token for token in ids if not 0 <= token < config.vocab_size]
-    if outside:
-        raise UserError(
-            f"{name} holds the token {outside[0]}: ids must be from 0 to {config.vocab_size - 1}"
-        )
+    check_ids(name, ids, config.vocab_size)
     return ids

@@ -18,7 +18,13 @@ import numpy as np
 
 from ..device import Array, cupy, is_gpu, mapped_array, to_device, to_numpy
 from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
-from ..kernels.decoding.penalties import MAX_BIASES, Penalties, apply_penalties, count_tokens
+from ..kernels.decoding.penalties import (
+    MAX_BIASES,
+    MAX_ENDS,
+    Penalties,
+    apply_penalties,
+    count_tokens,
+)
 from ..kernels.decoding.sampling import advance, sample
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn.autograd import Tensor, inference
@@ -307,8 +313,11 @@ class Runner:
         """Draw ids_B. Return what token_logprobs returns if `scored`, else nothing."""
         vocab = self.model.config.vocab_size
         slots_B = batch["penalty_slot"]
+        of_model = logits
         if penalized and self.penalties is not None:
-            apply_penalties(logits, self.penalties, slots_B)
+            if scored:  # log-probabilities are those of the model
+                of_model = logits.copy()
+            apply_penalties(logits, self.penalties, slots_B, batch["step"], vocab)
         sample(
             logits,
             ids_B,
@@ -322,10 +331,10 @@ class Runner:
             min_p_B=batch["min_p"],
         )
         if penalized and self.penalties is not None:
-            count_tokens(logits, self.penalties, slots_B, ids_B)
+            count_tokens(self.penalties, slots_B, ids_B)
         if not scored:
             return ()
-        return token_logprobs(logits, ids_B, MAX_TOP, vocab)
+        return token_logprobs(of_model, ids_B, MAX_TOP, vocab)
 
     def _write_penalties(self, request: Request) -> None:
         """Write the request's tokens so far to its slot of the penalties, if it has any. None of
@@ -333,9 +342,13 @@ class Runner:
         if not request.penalties.active:
             return
         if self.penalties is None:
-            length = self.max_seq_len + MAX_BIASES
-            self.penalties = Penalties.empty(self.batch.ids, self.max_batch, length)
+            self.penalties = self.empty_penalties(self.max_seq_len + MAX_BIASES + MAX_ENDS)
         self.penalties.set_slot(request.slot, request.penalties, request.prompt, request.completion)
+
+    def empty_penalties(self, tokens: int) -> Penalties:
+        """Return lists for all slots, with room for so many tokens each."""
+        vocab = self.model.config.vocab_size
+        return Penalties.empty(self.batch.ids, self.max_batch, tokens, vocab)
 
     # ------------------------------------------------------------------------- to the host
     def _put_in_flight(
@@ -388,7 +401,7 @@ class Runner:
         sizes: Iterable[int] = range(1, self.max_batch + 1)
         if self.model.device == "gpu":
             sizes = {graph_size(b, self.max_batch) for b in sizes}
-        self.penalties = Penalties.empty(self.batch.ids, self.max_batch, 1)
+        self.penalties = self.empty_penalties(1)
         with self.mode():
             for size in sizes:
                 self.decode(size, True, True)

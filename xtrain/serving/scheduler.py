@@ -14,6 +14,7 @@ again with the tokens that they have.
 import collections
 import heapq
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class Scheduler:
         self.prefilled_tokens = 0
         self.reused_tokens = 0
         self.decoded_tokens = 0
+        self.preemptions = 0
         self.unfinished: dict[int, Request] = {}
         self.recover()
 
@@ -120,6 +122,7 @@ class Scheduler:
         for request in requests:
             request.request_id = self.submitted
             self.submitted += 1
+            request.submitted = time.perf_counter()
             self.unfinished[request.request_id] = request
             self.waiting[request.request_id] = request
 
@@ -239,6 +242,7 @@ class Scheduler:
         request.weights_version = self.weights_version
         step.admitted.append((request.request_id, request.slot))
         if not request.completion:  # else it was preempted
+            request.completion.queue_seconds = time.perf_counter() - request.submitted
             request.completion.reused = request.cached_tokens
             self.reused_tokens += request.cached_tokens
 
@@ -356,6 +360,7 @@ class Scheduler:
                 work.grown.append(request)
             work.decoding.append(request)
         if step.preempted:
+            self.preemptions += len(step.preempted)
             work.decoding = [r for r in work.decoding if r.state is State.DECODING]
             work.grown = [r for r in work.grown if r.state is State.DECODING]
         for request in work.decoding:

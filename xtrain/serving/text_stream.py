@@ -20,12 +20,14 @@ class TextStream:
     A token may end inside a character, and a text may end with the start of a stop string. Both are
     held back until the following tokens decide.
 
+    minimum: tokens in which no stop string ends.
     text: everything returned so far.  stopped: a stop string was found; it is not part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), minimum: int = 0):
         self.tokenizer = tokenizer
         self.stop = [s for s in stop if s]
+        self.minimum = minimum
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.text = ""
         self.held_back = ""
@@ -33,7 +35,8 @@ class TextStream:
 
     def feed(self, *tokens: int) -> str:
         """Return the text that is certain after these tokens, often empty. Special and unknown ids
-        add nothing."""
+        add nothing. With stop strings give one token at a time."""
+        self.minimum -= len(tokens)
         new = self.decoder.decode(b"".join([text_bytes(self.tokenizer, t) for t in tokens]))
         if self.stop:
             return self._release(new)
@@ -50,7 +53,7 @@ class TextStream:
             return ""
         self.held_back += new
         ends = [self.held_back.find(s) for s in self.stop if s in self.held_back]
-        if ends:
+        if ends and self.minimum < 0:
             self.stopped = True
             ready = self.held_back[: min(ends)]
             self.held_back = ""

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 from ..device import free_cached
-from ..kernels.decoding.penalties import Penalties
 from ..kernels.runtime.launch import compile_noted, note_launches
 
 
@@ -26,7 +25,7 @@ def warm_up(engine: Any) -> str:
     runner.batch.ids[:1] = runner.batch.ids[[0]]
     graphed = runner.graphed
     runner.graphed = None  # a graph would keep the addresses of the short lists
-    runner.penalties = Penalties.empty(runner.batch.ids, runner.max_batch, 8)  # short lists
+    runner.penalties = runner.empty_penalties(8)  # short lists
     prompt = [0] * min(2, engine.max_seq_len - 1)
     options = dict(repetition_penalty=2.0, logit_bias={0: 1.0}, logprobs=1)
     for n in (1, 2):
