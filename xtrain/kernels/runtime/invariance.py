@@ -8,13 +8,15 @@ than in a batch. In
 
 the bits of a row depend only on the tokens of its sequence up to it. What is fixed:
 
-    products    x w^T is computed for a fixed number of rows at a time, without split-K
-                (kernels/gemm.py)
+    products    x w^T without split-K. Where a check of this machine has shown that a row's bits do
+                not depend on the number of rows, all at once; elsewhere a fixed number of rows at a
+                time (kernels/gemm.py, kernels/row_bits.py). Few rows in decoding: a kernel with the
+                same chain of tensor-core instructions (kernels/decoding/gemv_chain.py)
     attention   tiles of keys begin at multiples of their size, are added in one order, and have the
-                same size in training, prefill and decoding (kernels/attention/context_attention.py,
-                flash_attention.py)
-    all others  compute rows one by one anyway; the variants for few rows (residual.py,
-                decoding/gemv.py) are not used
+                same size in training, prefill and decoding (flash_attention.py,
+                context_attention.py, exact_decode_attention.py in kernels/attention/)
+    all others  compute rows one by one anyway; the variants for few rows that add in another order
+                (residual.py, decoding/gemv.py) are not used
 
 Training, prefill and decoding then give the same bits for the same token, whatever the batch, the
 padding, the blocks of the cache, and the places where a prompt is cut.
