@@ -353,6 +353,20 @@ def records_race(a, o, other):
 POINT_TYPE = __import__("numba").from_dtype(np.dtype(POINT, align=True))
 
 
+@cuda.jit
+def fields_by_name(a, o):
+    i = cuda.threadIdx.x
+    a["n"][i] += 1
+    cuda.syncthreads()
+    o[i] = cuda.atomic.add(a["n"], 0, 1)
+
+
+def test_the_array_of_a_field_by_its_name():
+    a, o = np.zeros(4, np.dtype([("x", np.float32), ("n", np.int32)])), np.zeros(4, np.int32)
+    run(fields_by_name, 1, 4, a, o)
+    assert a["n"].tolist() == [5, 1, 1, 1] and sorted(o) == [1, 2, 3, 4]
+
+
 def points(n=4, align=False):
     a = np.zeros(n, np.dtype(POINT.descr, align=align) if align else POINT)
     a["tag"], a["x"], a["in"]["u"] = np.arange(n), np.arange(n) + 10, 7
@@ -469,6 +483,18 @@ def test_xoroshiro128p():
     assert [[int(a), int(b)] for a, b in states] == python
 
 
+@cuda.jit
+def sums(o, x, h):
+    o[0] = x.sum() + np.sum(x[1]) + x[:, 0].sum()
+    h[0] = h.sum()
+
+
+def test_sums_of_arrays_as_numba_cuda_has_them():
+    x, o, h = ramp(8).reshape(2, 4), np.zeros(1), np.array([2**30, 2**30, 2**30])
+    run(sums, 1, 1, o, x, h)
+    assert o[0] == 28 + 22 + 4 and h[0] == 3 * 2**30
+
+
 # ----------------------------------------------------------------------------- cooperative grids
 @cuda.jit
 def passes_on(x, steps):
@@ -523,7 +549,10 @@ def test_cooperative_grids():
     assert (x == np.roll(ramp(12), -5) + 5).all()
     with pytest.raises(RaceError, match="between blocks"):
         run(forgets_a_sync, 12, 1, x, np.zeros(12))
-    with pytest.raises(DeadlockError, match=r"wait in grid.sync"):
+    returned = (
+        r"wait in grid.sync(.|\n)*block \(\d, 0, 0\) has returned and never reaches grid.sync"
+    )
+    with pytest.raises(DeadlockError, match=returned):
         run(some_blocks_sync, 3, 2, x)
 
 

@@ -2,9 +2,12 @@
 arithmetic. Every planted bug stands next to honest code that must not alarm.
 """
 
+import threading
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int16, int32, int64, uint32  # noqa: F401  expressions below use them
+from numba.cuda.random import xoroshiro128p_uniform_float32
 
 from xtrain import simulator
 from xtrain.simulator import (
@@ -319,6 +322,19 @@ def test_what_numba_refuses_is_one_finding():
     assert type(found) is KernelError and found.kind == "error"
 
 
+@cuda.jit
+def one_state_for_all(o, states):
+    o[cuda.grid(1)] = xoroshiro128p_uniform_float32(states, 0)
+
+
+def test_a_race_inside_numba_names_the_programs_line():
+    states = np.ones(2, [("s0", np.uint64), ("s1", np.uint64)])
+    line = one_state_for_all.py_func.__code__.co_firstlineno + 2
+    found = check(one_state_for_all, 1, 2, np.zeros(2, np.float32), states)
+    assert "random.py:" in str(found[0])
+    assert f"called at test_simulator_findings.py:{line}" in str(found[0])
+
+
 # ----------------------------------------------------------------------------- findings that are allowed
 @cuda.jit
 def sums(total, other, x):
@@ -521,6 +537,22 @@ def test_spin_locks():
 
 
 @cuda.jit
+def keeps_the_lock(lock):
+    while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+        pass
+    if cuda.grid(1) != 1:
+        cuda.atomic.exch(lock, 0, 0)
+
+
+@pytest.mark.parametrize("grid, block", [(1, 3), (3, 1)])
+def test_a_deadlock_names_the_holder_of_the_lock(grid, block):
+    with pytest.raises(DeadlockError) as caught:
+        run(keeps_the_lock, grid, block, np.zeros(1, np.int32))
+    holder = f"{'block (0, 0, 0) thread 1' if grid == 1 else 'block (1, 0, 0) thread 0'} at"
+    assert f"of lock for which they wait was last changed by {holder}" in str(caught.value)
+
+
+@cuda.jit
 def relay(o, turn):
     """Every thread waits for the thread after it; every block for the block after it."""
     i, n = cuda.grid(1), cuda.gridsize(1)
@@ -585,6 +617,15 @@ def test_a_loop_that_only_waits_reads_seldom(relay):
     with simulator.observe(CountsAtomics()) as counted:
         run(relay, 1, 40, o, turn)
     assert counted.count == 40 * 41 / 2 + 40
+
+
+def test_an_observer_sees_the_launches_of_its_thread():
+    o, turn = np.zeros(4, np.int64), np.zeros(1, np.int64)
+    other = threading.Thread(target=run, args=(relay, 1, 4, o, turn))
+    with simulator.observe(CountsAtomics()) as counted:
+        other.start()
+        other.join()
+    assert o.any() and counted.count == 0
 
 
 @pytest.mark.parametrize("grid", [1, 3])

@@ -12,13 +12,14 @@ import contextlib
 import gc
 import inspect
 import math
+import threading
 import time
 import types
 from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors, observers, processes, releases
+from . import deadlocks, errors, observers, processes, releases
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
@@ -41,10 +42,6 @@ SPIN_ROUNDS = 50
 # after these the other threads do not run on: an exception, such as that of a time limit, or a loop
 # without end
 ENDING = ("error", "deadlock")
-EXITED = (
-    "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older "
-    "GPUs the others wait forever"
-)
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
 
@@ -53,14 +50,23 @@ def _is_supported(dtype) -> bool:
     return dtype.isnative and dtype.char not in "OgG"
 
 
+class _Previous(threading.local):
+    """Facts about the previous launch by this thread of the host, and the launches that may still
+    overlap with it.
+
+    last: (name, base, granule, keys) of what they wrote; their arguments, which stay alive here; and
+    a dict (first byte, end) -> "was it written?" of the tensors that their asynchronous copies
+    (kernels/primitives/hopper.py) accessed.
+    """
+
+    last: tuple[Sequence, Sequence, dict] = (), (), {}
+
+
+previous = _Previous()
+
+
 class Launch:
     """One launch of a kernel: what all its blocks share."""
-
-    # Facts about the previous launch and the launches that may still overlap with it:
-    # (name, base, granule, keys) of what they wrote; their arguments, which stay alive here; and a
-    # dict (first byte, end) -> "was it written?" of the tensors that their asynchronous copies
-    # (kernels/primitives/hopper.py) accessed.
-    last: tuple[Sequence, Sequence, dict] = (), (), {}
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class Launch:
         after a finding.
         resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
+        self.returned: Dim3 | None = None  # a block that has ended, while the others meet
         self.raised: frozenset[str] = frozenset()  # but not these
         self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
@@ -111,7 +118,7 @@ class Launch:
         self.block = block
         self.dynamic = int(shared)
         self.overlap = overlap
-        self.previous_writes, self.previous_args, self.previous_copies = Launch.last
+        self.previous_writes, self.previous_args, self.previous_copies = previous.last
         self.previous_extents = [
             *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
@@ -198,7 +205,7 @@ class Launch:
             written += self.previous_writes
             given += self.previous_args
             copies = {**self.previous_copies, **copies}
-        Launch.last = written, given, copies
+        previous.last = written, given, copies
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
@@ -237,12 +244,17 @@ class Launch:
         for block in parked:
             waiting += self._advance(block)
             progress = progress or block.progress
-        if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+        at_grid = all(block.at_grid for block in waiting)
+        if at_grid and len(waiting) == self.blocks:
             for memory in self.memories:
                 memory.all_in_order()
             for block in waiting:
                 block.pass_grid()
         elif len(waiting) == len(parked) and not progress and self.changes == before:
+            if at_grid and not self.not_started:
+                here = {tuple(block.position) for block in waiting}
+                positions = (Dim3(*p[::-1]) for p in np.ndindex(*map(int, (*self.grid,)[::-1])))
+                self.returned = next(p for p in positions if tuple(p) not in here)
             error = parked[0].deadlock()
             self._tell(parked[0], error)
             raise error
@@ -266,16 +278,6 @@ class Launch:
     def _tell(self, block, error):
         for observer in self.observers:
             observer.failed(block, error)
-
-    def not_resident(self) -> str:
-        """For a deadlock: a line on the blocks that have not started."""
-        if not self.not_started:
-            return ""
-        return (
-            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} "
-            "are resident at a time, and they wait. A block may wait only for blocks that are "
-            "resident together with it"
-        )
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -393,7 +395,7 @@ class Block:
                 while self.at_grid:
                     yield False
                     ready = [t for t in self.threads if t.request]
-                while not ready and (spinning := self._spinning()):
+                while not ready and (spinning := deadlocks.spinning(self)):
                     rounds += 1
                     if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
                         yield False
@@ -495,7 +497,7 @@ class Block:
         last = []
         self.eager = True
         for warp in self.warps:
-            waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
+            waiting = [t for t in warp if t.request and deadlocks.of_warp(t.request[0])]
             if waiting and getattr(waiting[0].request[0], "last", False):
                 last.append((warp, waiting))
             elif waiting:
@@ -511,10 +513,6 @@ class Block:
         self.at_grid = False
         self.progress = True
         self._meet([t for t in self.threads if t.request])
-
-    def _spinning(self):
-        """The threads that wait in a loop."""
-        return [t for t in self.threads if t.request and t.request[0] == SPIN]
 
     def _changed(self, spinning) -> bool:
         """Has one of these threads made progress since the last call?"""
@@ -589,45 +587,7 @@ class Block:
 
     def deadlock(self, kind="deadlock") -> DeadlockError:
         """The report that says where each group of threads waits."""
-        places: dict[str, list[Thread]] = {}
-        sites: list[Site | None] = []
-        for thread in self.threads:
-            if thread.request is not None:
-                name, site, args = thread.request
-                masked = args and _of_warp(name)
-                if masked and not callable(name):
-                    mask = f" with mask {int(args[0]):#x}"
-                else:
-                    mask = ""
-                calls = "".join(f", called at {line}" for line in _lines(thread)[-2::-1])
-                place = f"wait in {site.what}{mask} at {site}{calls}"
-            elif thread.left is not None and thread.left.function == self.launch.name:
-                site = thread.left
-                place = f"have returned at {thread.left}"
-            else:
-                site = None
-                place = "have reached the end of the kernel"
-            places.setdefault(place, []).append(thread)
-            sites.append(site)
-        groups = [
-            f"    {len(group)} threads ({errors.ranges(t.index for t in group)}) {place}"
-            for place, group in places.items()
-        ]
-        return DeadlockError(
-            f"deadlock in {self.launch.name}, block {self.position}: "
-            + (
-                f"its {len(self.threads)} threads do not all reach the same barrier or warp "
-                "function\n"
-                if not self._spinning()
-                else "a loop waits for a change of memory that no thread makes\n"
-            )
-            + "\n".join(groups)
-            + self.launch.not_resident()
-            + (self.engines.report() if self.engines_in_use else "")
-            + (EXITED if kind == "exited_threads" else ""),
-            tuple(site for site in dict.fromkeys(sites) if site),
-            kind,
-        )
+        return deadlocks.report(self, kind)
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):
@@ -704,10 +664,6 @@ def _resume(thread):
         thread.request = None
 
 
-def _of_warp(name) -> bool:
-    return name not in BLOCK_BARRIERS and name != SPIN and not isinstance(name, Waiting)
-
-
 def _poll(thread):
     waiting, site, args = thread.request
     thread.reply = None
@@ -764,16 +720,8 @@ def _locate(thread, error):
     raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
-def _generators(thread):
-    """The kernel's generator, then those of the device functions on its call stack."""
-    generator = thread.generator
-    while generator is not None:
-        yield generator
-        generator = generator.gi_yieldfrom
-
-
 def _path(thread):
-    return [(g.gi_code, g.gi_frame.f_lasti) for g in _generators(thread)]
+    return [(g.gi_code, g.gi_frame.f_lasti) for g in deadlocks.generators(thread)]
 
 
 def _is_at(thread, path) -> bool:
@@ -788,11 +736,3 @@ def _is_at(thread, path) -> bool:
             return False
         generator = generator.gi_yieldfrom
     return generator is None
-
-
-def _lines(thread):
-    """The current line of each generator on the call stack."""
-    sites = (
-        Site(g.gi_code.co_filename, g.gi_frame.f_lineno, 0, "", "") for g in _generators(thread)
-    )
-    return [str(site) for site in sites]

@@ -181,6 +181,8 @@ class Thread:
     def _element_of(self, a, index, site):
         """An element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
+            if type(index) is str:
+                return getattr(a, index)
             k = Array.locate(a, index)
             if k is None:
                 k = self._find(a, index, site)
@@ -435,6 +437,8 @@ class Thread:
             given = index
         else:
             given = (index,)
+        if any(i is None for i in given):
+            a, given = a.with_new_axes(given)
         rest = (slice(None),) * (a.ndim - len(given) + 1)
         sliced = any(isinstance(i, slice) or i is ... for i in given)
         axes = [j for i in given for j in (rest if i is ... else (i,))]
