@@ -24,6 +24,7 @@ from . import attempt, figures, padding, records
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
+from .running import Runner
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
@@ -69,7 +70,8 @@ def verdict(
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], solution, seed, steps)
+    exercise = EXERCISES[number]
+    return attempt.judge(exercise, Runner(solution, exercise.name, exercise.allow), seed, steps)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:

@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from .attempt import exercise
+from .pieces import Products
 
 CHANGED = "An input was changed: compute new arrays."
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -17,30 +18,6 @@ def iterated(x, steps, coefficients=QUINTIC, left=False):
         A = x.T @ x if left else x @ x.T
         x = a * x + (b * A + c * A @ A) @ x
     return x
-
-
-class Products(np.ndarray):
-    """An array that notes in `shapes` the shape of every product @ that it takes part in."""
-
-    shapes: set
-
-    def __array_finalize__(self, parent):
-        self.shapes = getattr(parent, "shapes", set())
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
-        plain = lambda x: x.view(np.ndarray) if isinstance(x, Products) else x
-        if out:
-            options["out"] = tuple(map(plain, out))
-        result = getattr(ufunc, method)(*map(plain, inputs), **options)
-        if ufunc is np.matmul:
-            self.shapes.add(np.shape(result))
-        if out:
-            return out[0]
-        if not isinstance(result, np.ndarray):
-            return result
-        new = result.view(Products)
-        new.shapes = self.shapes
-        return new
 
 
 def not_finite(got):
