@@ -20,11 +20,11 @@ from xtrain.errors import UserError
 from xtrain.files import cannot_write, write_whole
 from xtrain.kernels.runtime.launch import empty, launch, zeros
 
-from . import attempt, figures, padding, records
+from . import attempt, figures, padding, process, records
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
-from .running import Runner
+from .running import Runner, Wrong
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
@@ -290,6 +290,7 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
+    process.template()  # before the answers are imported
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -302,24 +303,51 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
         raise UserError(
             f"{file} does not exist: run `python -m xtrain.lesson start {lesson}` to create it"
         )
+    text = read_attempt(file)
+    given = tagged(lesson_file(lesson).read_text(encoding="utf-8"), "imports")
+    return [judge_file(e, file.resolve(), text, given, seed) for e in exercises]
+
+
+def read_attempt(file: Path) -> str:
+    """The text of a reader's file. Raises UserError if it is not Python."""
     try:
-        module = load(file.read_text(encoding="utf-8"), str(file.resolve()))
-    except Exception as error:
+        text = file.read_text(encoding="utf-8")
+        compile(text, str(file), "exec")
+    except (OSError, ValueError, SyntaxError) as error:
         at = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(
             f"{file} cannot be read as Python: {type(error).__name__}{at}: {error}"
         ) from None
-    verdicts: list[Verdict] = []
-    for e in exercises:
-        solution = getattr(module, e.name, None)
-        if solution is None:
-            verdicts.append(
-                Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
+    return text
+
+
+def judge_file(
+    e: attempt.Exercise,
+    file: Path,
+    text: str,
+    given: str = "",
+    seed: int | None = None,
+    steps: bool = True,
+) -> Verdict:
+    """Judge what `file`, with this text, has for an exercise, in a process of its own.
+
+    given: the imports of the lesson, which the processes of all attempts share. seed, steps: see verdict
+    """
+    template = process.template()
+    template.prepare(given)
+    with contextlib.ExitStack() as stack:
+        try:
+            runner = process.Runner(template, file, text, e.name, e.allow)
+            stack.callback(runner.close)
+            said = attempt.judge(e, runner, seed, steps)
+        except Exception as error:  # while the file was loaded
+            why = (
+                str(error)
+                if isinstance(error, Wrong)
+                else f"{file} raises {type(error).__name__}: {error}"
             )
-        else:
-            verdicts.append(_with_page(e, attempt.judge(e, solution, seed), file))
-    note_passed(WORK, {e.number: v.passed for e, v in zip(exercises, verdicts)})
-    return verdicts
+            said = Verdict(False, f"{e.number} {e.name}: not yet.\n  {why}")
+        return _with_page(e, said, file) if steps else said
 
 
 def passed(folder: Path = WORK) -> set[str]:

@@ -157,7 +157,7 @@ class Attempt:
     steps: bool = True  # record the run to step through it
     count: int = 0  # cases so far
     where: str = ""  # the current case: "n = 33, grid 2, block 32"
-    facts: Facts = Facts("function", True)
+    facts: Facts = field(default_factory=lambda: Facts("function", True))
     remarks: list = field(default_factory=list)  # on a correct solution
     names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
     ran: Ran | None = None  # what the kernel did that ran last

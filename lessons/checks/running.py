@@ -195,28 +195,19 @@ def _watched(name: str, allow: frozenset[str], file: str | None):
             return
         if allow and (frame.f_back is None or frame.f_back.f_code.co_filename != file):
             return
-        _set_profile(before)
+        set_profile(before)
         raise Wrong(f"{name} calls the library's {frame.f_code.co_name}: write it yourself here.")
 
-    _set_profile(watch)
+    set_profile(watch)
     try:
         yield
     finally:
-        _set_profile(before)
+        set_profile(before)
 
 
-_setting = threading.local()  # process.py refuses other calls of sys.setprofile
-
-
-def _set_profile(function):
-    _setting.own = True
+def set_profile(function):
+    """sys.setprofile. process.py refuses it to all other functions."""
     sys.setprofile(function)
-    _setting.own = False
-
-
-def sets_profile() -> bool:
-    """Is sys.setprofile being called by this module?"""
-    return getattr(_setting, "own", False)
 
 
 @dataclass
