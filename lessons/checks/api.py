@@ -3,12 +3,13 @@
 import contextlib
 import importlib
 import inspect
+import itertools
 import linecache
 import os
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,15 +262,25 @@ def load(code: str, file: str) -> types.ModuleType:
     return module
 
 
-def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
+def work_folder() -> Path:
+    """The folder of the reader's files: my_lessons, also from inside it."""
+    return Path() if Path.cwd().name == WORK.name else WORK
+
+
+def start(lesson: str, folder: Path | None = None, force: bool = False) -> Path:
     """Write a lesson's exercises, with their gaps, to `folder`. -> the file.
 
-    force: overwrite an existing file; otherwise that raises UserError.
+    lesson: "1", or one of its exercises, "1.2". folder: default work_folder()
+    force: overwrite an existing file, of which a copy stays; otherwise that raises UserError.
     """
+    folder = work_folder() if folder is None else folder
+    lesson = lesson.partition(".")[0]
     path = lesson_file(lesson)
     mine = folder / path.name
     if os.path.exists(mine) and not force:
-        raise UserError(f"{mine} exists: continue there, or give --force to overwrite it")
+        raise UserError(
+            f"{mine} exists: continue there, or give --force to overwrite it; a copy stays"
+        )
     head = (
         f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
         f'The lesson: lessons/{path.stem}.ipynb, or its page on the site."""\n\n'
@@ -277,6 +288,8 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if mine.is_file():
+            write_whole(_free_name(mine), mine.read_bytes())
         write_whole(
             mine, text.encode()
         )  # atomic: --force on a full disk must not lose the old file
@@ -285,8 +298,18 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     return mine
 
 
-def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -> list[Verdict]:
-    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. seed: see check.
+def _free_name(file: Path) -> Path:
+    """01_threads.backup1.py, or with the first number that is free."""
+    names = (file.with_name(f"{file.stem}.backup{i}.py") for i in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def check_file(
+    lesson: str, file: Path | None = None, seed: int | None = None
+) -> Iterator[tuple[str, Verdict]]:
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. Yields (number, verdict).
+
+    seed: see check.
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
@@ -298,14 +321,20 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
             f"there is no exercise {lesson}.{one}: lesson {lesson} has {_names(lesson)}"
         )
     if file is None:
-        file = WORK / lesson_file(lesson).name
+        file = work_folder() / lesson_file(lesson).name
     if not file.exists():
         raise UserError(
             f"{file} does not exist: run `python -m xtrain.lesson start {lesson}` to create it"
         )
     text = read_attempt(file)
-    given = tagged(lesson_file(lesson).read_text(encoding="utf-8"), "imports")
-    return [judge_file(e, file.resolve(), text, given, seed) for e in exercises]
+    given = [tagged(f.read_text(encoding="utf-8"), "imports") for f in _files_of(lesson)]
+    for e in exercises:
+        yield e.number, judge_file(e, file.resolve(), text, "".join(given), seed)
+
+
+def _files_of(lesson: str) -> list[Path]:
+    """The file of a lesson; none if it is missing, which costs an attempt no verdict."""
+    return sorted(LESSONS.glob(f"{int(lesson):02d}_*.py"))
 
 
 def read_attempt(file: Path) -> str:
@@ -350,12 +379,14 @@ def judge_file(
         return _with_page(e, said, file) if steps else said
 
 
-def passed(folder: Path = WORK) -> set[str]:
-    """The numbers of the exercises that passed their last check, as noted in `folder`."""
+def passed(folder: Path | None = None) -> set[str]:
+    """The numbers of the exercises that passed their last check, as noted in `folder`. Other lines of the note are ignored."""
+    folder = work_folder() if folder is None else folder
     try:
-        return set((folder / PASSED).read_text(encoding="utf-8").split())
+        words = (folder / PASSED).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
         return set()
+    return {word for word in words if re.fullmatch(r"[0-9]+\.[0-9]+", word)}
 
 
 def note_passed(folder: Path, results: dict[str, bool]) -> None:
@@ -375,30 +406,72 @@ def note_passed(folder: Path, results: dict[str, bool]) -> None:
 
 
 def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
-    """Write the page of the verdict's stepper, and name it in the verdict."""
+    """Write the page of the verdict's stepper, and name it in the verdict. One that cannot be written costs no verdict."""
     if verdict.stepper is None:
         return verdict
     page = file.with_name(f"{file.stem}_{e.number}.html")
+    said = f"step by step: {page}"
     try:
         write_whole(page, verdict.stepper.page().encode())
     except OSError as error:
-        raise cannot_write(page, error, "check a file in another folder") from error
-    return replace(verdict, text=f"{verdict.text}\n  step by step: {page}")
+        said = str(cannot_write(page, error, "check a file in another folder"))
+    except Wrong:  # its process has ended
+        return verdict
+    return replace(verdict, text=f"{verdict.text}\n  {said}")
+
+
+# ----------------------------------------------------------------------------- the way through the lessons
+def hints(number: str) -> list[str]:
+    """The hints of an exercise ("1.2"), the first of which says least. Raises UserError if there is no such exercise."""
+    lesson = number.partition(".")[0]
+    mine = [e.number for e in _exercises_of(lesson)]
+    if number not in mine:
+        raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
+    count, found = -1, []
+    for header, body in cells(lesson_file(lesson).read_text(encoding="utf-8")):
+        count += '"exercise"' in header
+        if count == mine.index(number) and "<summary>Hint" in body:
+            found += re.findall(
+                r"<summary>Hint.*?</summary>\n(.*?)^# </details>", body, re.M | re.S
+            )
+    return [re.sub(r"^# ?", "", text, flags=re.M).strip() for text in found]
+
+
+def next_exercise() -> str | None:
+    """The first exercise, in the order of the tracks, that has not passed yet; None: all have."""
+    done = passed() | passed(LESSONS / WORK)
+    numbers = (e.number for track in TRACKS.values() for n in track for e in _exercises_of(str(n)))
+    return next((n for n in numbers if n not in done), None)
+
+
+def minutes() -> dict[int, int]:
+    """How long each lesson takes, as lessons/index.md says."""
+    index = (LESSONS / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| \[.*\| (\d+) \| [^|]*\|$", index, re.M)
+    return {int(number): int(time) for number, time in rows}
 
 
 def overview() -> list[str]:
-    """One line per track and lesson: which exercises passed their last check (here, or in a notebook), and your file."""
+    """One line per track and lesson: its minutes, which exercises passed their last check (here, or in a notebook), and your
+    file.
+    """
     done, lines = passed() | passed(LESSONS / WORK), []
     files = {int(path.name[:2]): path for path in lesson_files()}
+    times = minutes()
     for track, numbers in TRACKS.items():
         own = [e.number for n in numbers for e in _exercises_of(str(n))]
-        lines.append(f"{track}: {len(done & set(own))} of {len(own)} exercises passed")
+        hours = sum(times.get(n, 0) for n in numbers) / 60
+        lines.append(
+            f"{track}: {len(done & set(own))} of {len(own)} exercises passed, {hours:.0f} hours"
+        )
         for n in numbers:
-            mine = WORK / files[n].name
+            if n not in files:
+                continue
+            mine = work_folder() / files[n].name
             status = f"   {mine}" if mine.exists() else ""
             marks = "  ".join(
                 f"[{'x' if e.number in done else ' '}] {e.number}" for e in _exercises_of(str(n))
             )
             name = files[n].stem[3:].replace("_", " ")
-            lines.append(f"  {n:>2}  {name:<17} {marks}{status}")
+            lines.append(f"  {n:>2}  {name:<17} {times.get(n, 0):>3} min  {marks}{status}")
     return lines

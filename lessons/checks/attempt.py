@@ -125,6 +125,8 @@ def judge(
         attempt.order()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
+        if isinstance(wrong, TimeoutError) and "TimeoutError" in exercise.hints:
+            text += "\n" + exercise.hints["TimeoutError"]
     except Exception as error:  # raised by the check of the returned value, not by the attempt
         where = runner.line_of(error)
         text = str(
@@ -495,6 +497,11 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("is not callable",), "A number is called like a function: remove the () after it."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
+    (
+        ("cannot access local variable",),
+        "A function that assigns a name has a variable of its own of this name: write `nonlocal` above it for a variable of the enclosing "
+        "function, or give it a value first.",
+    ),
     (("zero-size array",), "An empty array has no maximum: a slice is empty here. Check its start and end."),
     (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order."),
     (

@@ -44,7 +44,7 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
                 "read single ones only for the candidates that are passed on."
             )
         self.asked += len(picked)
-        return self._x[key]
+        return np.array(self._x[key])  # not a view, which has all of it as its base
 
     def _all(self, *args, **options):
         raise Wrong(

@@ -43,7 +43,7 @@ def packed(accesses: list[Access]) -> tuple[list, np.ndarray]:
     names = list(dict.fromkeys(a[:2] for a in accesses))
     number = {name: i for i, name in enumerate(names)}
     rows = [(number[a[:2]], a.write, *a.block, *a[4:]) for a in accesses]
-    return names, np.array(rows, np.int64).reshape(len(rows), -1)
+    return names, np.array(rows, np.int64).reshape(len(rows), 12)
 
 
 def unpacked(names: list, rows: np.ndarray) -> list[Access]:
@@ -233,7 +233,7 @@ class _Here:
     def load(self, file, text, name, allow):
         for module in self.modules:
             del sys.modules[module]  # what an attempt changes there has no effect on this code
-        refuse_answers()
+        refuse_answers(self)
         try:
             module = self.modules[f"{__package__}.api"].load(text, file)
         except SystemExit:
@@ -271,25 +271,31 @@ class _Here:
         return self.runner.stepper.page()
 
 
+def _may_hold_answers(path: Path) -> bool:
+    """Is it a lesson, a judge (also compiled, in another folder) or a test?"""
+    if "checks" in path.parts and path.name.startswith("lesson_"):
+        return True
+    parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else ()
+    return parts[:1] == ("tests",) or (parts[:1] == ("lessons",) and len(parts) == 2)
+
+
 REFUSED = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
 
 
-def refuse_answers() -> None:
+def refuse_answers(here: _Here) -> None:
     """From now on this process cannot open the lessons, their checks and tests, start a program or stop the profiler."""
 
     def hook(event, arguments):
         if event == "open" and isinstance(arguments[0], (str, bytes)):
-            parts = Path(os.path.relpath(os.path.realpath(os.fsdecode(arguments[0])), ROOT)).parts
-            answers = parts[:1] == ("lessons",) and (len(parts) == 2 or "lesson_" in parts[-1])
-            if parts[:1] == ("tests",) or answers:
-                raise Wrong(
-                    f"An attempt cannot open {os.path.join(*parts)}: it may hold an answer."
-                )
+            path = Path(os.path.realpath(os.fsdecode(arguments[0])))
+            if _may_hold_answers(path):
+                raise Wrong(f"An attempt cannot open {path}: it may hold an answer.")
         elif event in REFUSED:
             raise Wrong(f"An attempt cannot start another program ({event}).")
         elif (
             event in ("sys.setprofile", "sys.settrace")
             and sys._getframe(1).f_code is not running.set_profile.__code__
+            and not (here.runner and here.runner.refused)
         ):
             raise Wrong(f"An attempt cannot call {event}.")
 

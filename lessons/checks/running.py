@@ -76,6 +76,7 @@ class Runner:
 
     def __init__(self, work: Any, name: str, allow: frozenset[str] = frozenset()):
         self.work, self.name, self.allow = work, name, allow
+        self.refused: list[Wrong] = []  # calls into the library
         self.stepper: Stepper | None = None  # of the kernel that ran last
 
     def of_rank(self, rank: int) -> "Runner":
@@ -119,8 +120,10 @@ class Runner:
         """Call functions of the reader in this context. Raises Wrong for a call into the library and for exit()."""
         file = getattr(getattr(self.work, "__code__", None), "co_filename", None)
         try:
-            with _watched(self.name, self.allow, file), np.errstate(all="ignore"):
+            with _watched(self, file), np.errstate(all="ignore"):
                 yield
+            if self.refused:  # the reader's code has caught it
+                raise self.refused[0]
         except SystemExit:
             raise Wrong(f"{self.name} calls exit(): end a function with `return`.") from None
 
@@ -180,12 +183,13 @@ def _written(a: np.ndarray) -> np.ndarray:
 
 # ----------------------------------------------------------------------------- watching it
 @contextlib.contextmanager
-def _watched(name: str, allow: frozenset[str], file: str | None):
+def _watched(runner: Runner, file: str | None):
     """Raises Wrong if a library function that the exercise does not allow is called, directly or indirectly.
 
     An allowed function may call any other: then only calls from the reader's file count.
     """
     before = sys.getprofile()
+    allow = runner.allow
 
     def watch(frame, event, argument):
         if event != "call" or frame.f_code.co_name in allow:
@@ -195,8 +199,10 @@ def _watched(name: str, allow: frozenset[str], file: str | None):
             return
         if allow and (frame.f_back is None or frame.f_back.f_code.co_filename != file):
             return
-        set_profile(before)
-        raise Wrong(f"{name} calls the library's {frame.f_code.co_name}: write it yourself here.")
+        called = frame.f_code.co_name
+        refusal = f"{runner.name} calls the library's {called}: write it yourself here."
+        runner.refused.append(Wrong(refusal))
+        raise runner.refused[0]  # which ends the watching
 
     set_profile(watch)
     try:
@@ -287,7 +293,7 @@ def time_limit():
 
     def stop(number, frame):
         raise TimeoutError(
-            f"It did not end within {SECONDS} seconds: is there a loop whose condition never changes?"
+            f"It did not end within {SECONDS} seconds: is there a loop whose condition never changes, or far more work than is needed?"
         )
 
     before = signal.signal(signal.SIGVTALRM, stop)
