@@ -137,11 +137,14 @@ lesson.check("1.1", add_kernel)
 # %% tags=["solution"]
 # Solution 1.1. Running this cell replaces your kernel; the cells below work with either one.
 @cuda.jit
-def add_kernel(y_n, a_n, b_n):
+def add_kernel_solution(y_n, a_n, b_n):
     """y = a + b.   Grid ceil(n / block), any block. One element per thread."""
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < y_n.size:
         y_n[i] = a_n[i] + b_n[i]
+
+
+add_kernel = lesson.yours(add_kernel, add_kernel_solution)
 
 
 # %% [markdown]
@@ -292,7 +295,7 @@ lesson.check("1.2", add_bias_kernel)
 # %% tags=["solution"]
 # Solution 1.2
 @cuda.jit
-def add_bias_kernel(y_RC, x_RC, bias_C):
+def add_bias_kernel_solution(y_RC, x_RC, bias_C):
     """y[r, c] = x[r, c] + bias[c].   Grid (ceil(C / block x), ceil(R / block y)), any block.
 
     x is the column, y is the row.
@@ -301,6 +304,9 @@ def add_bias_kernel(y_RC, x_RC, bias_C):
     r = cuda.blockIdx.y * cuda.blockDim.y + cuda.threadIdx.y
     if r < y_RC.shape[0] and c < y_RC.shape[1]:
         y_RC[r, c] = x_RC[r, c] + bias_C[c]
+
+
+add_bias_kernel = lesson.yours(add_bias_kernel, add_bias_kernel_solution)
 
 
 # %%
@@ -465,7 +471,7 @@ lesson.check("1.3", reverse_kernel)
 # %% tags=["solution"]
 # Solution 1.3
 @cuda.jit
-def reverse_kernel(y_n, x_n):
+def reverse_kernel_solution(y_n, x_n):
     """Block b reverses elements 32 b, ..., 32 b + 31, or up to the end of the array.
 
     Grid ceil(n / 32), block 32.
@@ -481,6 +487,9 @@ def reverse_kernel(y_n, x_n):
     cuda.syncthreads()
     if t < m:
         y_n[first + t] = tile[m - 1 - t]
+
+
+reverse_kernel = lesson.yours(reverse_kernel, reverse_kernel_solution)
 
 
 # %% [markdown]

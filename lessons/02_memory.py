@@ -160,12 +160,15 @@ lesson.check("2.1", copy_kernel)
 # %% tags=["solution"]
 # Solution 2.1
 @cuda.jit
-def copy_kernel(y_n, x_n):
+def copy_kernel_solution(y_n, x_n):
     """y = x.   Any grid, any block. Of T threads, thread k copies k, k + T, k + 2 T, ..."""
     first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     step = cuda.gridDim.x * cuda.blockDim.x
     for i in range(first, y_n.size, step):
         y_n[i] = x_n[i]
+
+
+copy_kernel = lesson.yours(copy_kernel, copy_kernel_solution)
 
 
 # %% [markdown]
@@ -248,7 +251,7 @@ lesson.check("2.2", transpose_kernel)
 # %% tags=["solution"]
 # Solution 2.2
 @cuda.jit
-def transpose_kernel(y_CR, x_RC):
+def transpose_kernel_solution(y_CR, x_RC):
     """y[c, r] = x[r, c], both sides coalesced.   x: (R, C)   y: (C, R)
 
     Grid (ceil(C / 16), ceil(R / 16)), block (16, 16): one block of threads per tile of x.
@@ -264,6 +267,9 @@ def transpose_kernel(y_CR, x_RC):
     c = cuda.blockIdx.x * 16 + ty
     if r < x_RC.shape[0] and c < x_RC.shape[1]:
         y_CR[c, r] = tile[tx, ty]
+
+
+transpose_kernel = lesson.yours(transpose_kernel, transpose_kernel_solution)
 
 
 # %%
@@ -347,7 +353,7 @@ lesson.check("2.3", copy4_kernel)
 # %% tags=["solution"]
 # Solution 2.3
 @cuda.jit
-def copy4_kernel(y_n, x_n):
+def copy4_kernel_solution(y_n, x_n):
     """y = x.   Grid ceil(n / (4 block)), any block.
 
     Thread k owns elements 4k, 4k + 1, 4k + 2, 4k + 3, up to the end of the array.
@@ -360,6 +366,9 @@ def copy4_kernel(y_n, x_n):
     else:
         for j in range(i, y_n.size):
             y_n[j] = x_n[j]
+
+
+copy4_kernel = lesson.yours(copy4_kernel, copy4_kernel_solution)
 
 
 # %% [markdown]

@@ -126,7 +126,7 @@ lesson.check("3.1", warp_sums_kernel)
 # %% tags=["solution"]
 # Solution 3.1
 @cuda.jit
-def warp_sums_kernel(sums_W, x_n):
+def warp_sums_kernel_solution(sums_W, x_n):
     """sums[W] = the sum of x[32 W : 32 W + 32].   Grid ceil(n / 32), block 32."""
     lane = cuda.threadIdx.x
     i = cuda.blockIdx.x * 32 + lane
@@ -135,6 +135,9 @@ def warp_sums_kernel(sums_W, x_n):
         v += cuda.shfl_xor_sync(FULL, v, step)
     if lane == 0:
         sums_W[cuda.blockIdx.x] = v
+
+
+warp_sums_kernel = lesson.yours(warp_sums_kernel, warp_sums_kernel_solution)
 
 
 # %% [markdown]
@@ -216,7 +219,7 @@ lesson.check("3.2", block_sum_kernel)
 # %% tags=["solution"]
 # Solution 3.2
 @cuda.jit
-def block_sum_kernel(total_1, x_n):
+def block_sum_kernel_solution(total_1, x_n):
     """total[0] = the sum of x.   Grid 1, block any multiple of 32."""
     partial = cuda.shared.array(32, float32)
     tid = cuda.threadIdx.x
@@ -232,6 +235,9 @@ def block_sum_kernel(total_1, x_n):
     v = warp_sum(v)
     if tid == 0:
         total_1[0] = v
+
+
+block_sum_kernel = lesson.yours(block_sum_kernel, block_sum_kernel_solution)
 
 
 # %% [markdown]
@@ -318,7 +324,7 @@ lesson.check("3.3", rmsnorm_kernel)
 # %% tags=["solution"]
 # Solution 3.3
 @cuda.jit
-def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
+def rmsnorm_kernel_solution(y_NC, rstd_N, x_NC, w_C, eps):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps), rstd = r.
 
     x, y: (N, C)   w: (C,)   rstd: (N,)   eps: float32
@@ -335,6 +341,9 @@ def rmsnorm_kernel(y_NC, rstd_N, x_NC, w_C, eps):
         rstd_N[n] = rstd
     for c in range(tid, C, cuda.blockDim.x):
         y_NC[n, c] = x_NC[n, c] * rstd * w_C[c]
+
+
+rmsnorm_kernel = lesson.yours(rmsnorm_kernel, rmsnorm_kernel_solution)
 
 
 # %% [markdown]

@@ -104,7 +104,7 @@ lesson.check("4.1", linear_kernel)
 # %% tags=["solution"]
 # Solution 4.1
 @cuda.jit
-def linear_kernel(y_NO, x_NI, w_OI):
+def linear_kernel_solution(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
     Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). One element of y per thread:
@@ -117,6 +117,9 @@ def linear_kernel(y_NO, x_NI, w_OI):
         for i in range(x_NI.shape[1]):
             acc += x_NI[n, i] * w_OI[o, i]
         y_NO[n, o] = acc
+
+
+linear_kernel = lesson.yours(linear_kernel, linear_kernel_solution)
 
 
 # %% [markdown]
@@ -215,7 +218,7 @@ lesson.check("4.2", tiled_linear_kernel)
 # %% tags=["solution"]
 # Solution 4.2
 @cuda.jit
-def tiled_linear_kernel(y_NO, x_NI, w_OI):
+def tiled_linear_kernel_solution(y_NO, x_NI, w_OI):
     """y = x w^T.   y: (N, O)   x: (N, I)   w: (O, I)
 
     Grid (ceil(O / 8), ceil(N / 8)), block (8, 8). Each block reads each element of x and w that
@@ -238,6 +241,9 @@ def tiled_linear_kernel(y_NO, x_NI, w_OI):
         cuda.syncthreads()  # the tiles may be overwritten
     if n < N and first + tx < O:
         y_NO[n, first + tx] = acc
+
+
+tiled_linear_kernel = lesson.yours(tiled_linear_kernel, tiled_linear_kernel_solution)
 
 
 # %%
@@ -449,7 +455,7 @@ lesson.check("4.3", linear_by_blas)
 
 # %% tags=["solution"]
 # Solution 4.3
-def linear_by_blas(gemm, y_NO, x_NI, w_OI):
+def linear_by_blas_solution(gemm, y_NO, x_NI, w_OI):
     """y = x w^T with one call of gemm, which reads all matrices by columns: see gemm_by_columns.
 
     y: (N, O), to be filled   x: (N, I)   w: (O, I)   float32, row-major as in NumPy
@@ -457,6 +463,9 @@ def linear_by_blas(gemm, y_NO, x_NI, w_OI):
     N, I = x_NI.shape
     O = w_OI.shape[0]
     gemm(True, False, O, N, I, w_OI, I, x_NI, I, y_NO, O)
+
+
+linear_by_blas = lesson.yours(linear_by_blas, linear_by_blas_solution)
 
 
 # %%

@@ -109,9 +109,12 @@ lesson.check("5.1", linear_bwd)
 
 # %% tags=["solution"]
 # Solution 5.1
-def linear_bwd(dy_NO, x_NI, w_OI):
+def linear_bwd_solution(dy_NO, x_NI, w_OI):
     """-> dx (N, I), dw (O, I), for y = x w^T.   dy: (N, O)   x: (N, I)   w: (O, I)"""
     return dy_NO @ w_OI, dy_NO.T @ x_NI
+
+
+linear_bwd = lesson.yours(linear_bwd, linear_bwd_solution)
 
 
 # %% [markdown]
@@ -182,7 +185,7 @@ lesson.check("5.2", rmsnorm_bwd)
 
 # %% tags=["solution"]
 # Solution 5.2
-def rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N):
+def rmsnorm_bwd_solution(dy_NC, x_NC, w_C, rstd_N):
     """-> dx (N, C), dw (C,), for y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
 
     dy, x: (N, C)   w: (C,)   rstd: (N,)
@@ -192,6 +195,9 @@ def rmsnorm_bwd(dy_NC, x_NC, w_C, rstd_N):
     mean_N = (g_NC * xhat_NC).mean(1)
     dx_NC = rstd_N[:, None] * (g_NC - xhat_NC * mean_N[:, None])
     return dx_NC, (dy_NC * xhat_NC).sum(0)
+
+
+rmsnorm_bwd = lesson.yours(rmsnorm_bwd, rmsnorm_bwd_solution)
 
 
 # %% [markdown]
@@ -291,7 +297,7 @@ lesson.check("5.3", gradient_error)
 
 # %% tags=["solution"]
 # Solution 5.3
-def gradient_error(f, x, gradient, v, step):
+def gradient_error_solution(f, x, gradient, v, step):
     """Relative error of `gradient` along v, as one number.
 
     f: array -> float   x, gradient, v: float64 arrays of one shape   step: float
@@ -299,6 +305,9 @@ def gradient_error(f, x, gradient, v, step):
     numeric = (f(x + step * v) - f(x - step * v)) / (2 * step)
     analytic = (gradient * v).sum()
     return abs(numeric - analytic) / max(abs(numeric), abs(analytic))
+
+
+gradient_error = lesson.yours(gradient_error, gradient_error_solution)
 
 
 # %% [markdown]
@@ -424,7 +433,7 @@ lesson.check("5.4", rmsnorm_bwd_dx_kernel)
 # %% tags=["solution"]
 # Solution 5.4
 @cuda.jit
-def rmsnorm_bwd_dx_kernel(dx_NC, dy_NC, x_NC, w_C, rstd_N):
+def rmsnorm_bwd_dx_kernel_solution(dx_NC, dy_NC, x_NC, w_C, rstd_N):
     """dx = r (g - xhat mean(g xhat)) with g = dy w, xhat = x r, r = rstd.   dx, dy, x: (N, C)
 
     w: (C,)   rstd: (N,)   Grid N, block a multiple of 32.
@@ -439,6 +448,9 @@ def rmsnorm_bwd_dx_kernel(dx_NC, dy_NC, x_NC, w_C, rstd_N):
     mean = block_sum(acc, partial) / float32(C)
     for c in range(tid, C, cuda.blockDim.x):
         dx_NC[n, c] = rstd * (dy_NC[n, c] * w_C[c] - x_NC[n, c] * rstd * mean)
+
+
+rmsnorm_bwd_dx_kernel = lesson.yours(rmsnorm_bwd_dx_kernel, rmsnorm_bwd_dx_kernel_solution)
 
 
 # %% [markdown]

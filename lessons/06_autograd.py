@@ -125,9 +125,12 @@ lesson.check("6.1", multiply)
 
 # %% tags=["solution"]
 # Solution 6.1
-def multiply(a, b):
+def multiply_solution(a, b):
     """a b, element by element; a and b are Tensors of the same shape."""
     return Tensor(a.data * b.data, [(a, lambda dy: dy * b.data), (b, lambda dy: dy * a.data)])
+
+
+multiply = lesson.yours(multiply, multiply_solution)
 
 
 # %% [markdown]
@@ -156,9 +159,12 @@ lesson.check("6.2", add_bias)
 
 # %% tags=["solution"]
 # Solution 6.2
-def add_bias(x, b):
+def add_bias_solution(x, b):
     """x (N, C) + b (C,)."""
     return Tensor(x.data + b.data, [(x, lambda dy: dy), (b, lambda dy: dy.sum(0))])
+
+
+add_bias = lesson.yours(add_bias, add_bias_solution)
 
 
 # %% [markdown]
@@ -200,7 +206,7 @@ lesson.check("6.3", backward)
 
 # %% tags=["solution"]
 # Solution 6.3
-def backward(root):
+def backward_solution(root):
     """Set .grad of every tensor that root depends on to d sum(root) / d tensor."""
     root.grad = np.ones_like(root.data)
     todo, seen = [root], {id(root)}
@@ -213,6 +219,9 @@ def backward(root):
             if id(parent) not in seen:
                 seen.add(id(parent))
                 todo.append(parent)
+
+
+backward = lesson.yours(backward, backward_solution)
 
 
 # %%

@@ -149,7 +149,7 @@ lesson.check("7.1", rope_kernel)
 # %% tags=["solution"]
 # Solution 7.1
 @cuda.jit
-def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
+def rope_kernel_solution(y_NHD, x_NHD, cos_TR, sin_TR, T):
     """Rotate plane r of head h of token n.   x, y: (N, H, D)   cos, sin: (T, R) with R = D / 2
 
     Grid (N, H), block R. Row n is at position n % T.
@@ -161,6 +161,9 @@ def rope_kernel(y_NHD, x_NHD, cos_TR, sin_TR, T):
     c, s = cos_TR[t, r], sin_TR[t, r]
     y_NHD[n, h, r] = a * c - b * s
     y_NHD[n, h, r + R] = b * c + a * s
+
+
+rope_kernel = lesson.yours(rope_kernel, rope_kernel_solution)
 
 
 # %% [markdown]
@@ -230,7 +233,7 @@ lesson.check("7.2", causal_softmax_kernel)
 # %% tags=["solution"]
 # Solution 7.2
 @cuda.jit
-def causal_softmax_kernel(p_TS, s_TS, scale):
+def causal_softmax_kernel_solution(p_TS, s_TS, scale):
     """p[t] = softmax(scale s[t, : t + 1]), zeros from t + 1 on.   p, s: (T, S) with S = T
 
     Grid T, block a multiple of 32.
@@ -252,6 +255,9 @@ def causal_softmax_kernel(p_TS, s_TS, scale):
         p_TS[t, s] = math.exp(scale * s_TS[t, s] - top) / total
     for s in range(visible + tid, S, cuda.blockDim.x):
         p_TS[t, s] = float32(0.0)
+
+
+causal_softmax_kernel = lesson.yours(causal_softmax_kernel, causal_softmax_kernel_solution)
 
 
 # %% [markdown]
@@ -325,7 +331,7 @@ lesson.check("7.3", cross_entropy)
 
 # %% tags=["solution"]
 # Solution 7.3
-def cross_entropy(logits_NV, targets_N):
+def cross_entropy_solution(logits_NV, targets_N):
     """-> mean loss (a number), its gradient (N, V).
 
     logits: (N, V) floats   targets: (N,) integers
@@ -340,6 +346,9 @@ def cross_entropy(logits_NV, targets_N):
     p_NV /= sum_N[:, None]
     p_NV[n, target_N] -= 1
     return loss_N[counted].mean(), p_NV * counted[:, None] / counted.sum()
+
+
+cross_entropy = lesson.yours(cross_entropy, cross_entropy_solution)
 
 
 # %% [markdown]

@@ -122,7 +122,9 @@ lesson.check("8.1", adamw_kernel)
 # %% tags=["solution"]
 # Solution 8.1
 @cuda.jit
-def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay):
+def adamw_kernel_solution(
+    w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, weight_decay
+):
     """One AdamW step, in place on w, m and v.   w, m, v, g: (n,)   n_decay: int
 
     All others are float32 numbers. Grid ceil(n / block), any block. Decay applies to i < n_decay.
@@ -137,6 +139,9 @@ def adamw_kernel(w_n, m_n, v_n, g_n, lr, c1, root2, n_decay, beta1, beta2, eps, 
         w_n[i] = w - lr / c1 * m / (math.sqrt(v) / root2 + eps)
         m_n[i] = m
         v_n[i] = v
+
+
+adamw_kernel = lesson.yours(adamw_kernel, adamw_kernel_solution)
 
 
 # %% [markdown]
@@ -175,7 +180,7 @@ lesson.check("8.2", learning_rate)
 
 # %% tags=["solution"]
 # Solution 8.2
-def learning_rate(step, steps, peak, warmup, min_ratio):
+def learning_rate_solution(step, steps, peak, warmup, min_ratio):
     """The learning rate at `step` (0 ... steps - 1), a number.
 
     First a line from peak / warmup (at step 0) to peak (at step warmup - 1), then half a cosine
@@ -185,6 +190,9 @@ def learning_rate(step, steps, peak, warmup, min_ratio):
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+learning_rate = lesson.yours(learning_rate, learning_rate_solution)
 
 
 # %%
@@ -232,13 +240,16 @@ lesson.check("8.3", clip_factor)
 
 # %% tags=["solution"]
 # Solution 8.3
-def clip_factor(gradients, limit):
+def clip_factor_solution(gradients, limit):
     """-> the factor (at most 1) that limits the norm of all gradients together to `limit`.
 
     gradients: list of arrays of any shapes   limit: float
     """
     norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
     return min(1.0, limit / norm)
+
+
+clip_factor = lesson.yours(clip_factor, clip_factor_solution)
 
 
 # %% [markdown]

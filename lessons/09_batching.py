@@ -147,7 +147,7 @@ lesson.check("9.1", prefix_mean_kernel)
 # %% tags=["solution"]
 # Solution 9.1
 @cuda.jit
-def prefix_mean_kernel(y_NC, x_NC, T):
+def prefix_mean_kernel_solution(y_NC, x_NC, T):
     """y[n] = the mean of x[m] over the rows m <= n of n's own sequence.   x, y: (N, C)
 
     Sequences have T rows each, N = B T.
@@ -160,6 +160,9 @@ def prefix_mean_kernel(y_NC, x_NC, T):
         for m in range(first, n + 1):
             acc += x_NC[m, c]
         y_NC[n, c] = acc / float32(n + 1 - first)
+
+
+prefix_mean_kernel = lesson.yours(prefix_mean_kernel, prefix_mean_kernel_solution)
 
 
 # %%
@@ -227,7 +230,7 @@ lesson.check("9.2", scores_kernel)
 # %% tags=["solution"]
 # Solution 9.2
 @cuda.jit
-def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
+def scores_kernel_solution(s_BHTT, q_BTHD, k_BTHD, scale):
     """s[b, h, i, j] = scale * sum over d of q[b, i, h, d] k[b, j, h, d].
 
     q, k: (B, T, H, D)   s: (B, H, T, T)
@@ -243,6 +246,9 @@ def scores_kernel(s_BHTT, q_BTHD, k_BTHD, scale):
         for d in range(D):
             acc += q_BTHD[b, i, h, d] * k_BTHD[b, j, h, d]
         s_BHTT[b, h, i, j] = acc * scale
+
+
+scores_kernel = lesson.yours(scores_kernel, scores_kernel_solution)
 
 
 # %% [markdown]
@@ -351,7 +357,7 @@ lesson.check("9.3", queue_ends)
 
 # %% tags=["solution"]
 # Solution 9.3
-def queue_ends(gpu_us, launch_us):
+def queue_ends_solution(gpu_us, launch_us):
     """When does each kernel end? -> a list as long as gpu_us, in microseconds.
 
     gpu_us: the run time of each kernel. Python starts at 0 and makes the launches one after
@@ -364,6 +370,9 @@ def queue_ends(gpu_us, launch_us):
         free = max(launched, free) + run
         ends.append(free)
     return ends
+
+
+queue_ends = lesson.yours(queue_ends, queue_ends_solution)
 
 
 # %%

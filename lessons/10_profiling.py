@@ -125,7 +125,7 @@ lesson.check("10.1", time_us)
 
 # %% tags=["solution"]
 # Solution 10.1
-def time_us(machine, run, repeats):
+def time_us_solution(machine, run, repeats):
     """The GPU time of the kernels that run() launches: median of `repeats` runs, in us.
 
     machine: has record(), synchronize(), elapsed_us(begin, end) and clock(), see above.
@@ -141,6 +141,9 @@ def time_us(machine, run, repeats):
         machine.synchronize()
         spans.append(machine.elapsed_us(begin, end))
     return float(np.median(spans))
+
+
+time_us = lesson.yours(time_us, time_us_solution)
 
 
 # %% [markdown]
@@ -216,7 +219,7 @@ lesson.check("10.2", busy_share)
 
 # %% tags=["solution"]
 # Solution 10.2
-def busy_share(spans):
+def busy_share_solution(spans):
     """-> from 0 to 1.   spans: [(start, end), ...] in any order; they may overlap."""
     first = min(start for start, _ in spans)
     busy, until = 0, first
@@ -224,6 +227,9 @@ def busy_share(spans):
         busy += max(0, end - max(start, until))
         until = max(until, end)
     return busy / (until - first)
+
+
+busy_share = lesson.yours(busy_share, busy_share_solution)
 
 
 # %%
@@ -503,11 +509,14 @@ lesson.check("10.3", sgd_kernel)
 # %% tags=["solution"]
 # Solution 10.3
 @cuda.jit
-def sgd_kernel(w_n, g_n, lr_1):
+def sgd_kernel_solution(w_n, g_n, lr_1):
     """w = w - lr g, with lr in lr_1[0].   Grid ceil(n / block), any block."""
     i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     if i < w_n.size:
         w_n[i] -= lr_1[0] * g_n[i]
+
+
+sgd_kernel = lesson.yours(sgd_kernel, sgd_kernel_solution)
 
 
 # %%

@@ -116,7 +116,7 @@ lesson.check("11.1", bytes_before_after)
 
 # %% tags=["solution"]
 # Solution 11.1
-def bytes_before_after(kernels, sizes, kept):
+def bytes_before_after_solution(kernels, sizes, kept):
     """-> (bytes moved by the kernels run separately, bytes moved by all of them fused into one)
 
     kernels: [(names it reads, names it writes), ...]   sizes: {name: bytes}
@@ -126,6 +126,9 @@ def bytes_before_after(kernels, sizes, kept):
     made = {a for _, writes in kernels for a in writes}
     inputs = {a for reads, _ in kernels for a in reads} - made
     return before, sum(sizes[a] for a in inputs) + sum(sizes[a] for a in kept)
+
+
+bytes_before_after = lesson.yours(bytes_before_after, bytes_before_after_solution)
 
 
 # %% [markdown]
@@ -204,7 +207,7 @@ lesson.check("11.2", residual_rmsnorm_kernel)
 # %% tags=["solution"]
 # Solution 11.2
 @cuda.jit
-def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
+def residual_rmsnorm_kernel_solution(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
     """h = x + r,   y = h rstd w,   rstd = 1 / sqrt(mean(h^2) + eps).
 
     h, y, x, r: (N, C)   w: (C,)   rstd: (N,)
@@ -218,6 +221,9 @@ def residual_rmsnorm_kernel(h_NC, y_NC, rstd_N, x_NC, r_NC, w_C, eps):
     if c == 0:
         rstd_N[n] = rstd
     y_NC[n, c] = h * rstd * w_C[c]
+
+
+residual_rmsnorm_kernel = lesson.yours(residual_rmsnorm_kernel, residual_rmsnorm_kernel_solution)
 
 
 # %% [markdown]
@@ -256,7 +262,7 @@ lesson.check("11.3", swiglu_kernel)
 # %% tags=["solution"]
 # Solution 11.3
 @cuda.jit
-def swiglu_kernel(y_NF, gu_N2F):
+def swiglu_kernel_solution(y_NF, gu_N2F):
     """y = silu(gate) up.   y: (N, F)   gu: (N, 2 F), gates before ups
 
     Grid (N, ceil(F / 32)), block 32: blockIdx.x is the row.
@@ -266,6 +272,9 @@ def swiglu_kernel(y_NF, gu_N2F):
     if f < F:
         gate, up = gu_N2F[n, f], gu_N2F[n, F + f]
         y_NF[n, f] = gate / (float32(1.0) + math.exp(-gate)) * up
+
+
+swiglu_kernel = lesson.yours(swiglu_kernel, swiglu_kernel_solution)
 
 
 # %% [markdown]
@@ -435,7 +444,7 @@ lesson.check("11.4", head_loss)
 
 # %% tags=["solution"]
 # Solution 11.4
-def head_loss(x_NC, w_VC, targets_N, rows):
+def head_loss_solution(x_NC, w_VC, targets_N, rows):
     """-> loss (mean over the N rows of the cross-entropy), dx (N, C), dw (V, C).
 
     The logits of at most `rows` rows exist at any time.
@@ -458,6 +467,9 @@ def head_loss(x_NC, w_VC, targets_N, rows):
         dx_NC[part] = d_RV @ w_VC
         dw_VC += d_RV.T @ x_NC[part]
     return loss / N, dx_NC, dw_VC
+
+
+head_loss = lesson.yours(head_loss, head_loss_solution)
 
 
 # %% [markdown]

@@ -161,7 +161,7 @@ lesson.check("12.1", narrow_kernel)
 # %% tags=["solution"]
 # Solution 12.1
 @cuda.jit
-def narrow_kernel(y_n, x_n):
+def narrow_kernel_solution(y_n, x_n):
     """y = x rounded to bf16, nearest, ties to even.   Grid ceil(n / block), any block.
 
     x: the bits of float32 numbers, as uint32.   y: the bits of bf16 numbers, as uint16.
@@ -174,6 +174,9 @@ def narrow_kernel(y_n, x_n):
             y_n[i] = (bits >> 16) & 0x8000 | 0x7FC0
         else:
             y_n[i] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+narrow_kernel = lesson.yours(narrow_kernel, narrow_kernel_solution)
 
 
 # %%
@@ -235,13 +238,16 @@ lesson.check("12.2", sgd_step)
 
 # %% tags=["solution"]
 # Solution 12.2
-def sgd_step(master_n, half_n, g_n, lr):
+def sgd_step_solution(master_n, half_n, g_n, lr):
     """One step: updates the float32 array master and the bf16 array half in place.
 
     master = master - lr g,   half = master rounded to bf16.   g: float32, lr: a number.
     """
     master_n -= lr * g_n
     half_n[...] = master_n.astype(half_n.dtype)
+
+
+sgd_step = lesson.yours(sgd_step, sgd_step_solution)
 
 
 # %% [markdown]
@@ -290,7 +296,7 @@ lesson.check("12.3", row_sums_kernel)
 # %% tags=["solution"]
 # Solution 12.3
 @cuda.jit
-def row_sums_kernel(y_N, x, C):
+def row_sums_kernel_solution(y_N, x, C):
     """y[n] = the sum of row n.   Grid N, block 32.   x: bf16, flat (N C).   y: bf16."""
     n, lane = cuda.blockIdx.x, cuda.threadIdx.x
     acc = float32(0.0)
@@ -299,6 +305,9 @@ def row_sums_kernel(y_N, x, C):
     acc = warp_sum(acc)
     if lane == 0:
         store1(y_N, n, acc)
+
+
+row_sums_kernel = lesson.yours(row_sums_kernel, row_sums_kernel_solution)
 
 
 # %% [markdown]

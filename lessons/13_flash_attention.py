@@ -158,7 +158,7 @@ lesson.check("13.1", attention_row)
 
 # %% tags=["solution"]
 # Solution 13.1
-def attention_row(q_D, k_SD, v_SD, scale, tile):
+def attention_row_solution(q_D, k_SD, v_SD, scale, tile):
     """-> o (D,), lse of one query that sees all S keys, at most `tile` of them at a time.
 
     o = softmax(scale k q) v, lse = log sum exp(scale k q).   q: (D,), k and v: (S, D).
@@ -172,6 +172,9 @@ def attention_row(q_D, k_SD, v_SD, scale, tile):
         acc = acc * shrink + weight @ v_SD[first : first + tile]
         top = new
     return acc / total, top + np.log(total)
+
+
+attention_row = lesson.yours(attention_row, attention_row_solution)
 
 
 # %% [markdown]
@@ -243,7 +246,7 @@ lesson.check("13.2", flash_kernel)
 # %% tags=["solution"]
 # Solution 13.2
 @cuda.jit
-def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
+def flash_kernel_solution(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
     """o = softmax(scale q k^T, causal) v, lse = log sum exp.
 
     o, q, k, v: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x and
@@ -279,6 +282,9 @@ def flash_kernel(o_TD, lse_T, q_TD, k_TD, v_TD, scale):
         for d in range(D):
             o_TD[t, d] = acc[d] / total
         lse_T[t] = top + math.log(total)
+
+
+flash_kernel = lesson.yours(flash_kernel, flash_kernel_solution)
 
 
 # %% [markdown]
@@ -380,7 +386,7 @@ lesson.check("13.3", flash_dq_kernel)
 # %% tags=["solution"]
 # Solution 13.3
 @cuda.jit
-def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
+def flash_dq_kernel_solution(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
     """The gradient of flash_kernel with respect to q.   Grid ceil(T / TILE), block TILE.
 
     dq, do, q, k, v, o: (T, D), lse: (T,). Thread x of block i owns query t = TILE i + x.
@@ -413,6 +419,9 @@ def flash_dq_kernel(dq_TD, do_TD, q_TD, k_TD, v_TD, o_TD, lse_T, scale):
     if t < T:
         for d in range(D):
             dq_TD[t, d] = scale * acc[d]
+
+
+flash_dq_kernel = lesson.yours(flash_dq_kernel, flash_dq_kernel_solution)
 
 
 # %% [markdown]

@@ -164,7 +164,7 @@ lesson.check("14.1", mma_kernel)
 # %% tags=["solution"]
 # Solution 14.1
 @cuda.jit
-def mma_kernel(c, a, b):
+def mma_kernel_solution(c, a, b):
     """c (16, 8) = a (16, 16) b (16, 8), float32, with one mma by one warp.
 
     Grid 1, block 32.
@@ -182,6 +182,9 @@ def mma_kernel(c, a, b):
     mma_bf16(acc, fa, fb)
     for i in range(4):
         c[g + 8 * (i // 2), 2 * t + i % 2] = acc[i]
+
+
+mma_kernel = lesson.yours(mma_kernel, mma_kernel_solution)
 
 
 # %% [markdown]
@@ -253,9 +256,12 @@ lesson.check("14.2", place)
 
 # %% tags=["solution"]
 # Solution 14.2. (chunk + row) % 8 would also work; exclusive-or needs no remainder.
-def place(row, chunk):
+def place_solution(row, chunk):
     """-> the element of the tile at which this chunk begins; rows of 64 elements, chunks of 8."""
     return row * 64 + (chunk ^ (row % 8)) * 8
+
+
+place = lesson.yours(place, place_solution)
 
 
 # %%
@@ -335,7 +341,7 @@ lesson.check("14.3", scores_kernel)
 # %% tags=["solution"]
 # Solution 14.3
 @cuda.jit
-def scores_kernel(s, a, b):
+def scores_kernel_solution(s, a, b):
     """s (M, 16) = a (M, 64) b^T, b (16, 64), all flat.
 
     a, b: bf16 (16-bit integers to the kernel), s: float32. Block i computes rows 16 i,
@@ -367,6 +373,9 @@ def scores_kernel(s, a, b):
         for j in range(4):
             row, column = lane // 4 + 8 * (j // 2), 8 * n + 2 * (lane % 4) + j % 2
             s[(first + row) * 16 + column] = acc[n, j]
+
+
+scores_kernel = lesson.yours(scores_kernel, scores_kernel_solution)
 
 
 # %%

@@ -110,7 +110,7 @@ lesson.check("15.1", share)
 
 # %% tags=["solution"]
 # Solution 15.1
-def share(x_NI, t_N, w_I, total):
+def share_solution(x_NI, t_N, w_I, total):
     """-> (I,): this rank's share of dL/dw. The shares of all ranks add up to dL/dw.
 
     L is the mean of (x w - t)^2 over all targets of all ranks that are not NaN.
@@ -119,6 +119,9 @@ def share(x_NI, t_N, w_I, total):
     count = total(valid.sum())
     error = x_NI[valid] @ w_I - t_N[valid]
     return 2 * error @ x_NI[valid] / count
+
+
+share = lesson.yours(share, share_solution)
 
 
 # %% [markdown]
@@ -225,7 +228,7 @@ lesson.check("15.2", all_reduce)
 
 # %% tags=["solution"]
 # Solution 15.2
-def all_reduce(me, world, own_n, read):
+def all_reduce_solution(me, world, own_n, read):
     """own (n,) float32 becomes, in place, the sum over ranks, with the same bits on all ranks.
 
     n is a multiple of world. Initially, every rank's array is complete.
@@ -238,6 +241,9 @@ def all_reduce(me, world, own_n, read):
     for rank in others:
         theirs = part(own_n.size, world, rank)
         own_n[theirs] = read(rank, theirs.start, theirs.stop)
+
+
+all_reduce = lesson.yours(all_reduce, all_reduce_solution)
 
 
 # %%
@@ -320,7 +326,7 @@ lesson.check("15.3", schedule)
 
 # %% tags=["solution"]
 # Solution 15.3
-def schedule(order, spans, buckets):
+def schedule_solution(order, spans, buckets):
     """-> for each addition in `order`, the numbers of the buckets that become ready
     right after it.
 
@@ -339,6 +345,9 @@ def schedule(order, spans, buckets):
         gone.update(ready)
         leaves.append(ready)
     return leaves
+
+
+schedule = lesson.yours(schedule, schedule_solution)
 
 
 # %%

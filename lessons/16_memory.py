@@ -141,7 +141,7 @@ lesson.check("16.1", take)
 
 # %% tags=["solution"]
 # Solution 16.1
-def take(free, size):
+def take_solution(free, size):
     """-> (start, new list of free blocks), or (None, free) if no block is large enough.
 
     free: [(start, size), ...], sorted by start. Use best fit; among equal blocks, the first.
@@ -153,6 +153,9 @@ def take(free, size):
     s, start = min(fits)
     rest = [(start + size, s - size)] if s > size else []
     return start, [x for block in free for x in (rest if block == (start, s) else [block])]
+
+
+take = lesson.yours(take, take_solution)
 
 
 # %% [markdown]
@@ -184,7 +187,7 @@ lesson.check("16.2", give)
 
 # %% tags=["solution"]
 # Solution 16.2
-def give(free, start, size):
+def give_solution(free, start, size):
     """-> the new list of free blocks, sorted by start, with the returned block merged with
     free neighbours.
     """
@@ -195,6 +198,9 @@ def give(free, start, size):
         else:
             joined.append((at, s))
     return joined
+
+
+give = lesson.yours(give, give_solution)
 
 
 # %% [markdown]
@@ -308,7 +314,7 @@ lesson.check("16.3", peak)
 
 # %% tags=["solution"]
 # Solution 16.3
-def peak(kept, inputs, recompute):
+def peak_solution(kept, inputs, recompute):
     """-> the largest number of bytes alive at any moment of forward and backward.
 
     kept, inputs: bytes of each layer, first to last. recompute: True if activations are
@@ -317,6 +323,9 @@ def peak(kept, inputs, recompute):
     if not recompute:
         return sum(kept)
     return max((sum(inputs[: i + 1]) + kept[i] for i in range(len(kept))), default=0)
+
+
+peak = lesson.yours(peak, peak_solution)
 
 
 # %%

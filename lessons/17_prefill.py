@@ -120,7 +120,7 @@ lesson.check("17.1", edges_kernel)
 # %% tags=["solution"]
 # Solution 17.1
 @cuda.jit
-def edges_kernel(edges_E, lengths_A):
+def edges_kernel_solution(edges_E, lengths_A):
     """edges (A + 1) = 0, l0, l0 + l1, ...
 
     Grid 1, block 32. lengths (A): int32, at most 32 of them.
@@ -135,6 +135,9 @@ def edges_kernel(edges_E, lengths_A):
         edges_E[0] = 0
     if a < lengths_A.size:
         edges_E[a + 1] = v
+
+
+edges_kernel = lesson.yours(edges_kernel, edges_kernel_solution)
 
 
 # %% [markdown]
@@ -171,7 +174,7 @@ lesson.check("17.2", remove_padding_kernel)
 # %% tags=["solution"]
 # Solution 17.2
 @cuda.jit
-def remove_padding_kernel(y_NC, x_ATC, edges_E):
+def remove_padding_kernel_solution(y_NC, x_ATC, edges_E):
     """y[n] = x[a, t] for packed token n, which is token t of sequence a.   Grid N, block 32.
 
     Block n copies row n. y: (N, C), x: (A, T, C), edges: (A + 1).
@@ -183,6 +186,9 @@ def remove_padding_kernel(y_NC, x_ATC, edges_E):
     t = n - edges_E[a]
     for c in range(cuda.threadIdx.x, y_NC.shape[1], 32):
         y_NC[n, c] = x_ATC[a, t, c]
+
+
+remove_padding_kernel = lesson.yours(remove_padding_kernel, remove_padding_kernel_solution)
 
 
 # %%
@@ -241,7 +247,7 @@ lesson.check("17.3", context_attention)
 
 # %% tags=["solution"]
 # Solution 17.3
-def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
+def context_attention_solution(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
     """-> o (N, H, D). Query i of sequence a is packed row edges[a] + i. It attends to keys
     0 .. history[a] + i of cache row rows[a]; its head h uses key/value head h // (H / G).
 
@@ -259,6 +265,9 @@ def context_attention(q_NHD, k_RGSD, v_RGSD, edges_E, history_A, rows_A, scale):
                 p = np.exp(s - s.max())
                 o_NHD[n, h] = p / p.sum() @ v_RGSD[row, g, :seen]
     return o_NHD
+
+
+context_attention = lesson.yours(context_attention, context_attention_solution)
 
 
 # %% [markdown]

@@ -107,7 +107,7 @@ lesson.check("18.1", append_kernel)
 # %% tags=["solution"]
 # Solution 18.1
 @cuda.jit
-def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
+def append_kernel_solution(cache_RGSD, new_NGD, rows_N, positions_N):
     """cache[rows[n], g, positions[n]] = new[n, g].
 
     cache: (R, G, S, D), new: (N, G, D), rows and positions: (N). Tokens without a valid row
@@ -120,6 +120,9 @@ def append_kernel(cache_RGSD, new_NGD, rows_N, positions_N):
     if row >= 0 and p >= 0 and p < cache_RGSD.shape[2]:
         for d in range(cuda.threadIdx.x, new_NGD.shape[2], 32):
             cache_RGSD[row, g, p, d] = new_NGD[n, g, d]
+
+
+append_kernel = lesson.yours(append_kernel, append_kernel_solution)
 
 
 # %% [markdown]
@@ -171,7 +174,7 @@ lesson.check("18.2", decode_attention)
 
 # %% tags=["solution"]
 # Solution 18.2
-def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
+def decode_attention_solution(q_HD, k_GSD, v_GSD, length, scale):
     """-> o (H, D): softmax(scale q k) v over the first `length` keys.
 
     q: (H, D), k and v: (G, S, D). Query head h uses key/value head h // (H / G).
@@ -185,6 +188,9 @@ def decode_attention(q_HD, k_GSD, v_GSD, length, scale):
         p = np.exp(s - s.max())
         o_HD[h] = p / p.sum() @ v[g]
     return o_HD
+
+
+decode_attention = lesson.yours(decode_attention, decode_attention_solution)
 
 
 # %% [markdown]
@@ -278,13 +284,16 @@ lesson.check("18.3", largest_batch)
 
 # %% tags=["solution"]
 # Solution 18.3
-def largest_batch(L, H, G, D, S, size, free):
+def largest_batch_solution(L, H, G, D, S, size, free):
     """How many sequences of S tokens fit into `free` bytes?
 
     L layers, H query and G key/value heads of D numbers, `size` bytes per number.
     """
     one = 2 * L * G * S * D * size
     return free // one
+
+
+largest_batch = lesson.yours(largest_batch, largest_batch_solution)
 
 
 # %%

@@ -128,7 +128,7 @@ lesson.check("19.1", partial_kernel)
 # %% tags=["solution"]
 # Solution 19.1
 @cuda.jit
-def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
+def partial_kernel_solution(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
     """m, l, acc of keys s * chunk .. s * chunk + chunk - 1.
 
     m, l: (S), acc: (S, 32), q: (32), k and v: (N, 32), all float32.
@@ -151,6 +151,9 @@ def partial_kernel(m_S, l_S, acc_SD, q_D, k_ND, v_ND, scale, chunk):
     if d == 0:
         m_S[s] = m
         l_S[s] = total
+
+
+partial_kernel = lesson.yours(partial_kernel, partial_kernel_solution)
 
 
 # %% [markdown]
@@ -179,13 +182,16 @@ lesson.check("19.2", merge)
 
 # %% tags=["solution"]
 # Solution 19.2
-def merge(m_S, l_S, acc_SD):
+def merge_solution(m_S, l_S, acc_SD):
     """-> o (D,), the attention output over all parts, from m, l (S,) and acc (S, D).
 
     An empty part has m = -inf, l = 0 and acc = 0.
     """
     share_S = np.exp(m_S - m_S.max())
     return (share_S[:, None] * acc_SD).sum(0) / (share_S * l_S).sum()
+
+
+merge = lesson.yours(merge, merge_solution)
 
 
 # %%
@@ -237,7 +243,7 @@ lesson.check("19.3", splits)
 
 # %% tags=["solution"]
 # Solution 19.3
-def splits(n, chunk, most):
+def splits_solution(n, chunk, most):
     """-> [(begin, end), ...]: n keys in equal parts, end exclusive; the last part may be
     shorter.
 
@@ -247,6 +253,9 @@ def splits(n, chunk, most):
     used = min(most, -(-n // chunk))
     size = -(-n // used)
     return [(begin, min(begin + size, n)) for begin in range(0, n, size)]
+
+
+splits = lesson.yours(splits, splits_solution)
 
 
 # %% [markdown]

@@ -134,7 +134,7 @@ lesson.check("20.1", segment_best_kernel)
 # %% tags=["solution"]
 # Solution 20.1
 @cuda.jit
-def segment_best_kernel(ids_S, best_S, x_V):
+def segment_best_kernel_solution(ids_S, best_S, x_V):
     """ids[b], best[b] = id and value of the largest of x[64 * b : 64 * b + 64].
 
     Among equal values the lower id wins. ids (S): int32, best (S), x (V): float32.
@@ -156,6 +156,9 @@ def segment_best_kernel(ids_S, best_S, x_V):
     if lane == 0:
         best_S[cuda.blockIdx.x] = best
         ids_S[cuda.blockIdx.x] = best_id
+
+
+segment_best_kernel = lesson.yours(segment_best_kernel, segment_best_kernel_solution)
 
 
 # %% [markdown]
@@ -189,7 +192,7 @@ lesson.check("20.2", top_k)
 
 # %% tags=["solution"]
 # Solution 20.2
-def top_k(logits_V, k, segment):
+def top_k_solution(logits_V, k, segment):
     """-> ids (k,) of the k largest logits (V,), the best first; the lower id among equals.
 
     In two passes: first within segments of `segment` logits; the last may be shorter.
@@ -202,6 +205,9 @@ def top_k(logits_V, k, segment):
     kept.sort()  # by id, so that a stable sort prefers the lower one
     order = np.argsort(-logits_V[kept], kind="stable")
     return kept[order[:k]]
+
+
+top_k = lesson.yours(top_k, top_k_solution)
 
 
 # %% [markdown]
@@ -240,7 +246,7 @@ lesson.check("20.3", choose)
 
 # %% tags=["solution"]
 # Solution 20.3
-def choose(logits_V, temperature, k, top_p, u):
+def choose_solution(logits_V, temperature, k, top_p, u):
     """-> id of the next token, from logits (V,).
 
     Order: temperature (0: the best), top-k (0: all), top-p (1: all), draw with u in [0, 1).
@@ -254,6 +260,9 @@ def choose(logits_V, temperature, k, top_p, u):
     stay = np.cumsum(w) - w < top_p * w.sum()
     order, w = order[stay], w[stay]
     return int(order[np.searchsorted(np.cumsum(w), u * w.sum(), side="right")])
+
+
+choose = lesson.yours(choose, choose_solution)
 
 
 # %% [markdown]
@@ -304,7 +313,7 @@ lesson.check("20.4", philox)
 
 # %% tags=["solution"]
 # Solution 20.4
-def philox(counter, key):
+def philox_solution(counter, key):
     """Four 32-bit words, two 32-bit words -> four random 32-bit words: Philox 4x32-10."""
     M0, M1, W0, W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
     c0, c1, c2, c3 = counter
@@ -315,6 +324,9 @@ def philox(counter, key):
         c2, c3 = (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
         k0, k1 = (k0 + W0) & 0xFFFFFFFF, (k1 + W1) & 0xFFFFFFFF
     return c0, c1, c2, c3
+
+
+philox = lesson.yours(philox, philox_solution)
 
 
 # %%

@@ -124,7 +124,7 @@ lesson.check("21.1", schedule)
 
 # %% tags=["solution"]
 # Solution 21.1
-def schedule(lengths, slots):
+def schedule_solution(lengths, slots):
     """-> [(first step, slot), ...], one pair per request, in order.
 
     lengths: steps that each request needs. All requests are waiting at step 0.
@@ -137,6 +137,9 @@ def schedule(lengths, slots):
         plan.append((start, slot))
         free_at[slot] = start + n
     return plan
+
+
+schedule = lesson.yours(schedule, schedule_solution)
 
 
 # %%
@@ -212,7 +215,7 @@ lesson.check("21.2", advance_kernel)
 # %% tags=["solution"]
 # Solution 21.2
 @cuda.jit
-def advance_kernel(lengths_B, step_B, slots_B):
+def advance_kernel_solution(lengths_B, step_B, slots_B):
     """One more token: add 1 to lengths and step of every entry that has a slot.
 
     Grid ceil(B / block), any block. An entry whose slot is -1 is idle.
@@ -221,6 +224,9 @@ def advance_kernel(lengths_B, step_B, slots_B):
     if b < slots_B.size and slots_B[b] >= 0:
         lengths_B[b] += 1
         step_B[b] += 1
+
+
+advance_kernel = lesson.yours(advance_kernel, advance_kernel_solution)
 
 
 # %% [markdown]
@@ -284,7 +290,7 @@ lesson.check("21.3", reusable)
 
 # %% tags=["solution"]
 # Solution 21.3
-def reusable(cached, prompt):
+def reusable_solution(cached, prompt):
     """-> how many of the prompt's tokens need not be computed again.
 
     cached: the tokens whose keys and values are in the cache.   prompt: not empty. The model
@@ -296,6 +302,9 @@ def reusable(cached, prompt):
             break
         n += 1
     return min(n, len(prompt) - 1)
+
+
+reusable = lesson.yours(reusable, reusable_solution)
 
 
 # %% [markdown]
@@ -349,7 +358,7 @@ lesson.check("21.4", whole_characters)
 
 # %% tags=["solution"]
 # Solution 21.4
-def whole_characters(data):
+def whole_characters_solution(data):
     """-> (text, rest): data decoded as far as it is complete, and the bytes held back.
 
     rest: the first bytes of a character that may still be completed, else b"".
@@ -357,6 +366,9 @@ def whole_characters(data):
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
+
+
+whole_characters = lesson.yours(whole_characters, whole_characters_solution)
 
 
 # %%

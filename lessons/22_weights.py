@@ -119,7 +119,7 @@ lesson.check("22.1", read_safetensors)
 
 # %% tags=["solution"]
 # Solution 22.1
-def read_safetensors(data):
+def read_safetensors_solution(data):
     """-> {name: array} from the bytes of a file. Types: F32, F16, I64.
 
     `data_offsets` [begin, end) count bytes from the end of the header. `__metadata__` is not
@@ -136,6 +136,9 @@ def read_safetensors(data):
         raw = data[first + begin : first + end]
         tensors[name] = np.frombuffer(raw, KINDS[about["dtype"]]).reshape(about["shape"])
     return tensors
+
+
+read_safetensors = lesson.yours(read_safetensors, read_safetensors_solution)
 
 
 # %%
@@ -187,12 +190,15 @@ lesson.check("22.2", pairs_to_halves)
 
 # %% tags=["solution"]
 # Solution 22.2
-def pairs_to_halves(w_OC, H):
+def pairs_to_halves_solution(w_OC, H):
     """-> (H D, C): the query or key weight w (H D, C), with the rows of each of H heads
     reordered from Meta's layout to Hugging Face's.
     """
     C = w_OC.shape[1]
     return w_OC.reshape(H, -1, 2, C).transpose(0, 2, 1, 3).reshape(-1, C)
+
+
+pairs_to_halves = lesson.yours(pairs_to_halves, pairs_to_halves_solution)
 
 
 # %% [markdown]
@@ -269,7 +275,7 @@ lesson.check("22.3", first_parting)
 
 # %% tags=["solution"]
 # Solution 22.3
-def first_parting(ours, theirs, tolerance):
+def first_parting_solution(ours, theirs, tolerance):
     """-> name of the first stage that differs by more than tolerance, or None.
 
     The difference of a stage is its largest |ours - theirs| over its largest |theirs|. ours,
@@ -280,6 +286,9 @@ def first_parting(ours, theirs, tolerance):
         if not difference <= tolerance:
             return name
     return None
+
+
+first_parting = lesson.yours(first_parting, first_parting_solution)
 
 
 # %% [markdown]

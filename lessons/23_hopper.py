@@ -150,7 +150,7 @@ lesson.check("23.1", warpgroup_kernel)
 # %% tags=["solution"]
 # Solution 23.1
 @cuda.jit
-def warpgroup_kernel(s, maps):
+def warpgroup_kernel_solution(s, maps):
     """s (64, 64) float32 = q k^T, with two TMA copies and one warpgroup product.
 
     maps: 0 describes q (64, 64), 1 describes k (64, 64), both bf16. A tile has TILE_BYTES
@@ -176,6 +176,9 @@ def warpgroup_kernel(s, maps):
     for j in range(8):
         for i in range(4):
             s[16 * w + g + 8 * (i // 2), 8 * j + 2 * t + i % 2] = acc[4 * j + i]
+
+
+warpgroup_kernel = lesson.yours(warpgroup_kernel, warpgroup_kernel_solution)
 
 
 # %% [markdown]
@@ -285,7 +288,7 @@ lesson.check("23.2", finish_time)
 
 # %% tags=["solution"]
 # Solution 23.2
-def finish_time(tiles, load, compute, stages):
+def finish_time_solution(tiles, load, compute, stages):
     """Time at which the last of `tiles` computations ends, with `stages` tile buffers."""
     loaded, done = [], []  # end times of the loads and of the computations
     for i in range(tiles):
@@ -293,6 +296,9 @@ def finish_time(tiles, load, compute, stages):
         loaded.append(max(loaded[-1] if loaded else 0, free) + load)
         done.append(max(loaded[i], done[-1] if done else 0) + compute)
     return done[-1]
+
+
+finish_time = lesson.yours(finish_time, finish_time_solution)
 
 
 # %%

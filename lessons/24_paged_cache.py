@@ -116,7 +116,7 @@ lesson.check("24.1", make_pool)
 
 # %% tags=["solution"]
 # Solution 24.1
-def make_pool(size):
+def make_pool_solution(size):
     """-> allocate, share, release: three functions on blocks 0 .. size - 1, all free at first.
 
     allocate()       -> a free block, which one sequence now uses; None if no block is free
@@ -141,6 +141,9 @@ def make_pool(size):
             free.append(block)
 
     return allocate, share, release
+
+
+make_pool = lesson.yours(make_pool, make_pool_solution)
 
 
 # %%
@@ -196,7 +199,7 @@ lesson.check("24.2", paged_attention_kernel)
 # %% tags=["solution"]
 # Solution 24.2
 @cuda.jit
-def paged_attention_kernel(o, q, k_RSD, v_RSD, table, n, scale):
+def paged_attention_kernel_solution(o, q, k_RSD, v_RSD, table, n, scale):
     """One head of width 32 of one sequence: o = softmax(scale q K^T) V over its n keys.
 
     Grid 1, block 32: lane d owns channel d. k_RSD, v_RSD: R blocks of S positions. Position p is in
@@ -213,6 +216,9 @@ def paged_attention_kernel(o, q, k_RSD, v_RSD, table, n, scale):
         acc = acc * shrink + weight * v_RSD[block, offset, d]
         m = new
     o[d] = acc / l
+
+
+paged_attention_kernel = lesson.yours(paged_attention_kernel, paged_attention_kernel_solution)
 
 
 # %% [markdown]
@@ -261,7 +267,7 @@ lesson.check("24.3", block_names)
 
 # %% tags=["solution"]
 # Solution 24.3
-def block_names(tokens, S):
+def block_names_solution(tokens, S):
     """-> a list with one name per full block of S tokens, in order. A name can be a key of a dictionary.
 
     Two blocks have the same name if and only if they hold the same tokens AND all tokens before them
@@ -272,6 +278,9 @@ def block_names(tokens, S):
         previous = hash((previous, tuple(tokens[i : i + S])))
         names.append(previous)
     return names
+
+
+block_names = lesson.yours(block_names, block_names_solution)
 
 
 # %%
@@ -325,7 +334,7 @@ lesson.check("24.4", next_place)
 
 # %% tags=["solution"]
 # Solution 24.4
-def next_place(table, count, n, S, allocate, copy):
+def next_place_solution(table, count, n, S, allocate, copy):
     """-> (block, offset) for the key of token n of a sequence, which has n tokens so far.
 
     table: the sequence's blocks, which are changed if it needs another one.  count[block]: how many
@@ -340,6 +349,9 @@ def next_place(table, count, n, S, allocate, copy):
         copy(table[-1], shared)
         count[shared] -= 1
     return table[-1], n % S
+
+
+next_place = lesson.yours(next_place, next_place_solution)
 
 
 # %% [markdown]

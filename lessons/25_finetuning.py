@@ -88,12 +88,15 @@ lesson.check("25.1", inputs_and_targets)
 
 # %% tags=["solution"]
 # Solution 25.1
-def inputs_and_targets(ids, trained):
+def inputs_and_targets_solution(ids, trained):
     """ids (n,) whole numbers, trained (n,) bool -> inputs, targets, (n - 1,) each.
 
     The target of an input is the token after it, or IGNORE where that token is not trained.
     """
     return ids[:-1], np.where(trained[1:], ids[1:], IGNORE)
+
+
+inputs_and_targets = lesson.yours(inputs_and_targets, inputs_and_targets_solution)
 
 
 # %% [markdown]
@@ -143,7 +146,7 @@ lesson.check("25.2", mask_and_positions)
 
 # %% tags=["solution"]
 # Solution 25.2
-def mask_and_positions(starts):
+def mask_and_positions_solution(starts):
     """starts (T,) -> may_see (T, T) bool, positions (T,).
 
     may_see[t, s]: may the query at column t read the key at column s? Only keys of its
@@ -152,6 +155,9 @@ def mask_and_positions(starts):
     columns = np.arange(len(starts))
     keys, queries = columns[None, :], columns[:, None]
     return (keys <= queries) & (keys >= starts[:, None]), columns - starts
+
+
+mask_and_positions = lesson.yours(mask_and_positions, mask_and_positions_solution)
 
 
 # %%
@@ -234,13 +240,16 @@ lesson.check("25.3", lora_backward)
 
 # %% tags=["solution"]
 # Solution 25.3
-def lora_backward(dy, x, w, a, b, f):
+def lora_backward_solution(dy, x, w, a, b, f):
     """The gradients of y = x w^T + f (x a^T) b^T, with w frozen -> dx, da, db.
 
     dy (N, O), x (N, I), w (O, I), a (r, I), b (O, r).  f: a number.
     """
     u, du = x @ a.T, f * dy @ b
     return dy @ w + du @ a, du.T @ x, f * dy.T @ u
+
+
+lora_backward = lesson.yours(lora_backward, lora_backward_solution)
 
 
 # %% [markdown]
@@ -320,9 +329,11 @@ for rank in (0, 16):
         print(f"    {kind:25} {kinds.get(kind, 0) / 1e9:5.1f} GB")
     rest = sum(n for kind, n in kinds.items() if kind not in state)
     print(f"    {'everything else':25} {rest / 1e9:5.1f} GB")
+    print(f"    {'in all':25} {sum(kinds.values()) / 1e9:5.1f} GB")
 
 # %% [markdown]
-# The frozen weights exist in bf16 only, because no optimizer adds small steps to them. The activations
+# So a model of a billion parameters learns on a card with 8 GB: all weights need 21.4 GB, LoRA of rank 16 needs
+# 4.2 GB. The frozen weights exist in bf16 only, because no optimizer adds small steps to them. The activations
 # remain: LoRA does not make them smaller, activation checkpointing does.
 #
 # **The improvement** of packing is measured in padding. Conversations have many lengths, a few of them

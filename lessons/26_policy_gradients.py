@@ -108,7 +108,7 @@ lesson.check("26.1", policy_gradient)
 
 # %% tags=["solution"]
 # Solution 26.1
-def policy_gradient(logits, actions, advantages):
+def policy_gradient_solution(logits, actions, advantages):
     """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log pi(a_i).
 
     pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the gradient is 0.
@@ -117,6 +117,9 @@ def policy_gradient(logits, actions, advantages):
     p = p / p.sum()
     each = advantages[:, None] * (np.eye(len(p))[actions] - p)
     return each.sum(0) / max(len(actions), 1)
+
+
+policy_gradient = lesson.yours(policy_gradient, policy_gradient_solution)
 
 
 # %% [markdown]
@@ -196,13 +199,16 @@ lesson.check("26.2", group_advantages)
 
 # %% tags=["solution"]
 # Solution 26.2
-def group_advantages(rewards):
+def group_advantages_solution(rewards):
     """rewards (P, G), one row per prompt -> advantages (P, G).
 
     (reward - mean of the group) / (standard deviation of the group + 1e-4)
     """
     centered = rewards - rewards.mean(1, keepdims=True)
     return centered / (rewards.std(1, keepdims=True) + 1e-4)
+
+
+group_advantages = lesson.yours(group_advantages, group_advantages_solution)
 
 
 # %%
@@ -261,7 +267,7 @@ lesson.check("26.3", clipped)
 
 # %% tags=["solution"]
 # Solution 26.3
-def clipped(now, then, advantages, eps):
+def clipped_solution(now, then, advantages, eps):
     """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes (n,).
 
     losses: -min(r A, clip(r, 1 - eps, 1 + eps) A).  slopes: the derivative of each by its `now`.
@@ -269,6 +275,9 @@ def clipped(now, then, advantages, eps):
     ratio = np.exp(now - then)
     free, bound = ratio * advantages, np.clip(ratio, 1 - eps, 1 + eps) * advantages
     return -np.minimum(free, bound), np.where(free <= bound, -free, 0.0)
+
+
+clipped = lesson.yours(clipped, clipped_solution)
 
 
 # %% [markdown]
@@ -326,7 +335,7 @@ lesson.check("26.4", kl_to_reference)
 
 # %% tags=["solution"]
 # Solution 26.4
-def kl_to_reference(now, reference, counted):
+def kl_to_reference_solution(now, reference, counted):
     """now, reference (B, T) log-probabilities, counted (B, T) bool -> value, slopes (B, T).
 
     value: the mean of k3 over the counted tokens, 0 if there are none. slopes: its derivative by
@@ -337,6 +346,9 @@ def kl_to_reference(now, reference, counted):
     slopes = np.zeros(now.shape)
     slopes[counted] = (1 - np.exp(d)) / n
     return (np.exp(d) - d - 1).sum() / n, slopes
+
+
+kl_to_reference = lesson.yours(kl_to_reference, kl_to_reference_solution)
 
 
 # %% [markdown]

@@ -399,7 +399,7 @@ lesson.check("27.1", next_text)
 
 # %% tags=["solution"]
 # Solution 27.1
-def next_text(held, new, stops):
+def next_text_solution(held, new, stops):
     """-> shown, held, stopped
 
     held: text that was held back before, new: the text that arrives now, both may be empty.
@@ -416,6 +416,9 @@ def next_text(held, new, stops):
         if any(s.startswith(text[-n:]) for s in stops):
             return text[:-n], text[-n:], False
     return text, "", False
+
+
+next_text = lesson.yours(next_text, next_text_solution)
 
 
 # %%
@@ -473,7 +476,7 @@ lesson.check("27.2", complete_events)
 
 # %% tags=["solution"]
 # Solution 27.2
-def complete_events(data):
+def complete_events_solution(data):
     """-> payloads, rest
 
     data: bytes received and not used yet. Every line ends with a newline byte, an event with an empty line
@@ -484,6 +487,9 @@ def complete_events(data):
     *events, rest = data.split(b"\n\n")
     lines = [line for event in events for line in event.split(b"\n")]
     return [line[6:].decode() for line in lines if line.startswith(b"data: ")], rest
+
+
+complete_events = lesson.yours(complete_events, complete_events_solution)
 
 
 # %% [markdown]
@@ -552,7 +558,7 @@ print("texts that differ: ", len({text_of(pieces) for _, pieces in alone}))
 #
 # ## A client that leaves
 #
-# A closed browser tab is the most frequent event of a server. ASGI tells it as a message that `receive`
+# A browser tab is closed before the answer is complete. ASGI reports it as a message that `receive`
 # returns. The response then ends, and its `finally` closes the job: the engine's side is told, gives the
 # completion the reason "cancelled", and the next step frees slot and blocks. The event loop does not
 # wait for that.
@@ -664,9 +670,12 @@ lesson.figures.curves(
 )
 
 # %% [markdown]
-# With few streams a round is short, and the policies differ little. With many, the reader of a stream sees several tokens at once, at most a tenth of a second
-# later, and the engine gets its time. With an event loop in another process, nothing has to be shared:
-# it asks at once, and a slow loop still only makes longer pieces. That is what `xtrain serve` does.
+# With few streams a round is short, and the policies differ little. With many, a pause makes fewer and longer
+# pieces: compare the events. The reader of a stream sees several tokens at once, at most a tenth of a second
+# later. Whether the engine's steps become shorter, too, depends on the machine: the table and the figure show
+# this one's, with all that ran on it at the same time. With an event loop in another process, the two
+# share no lock: the loop asks at once, and a slow loop only makes longer pieces. That is what
+# `xtrain serve` does.
 #
 # ## Requests that arrive together
 #
@@ -799,7 +808,7 @@ lesson.check("27.3", start_times)
 
 # %% tags=["solution"]
 # Solution 27.3
-def start_times(arrivals, seconds, slots):
+def start_times_solution(arrivals, seconds, slots):
     """-> list with the time at which each request starts, in order
 
     arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at least 1.
@@ -811,6 +820,9 @@ def start_times(arrivals, seconds, slots):
         starts.append(max(arrival, free_at[slot]))
         free_at[slot] = starts[-1] + n
     return starts
+
+
+start_times = lesson.yours(start_times, start_times_solution)
 
 
 # %% [markdown]
@@ -922,10 +934,12 @@ print(f"poisson: {arriving} requests/s x {seconds:.2f} s = {arriving * seconds:.
 #
 # The last line is **Little's law**: the mean number of requests in a system is the arrival rate times the
 # mean time that each of them spends there (here roughly, with the median). Compare it with the 256 slots
-# of the shape: what is above them waits in the queue. The closed loop hides this. Its answers all have the
-# same length, so many end together, and one prefill serves all of the next requests. Random arrivals need
-# a prefill in many more steps. So the rate that a closed loop reaches is not the rate that a server can
-# take at random times: measure with the arrivals that you expect.
+# of the shape: 154 requests are fewer, so at this rate none waits long for a slot, and the first text
+# comes soon. At a rate that brings more than 256 into the server, the others wait in the queue. The
+# closed loop cannot show this: it always has 256. Its answers all have the same length, so many end
+# together, and one prefill serves all of the next requests. Random arrivals need a prefill in many
+# more steps. So the rate that a closed loop reaches is not the rate that a server can take at random times:
+# measure with the arrivals that you expect.
 #
 # ## The library's kernel, and the way to it
 #
@@ -971,7 +985,7 @@ print("the engine's thread has ended:", not server.engine.alive)
 # ## What did not help
 #
 # *An event for each token, at any load.* It looks best with one stream, and you have measured it with
-# 256: the engine's thread waits for the GIL instead of starting the next step.
+# 256: a step that sleeps for 2 ms takes longer than that, because the engine's thread waits for the GIL.
 #
 # *Calling `engine.step()` in the event loop.* No second thread, no lock. But then no byte is read or
 # written during a step, and a disconnect is seen only after it.

@@ -86,7 +86,7 @@ lesson.check("29.1", quantize_rows)
 
 # %% tags=["solution"]
 # Solution 29.1
-def quantize_rows(w):
+def quantize_rows_solution(w):
     """w (O, K) float32 -> codes (O, K) int8, scales (O,): row o is about codes[o] * scales[o].
 
     The largest |w| of a row gets the code 127 or -127. A row of zeros gets codes 0 and any scale above 0.
@@ -94,6 +94,9 @@ def quantize_rows(w):
     scales = np.abs(w).max(axis=1) / 127
     scales = np.where(scales > 0, scales, 1)
     return np.rint(w / scales[:, None]).astype(np.int8), scales
+
+
+quantize_rows = lesson.yours(quantize_rows, quantize_rows_solution)
 
 
 # %% [markdown]
@@ -178,13 +181,16 @@ lesson.check("29.2", decode)
 
 # %% tags=["solution"]
 # Solution 29.2
-def decode(codes):
+def decode_solution(codes):
     """codes: the bits of e4m3 numbers, uint8 of any shape -> their values, same shape. 0x7F and 0xFF are NaN."""
     bits = codes.astype(int)
     e, m = (bits >> 3) & 15, bits & 7
     value = np.where(e > 0, (1 + m / 8) * 2.0 ** (e - 7), m / 8 * 2.0**-6)
     value = np.where((e == 15) & (m == 7), np.nan, value)
     return np.where(bits >> 7 == 1, -value, value)
+
+
+decode = lesson.yours(decode, decode_solution)
 
 
 # %% [markdown]
@@ -230,7 +236,7 @@ lesson.check("29.3", encode)
 
 # %% tags=["solution"]
 # Solution 29.3
-def encode(v):
+def encode_solution(v):
     """v: float32 of any shape, without NaN -> the codes of the nearest e4m3 numbers, uint8 of the same shape.
 
     Halfway between two numbers: the one with the even code. Above 448 in absolute value: 448, with v's sign.
@@ -239,6 +245,9 @@ def encode(v):
     _, e = np.frexp(np.maximum(a, 2.0**-6))  # 2^(e - 1) <= a < 2^e
     code = np.rint(a / 2.0 ** (e - 4)) + 8 * (e + 5)  # rint: halves to the even number
     return (code + 128 * np.signbit(v)).astype(np.uint8)
+
+
+encode = lesson.yours(encode, encode_solution)
 
 
 # %% [markdown]
@@ -305,7 +314,7 @@ lesson.check("29.4", gemv_int8_kernel)
 # %% tags=["solution"]
 # Solution 29.4
 @cuda.jit
-def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
+def gemv_int8_kernel_solution(y_O, x_K, codes_OK, scale_O):
     """y[o] = sum over k of x[k] codes[o, k] scale[o]. Grid ceil(O / 2), block 64: one warp per row.
 
     Neighbouring lanes read neighbouring codes. Lane 0 of a warp writes y[o].
@@ -318,6 +327,9 @@ def gemv_int8_kernel(y_O, x_K, codes_OK, scale_O):
         total = warp_sum(acc)
         if lane == 0:
             y_O[o] = total * scale_O[o]
+
+
+gemv_int8_kernel = lesson.yours(gemv_int8_kernel, gemv_int8_kernel_solution)
 
 
 # %% [markdown]

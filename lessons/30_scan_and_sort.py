@@ -128,7 +128,7 @@ lesson.check("30.1", warp_scan_kernel)
 # %% tags=["solution"]
 # Solution 30.1
 @cuda.jit
-def warp_scan_kernel(y_n, x_n):
+def warp_scan_kernel_solution(y_n, x_n):
     """y: the exclusive prefix sums of x (int32), for each block's 32 elements alone. Grid ceil(n / 32), block 32.
 
     Lanes exchange registers, by shuffles. All 32 lanes take part, those past the end with 0.
@@ -143,6 +143,9 @@ def warp_scan_kernel(y_n, x_n):
             v += other
     if i < x_n.size:
         y_n[i] = v - own
+
+
+warp_scan_kernel = lesson.yours(warp_scan_kernel, warp_scan_kernel_solution)
 
 
 # %% [markdown]
@@ -227,7 +230,7 @@ def warp_scan(v):
 
 
 @cuda.jit
-def block_scan_kernel(y_n, total_B, x_n):
+def block_scan_kernel_solution(y_n, total_B, x_n):
     """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of block b's part.
 
     Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element b blockDim.x + t.
@@ -248,6 +251,9 @@ def block_scan_kernel(y_n, total_B, x_n):
         y_n[i] = before + inclusive - own
     if t == cuda.blockDim.x - 1:
         total_B[cuda.blockIdx.x] = before + inclusive
+
+
+block_scan_kernel = lesson.yours(block_scan_kernel, block_scan_kernel_solution)
 
 
 # %% [markdown]
@@ -366,7 +372,7 @@ lesson.check("30.3", scatter_kernel)
 # %% tags=["solution"]
 # Solution 30.3
 @cuda.jit
-def scatter_kernel(order_n, digit_n, start_TB):
+def scatter_kernel_solution(order_n, digit_n, start_TB):
     """order[p] = n: number n is the p-th, if numbers are ordered by digit, and those of equal digits by n.
 
     Grid ceil(n / 32), block 32: lane l of block b owns n = 32 b + l. start[d, b]: the place of the first number of block b
@@ -379,6 +385,9 @@ def scatter_kernel(order_n, digit_n, start_TB):
     rank = cuda.popc(same & ((1 << lane) - 1))
     if n < digit_n.size:
         order_n[start_TB[digit, b] + rank] = n
+
+
+scatter_kernel = lesson.yours(scatter_kernel, scatter_kernel_solution)
 
 
 # %%
@@ -438,7 +447,7 @@ lesson.check("30.4", radix_order)
 
 # %% tags=["solution"]
 # Solution 30.4
-def radix_order(keys, bits, split):
+def radix_order_solution(keys, bits, split):
     """keys (n,) integers >= 0 of any size -> order (n,): keys[order] ascends, equal keys in the order of their positions.
 
     split(digits) -> the stable order of digits below 2 ** bits. Every comparison is made by it: no sort of NumPy's.
@@ -449,6 +458,9 @@ def radix_order(keys, bits, split):
         order = order[split(digits)]
         shift += bits
     return order
+
+
+radix_order = lesson.yours(radix_order, radix_order_solution)
 
 
 # %% [markdown]

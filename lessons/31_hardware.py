@@ -104,7 +104,7 @@ lesson.check("31.1", resident_blocks)
 
 # %% tags=["solution"]
 # Solution 31.1
-def resident_blocks(threads, registers, shared, card):
+def resident_blocks_solution(threads, registers, shared, card):
     """How many blocks a multiprocessor holds at a time: the least of four limits, which may be 0.
 
     threads: of a block. registers: of a thread. shared: bytes of a block. card: an entry of CARDS.
@@ -116,6 +116,9 @@ def resident_blocks(threads, registers, shared, card):
     bytes_ = shared + card["reserved"]
     by_shared = card["shared"] // bytes_ if bytes_ else card["blocks"]
     return min(by_warps, card["blocks"], by_registers, by_shared)
+
+
+resident_blocks = lesson.yours(resident_blocks, resident_blocks_solution)
 
 
 # %% [markdown]
@@ -197,12 +200,15 @@ lesson.check("31.2", active_lanes)
 
 # %% tags=["solution"]
 # Solution 31.2
-def active_lanes(trips):
+def active_lanes_solution(trips):
     """trips (n,): how often each thread runs the body of a loop -> lanes that take part, on average over all
     executions of the body. Warps are 32 threads in a row; the last may have fewer. Without any execution: 0.0.
     """
     executed = sum(trips[i : i + 32].max() for i in range(0, len(trips), 32))
     return trips.sum() / executed if executed else 0.0
+
+
+active_lanes = lesson.yours(active_lanes, active_lanes_solution)
 
 
 # %%
@@ -255,7 +261,7 @@ lesson.check("31.3", histogram_kernel)
 # %% tags=["solution"]
 # Solution 31.3
 @cuda.jit
-def histogram_kernel(count_T, digit_n):
+def histogram_kernel_solution(count_T, digit_n):
     """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different digits: T <= 64.
 
     Each digit is read once. Each block has counters in shared memory. To global memory it makes at most one atomic
@@ -270,6 +276,9 @@ def histogram_kernel(count_T, digit_n):
     cuda.syncthreads()  # everything is counted
     if t < count_T.size:
         cuda.atomic.add(count_T, t, mine[t])
+
+
+histogram_kernel = lesson.yours(histogram_kernel, histogram_kernel_solution)
 
 
 # %% [markdown]
@@ -306,7 +315,7 @@ lesson.check("31.4", overlap)
 
 # %% tags=["solution"]
 # Solution 31.4
-def overlap(chunks):
+def overlap_solution(chunks):
     """chunks: [(in, compute, out), ...] durations -> for each chunk three pairs (begin, end).
 
     The three parts of a chunk run in this order. Each of the three engines takes the chunks in their order. Everything
@@ -321,6 +330,9 @@ def overlap(chunks):
             parts.append((begin, ready))
         spans.append(parts)
     return spans
+
+
+overlap = lesson.yours(overlap, overlap_solution)
 
 
 # %%

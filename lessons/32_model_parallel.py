@@ -135,8 +135,10 @@ lesson.figures.ring(4)
 #
 # $$2 \, n \, \frac{R - 1}{R}$$
 #
-# numbers: almost independent of the number of ranks, and no algorithm can send fewer (Patarasu and
-# Yuan). And since each chunk is summed along one path and then copied, all ranks get the same bits.
+# numbers: almost independent of the number of ranks, and no algorithm in which only the ranks add can send
+# fewer (Patarasu and Yuan). A network that adds can do with half of it: each rank sends its n numbers once, and the
+# switches return the sum (Graham et al.). And since each chunk is summed along one path and then
+# copied, all ranks get the same bits.
 #
 # By hand, with R = 3 and one number per chunk. Follow chunk 0 (the left column): it starts at rank
 # 0, is complete at rank 2, and is then passed on.
@@ -190,7 +192,7 @@ lesson.check("32.1", ring_all_reduce)
 
 # %% tags=["solution"]
 # Solution 32.1
-def ring_all_reduce(comm, x_n):
+def ring_all_reduce_solution(comm, x_n):
     """x (n,) becomes, in place, the sum over the ranks, with the same bits on all of them.
 
     n: any number, also less than comm.world. A rank sends only to one neighbour in the ring,
@@ -206,6 +208,9 @@ def ring_all_reduce(comm, x_n):
         own += received
     for step in range(world - 1):
         comm.exchange(chunk(rank + 1 - step), right, chunk(rank - step), left)
+
+
+ring_all_reduce = lesson.yours(ring_all_reduce, ring_all_reduce_solution)
 
 
 # %%
@@ -327,7 +332,7 @@ lesson.check("32.2", split_mlp)
 
 # %% tags=["solution"]
 # Solution 32.2
-def split_mlp(comm, x_NC, w1_FC, w2_CF, dy_NC):
+def split_mlp_solution(comm, x_NC, w1_FC, w2_CF, dy_NC):
     """y = silu(x w1^T) w2^T with the hidden units divided among the ranks. -> y, dx, dw1, dw2
 
     x, dy (N, C): the same on every rank, as y and dx must be. w1 (F, C), w2 (C, F): only the
@@ -340,6 +345,9 @@ def split_mlp(comm, x_NC, w1_FC, w2_CF, dy_NC):
     dh_NF = (dy_NC @ w2_CF) * silu_slope(h_NF)
     dx_NC = comm.all_reduce(dh_NF @ w1_FC)
     return y_NC, dx_NC, dh_NF.T @ x_NC, dy_NC.T @ a_NF
+
+
+split_mlp = lesson.yours(split_mlp, split_mlp_solution)
 
 
 # %% [markdown]
@@ -383,7 +391,7 @@ lesson.check("32.3", own_weights)
 
 # %% tags=["solution"]
 # Solution 32.3
-def own_weights(rank, world, w, H, G):
+def own_weights_solution(rank, world, w, H, G):
     """-> the part of one block's weights that the rank needs, a dict with the same names.
 
     w: q_proj (H D, C), k_proj and v_proj (G D, C), o_proj (C, H D), gate_proj and up_proj
@@ -401,6 +409,9 @@ def own_weights(rank, world, w, H, G):
     own |= {name: w[name][s] for name, s in rows.items()}
     own |= {name: w[name][:, s] for name, s in columns.items()}
     return own
+
+
+own_weights = lesson.yours(own_weights, own_weights_solution)
 
 
 # %% [markdown]
@@ -649,7 +660,7 @@ lesson.check("32.4", fsdp_step)
 
 # %% tags=["solution"]
 # Solution 32.4
-def fsdp_step(comm, shards, x_NC, t_NC, count, update):
+def fsdp_step_solution(comm, shards, x_NC, t_NC, count, update):
     """One step with the loss sum((y - t)^2) / count. -> the loss of the whole batch
 
     shards: of each layer, this rank's part, (n,). x, t (N, C): this rank's rows of the batch;
@@ -669,6 +680,9 @@ def fsdp_step(comm, shards, x_NC, t_NC, count, update):
         dy, dw = layer_bwd(dy, inputs[l], w)
         update(l, shards[l], comm.reduce_scatter(flatten(dw, comm.world)))
     return comm.all_reduce(loss)[0]
+
+
+fsdp_step = lesson.yours(fsdp_step, fsdp_step_solution)
 
 
 # %% [markdown]
@@ -766,7 +780,7 @@ lesson.check("32.5", fsdp_bytes)
 
 # %% tags=["solution"]
 # Solution 32.5
-def fsdp_bytes(layers, layer_bytes, ranks, ahead):
+def fsdp_bytes_solution(layers, layer_bytes, ranks, ahead):
     """Peak bytes of weights on one rank. With one rank nothing is gathered.
 
     layers: number of layers, of layer_bytes each. ahead: less than layers. A gathered layer is
@@ -775,6 +789,9 @@ def fsdp_bytes(layers, layer_bytes, ranks, ahead):
     if ranks == 1:
         return layers * layer_bytes
     return layers * layer_bytes // ranks + (1 + ahead) * layer_bytes
+
+
+fsdp_bytes = lesson.yours(fsdp_bytes, fsdp_bytes_solution)
 
 
 # %%
@@ -895,6 +912,7 @@ for name, numbers in (("along hidden units", N * C), ("along inputs", N * F_ + N
 #
 # - P. Patarasu, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
 #   2009: the ring, and the lower bound.
+# - R. Graham et al., *Scalable Hierarchical Aggregation Protocol (SHArP)*, 2016: switches that add.
 # - M. Shoeybi et al., *Megatron-LM*, 2019, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053):
 #   tensor parallelism, f and g. V. Korthikanti et al., 2022: sequence parallelism.
 # - S. Rajbhandari et al., *ZeRO*, 2019, [arXiv 1910.02054](https://arxiv.org/abs/1910.02054).

@@ -175,7 +175,7 @@ lesson.check("33.1", rounds_kernel)
 # %% tags=["solution"]
 # Solution 33.1
 @cuda.jit
-def rounds_kernel(x_2n, count_1, rounds):
+def rounds_kernel_solution(x_2n, count_1, rounds):
     """`rounds` rounds: x[new, i] = x[old, i - 1] + x[old, i] + x[old, i + 1], indices modulo n, old = r % 2, new = (r + 1) % 2.
 
     x: (2, n) int32. count: (1,) int64, 0 at first. Grid ceil(n / 32), block 32, all blocks resident. Between two rounds all
@@ -194,6 +194,9 @@ def rounds_kernel(x_2n, count_1, rounds):
         cuda.syncthreads()  # thread 0 has waited
 
 
+rounds_kernel = lesson.yours(rounds_kernel, rounds_kernel_solution)
+
+
 # %%
 x_2n, count = lesson.array(start(80)), lesson.array(np.zeros(1, np.int64))
 lesson.launch(rounds_kernel, 3, 32, x_2n, count, 4, resident=True)
@@ -203,8 +206,8 @@ print("the counter:", int(lesson.host(count)[0]), "= 4 rounds x 3 blocks")
 # %% [markdown]
 # ## Without release, and with a block too many
 #
-# What if the addition does not release? On a GPU the kernel would mostly work, and fail once in a
-# million steps. The simulator knows which accesses a release and an acquire put in order, and every
+# What if the addition does not release? On a GPU the kernel may give the right numbers in every test, and
+# wrong ones later: nothing orders the accesses, so the timing decides. The simulator knows which accesses a release and an acquire put in order, and every
 # other pair is a race:
 
 
@@ -298,7 +301,7 @@ lesson.check("33.2", make_tasks)
 
 # %% tags=["solution"]
 # Solution 33.2
-def make_tasks(stages, blocks):
+def make_tasks_solution(stages, blocks):
     """stages: [(kind, units), ...] in order -> the table: a list of rows (kind, stage, share, shares, wait, arrivals, signal).
 
     Stage s waits at counter s for all tasks of stage s - 1 and signals counter s + 1. It has as many tasks as possible, at most
@@ -311,6 +314,9 @@ def make_tasks(stages, blocks):
             rows.append((kind, s, share, shares, s, before, s + 1))
         before = shares
     return rows
+
+
+make_tasks = lesson.yours(make_tasks, make_tasks_solution)
 
 
 # %% [markdown]
@@ -413,7 +419,7 @@ lesson.check("33.3", tasks_kernel)
 # %% tags=["solution"]
 # Solution 33.3
 @cuda.jit
-def tasks_kernel(x_Sn, tasks_RF, count_S):
+def tasks_kernel_solution(x_Sn, tasks_RF, count_S):
     """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1], indices modulo n, for thread t's
     elements i = 32 * share + t, and on in steps of 32 * shares.
 
@@ -436,6 +442,9 @@ def tasks_kernel(x_Sn, tasks_RF, count_S):
             atomic_add_release(count_S, tasks_RF[row, SIGNAL], int64(1))
     if t == 0:
         atomic_add_release(count_S, 0, int64(1))  # this block has finished
+
+
+tasks_kernel = lesson.yours(tasks_kernel, tasks_kernel_solution)
 
 
 # %%
@@ -484,7 +493,7 @@ lesson.check("33.4", task_times)
 
 # %% tags=["solution"]
 # Solution 33.4
-def task_times(tasks, blocks, durations, hand_over):
+def task_times_solution(tasks, blocks, durations, hand_over):
     """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: rows as in 33.2, also of other tables.
 
     Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is free and, if it waits for any
@@ -500,6 +509,9 @@ def task_times(tasks, blocks, durations, hand_over):
         done[task[SIGNAL]] = max(done.get(task[SIGNAL], 0), end)
         times.append((begin, end))
     return times
+
+
+task_times = lesson.yours(task_times, task_times_solution)
 
 
 # %% [markdown]

@@ -110,7 +110,7 @@ lesson.check("34.1", round_to)
 
 # %% tags=["solution"]
 # Solution 34.1
-def round_to(v, fraction, least, most):
+def round_to_solution(v, fraction, least, most):
     """v: float32 of any shape -> the nearest numbers of a format, same shape, float.
 
     fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no smaller.
@@ -121,6 +121,9 @@ def round_to(v, fraction, least, most):
     _, e = np.frexp(np.maximum(a, 2.0**least))  # 2^(e - 1) <= a < 2^e
     step = np.ldexp(np.float32(1), e - 1 - fraction)
     return np.copysign(np.rint(a / step) * step, v)
+
+
+round_to = lesson.yours(round_to, round_to_solution)
 
 
 # %% [markdown]
@@ -344,7 +347,7 @@ lesson.check("34.2", next_scale)
 
 # %% tags=["solution"]
 # Solution 34.2
-def next_scale(maxima, scale, most, room):
+def next_scale_solution(maxima, scale, most, room):
     """-> the scale for the next step: room x (the largest of the maxima) / most.
 
     maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN
@@ -353,6 +356,9 @@ def next_scale(maxima, scale, most, room):
     """
     good = [m for m in maxima if 0 < m < np.inf]
     return max(max(good) * (room / most), 2.0**-126) if good else scale
+
+
+next_scale = lesson.yours(next_scale, next_scale_solution)
 
 
 # %% [markdown]
@@ -514,7 +520,7 @@ lesson.check("34.3", encode_kernel)
 # %% tags=["solution"]
 # Solution 34.3
 @cuda.jit
-def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
+def encode_kernel_solution(codes_n, largest_1, counts_2, x_n, scale_1):
     """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
@@ -541,6 +547,9 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
             cuda.atomic.add(counts_2, 1, 1)
         codes_n[i] = code
         cuda.atomic.max(largest_1, 0, float_as_int(size))
+
+
+encode_kernel = lesson.yours(encode_kernel, encode_kernel_solution)
 
 
 # %% [markdown]
@@ -628,7 +637,7 @@ lesson.check("34.4", both_kernel)
 # %% tags=["solution"]
 # Solution 34.4
 @cuda.jit
-def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
+def both_kernel_solution(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
     Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i and rows from
@@ -648,6 +657,9 @@ def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     for c in range(y, 32, 8):
         if k0 + c < K and n0 + x < N:
             codes_KN[k0 + c, n0 + x] = tile[x, c]
+
+
+both_kernel = lesson.yours(both_kernel, both_kernel_solution)
 
 
 # %% [markdown]

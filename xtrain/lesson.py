@@ -1,8 +1,10 @@
 """List, start and check the exercises of the lessons.
 
     python -m xtrain.lesson list           the exercises of each lesson, which of them passed, and your file
+    python -m xtrain.lesson next           the first exercise that has not passed, and what to run
     python -m xtrain.lesson start 1        copy lesson 1's exercises to my_lessons/, where you edit them
     python -m xtrain.lesson check 1        run them in the simulator and report errors; `check 1.2` runs one
+    python -m xtrain.lesson hint 1.2       a hint for an exercise; `hint 1.2 2` shows the second one, which says more
 
 In a notebook: `from xtrain import lesson`, then `lesson.check("1.1", my_kernel)`.
 lessons/checks/api.py defines these names.
@@ -60,9 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser(
         "list", help="the exercises of each lesson, which of them passed, and your file"
     )
+    commands.add_parser("next", help="the first exercise that has not passed, and what to run")
     begin = commands.add_parser("start", help="copy a lesson's exercises")
     begin.add_argument("lesson", help="its number: 1")
-    begin.add_argument("--force", action="store_true", help="overwrite an existing file")
+    begin.add_argument(
+        "--force", action="store_true", help="overwrite an existing file; a copy of it stays"
+    )
+    help_me = commands.add_parser("hint", help="show a hint for an exercise")
+    help_me.add_argument("exercise", help="its number: 1.2")
+    help_me.add_argument("number", nargs="?", type=int, default=1, help="which hint; default: 1")
     judge = commands.add_parser("check", help="check your solutions")
     judge.add_argument("lesson", help="its number: 1; or the number of one exercise: 1.2")
     judge.add_argument("file", nargs="?", type=Path, help="default: my_lessons/NN_name.py")
@@ -80,9 +88,45 @@ def main(arguments: list[str] | None = None) -> int:
         path = checks.start(options.lesson, force=options.force)
         print_text(f"{path}: fill the gaps, then  python -m xtrain.lesson check {options.lesson}")
         return 0
-    verdicts = checks.check_file(options.lesson, options.file, options.seed)
-    print_text("\n".join(map(str, verdicts)))
-    if all(v.passed for v in verdicts):
+    if options.command == "next":
+        print_text(_next(checks))
+        return 0
+    if options.command == "hint":
+        print_text(_hint(checks, options.exercise, options.number))
+        return 0
+    return _check(checks, options)
+
+
+def _next(checks: Any) -> str:
+    number = checks.next_exercise()
+    if number is None:
+        return "All exercises have passed."
+    lesson = number.split(".")[0]
+    path = checks.lesson_file(lesson)
+    started = (checks.work_folder() / path.name).exists()
+    run = f"check {number}" if started else f"start {lesson}"
+    return f"{number}, in {path.name}: python -m xtrain.lesson {run}"
+
+
+def _hint(checks: Any, exercise: str, number: int) -> str:
+    hints = checks.hints(exercise)
+    if not 1 <= number <= len(hints):
+        raise UserError(f"there is no hint {number} for {exercise}: it has {len(hints)}")
+    return f"Hint {number} of {len(hints)} for {exercise}:\n{hints[number - 1]}"
+
+
+def _check(checks: Any, options: argparse.Namespace) -> int:
+    """Print each verdict when it is there, and then save it."""
+    results: dict[str, bool] = {}
+    for number, verdict in checks.check_file(options.lesson, options.file, options.seed):
+        print_text(str(verdict))
+        sys.stdout.flush()
+        results[number] = verdict.passed
+    try:
+        checks.note_passed(checks.work_folder(), results)
+    except UserError as error:
+        print(f"The verdict is not saved: {error}", file=sys.stderr)
+    if all(results.values()):
         return 0
     return 1
 

@@ -3,12 +3,14 @@
 import contextlib
 import importlib
 import inspect
+import itertools
 import linecache
 import os
 import re
 import sys
+import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,17 @@ from xtrain.errors import UserError
 from xtrain.files import cannot_write, write_whole
 from xtrain.kernels.runtime.launch import empty, launch, zeros
 
-from . import attempt, figures, padding, records
+from . import attempt, figures, padding, process, records
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
+from .reading import is_empty
+from .running import Runner, Wrong
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
     "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners",
-    "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "zeros",
+    "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"
@@ -58,6 +62,16 @@ def check(number: str, solution: Callable, seed: int | None = None) -> None:
         display(said.stepper)
 
 
+def yours(mine: Callable, solution: Callable) -> Callable:
+    """Your function, once its gap is filled; until then the solution, so that the cells below it run."""
+    function = getattr(mine, "py_func", mine)
+    try:
+        unwritten = is_empty(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError):
+        return mine
+    return solution if unwritten else mine
+
+
 def verdict(
     number: str, solution: Callable, seed: int | None = None, steps: bool = True
 ) -> Verdict:
@@ -69,7 +83,8 @@ def verdict(
     _exercises_of(lesson)
     if number not in EXERCISES:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    return attempt.judge(EXERCISES[number], solution, seed, steps)
+    exercise = EXERCISES[number]
+    return attempt.judge(exercise, Runner(solution, exercise.name, exercise.allow), seed, steps)
 
 
 def _exercises_of(lesson: str) -> list[attempt.Exercise]:
@@ -245,9 +260,21 @@ def cells(text: str) -> list[tuple[str, str]]:
 
 
 def tagged(text: str, *tags: str) -> str:
-    """The code of all cells with one of these tags."""
-    chosen = [b for h, b in cells(text) if any(f'"{t}"' in h for t in tags)]
+    """The code of all cells with one of these tags. Solutions have the names of the exercises."""
+    chosen = [plain_solution(b) for h, b in cells(text) if any(f'"{t}"' in h for t in tags)]
     return "\n\n\n".join(chosen) + "\n"
+
+
+def plain_solution(code: str) -> str:
+    """The code of a solution's cell, in which the function has the name of the exercise: add_kernel, not
+    add_kernel_solution.
+    """
+    calls = r"^(\w+) = lesson\.yours\(.*\)$"
+    names = re.findall(calls, code, re.M)
+    code = re.sub(rf"\n*{calls}", "", code, flags=re.M)
+    for name in names:
+        code = re.sub(rf"\b{name}_solution\b", name, code)
+    return code
 
 
 def load(code: str, file: str) -> types.ModuleType:
@@ -259,15 +286,25 @@ def load(code: str, file: str) -> types.ModuleType:
     return module
 
 
-def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
+def work_folder() -> Path:
+    """The folder of the reader's files: my_lessons, also from inside it."""
+    return Path() if Path.cwd().name == WORK.name else WORK
+
+
+def start(lesson: str, folder: Path | None = None, force: bool = False) -> Path:
     """Write a lesson's exercises, with their gaps, to `folder`. -> the file.
 
-    force: overwrite an existing file; otherwise that raises UserError.
+    lesson: "1", or one of its exercises, "1.2". folder: default work_folder()
+    force: overwrite an existing file, of which a copy stays; otherwise that raises UserError.
     """
+    folder = work_folder() if folder is None else folder
+    lesson = lesson.partition(".")[0]
     path = lesson_file(lesson)
     mine = folder / path.name
     if os.path.exists(mine) and not force:
-        raise UserError(f"{mine} exists: continue there, or give --force to overwrite it")
+        raise UserError(
+            f"{mine} exists: continue there, or give --force to overwrite it; a copy stays"
+        )
     head = (
         f'"""Exercises of {path.stem}: fill every gap, then run  python -m xtrain.lesson check {int(lesson)}\n\n'
         f'The lesson: lessons/{path.stem}.ipynb, or its page on the site."""\n\n'
@@ -275,6 +312,8 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     text = head + tagged(path.read_text(encoding="utf-8"), "imports", "exercise")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if mine.is_file():
+            write_whole(_free_name(mine), mine.read_bytes())
         write_whole(
             mine, text.encode()
         )  # atomic: --force on a full disk must not lose the old file
@@ -283,11 +322,22 @@ def start(lesson: str, folder: Path = WORK, force: bool = False) -> Path:
     return mine
 
 
-def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -> list[Verdict]:
-    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. seed: see check.
+def _free_name(file: Path) -> Path:
+    """01_threads.backup1.py, or with the first number that is free."""
+    names = (file.with_name(f"{file.stem}.backup{i}.py") for i in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def check_file(
+    lesson: str, file: Path | None = None, seed: int | None = None
+) -> Iterator[tuple[str, Verdict]]:
+    """Check the exercises of a lesson ("1"), or one of them ("1.2"), in the reader's file. Yields (number, verdict).
+
+    seed: see check.
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
+    process.template()  # before the answers are imported
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -295,37 +345,72 @@ def check_file(lesson: str, file: Path | None = None, seed: int | None = None) -
             f"there is no exercise {lesson}.{one}: lesson {lesson} has {_names(lesson)}"
         )
     if file is None:
-        file = WORK / lesson_file(lesson).name
+        file = work_folder() / lesson_file(lesson).name
     if not file.exists():
         raise UserError(
             f"{file} does not exist: run `python -m xtrain.lesson start {lesson}` to create it"
         )
+    text = read_attempt(file)
+    given = [tagged(f.read_text(encoding="utf-8"), "imports") for f in _files_of(lesson)]
+    for e in exercises:
+        yield e.number, judge_file(e, file.resolve(), text, "".join(given), seed)
+
+
+def _files_of(lesson: str) -> list[Path]:
+    """The file of a lesson; none if it is missing, which costs an attempt no verdict."""
+    return sorted(LESSONS.glob(f"{int(lesson):02d}_*.py"))
+
+
+def read_attempt(file: Path) -> str:
+    """The text of a reader's file. Raises UserError if it is not Python."""
     try:
-        module = load(file.read_text(encoding="utf-8"), str(file.resolve()))
-    except Exception as error:
+        text = file.read_text(encoding="utf-8")
+        compile(text, str(file), "exec")
+    except (OSError, ValueError, SyntaxError) as error:
         at = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(
             f"{file} cannot be read as Python: {type(error).__name__}{at}: {error}"
         ) from None
-    verdicts: list[Verdict] = []
-    for e in exercises:
-        solution = getattr(module, e.name, None)
-        if solution is None:
-            verdicts.append(
-                Verdict(False, f"{e.number} {e.name}: not yet.\n  {file} has no {e.name}.")
+    return text
+
+
+def judge_file(
+    e: attempt.Exercise,
+    file: Path,
+    text: str,
+    given: str = "",
+    seed: int | None = None,
+    steps: bool = True,
+) -> Verdict:
+    """Judge what `file`, with this text, has for an exercise, in a process of its own.
+
+    given: the imports of the lesson, which the processes of all attempts share. seed, steps: see verdict
+    """
+    template = process.template()
+    template.prepare(given)
+    with contextlib.ExitStack() as stack:
+        try:
+            runner = process.Runner(template, file, text, e.name, e.allow)
+            stack.callback(runner.close)
+            said = attempt.judge(e, runner, seed, steps)
+        except Exception as error:  # while the file was loaded
+            why = (
+                str(error)
+                if isinstance(error, Wrong)
+                else f"{file} raises {type(error).__name__}: {error}"
             )
-        else:
-            verdicts.append(_with_page(e, attempt.judge(e, solution, seed), file))
-    note_passed(WORK, {e.number: v.passed for e, v in zip(exercises, verdicts)})
-    return verdicts
+            said = Verdict(False, f"{e.number} {e.name}: not yet.\n  {why}")
+        return _with_page(e, said, file) if steps else said
 
 
-def passed(folder: Path = WORK) -> set[str]:
-    """The numbers of the exercises that passed their last check, as noted in `folder`."""
+def passed(folder: Path | None = None) -> set[str]:
+    """The numbers of the exercises that passed their last check, as noted in `folder`. Other lines of the note are ignored."""
+    folder = work_folder() if folder is None else folder
     try:
-        return set((folder / PASSED).read_text(encoding="utf-8").split())
+        words = (folder / PASSED).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
         return set()
+    return {word for word in words if re.fullmatch(r"[0-9]+\.[0-9]+", word)}
 
 
 def note_passed(folder: Path, results: dict[str, bool]) -> None:
@@ -345,30 +430,72 @@ def note_passed(folder: Path, results: dict[str, bool]) -> None:
 
 
 def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
-    """Write the page of the verdict's stepper, and name it in the verdict."""
+    """Write the page of the verdict's stepper, and name it in the verdict. One that cannot be written costs no verdict."""
     if verdict.stepper is None:
         return verdict
     page = file.with_name(f"{file.stem}_{e.number}.html")
+    said = f"step by step: {page}"
     try:
         write_whole(page, verdict.stepper.page().encode())
     except OSError as error:
-        raise cannot_write(page, error, "check a file in another folder") from error
-    return replace(verdict, text=f"{verdict.text}\n  step by step: {page}")
+        said = str(cannot_write(page, error, "check a file in another folder"))
+    except Wrong:  # its process has ended
+        return verdict
+    return replace(verdict, text=f"{verdict.text}\n  {said}")
+
+
+# ----------------------------------------------------------------------------- the way through the lessons
+def hints(number: str) -> list[str]:
+    """The hints of an exercise ("1.2"), the first of which says least. Raises UserError if there is no such exercise."""
+    lesson = number.partition(".")[0]
+    mine = [e.number for e in _exercises_of(lesson)]
+    if number not in mine:
+        raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
+    count, found = -1, []
+    for header, body in cells(lesson_file(lesson).read_text(encoding="utf-8")):
+        count += '"exercise"' in header
+        if count == mine.index(number) and "<summary>Hint" in body:
+            found += re.findall(
+                r"<summary>Hint.*?</summary>\n(.*?)^# </details>", body, re.M | re.S
+            )
+    return [re.sub(r"^# ?", "", text, flags=re.M).strip() for text in found]
+
+
+def next_exercise() -> str | None:
+    """The first exercise, in the order of the tracks, that has not passed yet; None: all have."""
+    done = passed() | passed(LESSONS / WORK)
+    numbers = (e.number for track in TRACKS.values() for n in track for e in _exercises_of(str(n)))
+    return next((n for n in numbers if n not in done), None)
+
+
+def minutes() -> dict[int, int]:
+    """How long each lesson takes, as lessons/index.md says."""
+    index = (LESSONS / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| \[.*\| (\d+) \| [^|]*\|$", index, re.M)
+    return {int(number): int(time) for number, time in rows}
 
 
 def overview() -> list[str]:
-    """One line per track and lesson: which exercises passed their last check (here, or in a notebook), and your file."""
+    """One line per track and lesson: its minutes, which exercises passed their last check (here, or in a notebook), and your
+    file.
+    """
     done, lines = passed() | passed(LESSONS / WORK), []
     files = {int(path.name[:2]): path for path in lesson_files()}
+    times = minutes()
     for track, numbers in TRACKS.items():
         own = [e.number for n in numbers for e in _exercises_of(str(n))]
-        lines.append(f"{track}: {len(done & set(own))} of {len(own)} exercises passed")
+        hours = sum(times.get(n, 0) for n in numbers) / 60
+        lines.append(
+            f"{track}: {len(done & set(own))} of {len(own)} exercises passed, {hours:.0f} hours"
+        )
         for n in numbers:
-            mine = WORK / files[n].name
+            if n not in files:
+                continue
+            mine = work_folder() / files[n].name
             status = f"   {mine}" if mine.exists() else ""
             marks = "  ".join(
                 f"[{'x' if e.number in done else ' '}] {e.number}" for e in _exercises_of(str(n))
             )
             name = files[n].stem[3:].replace("_", " ")
-            lines.append(f"  {n:>2}  {name:<17} {marks}{status}")
+            lines.append(f"  {n:>2}  {name:<17} {times.get(n, 0):>3} min  {marks}{status}")
     return lines

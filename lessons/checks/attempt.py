@@ -9,21 +9,17 @@ An exercise is a function that receives an Attempt and runs its cases:
             e.run(-(-n // 32), 32, y, a, b)
             e.same("y", y, a + b, {"y holds a - b: look at the sign": a - b})
 
+An Attempt compares; its runner (running.py) reads and runs what the reader wrote, in this process or in another one.
+
 The first error raises Wrong and ends the attempt. Checks run in this order: nothing written yet, a call into the
 library, a KernelError of the simulator, a known mistake, a wrong value, few threads that do the work of many, and after
 all cases float64 values and atomic additions of floats. Attempt.cases adds a random case, which no table can know.
 """
 
 import contextlib
-import inspect
-import linecache
 import re
-import signal
-import sys
 import textwrap
 import threading
-import traceback
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,25 +27,11 @@ import numpy as np
 from numba import cuda
 
 from xtrain import simulator
-from xtrain.simulator import KernelError, SimArray, Stepper, observe, sim
-from xtrain.simulator.block import previous
-from xtrain.simulator.errors import Site
-from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
-from xtrain.simulator.source import translate
+from xtrain.simulator import KernelError, SimArray, sim
 
-from .reading import (
-    GAP,
-    LIBRARY,
-    cast_constants,
-    divergent_barrier,
-    home_of,
-    is_empty,
-    library_name,
-    without_comments,
-)
-from .trace import traced
-
-SECONDS = 20  # time limit of an attempt; a solution takes at most three seconds
+from .reading import GAP, divergent_barrier, without_comments
+from .running import Facts, Ran, Runner, Wrong, addresses, time_limit
+from .trace import Trace
 
 HINTS = {
     "RaceError": "Which thread may access this element, and is there a barrier between the two accesses?",
@@ -59,10 +41,6 @@ HINTS = {
     "UninitializedError": "Shared and local memory are uninitialized until a thread writes them. Which thread writes this element, and is there a barrier before the read?",
     "CollectiveError": "A warp function needs full warps of 32 threads, and every lane in its mask must call it.",
 }
-
-
-class Wrong(Exception):
-    """An error in an attempt. The message is written for the author of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +68,7 @@ class Verdict:
 
     passed: bool
     text: str
-    stepper: Stepper | None = field(default=None, compare=False)
+    stepper: simulator.Stepper | None = field(default=None, compare=False)
 
     def __str__(self):
         """Wrap long lines at spaces; keep source lines as they are."""
@@ -125,28 +103,32 @@ def exercise(number: str, name: str, first_step: str, hints=None, allow=(), kern
     return enter
 
 
-def judge(exercise: Exercise, work, seed: int | None = None, steps: bool = True) -> Verdict:
+def judge(
+    exercise: Exercise, runner: Runner, seed: int | None = None, steps: bool = True
+) -> Verdict:
     """Judge what the reader wrote.
 
-    work: the reader's function
+    runner: has the reader's function
     seed: of the random case; None: another one in every run
     steps: record the run to step through it, which takes two thirds of the time
     """
     title = f"{exercise.number} {exercise.name}"
     if seed is None:
         seed = int(np.random.default_rng().integers(100_000))
-    attempt = Attempt(exercise, work, seed, steps)
+    attempt = Attempt(exercise, runner, seed, steps)
     try:
-        attempt.look()
-        with _time_limit(), _noted(attempt.work) as attempt.notes:
+        with time_limit():
+            attempt.look()
             exercise.judge(attempt)
             attempt.settle()
         attempt.narrow()
         attempt.order()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
+        if isinstance(wrong, TimeoutError) and "TimeoutError" in exercise.hints:
+            text += "\n" + exercise.hints["TimeoutError"]
     except Exception as error:  # raised by the check of the returned value, not by the attempt
-        where = _line_of(error, attempt.work)
+        where = runner.line_of(error)
         text = str(
             attempt.wrong(
                 f"{type(error).__name__} while checking the returned value: {error}{where}"
@@ -156,15 +138,15 @@ def judge(exercise: Exercise, work, seed: int | None = None, steps: bool = True)
         cases = f"{attempt.count} cases" if attempt.count != 1 else "1 case"
         safe = ", no race, no out-of-bounds access" if exercise.kernel else ""
         remarks = "".join(f"\n  {remark}" for remark in attempt.remarks)
-        return Verdict(True, f"{title}: correct. {cases}{safe}.{remarks}", attempt.stepper)
+        return Verdict(True, f"{title}: correct. {cases}{safe}.{remarks}", runner.stepper)
     if attempt.drawn:
         text += (
             f'\nThe same numbers again: lesson.check("{exercise.number}", {exercise.name}, seed={seed}), or '
             f"`python -m xtrain.lesson check {exercise.number} --seed {seed}`."
         )
-    if GAP in attempt.source and not attempt.empty:
+    if GAP in attempt.source and not attempt.facts.empty:
         text += f"\nThe line `# {GAP}` is still there: is this the finished attempt?"
-    return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}", attempt.stepper)
+    return Verdict(False, f"{title}: not yet.\n{textwrap.indent(text, '  ')}", runner.stepper)
 
 
 @dataclass
@@ -172,48 +154,60 @@ class Attempt:
     """One solution being judged. The methods below are all that an exercise needs."""
 
     exercise: Exercise
-    work: Callable
+    first_runner: Runner
     seed: int = 0  # of the random case
     steps: bool = True  # record the run to step through it
     count: int = 0  # cases so far
     where: str = ""  # the current case: "n = 33, grid 2, block 32"
-    source: str = ""
-    empty: bool = False
-    notes: "Notes" = field(default_factory=lambda: Notes())
+    facts: Facts = field(default_factory=lambda: Facts("function", True))
     remarks: list = field(default_factory=list)  # on a correct solution
     names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
-    stepper: Stepper | None = None  # of the kernel that ran last
-    written: list = field(default_factory=list)  # written by kernels in this case, see block.previous
+    ran: Ran | None = None  # what the kernel did that ran last
     launched: tuple = ()  # blocks, threads and arrays of the kernel that ran last, until settle() has looked
+    _written: list = field(default_factory=list)  # addresses that kernels of this case wrote
+    _writers: dict = field(
+        default_factory=dict
+    )  # address -> block and thread of the kernel that ran last
+    _wide: list = field(default_factory=list)
+    _atomics: list = field(default_factory=list)
     _arrays_made: int = 0
     _rng: np.random.Generator | None = None
+    _of_rank: threading.local = field(default_factory=threading.local)
+
+    @property
+    def runner(self) -> Runner:
+        """The runner; inside on_rank that of this thread's rank."""
+        return getattr(self._of_rank, "runner", self.first_runner)
+
+    @contextlib.contextmanager
+    def on_rank(self, rank: int):
+        """In this context this thread calls the reader's function as the rank."""
+        self._of_rank.runner = self.first_runner.of_rank(rank)
+        try:
+            yield
+        finally:
+            del self._of_rank.runner
 
     # ------------------------------------------------------------------------- before it runs
     def look(self):
         """Raises Wrong if the gap is still empty or the library does the work."""
         name = self.exercise.name
-        function = getattr(self.work, "py_func", self.work)
-        if not isinstance(function, types.FunctionType):
-            raise Wrong(f"{name} must be a function, not a {type(self.work).__name__}.")
-        try:
-            self.source = textwrap.dedent(inspect.getsource(function))
-        except OSError:
+        self.facts = facts = self.runner.facts()
+        if not facts.function:
+            raise Wrong(f"{name} must be a function, not a {facts.kind}.")
+        if facts.source is None:
             raise Wrong(
                 f"{name} has no source code: define it in a cell or a file, not in a string."
-            ) from None
-        self.empty = is_empty(self.source)
-        if self.empty:
+            )
+        if facts.empty:
             raise Wrong(
                 f"Nothing is written yet: fill the gap `# {GAP}`.\nFirst step: {self.exercise.first_step}"
             )
-        if self.exercise.kernel and not hasattr(self.work, "py_func"):
+        if self.exercise.kernel and not facts.kernel:
             raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
-        found = library_name(function, self.exercise.allow)
-        if home_of(function).split(".")[0] in LIBRARY:
-            found = home_of(function)
-        if found:
+        if facts.library:
             raise Wrong(
-                f"{name} uses {found}, which is the library's own: write it yourself here.\n"
+                f"{name} uses {facts.library}, which is the library's own: write it yourself here.\n"
                 + f"(Allowed here: {', '.join(sorted(self.exercise.allow))}.)\n"
                 * bool(self.exercise.allow)
                 + "You can compare with the library afterwards: the end of the lesson shows its source."
@@ -221,20 +215,16 @@ class Attempt:
 
     def narrow(self):
         """Raises Wrong if the values are right but the kernel computes in float64."""
-        mine = getattr(self.work, "py_func", self.work).__code__.co_filename
-        for site in self.notes.wide:
-            if site.file == mine:
-                line = linecache.getline(site.file, site.line).strip()
-                raise Wrong(
-                    f"The values are right, but the value converted to float32 at {site} was computed in float64:\n    {line}\n"
-                    "A literal such as 0.5, an integer, or a quotient of integers turns the whole expression into float64: "
-                    "write float32(0.5), float32(C)."
-                )
+        for site, line in self._wide:
+            raise Wrong(
+                f"The values are right, but the value converted to float32 at {site} was computed in float64:\n    {line}\n"
+                "A literal such as 0.5, an integer, or a quotient of integers turns the whole expression into float64: "
+                "write float32(0.5), float32(C)."
+            )
 
     def order(self):
         """Raises Wrong if the values are right but floats were added by atomics."""
-        for site in self.notes.atomics:
-            line = linecache.getline(site.file, site.line).strip()
+        for site, line in self._atomics:
             raise Wrong(
                 f"The values are right, but floats are added by an atomic at {site}:\n    {line}\n"
                 "Its threads come in any order, and float additions round: the last bits differ from run to run. "
@@ -245,9 +235,9 @@ class Attempt:
         """Raises Wrong if few threads did the work of many in the kernel that ran last, although its values are right."""
         (grid, threads, arrays), self.launched = self.launched or (0, 0, {}), ()
         for name, a in arrays.items():
-            writers = [self.notes.writers[x] for x in _addresses(a).flat if x in self.notes.writers]
+            writers = [self._writers[x] for x in addresses(a).flat if x in self._writers]
             due, busy = min(-(-len(writers) // self.exercise.each), threads), set(writers)
-            blocks = len({block for block, _ in busy})
+            blocks = len({writer[:3] for writer in busy})
             self.need(
                 2 * len(busy) >= due,
                 f"The values are right, but {len(busy)} of {threads} threads"
@@ -256,9 +246,17 @@ class Attempt:
             )
 
     @property
+    def source(self) -> str:
+        return self.facts.source or ""
+
+    @property
     def code(self) -> str:
         """The source without comments and docstrings, to look for names in."""
         return without_comments(self.source)
+
+    def read(self, question: Callable):
+        """-> question(the reader's function), asked where the function is. question: of a module without answers."""
+        return self.runner.read(question)
 
     # ------------------------------------------------------------------------- inputs
     def cases(self, fixed, draw, times=1):
@@ -303,28 +301,35 @@ class Attempt:
         memory accesses, a Trace.
         """
         self.case(f"{case}, grid {grid}, block {block}".lstrip(", "))
-        parameters = list(inspect.signature(self.work.py_func).parameters)
+        parameters = self.facts.parameters
         if len(parameters) != len(args):
             raise Wrong(
                 f"{self.exercise.name} is called with {len(args)} arguments: do not change the parameters of the function."
             )
         self.names = {id(a): name for name, a in zip(parameters, args)}
-        self.stepper = Stepper() if self.steps else None
-        self.notes.writers.clear()
         try:
-            run = traced if trace else simulator.run
-            with observe(self.stepper) if self.steps else contextlib.nullcontext():
-                result = run(self.work, grid, block, *args, shared=shared)
+            self.ran = self.runner.run(grid, block, args, shared, trace, self.steps)
         except KernelError as error:
             hint = self._barrier_hint(error) or _hint(
                 error, (hints or {}, self.exercise.hints, HINTS)
             )
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
-        self.written += previous.last[0]
-        blocks, threads = (int(np.prod(x)) for x in (grid, block))
         arrays = {n: a for n, a in zip(parameters, args) if isinstance(a, np.ndarray)}
+        self._note(self.ran, arrays)
+        blocks, threads = (int(np.prod(x)) for x in (grid, block))
         self.launched = blocks, blocks * threads, arrays
-        return result
+        return Trace(self.ran.accesses) if trace else None
+
+    def _note(self, ran: Ran, arrays: dict[str, np.ndarray]):
+        """Keep what a kernel did by the addresses of its arrays: a check may look at a part of one."""
+        self._wide += ran.wide
+        self._atomics += ran.atomics
+        self._writers = {}
+        for name, a in arrays.items():
+            at = addresses(a)
+            self._written.append(at[ran.wrote[name]])
+            writers = ran.writers[name].reshape(-1, 4).tolist()
+            self._writers |= {x: tuple(w) for x, w in zip(at.flat, writers) if w[3] >= 0}
 
     def _barrier_hint(self, error):
         """The hint for data that another thread has not written yet, if only some threads reach a barrier; else None."""
@@ -342,11 +347,12 @@ class Attempt:
 
     def wrote(self, a) -> np.ndarray:
         """Which elements of `a` the kernels of this case have written: bool array of the shape of a."""
-        address = _addresses(a)
-        done = np.zeros(a.shape, bool)
-        for _, base, granule, keys in self.written:
-            done |= np.isin((address - base) // granule, list(keys)) & (address >= base)
-        return done
+        return np.isin(addresses(a), np.concatenate([np.empty(0, np.int64), *self._written]))
+
+    def writer(self, a, *index) -> tuple[tuple[int, ...], int]:
+        """Block and thread of the kernel that ran last that wrote a[index]."""
+        *block, thread = self._writers[int(addresses(a)[index])]
+        return tuple(block), thread
 
     def exchanged(self, trace) -> bool:
         """Whether a thread has read an element of shared memory that another thread wrote."""
@@ -385,19 +391,29 @@ class Attempt:
         """-> the return value of the reader's Python function."""
         if case:
             self.case(case)
-        return self.ask(self.work, *args, **options)
+        return self._told(self.runner.call, *args, **options)
+
+    def call_measured(self, *args, case="", **options):
+        """-> what call returns, and the most bytes that were in use at once during the call."""
+        if case:
+            self.case(case)
+        return self._told(self.runner.call_measured, *args, **options)
 
     def ask(self, function, *args, **options):
-        """-> the return value of a function that the reader wrote, or that the reader's function returned."""
+        """-> the return value of a function that the reader's function returned."""
+        with self.runner.guarded():
+            return self._told(function, *args, **options)
+
+    def _told(self, function, *args, **options):
+        """-> function(*args, **options). Raises Wrong with the reader's error."""
         try:
-            with _watched(self.exercise), np.errstate(all="ignore"):
-                return function(*args, **options)
+            return function(*args, **options)
         except Wrong:
             raise
         except Exception as error:
             hint = _hint(error, [self.exercise.hints])
             raise self.wrong(
-                f"{type(error).__name__}: {error}{_line_of(error, self.work)}"
+                f"{type(error).__name__}: {error}{self.runner.line_of(error)}"
                 + (f"\n{hint}" if hint else "")
             ) from None
 
@@ -405,7 +421,8 @@ class Attempt:
         """Start a new case."""
         self.settle()
         self.count += 1
-        self.where, self.written = where, []
+        self.where = where
+        self._written = []
 
     # ------------------------------------------------------------------------- compare
     def several(self, got, *names) -> tuple:
@@ -432,7 +449,7 @@ class Attempt:
 
         mistakes: {message: the array that this mistake gives, or a function of got -> bool}
         """
-        kept = got if self.written and isinstance(got, SimArray) else None
+        kept = got if self._written and isinstance(got, SimArray) else None
         got, want = self._arrays(name, got, want)
         fits = np.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
         if fits.all():
@@ -480,6 +497,11 @@ ADVICE = (  # the advice for an error whose message contains all these words
     (("is not callable",), "A number is called like a function: remove the () after it."),
     (("cannot be interpreted as an integer",), "An index must be an integer: divide with //, not with /."),
     (("lanes hold float", "int64"), "A sum that starts with the integer 0 does not keep one type: start it with float32(0.0)."),
+    (
+        ("cannot access local variable",),
+        "A function that assigns a name has a variable of its own of this name: write `nonlocal` above it for a variable of the enclosing "
+        "function, or give it a value first.",
+    ),
     (("zero-size array",), "An empty array has no maximum: a slice is empty here. Check its start and end."),
     (("positional argument",), "This call has too few or too many arguments: the lesson says which arguments the function takes, and in which order."),
     (
@@ -521,128 +543,8 @@ def _looks_like(sign, got, rtol, atol):
     return sign.shape == got.shape and np.allclose(got, sign, rtol, atol, equal_nan=True)
 
 
-@contextlib.contextmanager
-def _watched(exercise):
-    """Raises Wrong if a library function that the exercise does not allow is called, directly or indirectly."""
-    before = sys.getprofile()
-
-    def watch(frame, event, argument):
-        if event == "call" and frame.f_globals.get("__name__", "").startswith("xtrain.kernels"):
-            name = frame.f_code.co_name
-            if name not in exercise.allow:
-                sys.setprofile(before)
-                raise Wrong(f"{exercise.name} calls the library's {name}: write it yourself here.")
-
-    # an allowed function may call any other; look() has already checked the names
-    if exercise.allow:
-        yield
-        return
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-@dataclass
-class Notes(Observer):
-    """What the kernels of an attempt did.
-
-    wide: the Sites where float64 becomes float32. atomics: those of atomic additions of floats.
-    writers: address in global memory -> (block, thread) of the last write there
-    """
-
-    wide: list = field(default_factory=list)
-    atomics: list = field(default_factory=list)
-    writers: dict = field(default_factory=dict)
-
-    def access(self, thread, array, k, site, how, value):
-        if how == READ:
-            return
-        if how == WRITE and _computed(value) and array.dtype == np.float32 and site not in self.wide:  # fmt: skip
-            self.wide.append(site)
-        if how == ATOMIC and array.dtype.kind == "f" and value in ("add", "sub"):
-            self.atomics += [site] * (site not in self.atomics)
-        if array.memory.kind == "global":
-            address = array.memory.base + (array.bias + k * array.span) * array.memory.granule
-            self.writers[address] = tuple(map(int, thread.blockIdx)), thread.index
-
-
-def _computed(value):
-    """Is it the float64 of a computation? 0.0 and -math.inf are constants, which the compiler turns into float32."""
-    return type(value) is np.float64 and value != 0 and np.isfinite(value)
-
-
-@contextlib.contextmanager
-def _noted(work):
-    """-> Notes, which the kernels that run in this context fill."""
-    notes, scope, casts = Notes(), {}, {}
-
-    def noted_cast(x):
-        if _computed(x):
-            frame = sys._getframe(1)
-            site = Site(frame.f_code.co_filename, frame.f_lineno, 0, frame.f_code.co_name, "")
-            line = linecache.getline(site.file, site.line)
-            if site not in notes.wide and float(x) not in cast_constants(line):
-                notes.wide.append(site)
-        return np.float32(x)
-
-    noted_cast.scalar, noted_cast.dtype = np.float32, np.dtype(np.float32)
-    if hasattr(work, "py_func"):
-        with contextlib.suppress(KernelError):  # reported when the kernel runs
-            scope = translate(work.py_func).function.__globals__
-        casts = {k: f for k, f in scope.items() if getattr(f, "scalar", None) is np.float32}
-    scope.update(dict.fromkeys(casts, noted_cast))
-    try:
-        with observe(notes):
-            yield notes
-    finally:
-        scope.update(casts)
-
-
 def _plain(x):
     """NumPy's numbers as Python's, arrays as lists, also in a tuple."""
     return (
         tuple(map(_plain, x)) if isinstance(x, tuple) else x.tolist() if hasattr(x, "tolist") else x
     )
-
-
-def _addresses(a) -> np.ndarray:
-    """The address of every element of an array, in its shape."""
-    offset = (
-        np.tensordot(np.array(a.strides), np.indices(a.shape), 1) if a.ndim else np.zeros((), int)
-    )
-    return a.__array_interface__["data"][0] + offset.astype(np.int64)
-
-
-@contextlib.contextmanager
-def _time_limit():
-    """Raises TimeoutError after SECONDS of CPU time (other programs must not shorten it), if the system has such a timer
-    and this is the main thread.
-    """
-    if (
-        not hasattr(signal, "SIGVTALRM")
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-
-    def stop(number, frame):
-        raise TimeoutError(
-            f"It did not end within {SECONDS} seconds: is there a loop whose condition never changes?"
-        )
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def _line_of(error, work):
-    """ " (in `y = x / 0`)": the innermost line of the traceback in the reader's file."""
-    file = getattr(getattr(work, "__code__", None), "co_filename", None)
-    lines = [f.line for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    return f" (in `{lines[-1].strip()}`)" if lines and lines[-1] else ""

@@ -1,7 +1,5 @@
 """Exercises of lesson 11: fusing."""
 
-import tracemalloc
-
 import numpy as np
 
 from xtrain.kernels.residual import residual_rmsnorm_ref
@@ -175,13 +173,7 @@ def head_loss(e):
         targets = np.random.default_rng(N).integers(0, V, N)
         large = " large logits," if scale > 1 else ""
         case = f"{N} rows,{large} vocabulary {V}, {rows} rows at a time"
-        tracemalloc.start()
-        try:
-            with np.errstate(all="ignore"):
-                got = e.call(x.copy(), w.copy(), targets, rows, case=case)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        got, peak = e.call_measured(x.copy(), w.copy(), targets, rows, case=case)
         loss, dx, dw = e.several(got, "loss", "dx", "dw")
         e.need(
             np.shape(dx) != (V, C) or N == V,

@@ -1,6 +1,5 @@
 """Exercises of lesson 13: FlashAttention."""
 
-import tracemalloc
 from collections import defaultdict
 
 import numpy as np
@@ -94,12 +93,7 @@ def attention_row(e):
     q, k, v = e.rng.normal(size=3), *e.rng.normal(size=(2, S, 3))
     keys = Pieces(k, tile, "keys", "k_SD[first : first + tile]")
     values = Pieces(v, tile, "values", "v_SD[first : first + tile]")
-    tracemalloc.start()
-    try:
-        got = e.call(q, keys, values, 1.0, tile, case=f"S = {S:,}, tile = {tile:,}")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    got, peak = e.call_measured(q, keys, values, 1.0, tile, case=f"S = {S:,}, tile = {tile:,}")
     acc, total, _ = walk(q, k, v, 1.0, tile)
     e.same("o", got[0], acc / total, rtol=1e-6)
     e.need(

@@ -152,7 +152,10 @@ def paged_attention_kernel(e):
 @exercise(
     "24.3", "block_names",
     first_step="cut the tokens into blocks of S. What decides the keys of a block: only its own tokens?",
-    hints={"TypeError": "A list cannot be hashed or be a key of a dictionary: make it a tuple."},
+    hints={
+        "TypeError": "A list cannot be hashed or be a key of a dictionary: make it a tuple.",
+        "ValueError": "A token may be any number up to the size of the vocabulary: bytes() takes numbers below 256 only.",
+    },
     kernel=False,
 )  # fmt: skip
 def block_names(e):
@@ -212,6 +215,9 @@ def block_names(e):
         [1, 2, 5, 6, 3, 4], [5, 6, 1, 2, 3, 4], 2, 2, "The order of the blocks before matters, too."
     )
     differ([1, 2], [2, 1], 0, 2, "The order of the tokens matters.")
+    for base in (10, 100, 256, 1000, 1024, 50257, 65536, 100_000):
+        differ([0, base], [1, 0], 0, 2,
+               "A token may be any number up to the size of the vocabulary, which is above 100,000 in today's models: two tokens must not look like another two.")  # fmt: skip
     differ(
         [1, 12],
         [11, 2],
@@ -314,6 +320,8 @@ def next_place(e):
             )
             want = before
         e.need(table == want, f"The table is {table} afterwards; it must be {want}.")
+        e.need(new not in want or count[new] == 1,
+               f"count[{new}] is {count[new]} afterwards, it must be 1: allocate has counted this sequence, and a block with a wrong count is never free again.")  # fmt: skip
         for b in set(before):
             left = counted[b] - (1 if shared and b == before[-1] else 0)
             e.need(count[b] == left,

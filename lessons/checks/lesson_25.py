@@ -26,6 +26,8 @@ def inputs_and_targets(e):
         )
         e.same("inputs", inputs, ids[:-1], {
             "These are the targets' tokens: an input is the token BEFORE its target.": ids[1:],
+            "IGNORE is written into the inputs: ids[:-1] and ids[1:] are views of the same array. Make the targets a new one, with np.where or .copy().":
+                np.append(ids[0], np.where(trained[1:], ids[1:], IGNORE))[:-1],
         })  # fmt: skip
         after = np.where(trained[1:], ids[1:], IGNORE)
         e.same("targets", targets, after, {
@@ -33,6 +35,7 @@ def inputs_and_targets(e):
             "The flag of the input decides here: what counts is whether the TARGET is trained, trained[i + 1].":
                 np.where(trained[:-1], ids[1:], IGNORE),
             "The flags are the wrong way round: IGNORE stands where a token is NOT trained.": np.where(trained[1:], IGNORE, ids[1:]),
+            "Nothing is moved: target i is token i + 1, and its flag is trained[i + 1].": np.where(trained[:-1], ids[:-1], IGNORE),
             "Every token is trained here: put IGNORE where trained is False.": ids[1:],
             "Targets that do not count are IGNORE, -100: 0 is a token.": np.where(trained[1:], ids[1:], 0),
         })  # fmt: skip

@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from .attempt import exercise
+from .pieces import Products
 
 CHANGED = "An input was changed: compute new arrays."
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -19,28 +20,13 @@ def iterated(x, steps, coefficients=QUINTIC, left=False):
     return x
 
 
-class Products(np.ndarray):
-    """An array that notes in `shapes` the shape of every product @ that it takes part in."""
-
-    shapes: set
-
-    def __array_finalize__(self, parent):
-        self.shapes = getattr(parent, "shapes", set())
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
-        plain = lambda x: x.view(np.ndarray) if isinstance(x, Products) else x
-        if out:
-            options["out"] = tuple(map(plain, out))
-        result = getattr(ufunc, method)(*map(plain, inputs), **options)
-        if ufunc is np.matmul:
-            self.shapes.add(np.shape(result))
-        if out:
-            return out[0]
-        if not isinstance(result, np.ndarray):
-            return result
-        new = result.view(Products)
-        new.shapes = self.shapes
-        return new
+def elementwise(x, steps, all_of_it=False):
+    """The polynomial with A * A for A A; all_of_it: with powers of the elements of x."""
+    a, b, c = QUINTIC
+    for _ in range(steps):
+        A = x @ x.T
+        x = a * x + b * x**3 + c * x**5 if all_of_it else a * x + (b * A + c * A * A) @ x
+    return x
 
 
 def not_finite(got):
@@ -103,6 +89,8 @@ def newton_schulz(e):
                 lambda got: unlimited and np.any(got) and not np.allclose(got, want, rtol=1e-3),
             "This is the exact U V^T: the exercise is to come near it with products alone.": U @ Vt,
             "A = X^T X is for the other side: X (b A + c A A). From the left it must be X X^T.": turned(iterated(wide / norm, steps, left=True)) if R == C else G,
+            "Powers of single elements: A A is a product of matrices, A @ A, not A * A or A**2.": turned(elementwise(wide / norm, steps)),
+            "Powers of single elements: x^3 and x^5 stand for x x^T x and x x^T x x^T x, products of matrices.": turned(elementwise(wide / norm, steps, True)),
             "c A A is missing: this is a s + b s^3.": turned(iterated(wide / norm, steps, (*QUINTIC[:2], 0.0))),
             "The number of iterations is wrong: make `steps` of them.":
                 lambda got: any(np.allclose(got, turned(iterated(wide / norm, n)), rtol=1e-5) for n in range(9) if n != steps),
@@ -163,6 +151,10 @@ def muon_step(e):
             "The scale is missing: 0.2 sqrt(max(R, C)).": step(x, 1.0),
             "0.2 is missing in the scale.": step(x, np.sqrt(max(R, C))),
             "sqrt(max(R, C)) is missing in the scale.": step(x, 0.2),
+            "This is the scale of another form of Muon, sqrt(max(1, R / C)): here it is 0.2 sqrt(max(R, C)).": step(x, np.sqrt(max(1, R / C))),
+            "The scale is 0.2 times the root of the number of elements: it is 0.2 sqrt(max(R, C)).": step(x, 0.2 * np.sqrt(R * C)),
+            "The step is not multiplied by the learning rate.": step(x, plain / lr),
+            "The decay is added: w shrinks, w (1 - lr decay).": step(x, keep=1 + lr * decay),
             "The scale has the root of the SMALLER side: it is max(R, C).": step(x, 0.2 * np.sqrt(min(R, C))),
             "The scale has no root: 0.2 sqrt(max(R, C)).": step(x, 0.2 * max(R, C)),
             "There is no weight decay: multiply w by 1 - lr decay.": step(x, keep=1.0),

@@ -1,7 +1,6 @@
 """Exercises of lesson 29: int8 codes by row, the numbers of e4m3 codes and back, a product with codes."""
 
 import re
-import types
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from xtrain.simulator import sim
 
 from .attempt import exercise
+from .reading import named_types
 
 CHANGED = "An input was changed: compute new arrays."
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -98,11 +98,8 @@ def quantize_rows(e):
 
 def by_hand(e):
     """Raises Wrong if the attempt leaves the bits to a library's e4m3."""
-    kinds = (type, np.dtype, types.ModuleType)
-    scope = getattr(e.work, "__globals__", {})
-    meant = [repr(x) for x in map(scope.get, re.findall(r"\w+", e.code)) if isinstance(x, kinds)]
     e.need(
-        not re.search(r"ml_dtypes|float8_e", " ".join([e.code, *meant])),
+        not re.search(r"ml_dtypes|float8_e", " ".join([e.code, *e.read(named_types)])),
         "This leaves the work to a library's e4m3 type: take the bits apart yourself.",
     )
 

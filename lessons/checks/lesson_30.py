@@ -169,6 +169,7 @@ def block_scan_kernel(e):
             "The sums are right, but threads read the elements of others. Each loads its own, and gets the rest from its warp's shuffles and "
             "the warps' totals.",
         )
+        e.divided(trace, x, n)
         busiest = Counter((a.block, a.thread) for a in trace.of(kind="shared")).most_common(1)
         e.need(
             block < 128 or not busiest or busiest[0][1] <= block,

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from xtrain.simulator import observe, sim
-from xtrain.simulator.observers import ATOMIC, Observer
+from xtrain.simulator import sim
 
 from .attempt import exercise
 
@@ -133,18 +132,6 @@ def active_lanes(e):
         })  # fmt: skip
 
 
-class Atomics(Observer):
-    """Counts the atomics in shared and in global memory."""
-
-    def __init__(self):
-        self.shared = self.all = 0
-
-    def access(self, thread, array, k, site, how, value):
-        if how == ATOMIC:
-            self.all += 1
-            self.shared += array.memory.kind == "shared"
-
-
 WAIT = "Set all counters to 0, wait, count, wait, and only then read them: two cuda.syncthreads()."
 
 
@@ -166,10 +153,9 @@ def histogram_kernel(e):
         digits = e.rng.integers(0, T, n) if e.drawn else np.random.default_rng(n).integers(0, T, n)
         before = np.arange(T) * 3 + 1
         count = sim(before.astype(np.int32))
-        seen = Atomics()
         digit = sim(digits.astype(np.int32))
-        with observe(seen):
-            trace = e.run(grid, 64, count, digit, case=f"n = {n}, T = {T}", trace=True)
+        trace = e.run(grid, 64, count, digit, case=f"n = {n}, T = {T}", trace=True)
+        atomics = e.ran.global_atomics
         own = np.bincount(digits, minlength=T)
         once = np.bincount(digits[: 64 * grid], minlength=T)
         e.same("count", count, before + own, {
@@ -182,8 +168,8 @@ def histogram_kernel(e):
             "Nothing was added to count_T.": before,
         }, atol=0)  # fmt: skip
         e.need(
-            seen.all - seen.shared <= T * grid,
-            f"The counts are right, with {seen.all - seen.shared} atomic additions to global memory; one per counter and block is enough, "
+            atomics <= T * grid,
+            f"The counts are right, with {atomics} atomic additions to global memory; one per counter and block is enough, "
             f"{T * grid} here. Count in shared memory first.",
         )
         reads = trace.of(e.name(digit), write=False)
@@ -197,6 +183,8 @@ def histogram_kernel(e):
             busy >= min(grid, -(-n // 64)),
             f"The counts are right, but {busy} of {grid} blocks read digits: begin with cuda.grid(1), and step by cuda.gridsize(1).",
         )
+        if n:
+            e.divided(trace, digit, min(n, 64 * grid))
 
 
 @exercise(

@@ -26,7 +26,8 @@ def on_ranks(e, world, arguments, wrap=lambda comm: comm):
     def work(comm):
         comms[comm.rank] = comm
         try:
-            return e.call(wrap(comm), *arguments(comm.rank))
+            with e.on_rank(comm.rank):
+                return e.call(wrap(comm), *arguments(comm.rank))
         except Wrong as wrong:
             where = "" if "rank" in str(wrong).split("\n", 1)[-1] else f"\n  On rank {comm.rank}."
             raise Wrong(f"{wrong}{where}") from None
@@ -45,18 +46,19 @@ class ExchangeOnly:
     """A communicator without collectives, which notes to whom it sends."""
 
     def __init__(self, comm, partners, e):
-        self.comm, self.rank, self.world, self.partners = comm, comm.rank, comm.world, partners
-        self.e = e
+        self._comm, self._partners = comm, partners
+        self.rank, self.world = comm.rank, comm.world
+        self._e = e
 
     def exchange(self, send, to, receive, source):
         for name, a in (("send", send), ("receive", receive)):
             if not isinstance(a, np.ndarray):
                 raise RankError(f"exchange: `{name}` must be an array, not {type(a).__name__}")
-        self.partners.update({(self.rank, to), (source, self.rank)})
-        self.comm.exchange(send, to, receive, source)
+        self._partners.update({(self.rank, to), (source, self.rank)})
+        self._comm.exchange(send, to, receive, source)
 
     def all_reduce(self, *_):
-        raise self.e.wrong("use comm.exchange only: here you write the all-reduce yourself")
+        raise self._e.wrong("use comm.exchange only: here you write the all-reduce yourself")
 
     all_gather = reduce_scatter = all_reduce
 
@@ -409,22 +411,23 @@ class Gathering:
     """A communicator that counts how many gathered layers are alive."""
 
     def __init__(self, comm, e):
-        self.comm, self.e, self.rank, self.world, self.alive = comm, e, comm.rank, comm.world, []
+        self._comm, self._e, self._alive = comm, e, []
+        self.rank, self.world = comm.rank, comm.world
         self.reduce_scatter, self.exchange = comm.reduce_scatter, comm.exchange
         self.gathered = 0
 
     def all_gather(self, shard):
         self.gathered += 1
-        whole = self.comm.all_gather(shard)
-        self.alive = [a for a in self.alive if a() is not None] + [weakref.ref(whole)]
-        self.e.need(len(self.alive) <= 2, f"On rank {self.rank}, {len(self.alive)} layers are in memory as a whole at the same time. Keep the inputs of the layers, "
+        whole = self._comm.all_gather(shard)
+        self._alive = [a for a in self._alive if a() is not None] + [weakref.ref(whole)]
+        self._e.need(len(self._alive) <= 2, f"On rank {self.rank}, {len(self._alive)} layers are in memory as a whole at the same time. Keep the inputs of the layers, "
                     "not their weights: gather each layer again in backward.")  # fmt: skip
         return whole
 
     def all_reduce(self, x):
-        self.e.need(isinstance(x, np.ndarray) and x.ndim > 0, "all_reduce works in place, on an array: make the loss an array of one number, (error**2).sum().reshape(1).")  # fmt: skip
-        self.e.need(self.world == 1 or np.size(x) == 1, f"all_reduce of {np.size(x)} numbers: each rank needs only its part of the gradient. reduce_scatter sends half as much.")  # fmt: skip
-        return self.comm.all_reduce(x)
+        self._e.need(isinstance(x, np.ndarray) and x.ndim > 0, "all_reduce works in place, on an array: make the loss an array of one number, (error**2).sum().reshape(1).")  # fmt: skip
+        self._e.need(self.world == 1 or np.size(x) == 1, f"all_reduce of {np.size(x)} numbers: each rank needs only its part of the gradient. reduce_scatter sends half as much.")  # fmt: skip
+        return self._comm.all_reduce(x)
 
 
 @exercise(

@@ -1,80 +1,20 @@
 """Exercises of lesson 33: blocks that wait at a counter, a table of tasks, the kernel that works through it, its timeline."""
 
-import ast
-import inspect
 import re
-import textwrap
-import types
 
 import numpy as np
 
-from xtrain.kernels.primitives import ptx
 from xtrain.simulator import sim
 
 from .attempt import exercise
 from .lesson_30 import whole
 from .reading import divergent_barrier
+from .waiting import compares_equal, events, sets_back
 
 LARGE = 20_000_000  # beyond 2^24, where float32 rounds
 KIND, STAGE, SHARE, SHARES, WAIT, ARRIVALS, SIGNAL = range(7)
 COLUMNS = "(kind, stage, share, shares, wait, arrivals, signal)"
 ALLOW = ("load_acquire", "atomic_add_release")
-
-
-# ----------------------------------------------------------------------------- reading how a kernel waits
-def events(kernel):
-    """What a kernel does, in the order of its source, device functions of the reader included.
-
-    -> [(event, is it in an `if`?), ...]: "write" to the first parameter, "barrier", "fence", "add" in order, "atomic", "acquire"
-    """
-    function, out = kernel.py_func, []
-    first = next(iter(inspect.signature(function).parameters))
-
-    def visit(node, scope, inside, depth):
-        if isinstance(node, (ast.Assign, ast.AugAssign)):
-            visit(node.value, scope, inside, depth)
-            for target in getattr(node, "targets", None) or [node.target]:
-                subscript = isinstance(target, ast.Subscript)
-                if subscript and getattr(target.value, "id", "") == first:
-                    out.append(("write", inside))
-            return
-        if isinstance(node, ast.Call):
-            for argument in node.args:
-                visit(argument, scope, inside, depth)
-            called = node.func
-            name = getattr(called, "attr", getattr(called, "id", ""))
-            thing = scope.get(name)
-            known = {ptx.load_acquire: "acquire", ptx.atomic_add_release: "add"}
-            plain = getattr(thing, "py_func", None)
-            if event := next((v for k, v in known.items() if thing is k), None):
-                out.append((event, inside))
-            elif name.startswith("syncthreads"):
-                out.append(("barrier", inside))
-            elif name == "threadfence":
-                out.append(("fence", inside))
-            elif "atomic" in ast.unparse(called):
-                out.append(("atomic", inside))
-            elif isinstance(plain, types.FunctionType) and depth < 5:
-                enter(plain, inside, depth + 1)
-            return
-        if isinstance(node, ast.If):
-            visit(node.test, scope, inside, depth)
-            for child in (*node.body, *node.orelse):
-                visit(child, scope, True, depth)
-            return
-        for child in ast.iter_child_nodes(node):
-            visit(child, scope, inside, depth)
-
-    def enter(function, inside, depth):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, SyntaxError):
-            return
-        for child in tree.body[0].body:
-            visit(child, function.__globals__, inside, depth)
-
-    enter(function, False, 0)
-    return out
 
 
 def barrier_between(names, a, b):
@@ -93,7 +33,7 @@ SET_BACK = "A counter is set back, while another block may still be waiting at i
 
 def order_of(e, target):
     """Hints for the ways in which blocks can fail to wait for each other. target: what to wait for, for the author."""
-    found = events(e.work)
+    found = e.read(events)
     names = [name for name, _ in found]
     adds = [inside for name, inside in found if name in ("add", "atomic")]
     arrival = next((n for n in names if n in ("add", "atomic")), "add")
@@ -107,7 +47,7 @@ def order_of(e, target):
             if "while" in e.source
             else "Blocks arrive, but none of them waits: while load_acquire(counter, i) < target: pass, in thread 0."
         )
-    elif sets_back(e.work):
+    elif e.read(sets_back):
         race = SET_BACK
     elif "fence" not in names and (
         "add" not in names or (arrival == "atomic" and looks == "acquire")
@@ -131,9 +71,9 @@ def order_of(e, target):
         dead = "Threads that have returned reach no barrier. Threads past the end take part: put only the computation into an `if`."
     elif not adds:
         dead = "A block waits, but none arrives: thread 0 adds 1 to the counter with atomic_add_release, and then waits."
-    elif sets_back(e.work):
+    elif e.read(sets_back):
         dead = SET_BACK
-    elif compares_equal(e.work):
+    elif e.read(compares_equal):
         dead = "A fast block may already have arrived for the next round, so the count may be larger than the target: wait while it is less, `<`."
     return {
         "RaceError between blocks": race,
@@ -147,26 +87,6 @@ def late(hints, default):
     """What to say when values are wrong because a block did not wait. hints: of order_of."""
     race = hints["RaceError between blocks"]
     return race if race.startswith(("Every thread arrives", SET_BACK)) else default
-
-
-def sets_back(kernel):
-    """Does the kernel assign a constant to an element of a parameter whose name begins with count?"""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.py_func)))
-    return any(
-        isinstance(n, ast.Assign)
-        and isinstance(n.value, ast.Constant)
-        and any(ast.unparse(t).startswith("count_") and "[" in ast.unparse(t) for t in n.targets)
-        for n in ast.walk(tree)
-    )
-
-
-def compares_equal(kernel):
-    """Does a while loop of the kernel compare with == or !=?"""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.py_func)))
-    tests = [n.test for n in ast.walk(tree) if isinstance(n, ast.While)]
-    return any(
-        isinstance(t, ast.Compare) and isinstance(t.ops[0], (ast.Eq, ast.NotEq)) for t in tests
-    )
 
 
 def no_grid_sync(e):
@@ -418,7 +338,7 @@ def tasks_kernel(e):
             for row, task in enumerate(rows):
                 s, share, shares = task[STAGE], task[SHARE], task[SHARES]
                 own = [i for i in range(n) if i // 32 % shares == share]
-                writers = {_writer(e, x, s + 1, i) for i in own}
+                writers = {e.writer(x, s + 1, i) for i in own}
                 by = {block for (block, *_), _ in writers}
                 e.need(
                     by <= {row % blocks},
@@ -436,12 +356,6 @@ def tasks_kernel(e):
                 "The counters were set back. They continue from launch to launch: another block may still be waiting at one.": lambda got, due=due: (got < due).any() and launch,
                 "A task arrives once, at counter tasks_RF[row, SIGNAL].": lambda got: True,
             }, rtol=0, atol=0)  # fmt: skip
-
-
-def _writer(e, x, s, i):
-    """(block, thread) that wrote x[s, i]."""
-    address = x.__array_interface__["data"][0] + s * x.strides[0] + i * x.strides[1]
-    return e.notes.writers[address]
 
 
 # ----------------------------------------------------------------------------- times

@@ -270,6 +270,7 @@ def unchanged(e, given, values):
     allow=("e5m2_code",),
     hints={
         "OutOfBoundsError": "The last block has threads past the end: `if i < x_n.size`.",
+        "TimeoutError": "A search through the 127 codes gives the right one, but takes a hundred steps for each element: compute the code from the bits, as e5m2_code does.",
         "RaceError": "Several threads write counts or largest: cuda.atomic.add(counts_2, 0, 1) and cuda.atomic.max(largest_1, 0, bits).",
         "RaceError between blocks": "Several threads write the same element. Thread i writes codes[i] alone; counts and largest need cuda.atomic.add and cuda.atomic.max.",
     },

@@ -1,8 +1,8 @@
-"""An array that can only be read in pieces, for exercises that must never read all of it at once."""
+"""Arrays that watch what is done with them: read in pieces only, or multiplied."""
 
 import numpy as np
 
-from .attempt import Wrong
+from .running import Wrong
 
 
 class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
@@ -44,7 +44,7 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
                 "read single ones only for the candidates that are passed on."
             )
         self.asked += len(picked)
-        return self._x[key]
+        return np.array(self._x[key])  # not a view, which has all of it as its base
 
     def _all(self, *args, **options):
         raise Wrong(
@@ -53,3 +53,41 @@ class Pieces(np.lib.mixins.NDArrayOperatorsMixin):
 
     __array__ = __array_ufunc__ = __array_function__ = _all
     T = property(_all)
+
+
+class Products(np.ndarray):
+    """An array that notes in `shapes` the shape of every matrix product that it takes part in."""
+
+    shapes: set
+    functions = (np.dot, np.inner, np.vdot, np.tensordot, np.einsum, np.linalg.multi_dot)
+
+    def __array_finalize__(self, parent):
+        self.shapes = getattr(parent, "shapes", set())
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        if out:
+            options["out"] = tuple(map(_plain, out))
+        result = getattr(ufunc, method)(*map(_plain, inputs), **options)
+        if out:
+            result = out[0]
+        return self._noted(result, ufunc is np.matmul)
+
+    def __array_function__(self, function, types, args, options):
+        result = super().__array_function__(function, types, args, options)
+        return self._noted(result, function in self.functions)
+
+    def dot(self, other, out=None):
+        return self._noted(_plain(self).dot(_plain(other), out=out), True)
+
+    def _noted(self, result, product):
+        if product:
+            self.shapes.add(np.shape(result))
+        if type(result) is np.ndarray:
+            result = result.view(Products)
+        if isinstance(result, Products):
+            result.shapes = self.shapes
+        return result
+
+
+def _plain(x):
+    return x.view(np.ndarray) if isinstance(x, Products) else x

@@ -69,14 +69,14 @@ class ThreadRank(Communicator):
 
     def __init__(self, group: "_Group", rank: int):
         super().__init__(rank, group.world)
-        self.group, self.calls = group, 0
+        self._group, self._calls = group, 0
 
     def exchange(self, send, to, receive, source):
         self._note_exchange(send, to, receive, source)
-        mail = self.group.mail
+        mail = self._group.mail
         mail[self.rank, to].append(np.array(send))
         here = mail[source, self.rank]
-        self.group.wait(self.rank, f"waits for a message from rank {source}", lambda: here)
+        self._group.wait(self.rank, f"waits for a message from rank {source}", lambda: here)
         came = here.popleft()
         fits = came.shape == receive.shape
         need(fits, f"rank {source} sends an array of shape {came.shape}, rank {self.rank} receives into one of shape {receive.shape}")  # fmt: skip
@@ -100,17 +100,18 @@ class ThreadRank(Communicator):
 
     def _all(self, call, x):
         """The arrays with which the ranks make this call."""
-        calls = self.group.calls
-        if self.calls == len(calls):
+        calls = self._group.calls
+        if self._calls == len(calls):
             calls.append({})
-        made, self.calls = calls[self.calls], self.calls + 1
+        made = calls[self._calls]
+        self._calls += 1
         made[self.rank] = call, np.array(x)
         for rank, (other, y) in made.items():
             same = (other, y.shape, y.dtype) == (call, x.shape, x.dtype)
             need(same, f"rank {self.rank} calls {call} with {x.dtype} {x.shape}, and rank {rank} calls {other} with {y.dtype} {y.shape}: "
                  "every rank must make the same calls in the same order")  # fmt: skip
         ready = lambda: len(made) == self.world
-        self.group.wait(self.rank, f"waits in {call} for the other ranks", ready)
+        self._group.wait(self.rank, f"waits in {call} for the other ranks", ready)
         return [made[rank][1] for rank in range(self.world)]
 
 

@@ -7,6 +7,8 @@ import re
 import textwrap
 import types
 
+import numpy as np
+
 GAP = "YOUR CODE"
 
 
@@ -157,3 +159,11 @@ def home_of(thing):
     thing = getattr(thing, "py_func", getattr(thing, "func", thing))
     home = getattr(thing, "__module__", None)
     return home if isinstance(home, str) else ""
+
+
+def named_types(function) -> list[str]:
+    """The types, dtypes and modules that words of a function's source name in its file."""
+    kinds = (type, np.dtype, types.ModuleType)
+    scope = getattr(function, "__globals__", {})
+    words = re.findall(r"\w+", without_comments(textwrap.dedent(inspect.getsource(function))))
+    return [repr(x) for x in map(scope.get, words) if isinstance(x, kinds)]

@@ -50,7 +50,8 @@ def solution(number):
     definition = f"def {lesson.EXERCISES[number].name}("
     text = lesson.lesson_file(number.split(".")[0]).read_text(encoding="utf-8")
     cells = lesson.cells(text)
-    return next(code for tags, code in cells[::-1] if '"solution"' in tags and definition in code)
+    plain = [lesson.plain_solution(code) for tags, code in cells if '"solution"' in tags]
+    return next(code for code in plain[::-1] if definition in code)
 
 
 def with_differences(code, differences):

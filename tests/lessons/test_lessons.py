@@ -169,7 +169,7 @@ def test_objects_that_are_not_kernels():
 
 
 def test_endless_loop_is_stopped(monkeypatch):
-    monkeypatch.setattr(lesson.attempt, "SECONDS", 1)
+    monkeypatch.setattr(lesson.load_checks("running"), "SECONDS", 1)
     monkeypatch.setattr("xtrain.simulator.thread.MAX_TURNS", 10**12)  # or it stops first
     code = "from numba import cuda\n@cuda.jit\ndef add_kernel(y_n, a_n, b_n):\n    i = 0\n    while i < 1:\n        y_n[i] = 1\n"
     verdict = lesson.verdict("1.1", lesson.load(code, "endless.py").add_kernel)

@@ -1,0 +1,48 @@
+"""A number that a lesson's text states is the number that the lesson prints: both are looked up here."""
+
+import json
+import re
+
+import pytest
+
+from xtrain import lesson
+
+CLAIMS = [  # lesson, the text with one number, the output with the same number
+    ("25", r"all weights need ([\d.]+) GB", r"all weights\n(?:.*\n)*?    in all +([\d.]+) GB\nrank 16"),
+    ("25", r"LoRA of rank 16 needs ([\d.]+) GB", r"rank 16\n(?:.*\n)*?    in all +([\d.]+) GB"),
+    ("27", r"(\d+) requests are fewer", r"s = (\d+) in the server"),
+    ("27", r"Compare it with the (\d+) slots", r", (\d+) slots, "),
+    ("28", r"reaches AdamW's loss in (\d+) % of the steps", r"last loss after (\d+) % of the steps"),
+    ("28", r"of the steps and in ([\d.]+) of the time", r"% of the steps, ([\d.]+) of the time"),
+]  # fmt: skip
+
+
+def texts(number):
+    """-> the text of a lesson in one line, everything that its notebook printed"""
+    path = lesson.lesson_file(number)
+    cells = lesson.cells(path.read_text(encoding="utf-8"))
+    prose = [re.sub(r"^# ?", "", body, flags=re.M) for head, body in cells if "[markdown]" in head]
+    book = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
+    printed = ["".join(output.get("text", [])) for output in outputs]
+    return " ".join(" ".join(prose).split()), "\n".join(printed)
+
+
+@pytest.mark.parametrize("number, stated, printed", CLAIMS)
+def test_the_text_states_what_the_lesson_prints(number, stated, printed):
+    text, output = texts(number)
+    [said] = re.findall(stated, text)
+    assert re.findall(printed, output)[:1] == [said]
+
+
+def test_muon_and_adamw_are_best_at_the_edge_of_the_rates_as_the_text_says():
+    assert "best at the largest of the four rates" in texts("28")[0]
+    for name in ("adamw", "muon"):
+        losses = lesson.record(f"bench_muon/dim384/{name}/bf16")["final_losses"]
+        assert len(losses) == 4 and min(losses, key=losses.get) == max(losses, key=float)
+
+
+def test_fewer_requests_are_in_the_server_than_it_has_slots():
+    text, output = texts("27")
+    [there] = re.findall(r"s = (\d+) in the server", output)
+    assert "so at this rate none waits long for a slot" in text and int(there) < 256
