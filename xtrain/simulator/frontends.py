@@ -8,7 +8,9 @@ every frontend that is installed, and without Numba lets the program import own_
 place.
 """
 
+import contextlib
 import importlib
+import os
 import sys
 from importlib import util
 
@@ -29,8 +31,7 @@ class Frontend:
 
     def __init__(self, package: str):
         if package == NUMBA:
-            config = _part("numba.core.config")
-            self.parts = _without_numbas_simulator(config)
+            self.parts = _numba_cuda()
             self.modules: tuple = (self.parts,)
             self.types = _part("numba.core.types")
             core = "numba.core"
@@ -138,15 +139,28 @@ def _part(name: str):
     return importlib.import_module(name)
 
 
-def _without_numbas_simulator(config):
+def _numba_cuda():
     """numba.cuda itself, also if NUMBA_ENABLE_CUDASIM asks for a simulator: this is the one."""
     if "numba.cuda.simulator_init" in sys.modules:
         raise RuntimeError(
             "numba.cuda was imported with NUMBA_ENABLE_CUDASIM=1 before this simulator was "
             "started, so it is Numba's own: start this one first"
         )
-    config.ENABLE_CUDASIM = 0  # read by numba.cuda when it is imported, and by each @cuda.jit
-    return _part("numba.cuda")
+    with numbas_simulator_off():
+        return _part("numba.cuda")
+
+
+@contextlib.contextmanager
+def numbas_simulator_off():
+    """Inside, numba.cuda is imported as for a GPU, whatever NUMBA_ENABLE_CUDASIM says."""
+    asked = os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
+    config = _part("numba.core.config")
+    config.ENABLE_CUDASIM = 0  # stays 0: each @cuda.jit reads it
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["NUMBA_ENABLE_CUDASIM"] = asked  # for processes that the program starts
 
 
 _known: dict[str, Frontend | OwnFrontend] = {}
