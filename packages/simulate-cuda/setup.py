@@ -1,4 +1,7 @@
-"""Adds simulate_cuda.pth to the wheel: with NUMBA_ENABLE_CUDASIM=1, Python then starts the simulator. Metadata: pyproject.toml."""
+"""Adds simulate_cuda.pth to the wheel, which lets NUMBA_ENABLE_CUDASIM=1 start the simulator.
+
+The metadata is in pyproject.toml.
+"""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py

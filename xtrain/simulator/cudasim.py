@@ -27,6 +27,8 @@ def install():
     .pth file twice: the second call does nothing."""
     if any(isinstance(finder, _WithNumba) for finder in sys.meta_path):
         return
+    # pytest warns of plugins that were imported before it, but for those with this word
+    sys.modules[__package__].__doc__ += "PYTEST_DONT_REWRITE"
     sys.meta_path.insert(0, _WithNumba())
     sys.meta_path.append(_WithoutNumba())
 
