@@ -195,10 +195,10 @@ def test_without_the_option_nothing_is_replaced(python, project):
     assert run.returncode != 0 and "CudaSupportError" in run.stdout + run.stderr
 
 
-def test_numba_s_simulator_is_refused(python, project):
-    folder = project("cuda.syncthreads()")
-    run = python(folder, "-m", "pytest", *PLUGIN, "--simulate-cuda", NUMBA_ENABLE_CUDASIM="1")
-    assert run.returncode == 4 and "NUMBA_ENABLE_CUDASIM is set" in run.stderr, run.stderr
+def test_numbas_variable_selects_this_simulator(python, project):
+    folder = project("pass")
+    run = python(folder, "-m", "pytest", *PLUGIN, "-q", NUMBA_ENABLE_CUDASIM="1")
+    assert "UninitializedError" in run.stdout, run.stdout + run.stderr
 
 
 def test_the_command_runs_a_script_with_its_arguments(python, tmp_path):

@@ -7,12 +7,17 @@ import time
 import warnings
 from typing import NamedTuple
 
+from . import device_array
 from .block import MAX_GRID_YZ, MAX_THREADS, MAX_Z, SHARED, STATIC_SHARED
 from .device_array import DeviceArray, DeviceMemory, allocate, allocated
 
 COMPUTE_CAPABILITY = (9, 0)  # whose limits block.py checks
 BLOCKS_PER_MULTIPROCESSOR = 32
 MEMORY = 2**34  # bytes that the device claims to have
+
+
+class CudaSupportError(RuntimeError):
+    """What Numba raises if there is no GPU: never raised here."""
 
 
 class MemoryInfo(NamedTuple):
@@ -322,3 +327,35 @@ def mapped(*arylist, stream=0):
     """cuda.mapped: device arrays that share the memory of the given host arrays."""
     arrays = [DeviceArray.of(a, stream) for a in arylist]
     yield arrays[0] if len(arrays) == 1 else arrays
+
+
+# name in numba.cuda -> what it is in the simulator
+HOST_FUNCTIONS = {
+    **{
+        name: getattr(device_array, name)
+        for name in (
+            "as_cuda_array", "device_array", "device_array_like", "from_cuda_array_interface", "is_cuda_array", "managed_array",
+            "mapped_array", "mapped_array_like", "pinned_array", "pinned_array_like", "to_device",
+        )
+    },
+    **{
+        name: globals()[name]
+        for name in (
+            "cuda_error", "current_context", "detect", "event_elapsed_time", "external_stream", "get_current_device", "is_available",
+            "list_devices", "mapped", "pinned", "require_context", "select_device", "stream",
+        )
+    },
+    **dict.fromkeys(("close", "profile_start", "profile_stop", "synchronize"), nothing),
+    "_auto_device": device_array.auto_device,
+    "default_stream": CONTEXT.get_default_stream,
+    "defer_cleanup": CONTEXT.defer_cleanup,
+    "event": Event,
+    "gpus": DEVICES,
+    "is_bfloat16_supported": is_available,
+    "is_float16_supported": is_available,
+    "is_fp8_supported": is_fp8_supported,
+    "is_supported_version": is_available,
+    "legacy_default_stream": CONTEXT.get_legacy_default_stream,
+    "per_thread_default_stream": CONTEXT.get_per_thread_default_stream,
+    "profiling": contextlib.nullcontext,
+}  # fmt: skip

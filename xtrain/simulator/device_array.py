@@ -15,9 +15,6 @@ from . import frontends
 from .memory import _Bytes
 from .unwritten import extent, mark_unwritten, mark_written
 
-prepare_shape_strides_dtype = frontends.first().api_util.prepare_shape_strides_dtype
-check_array_compatibility = frontends.first().devicearray.check_array_compatibility
-sentry_contiguous = frontends.first().devicearray.sentry_contiguous
 tracks_unwritten = False  # report unwritten elements of cuda.device_array: set by host.simulate
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
@@ -27,6 +24,44 @@ def array_core(a: np.ndarray) -> np.ndarray:
     if a.size:
         return a[(*(0 if s == 0 else slice(None) for s in a.strides), ...)]
     return a
+
+
+def prepare_shape_strides_dtype(shape, strides, dtype, order) -> tuple:
+    """Shape, strides in bytes and dtype of a new array. order: "C" or "F", if no strides are
+    given."""
+    dtype = np.dtype(dtype)
+    if isinstance(shape, int):
+        shape = (shape,)
+    if isinstance(strides, int):
+        return shape, (strides,), dtype
+    if strides:
+        return shape, strides, dtype
+    if order not in ("C", "F"):
+        raise ValueError("must be either C/F order")
+    lengths = shape if order == "F" else shape[::-1]
+    found = [dtype.itemsize * math.prod(lengths[:axis]) for axis in range(len(shape))]
+    return shape, tuple(found if order == "F" else found[::-1]), dtype
+
+
+def check_array_compatibility(first, second):
+    """Raise TypeError or ValueError unless one array can be copied to the other."""
+    a, b = first.squeeze(), second.squeeze()
+    if first.dtype != second.dtype:
+        raise TypeError(f"incompatible dtype: {first.dtype} vs. {second.dtype}")
+    if a.shape != b.shape:
+        raise ValueError(f"incompatible shape: {first.shape} vs. {second.shape}")
+    if first.size and a.strides != b.strides:
+        raise ValueError(f"incompatible strides: {first.strides} vs. {second.strides}")
+
+
+def sentry_contiguous(a):
+    """Raise ValueError unless the memory of an array is one region."""
+    core = array_core(a)
+    if not core.flags.c_contiguous and not core.flags.f_contiguous:
+        raise ValueError(
+            "Array contains non-contiguous buffer and cannot be transferred as a single memory "
+            "region. Please ensure contiguous buffer with numpy .ascontiguousarray()"
+        )
 
 
 def allocate(size: int) -> np.ndarray:

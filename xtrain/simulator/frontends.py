@@ -1,19 +1,23 @@
-"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, and numba-cuda-mlir, a
-copy of Numba's parts.
+"""The packages that provide `@cuda.jit`: numba, with or without numba-cuda, numba-cuda-mlir, a copy
+of Numba's parts, and the simulator itself (own_cuda.py), which needs NumPy alone.
 
-One of them is enough, and both may be in use. No other file of this folder imports them: a Frontend
+One of them is enough, and all may be in use. No other file of this folder imports Numba: a Frontend
 has what the simulator needs of one. numba-cuda-mlir takes most of a second to import, so it is a
 frontend only once the program has imported it (`known`); `load_all`, for whole programs, imports
-every frontend that is installed.
+every frontend that is installed, and without Numba lets the program import own_cuda.py in its
+place.
 """
 
+import contextlib
 import importlib
+import os
 import sys
 from importlib import util
 
 NUMBA = "numba"
 MLIR = "numba_cuda_mlir"
 PACKAGES = (NUMBA, MLIR)  # numba is preferred
+OWN = "numba_simulated"  # the module of own_cuda.py's classes begins so
 
 
 class Frontend:
@@ -27,13 +31,7 @@ class Frontend:
 
     def __init__(self, package: str):
         if package == NUMBA:
-            config = _part("numba.core.config")
-            if getattr(config, "ENABLE_CUDASIM", False):
-                raise RuntimeError(
-                    "NUMBA_ENABLE_CUDASIM is set, so Numba's own simulator has taken the place of "
-                    "numba.cuda: unset it"
-                )
-            self.parts = _part("numba.cuda")
+            self.parts = _numba_cuda()
             self.modules: tuple = (self.parts,)
             self.types = _part("numba.core.types")
             core = "numba.core"
@@ -98,18 +96,84 @@ class Frontend:
         return fitting[index]
 
 
+class OwnFrontend:
+    """own_cuda.py, with the attributes of a Frontend."""
+
+    package = OWN
+
+    def __init__(self):
+        self.cuda = _part(f"{__package__}.own_cuda")
+        self.types = _part(f"{__package__}.own_types")
+        self.modules: tuple = (self.cuda,)
+        self.libdevices: tuple = (self.cuda.libdevice,)
+        self.libdevice_functions = _part(f"{__package__}.own_libdevice").functions()
+        self.normalize_signature = self.types.normalize_signature
+        self.signature = self.types.signature
+        self.typeof = self.types.typeof
+        self.as_dtype = self.types.as_dtype
+        self.from_dtype = self.types.from_dtype
+        self.ArgHint = self.cuda.ArgHint
+        self.In = self.cuda.In
+        self.Out = self.cuda.Out
+        self.normalize_dimensions = self.cuda.normalize_dimensions
+
+    def writes_to_array(self, ufunc) -> bool:
+        """As Frontend.writes_to_array."""
+        return ufunc.__name__ in _UFUNCS.split()
+
+    def fitting(self, dispatcher, given: tuple):
+        """As Frontend.fitting."""
+        declared = [kinds for kinds in dispatcher.overloads if len(kinds) == len(given)]
+        return self.types.fitting(declared, given)
+
+
+_UFUNCS = """
+arccos arccosh arcsin arcsinh arctan arctan2 arctanh bitwise_and bitwise_or bitwise_xor cos cosh
+deg2rad degrees equal fmax fmin greater greater_equal hypot invert left_shift less less_equal log
+log10 log2 logical_and logical_not logical_or logical_xor maximum minimum not_equal rad2deg radians
+right_shift sin sinh tan tanh
+"""
+
+
 def _part(name: str):
     return importlib.import_module(name)
 
 
-_known: dict[str, Frontend] = {}
+def _numba_cuda():
+    """numba.cuda itself, also if NUMBA_ENABLE_CUDASIM asks for a simulator: this is the one."""
+    if "numba.cuda.simulator_init" in sys.modules:
+        raise RuntimeError(
+            "numba.cuda was imported with NUMBA_ENABLE_CUDASIM=1 before this simulator was "
+            "started, so it is Numba's own: start this one first"
+        )
+    with numbas_simulator_off():
+        return _part("numba.cuda")
 
 
-def known() -> list[Frontend]:
+@contextlib.contextmanager
+def numbas_simulator_off():
+    """Inside, numba.cuda is imported as for a GPU, whatever NUMBA_ENABLE_CUDASIM says."""
+    asked = os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
+    config = _part("numba.core.config")
+    config.ENABLE_CUDASIM = 0  # stays 0: each @cuda.jit reads it
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["NUMBA_ENABLE_CUDASIM"] = asked  # for processes that the program starts
+
+
+_known: dict[str, Frontend | OwnFrontend] = {}
+
+
+def known() -> list[Frontend | OwnFrontend]:
     """The frontends that the program has imported, or the first one that is installed."""
     for package in PACKAGES:
-        if package not in _known and f"{package}.cuda" in sys.modules:
+        imported = sys.modules.get(f"{package}.cuda")
+        if package not in _known and getattr(imported, "__name__", "") == f"{package}.cuda":
             _known[package] = Frontend(package)
+    if OWN not in _known and f"{__package__}.own_cuda" in sys.modules:
+        _known[OWN] = OwnFrontend()
     if not _known:
         load_all(1)
     return [*_known.values()]
@@ -117,20 +181,26 @@ def known() -> list[Frontend]:
 
 def load_all(at_most: int = len(PACKAGES)):
     """Import the frontends that are installed. One that cannot be imported is left out: code that
-    needs it cannot run either."""
+    needs it cannot run either. Without Numba, own_cuda.py stands in for it."""
     error: ImportError | None = None
     for package in PACKAGES:
-        if len(_known) < at_most and package not in _known and util.find_spec(package) is not None:
+        if len(_known) < at_most and package not in _known and _installed(package):
             try:
                 _known[package] = Frontend(package)
             except ImportError as raised:
                 error = error or raised
-    if not _known:
-        text = (
-            "neither numba nor numba-cuda-mlir is installed: install the one that your kernels "
-            "import"
-        )
-        raise error or ImportError(text)
+    if error is not None and not _known:
+        raise error
+    if OWN not in _known and not _installed(NUMBA):
+        _known[OWN] = OwnFrontend()
+        _known[OWN].cuda.stand_in()
+
+
+def _installed(package: str) -> bool:
+    """Can Python find the package? Not what stands in for it, or a None that hides it."""
+    if package in sys.modules:
+        return getattr(sys.modules[package], "__file__", None) is not None
+    return util.find_spec(package) is not None
 
 
 def first() -> Frontend:
@@ -167,6 +237,11 @@ def is_cuda(thing) -> bool:
 def owns(function) -> bool:
     """Is this a function of one of the packages?"""
     return str(function.__module__).partition(".")[0] in PACKAGES
+
+
+def needs_module(thing) -> bool:
+    """Does Numba compile cuda.threadIdx, but not threadIdx, which is this object?"""
+    return isinstance(thing, type) or not getattr(thing, "bare", True)
 
 
 def has(name: str, thing) -> bool:

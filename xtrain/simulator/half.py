@@ -169,6 +169,7 @@ _COMPARISONS = {
 _TESTS = _COMPARISONS | {"hisnan": lambda x: x != x}
 for _name, _f in _COMPARISONS.items():
     _TESTS[f"{_name}u"] = lambda a, b, f=_f: a != a or b != b or f(a, b)  # true for NaN
+NAMES = sorted(_FUNCTIONS | _TESTS)  # of the functions in cuda.fp16
 # math.exp and others have a bfloat16 result. The rest of math converts to float32.
 _MATH = "trunc ceil floor sqrt log log10 cos sin tanh exp exp2"
 MATH_OF_BF16 = {getattr(math, name): "h" + name for name in _MATH.split()}
@@ -251,7 +252,7 @@ def _of_bits(bits, kind):
 def table(frontend) -> dict:
     """Function of Numba's own cuda.fp16 -> what the simulator calls in its place."""
     fp16 = getattr(frontend.cuda, "fp16", None)
-    names = [name for name in _FUNCTIONS | _TESTS if hasattr(fp16, name)]
+    names = [name for name in NAMES if hasattr(fp16, name)]
     return {getattr(fp16, name): _function(name, np.float16, None) for name in names}
 
 

@@ -14,11 +14,9 @@ import builtins
 import contextlib
 import threading
 
-from . import device, device_array, dispatch, frontends
+from . import cudasim, device, device_array, dispatch, frontends
 from .errors import reported_kinds
 from .processes import checked
-
-_context = device.CONTEXT
 
 
 def _replaced(frontend) -> dict:
@@ -34,7 +32,7 @@ def _replaced(frontend) -> dict:
         dispatcher._LaunchConfiguration: {"__call__": dispatch.launch},
         dispatcher.ForAll: {"__call__": dispatch.forall},
         dispatcher: {"get_current_device": device.get_current_device},
-        **{cuda: _FUNCTIONS for cuda in frontend.modules},
+        **{cuda: device.HOST_FUNCTIONS for cuda in frontend.modules},
         cudadrv.devicearray: {
             "DeviceNDArray": device_array.DeviceArray,
             "DeviceRecord": device_array.DeviceArray,
@@ -69,42 +67,14 @@ def _replaced(frontend) -> dict:
     return found
 
 
-_FUNCTIONS = {
-    **{
-        name: getattr(device_array, name)
-        for name in (
-            "as_cuda_array", "device_array", "device_array_like", "from_cuda_array_interface", "is_cuda_array", "managed_array",
-            "mapped_array", "mapped_array_like", "pinned_array", "pinned_array_like", "to_device",
-        )
-    },
-    **{
-        name: getattr(device, name)
-        for name in (
-            "cuda_error", "current_context", "detect", "event_elapsed_time", "external_stream", "get_current_device", "is_available",
-            "list_devices", "mapped", "pinned", "require_context", "select_device", "stream",
-        )
-    },
-    **dict.fromkeys(("close", "profile_start", "profile_stop", "synchronize"), device.nothing),
-    "_auto_device": device_array.auto_device,
-    "default_stream": _context.get_default_stream,
-    "defer_cleanup": _context.defer_cleanup,
-    "event": device.Event,
-    "gpus": device.DEVICES,
-    "is_bfloat16_supported": device.is_available,
-    "is_float16_supported": device.is_available,
-    "is_fp8_supported": device.is_fp8_supported,
-    "is_supported_version": device.is_available,
-    "legacy_default_stream": _context.get_legacy_default_stream,
-    "per_thread_default_stream": _context.get_per_thread_default_stream,
-    "profiling": contextlib.nullcontext,
-}  # fmt: skip
-
+cudasim.uninstall()
 frontends.load_all()  # the code under test imports either, and later
 REPLACED: dict = {
     builtins: {"exec": dispatch.exec_with_source},  # so that generated kernels have a source
 }
 for _frontend in frontends.known():
-    REPLACED |= _replaced(_frontend)
+    if _frontend.package != frontends.OWN:
+        REPLACED |= _replaced(_frontend)
 
 _lock = threading.Lock()
 _depth = 0

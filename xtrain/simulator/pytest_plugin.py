@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from .cudasim import enabled
+
 STRICT = "negative_index", "int16_overflow"  # warnings that fail a test
 
 
@@ -14,8 +16,9 @@ def pytest_addoption(parser):
     group.addoption(
         "--simulate-cuda",
         action="store_true",
+        default=enabled(),
         help="run every @cuda.jit kernel in a simulator that reports races, deadlocks, bounds and "
-        "uninitialized reads; no GPU needed",
+        "uninitialized reads; no GPU needed; NUMBA_ENABLE_CUDASIM=1 does the same",
     )
     group.addoption(
         "--cuda-report",

@@ -128,7 +128,7 @@ def _check_attribute(rewriter, node):
         kind = owner
     else:
         kind = type(owner)
-    known = (*frontends.PACKAGES, "numpy", "builtins", "ml_dtypes")
+    known = (*frontends.PACKAGES, frontends.OWN, "numpy", "builtins", "ml_dtypes")
     if kind.__module__.partition(".")[0] not in known:
         name = ast.unparse(node.value)
         raise rewriter.error(

@@ -594,9 +594,6 @@ def learn():
             TWINS.update(libdevice.table(frontend, cast))
 
 
-learn()
-
-
 @functools.cache
 def _ufunc(f):
     """A NumPy function of numbers. The integers of this module are NumPy's while it computes."""

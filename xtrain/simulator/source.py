@@ -250,7 +250,7 @@ class _Rewriter(Names):
 
     def cuda_attribute(self, node, name):
         """The replacement of cuda.<name>; None if it needs none, such as cuda.libdevice."""
-        if isinstance(node, ast.Name) and isinstance(self.static(node), type):
+        if isinstance(node, ast.Name) and frontends.needs_module(self.static(node)):
             raise self.error(node, f"Numba does not compile a bare {node.id}: write cuda.{name}")
         if hasattr(Thread, name):
             return at(ast.Attribute(ast.Name("_t", ast.Load()), name, ast.Load()), node)
