@@ -42,6 +42,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ..errors import UserError
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
+from .constraints import Grammar
 from .options import EngineOptions, described, engine_parameters
 from .paged_cache import PagedCache, affordable_blocks, check_room
 from .requests import Completion, Request, Step, make_requests, make_scoring_requests
@@ -220,6 +221,7 @@ class Engine:
         frequency_penalty: float | Sequence[float] = 0.0,
         logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
         logprobs: int | Sequence[int | None] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         n: int = 1,
     ) -> Stream:
         """Return an iterator over (number, token) with `completions` and `cancel(number)`; it
@@ -249,6 +251,7 @@ class Engine:
         tokens. Bias and penalties also change what temperature 0 picks.
         logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities,
         and that of the chosen token, in Completion.logprobs; None: no log-probabilities.
+        grammar: what the answers must be (serving/constraints.py); None: anything.
 
         Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError,
         before anything is computed, for an empty prompt, for one that leaves no room for an answer,
@@ -270,6 +273,7 @@ class Engine:
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias,
             logprobs=logprobs,
+            grammar=grammar,
             n=n,
         )
         return Stream(self, requests)

@@ -13,6 +13,7 @@ from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
 from ..options import one_line
+from .constraints import Constraint, Grammar
 from .scoring import Scores
 
 MAX_ANSWERS = 1 << 16  # to one prompt
@@ -23,6 +24,7 @@ REASONS = {  # why a sequence ended
     "full": "its context is full",
     "cancelled": "it was cancelled",
     "nan": "the model's logits are NaN",
+    "constraint": "its grammar allows no token, or is too complex here",
 }
 
 
@@ -78,6 +80,8 @@ class Request:
     penalties: PenaltyRules = field(default_factory=PenaltyRules)
     logprobs: int | None = None  # of how many of the most likely tokens, and its own; None: of none
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
+    grammar: Grammar | None = None  # what the answer must be; None: anything
+    constraint: Constraint | None = None  # of the grammar, after the tokens that have arrived
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
     state: State = State.WAITING
@@ -94,6 +98,13 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
+
+    def start_constraint(self) -> None:
+        """Begin the grammar again, and bring it to the tokens so far."""
+        if self.grammar is not None:
+            self.constraint = self.grammar.start()
+            for token in self.completion:
+                self.constraint.accept(token)
 
     @property
     def tokens(self) -> list[int]:
@@ -253,6 +264,7 @@ DEFAULTS: dict[str, Any] = dict(
     frequency_penalty=0.0,
     logit_bias=None,
     logprobs=None,
+    grammar=None,
 )
 
 
@@ -278,6 +290,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: x is None or (_is_whole(x) and 0 <= x <= MAX_TOP),
         f"a whole number from 0 to {MAX_TOP}, or None",
     ),
+    "grammar": (lambda x: x is None or hasattr(x, "start"), "an object with a method start"),
 } | {name: (_is_number, "a number") for name, x in DEFAULTS.items() if isinstance(x, float)}
 
 

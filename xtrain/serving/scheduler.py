@@ -97,6 +97,7 @@ class Scheduler:
             request.published = 0
             request.cached_tokens = 0
             request.in_flight = 0
+            request.start_constraint()
             if not request.completion:
                 request.completion.prefilled = 0  # its prompt is computed again
         for request in requests:
@@ -114,6 +115,7 @@ class Scheduler:
             if prompt not in keys_of:
                 keys_of[prompt] = self._keys(request)
             request.keys = keys_of[prompt]
+            request.start_constraint()
 
     def add(self, requests: Iterable[Request]) -> None:
         """Append prepared requests to the waiting ones."""
@@ -171,7 +173,8 @@ class Scheduler:
                 completion.logprobs[len(completion) :] = [logprobs]
             completion.append(token)
             pairs.append((request, token))
-            if token in request.stop or len(completion) >= request.room:
+            complete = request.constraint is not None and request.constraint.ended
+            if token in request.stop or len(completion) >= request.room or complete:
                 self._end_if_finished(request)
 
     def _take_scores(self, new: NewScores) -> None:
@@ -542,6 +545,8 @@ class Scheduler:
                 self._end(request, "scored")
         elif completion and completion[-1] in request.stop:
             self._end(request, "stop")
+        elif request.constraint is not None and request.constraint.ended:
+            self._end(request, request.constraint.ended)
         elif len(completion) == request.max_new_tokens:
             self._end(request, "length")
         elif request.length == self.limits.max_seq_len:
