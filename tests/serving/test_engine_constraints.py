@@ -1,10 +1,9 @@
-"""Constrained sequences: the tokens of whole forward passes with a mask, through everything that an engine does with a sequence."""
+"""Constrained sequences: the tokens of whole forward passes with a mask, through everything that happens to a sequence."""
 
 import contextlib
 
 import numpy as np
 import pytest
-from checks import to_host
 from flash_attention_cases import small_tiles
 from run_ahead import AheadEngine
 from test_engine_batching import way
@@ -83,9 +82,7 @@ def test_through_preemption_and_compaction(model, memory, temperature):
     lengths, numbers = [14, 3, 20, 9, 17], [3, None, 7, 2, None]
     served = Engine(model, 3, 32, block_tokens=16, **memory)
     grammars = [n and Modulo(n) for n in numbers]
-    answers = served.generate(
-        PROMPTS, lengths, temperature, seed=3, grammar=grammars, **STRONG
-    )
+    answers = served.generate(PROMPTS, lengths, temperature, seed=3, grammar=grammars, **STRONG)
     for i, (prompt, length, n) in enumerate(zip(PROMPTS, lengths, numbers)):
         assert answers[i] == expected(model, prompt, length, n, temperature, i, **STRONG), i
     preempted = [request for step in served.trace for request in step.preempted]
