@@ -17,11 +17,11 @@ HI = [{"role": "user", "content": "def f"}]
 BODIES = {api.ChatRequest: {"messages": HI}, api.CompletionRequest: {"prompt": "def f"}}
 # of OpenAI, vLLM, llama.cpp, SGLang, text-generation-inference: each with a value that asks for something
 UNKNOWN = {
-    "tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}], "tool_choice": "required",
     "reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}, "prediction": {"type": "content"},
     "web_search_options": {}, "moderation": {"model": "x"}, "modalities": ["text", "audio"], "best_of": 2, "suffix": "x",
-    "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "prompt_logprobs": 1, "regex": "a", "guided_json": {},
-    "structured_outputs": {"regex": "a"}, "chat_template": "x", "chat_template_kwargs": {"enable_thinking": False},
+    "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "prompt_logprobs": 1, "regex": "a",
+    "chat_template": "x", "chat_template_kwargs": {"enable_thinking": False},
     "ignore_eos": True, "min_tokens": 1, "stop_token_ids": [1], "bad_words": ["x"], "skip_special_tokens": False,
     "include_stop_str_in_output": True, "logits_processors": ["x"], "length_penalty": 0.5, "use_beam_search": True,
     "repeat_penalty": 1.1, "grammar": "root ::= a", "n_predict": 5, "mirostat": 2, "typical_p": 0.5, "samplers": ["top_k"],

@@ -27,6 +27,8 @@ class Modulo:
         self.n, self.end, self.reason, self.vocab = n, end, reason, vocab
         self.sum = self.count = 0
 
+    ready = True
+
     def start(self):
         return Modulo(*self.arguments)
 
@@ -121,6 +123,25 @@ def test_the_end(model, reason):
     assert [a.reason for a in answers] == [reason, "length"]
     assert answers[0] == expected(model, [1], 4, 3)
     assert answers[1] == expected(model, [2], 9, 3)
+
+
+def test_a_constraint_that_is_not_ready_waits(model):
+    """Also one that could join a prompt. Others are admitted."""
+    late = Modulo(3)
+    late.start = lambda: late
+    late.ready = False
+    served = Engine(model, 4)
+    options = dict(max_new_tokens=5, grammar=[late, None, Modulo(2)])
+    requests = make_requests([[1], [1], [2]], CONFIG, 48, (), 3, **options)
+    served.submit(*requests)
+    while requests[1].completion.reason is None or requests[2].completion.reason is None:
+        served.step()
+    assert requests[0].slot == -1 and not requests[0].completion
+    late.ready = True
+    while served.busy:
+        served.step()
+    for request, n in zip(requests, [3, None, 2]):
+        assert request.completion == expected(model, request.prompt, 5, n)
 
 
 def test_an_interrupted_step(model, monkeypatch):

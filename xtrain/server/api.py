@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import UserError
 from ..kernels.decoding.penalties import MAX_BIASES
+from .structured import Structured
 
 MAX_STOPS = 16  # stop strings of a request
 MAX_STOP = 1000  # characters of each
@@ -29,7 +30,7 @@ HARMLESS = {  # field -> why no client can miss its effect in an answer
 }  # fmt: skip
 NEUTRAL = {  # field -> values that mean the same as leaving it out
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
+    "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
     # of vLLM, llama.cpp and others
     "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,), "bad_words": ([],), "skip_special_tokens": (True,),
@@ -85,7 +86,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Sampling(Body):
+class Sampling(Structured, Body):
     """What /v1/chat/completions and /v1/completions share. None: the model's default
     (generation_config.json), else OpenAI's."""
 

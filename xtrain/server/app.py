@@ -35,6 +35,7 @@ from ..serving.requests import Request, TokenLogprobs
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
+from .grammars import Grammars
 from .metrics import Metrics
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
@@ -44,6 +45,7 @@ BODY_SECONDS = 60  # until a body must have arrived
 FAILURES = {
     "nan": (500, "the model's logits are NaN: see the server's log"),
     "error": (500, "the engine failed: see the server's log"),
+    "constraint": (400, "the schema or grammar is too complex for this answer: simplify it"),
     "shutdown": (503, "the server is shutting down: try again later"),
 }
 
@@ -405,8 +407,9 @@ def create_app(
     defaults: of sampling, for requests that leave them open; None: those of the engine's model.
     allowed_origins: pages that may use it in a browser, such as "https://example.org"; "*": all.
     """
+    grammars = Grammars.of(texts)
     if isinstance(engine, Engine):
-        client: EngineClient = EngineThread(engine)
+        client: EngineClient = EngineThread(engine, grammars)
         defaults = defaults or GenerationDefaults.of(engine.model.generation)
     else:
         client = engine
@@ -421,6 +424,7 @@ def create_app(
         client.max_seq_len,
         client.max_batch + limits.queue,
         defaults or GenerationDefaults(),
+        grammars,
     )
     server = Server(client, texts, name, api_key, limits, preparation)
 

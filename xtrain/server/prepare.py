@@ -28,6 +28,7 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..serving.requests import Request, make_requests, make_scoring_requests
 from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
+from .grammars import Grammars, Guide
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
@@ -101,6 +102,7 @@ class Preparation:
     max_seq_len: int
     max_answers: int
     defaults: GenerationDefaults
+    grammars: Grammars
 
     def __call__(self, kind: type[Any], data: bytes) -> Prepared:
         """Check a body. kind: ChatRequest or CompletionRequest. Raises ApiError."""
@@ -199,8 +201,9 @@ class Preparation:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
+        guide = self._guide(body)
         try:
-            return make_requests(
+            requests = make_requests(
                 prompts,
                 self.config,
                 self.max_seq_len,
@@ -214,6 +217,19 @@ class Preparation:
             names = [word.rstrip(":") for word in str(error).split()[:2]]
             fields = [name for name in names if name in type(body).model_fields]
             raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+        for request in requests:
+            request.grammar = guide
+        return requests
+
+    def _guide(self, body: Sampling) -> Guide | None:
+        """Return what the answers must be; None: anything."""
+        try:
+            guide = body.guide()
+            if guide is not None:
+                self.grammars.check(guide)
+        except UserError as error:
+            raise ApiError(400, str(error), param=body.guide_field) from None
+        return guide
 
 
 # ------------------------------------------------------------------------- processes

@@ -17,14 +17,18 @@ class Constraint(Protocol):
         """Why no token may follow, a key of REASONS (requests.py): "stop" if the answer is
         complete, "constraint" if it cannot be completed; None: some may."""
 
+    @property
+    def ready(self) -> bool:
+        """Return False while it is being prepared: the sequence waits."""
+
     def accept(self, token: int) -> None:
         """Append a token to the sequence, also one that is not allowed."""
 
     def mask_into(self, row: np.ndarray) -> None:
         """Set bit v mod 32 of row[v // 32] to 1 if token v may follow, else to 0.
 
-        row: (W,) int32, all zero. Called if `ended` is None; it should release the interpreter's
-        lock.
+        row: (W,) int32, all zero. Called if `ended` is None, in any thread; it should release the
+        interpreter's lock.
         """
 
 

@@ -107,6 +107,12 @@ class Request:
                 self.constraint.accept(token)
 
     @property
+    def must_wait(self) -> bool:
+        """Return True if it cannot be admitted yet: its last token is in flight, or its constraint
+        is not ready."""
+        return bool(self.in_flight) or not (self.constraint is None or self.constraint.ready)
+
+    @property
     def tokens(self) -> list[int]:
         """Return the sequence so far."""
         return self.prompt + self.completion

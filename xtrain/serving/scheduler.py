@@ -212,8 +212,8 @@ class Scheduler:
         for request in self.waiting_in_order():
             if len(self.free_slots) <= reserved:
                 break
-            if request.in_flight:
-                continue  # it waits for its own last token
+            if request.must_wait:
+                continue
             if request.completion:  # it was preempted
                 request.keys = self._keys(request)
             joins = _may_join(request)
@@ -450,7 +450,7 @@ class Scheduler:
         for request in self.waiting_in_order():
             if not self.free_slots:
                 break
-            if request.in_flight or not _may_join(request) or request.keys[-1] not in group_of:
+            if request.must_wait or not _may_join(request) or request.keys[-1] not in group_of:
                 continue
             group = group_of[request.keys[-1]]
             n_full, tail_tokens = divmod(len(request.prompt), self.pool.S)
@@ -543,10 +543,10 @@ class Scheduler:
         elif request.scores is not None:
             if request.scores.complete:
                 self._end(request, "scored")
-        elif completion and completion[-1] in request.stop:
-            self._end(request, "stop")
         elif request.constraint is not None and request.constraint.ended:
             self._end(request, request.constraint.ended)
+        elif completion and completion[-1] in request.stop:
+            self._end(request, "stop")
         elif len(completion) == request.max_new_tokens:
             self._end(request, "length")
         elif request.length == self.limits.max_seq_len:
