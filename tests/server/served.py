@@ -16,21 +16,21 @@ from xtrain.serving import pretrained
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def make_folder(folder):
+def make_folder(folder, template=TEMPLATE, max_seq_len=256):
     """Save a small random model with a tokenizer and a chat template. -> the folder"""
     tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
-    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
+    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=max_seq_len, head_dim=16)
     random_model(config, device="cpu").save_pretrained(folder, tokenizer)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
 class Served:
     """An application in a thread of this process."""
 
-    def __init__(self, folder, api_key=None, limits=None, drain=30):
+    def __init__(self, folder, api_key=None, limits=None, drain=30, max_seq_len=256):
         self.p = pretrained.load(folder, "cpu")
-        self.engine = Engine(self.p.model, 2, 256, batch_invariant=True)
+        self.engine = Engine(self.p.model, 2, max_seq_len, batch_invariant=True)
         app = create_app(self.engine, self.p, "tiny", api_key, limits or Limits())
         self.server = HttpServer(app, "127.0.0.1", 0, drain)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

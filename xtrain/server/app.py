@@ -31,7 +31,7 @@ from ..errors import UserError
 from ..formats.generation_config import GenerationDefaults
 from ..formats.texts import Texts
 from ..serving.engine import Engine
-from ..serving.requests import Request, TokenLogprobs
+from ..serving.requests import TokenLogprobs
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
@@ -39,6 +39,7 @@ from .grammars import Grammars
 from .metrics import Metrics
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
+from .tool_answers import ToolChat
 
 BODY_SECONDS = 60  # until a body must have arrived
 # the engine's reasons that are none of FINISH -> status and message
@@ -238,7 +239,8 @@ class Server:
                     job, form = await self._begin(prepared, [])
         if prepared.scoring:
             scores: list[list[TokenLogprobs]] = [[] for _ in prepared.scoring]
-            for piece in await self._whole(http, self._submit(prepared.scoring, []), deadline):
+            scoring = self._submit(Job(prepared.scoring, self.texts.tokenizer))
+            for piece in await self._whole(http, scoring, deadline):
                 scores[piece.index] += piece.logprobs
             if any(math.isnan(value) for row in scores for value, _ in row):
                 raise _failure("nan")
@@ -259,8 +261,12 @@ class Server:
         """Submit the requests for the answers. scores: of the prompts, if wanted."""
         body = prepared.body
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
-        if isinstance(body, ChatRequest):
-            form: Form = Chat(self.texts, self.name)
+        tokenizer = self.texts.tokenizer
+        if prepared.tools is not None:
+            form: Form = ToolChat(self.texts, self.name, prepared.tools)
+            tokenizer = prepared.tools.showing_marks(tokenizer)
+        elif isinstance(body, ChatRequest):
+            form = Chat(self.texts, self.name)
         else:
             form = Text(self.texts, self.name, body)
         if isinstance(body, CompletionRequest) and body.echo:
@@ -268,13 +274,13 @@ class Server:
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        return self._submit(prepared.requests, body.stops), form
+        return self._submit(Job(prepared.requests, tokenizer, body.stops)), form
 
-    def _submit(self, requests: list[Request], stops: list[str]) -> Job:
-        """Let the engine compute requests, which `_close` must follow."""
+    def _submit(self, job: Job) -> Job:
+        """Let the engine compute a job, which `_close` must follow."""
         if self.ended or not self.engine.alive:
             raise _failure("shutdown")
-        if self.waiting + len(requests) > self.engine.max_batch + self.limits.queue:
+        if self.waiting + len(job.requests) > self.engine.max_batch + self.limits.queue:
             self.metrics.refused.inc()
             raise ApiError(
                 429,
@@ -283,8 +289,7 @@ class Server:
                 type="rate_limit_error",
                 code="queue_full",
             )
-        job = Job(requests, self.texts.tokenizer, stops)
-        self.waiting += len(requests)
+        self.waiting += len(job.requests)
         self.engine.submit(job)
         return job
 

@@ -51,9 +51,7 @@ class Guide:
             schema = {}
         if not isinstance(schema, dict):
             raise UserError(f"a JSON schema must be an object, got {json.dumps(schema)[:40]}")
-        options = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-        text = library().LLMatcher.grammar_from_json_schema(schema, overrides=options)
-        return cls(text)
+        return cls.of_rules([f"start: {json_rule(schema)}"])
 
     @classmethod
     def of_regex(cls, pattern: str) -> "Guide":
@@ -63,7 +61,13 @@ class Guide:
     @classmethod
     def of_choice(cls, choices: list[str]) -> "Guide":
         """Return the guide of some texts."""
-        return cls.of_lark("start: " + " | ".join(json.dumps(text) for text in choices))
+        texts = [json.dumps(text, ensure_ascii=False) for text in choices]
+        return cls.of_rules(["start: " + " | ".join(texts)])
+
+    @classmethod
+    def of_rules(cls, rules: list[str]) -> "Guide":
+        """Return the guide of rules in llguidance's form of Lark."""
+        return cls(library().LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", *rules])))
 
     @classmethod
     def of_lark(cls, grammar: str) -> "Guide":
@@ -72,6 +76,15 @@ class Guide:
             return cls(library().grammar_from("grammar", grammar))
         except ValueError as error:
             raise UserError(f"the grammar cannot be used: {_in_one_line(str(error))}") from None
+
+
+def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
+    """Return the right side of a rule for the documents of a schema, in Lark.
+
+    lenient: ignore keywords that are not supported.
+    """
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+    return "%json " + json.dumps(schema | {"x-guidance": options})
 
 
 class Grammars:

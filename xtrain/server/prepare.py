@@ -29,6 +29,7 @@ from ..formats.generation_config import GenerationDefaults
 from ..serving.requests import Request, make_requests, make_scoring_requests
 from .api import ChatRequest, CompletionRequest, Error, FieldError, Sampling
 from .grammars import Grammars, Guide
+from .tools import ToolUse, form_of, use_of
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
@@ -82,11 +83,13 @@ class Prepared:
 
     body: without messages, without prompts unless they are echoed, and without unknown fields.
     requests: n for each prompt.  scoring: one for each prompt of several tokens, if wanted.
+    tools: what the answers may call; None: nothing.
     """
 
     body: Any
     requests: list[Request]
     scoring: list[Request]
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,34 @@ class Preparation:
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions", code="no_chat_template"
             )
-        text = self.template.render([message.plain() for message in body.messages])
+        tools = [tool.plain() for tool in body.usable_tools] or None
+        text = self.template.render([x.plain() for x in body.messages], tools=tools)
         body.messages = []
+        use, guide = self._tools(body)
+        body.tools = []
         limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
         self._check_length(text)
         prompts = [self.tokenizer.encode(text)]
-        return Prepared(body, self._requests(body, prompts, limits, self.chat_stop), [])
+        requests = self._requests(body, prompts, limits, self.chat_stop, guide)
+        return Prepared(body, requests, [], use)
+
+    def _tools(self, body: ChatRequest) -> tuple[ToolUse | None, Guide | None]:
+        """Return what the answers may call, and the grammar of the calls."""
+        if not body.usable_tools:
+            return None, None
+        assert self.template is not None
+        try:
+            if body.guide_field is not None:
+                raise UserError(f"tools and {body.guide_field} need each other's place: give one")
+            form = form_of(self.template.source(body.tools))
+            one = body.parallel_tool_calls is False
+            choice = body.tool_choice or "auto"
+            use, guide = use_of(body.usable_tools, choice, one, form, self.tokenizer)
+            if guide is not None:
+                self.grammars.check(guide)
+            return use, guide
+        except UserError as error:
+            raise ApiError(400, str(error), param="tools") from None
 
     def _completion(self, body: CompletionRequest) -> Prepared:
         if len(body.prompts) * (body.n or 1) > self.max_answers:
@@ -189,9 +214,12 @@ class Preparation:
         prompts: list[list[int]],
         limits: tuple[int | None, int],
         stop: frozenset[int],
+        guide: Guide | None = None,
     ) -> list[Request]:
-        """Return the requests for the answers to a body. limits: tokens of each answer, as the body
-        says, and by default."""
+        """Return the requests for the answers to a body.
+
+        limits: tokens of each answer, as the body says, and by default. guide: of calls.
+        """
         if body.seed is None:
             seed = secrets.randbits(62)
         else:
@@ -201,7 +229,7 @@ class Preparation:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
-        guide = self._guide(body)
+        guide = guide or self._guide(body)
         try:
             requests = make_requests(
                 prompts,

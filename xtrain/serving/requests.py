@@ -13,7 +13,7 @@ from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
 from ..options import one_line
-from .constraints import Constraint, Grammar
+from .constraints import Constraint
 from .scoring import Scores
 
 MAX_ANSWERS = 1 << 16  # to one prompt
@@ -80,7 +80,8 @@ class Request:
     penalties: PenaltyRules = field(default_factory=PenaltyRules)
     logprobs: int | None = None  # of how many of the most likely tokens, and its own; None: of none
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
-    grammar: Grammar | None = None  # what the answer must be; None: anything
+    # what the answer must be, a Grammar; until the server's engine has it, a Guide; None: anything
+    grammar: Any = None
     constraint: Constraint | None = None  # of the grammar, after the tokens that have arrived
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
