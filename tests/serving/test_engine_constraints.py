@@ -180,12 +180,9 @@ def test_what_is_not_asked_for_is_not_computed(model, monkeypatch):
 @small_tiles()
 def test_in_the_simulator():
     there, here = pair()
-    options = dict(max_new_tokens=[4, 3], temperature=[0.0, 1.0], seed=3, logprobs=1)
-    options |= dict(presence_penalty=[0.5, 0.0], grammar=[Modulo(3, vocab=21), None])
-    want = Engine(here, 2).generate(SIMULATED[:2], **options)
-    found = Engine(there, 2).generate(SIMULATED[:2], **options)
-    assert [list(x) for x in found] == [list(x) for x in want]
-    for a, b in zip(found, want):
-        np.testing.assert_allclose(
-            [x for x, _ in a.logprobs], [x for x, _ in b.logprobs], atol=1e-4
-        )
+    options = dict(max_new_tokens=2, seed=3, logprobs=1, grammar=Modulo(3, vocab=21))
+    (want,) = Engine(here, 1).generate(SIMULATED[1:], **options)
+    (found,) = Engine(there, 1).generate(SIMULATED[1:], **options)
+    assert list(found) == list(want) and found[0] % 3 == 0
+    for (a, _), (b, _) in zip(found.logprobs, want.logprobs):
+        assert a == pytest.approx(b, abs=1e-4)
