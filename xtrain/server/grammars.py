@@ -2,8 +2,9 @@
 library llguidance.
 
 A Guide is a text that describes the answer; requests carry it to the engine's process. There
-Grammars compiles it for the tokens of the model. Its limits keep the mask of one token below 0.1 s
-for the worst grammar found (a usual one: 0.1 ms); a sequence that exceeds them ends as "constraint".
+Grammars compiles it for the tokens of the model. With its limits the worst grammar found takes 0.1 s
+to compile and 20 ms for the mask of a token (a usual one: 2 ms and 0.1 ms); a sequence that exceeds
+them ends as "constraint".
 """
 
 import functools
@@ -21,7 +22,9 @@ from ..formats.texts import Texts
 
 # Between the tokens of JSON: without a limit, some models write blanks until their answer is cut.
 WHITESPACE = r"[ ]?|\n[ \t]{0,24}"
-STEP_FUEL = 20_000  # of the lexer, for one mask; the library's default allows 1 s
+# Of the lexer: at the start, where the library's default allows 7 s, and for one mask.
+START_FUEL = 100_000
+STEP_FUEL = 100_000
 COMPILED = 64  # guides that stay compiled
 MAX_MESSAGE = 300  # characters
 
@@ -162,7 +165,9 @@ class Compiled:
     """A guide's matcher before the first token.   first: its mask.  error: why it cannot be used"""
 
     def __init__(self, tokens: Any, guide: Guide):
-        limits = library().LLParserLimits(step_lexer_fuel=STEP_FUEL, verbose_errors=False)
+        limits = library().LLParserLimits(
+            initial_lexer_fuel=START_FUEL, step_lexer_fuel=STEP_FUEL, verbose_errors=False
+        )
         self.matcher = library().LLMatcher(tokens, guide.text, log_level=0, limits=limits)
         self.first = np.zeros(-(-tokens.vocab_size // 32), np.int32)
         if not self.matcher.is_error():
