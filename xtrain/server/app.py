@@ -372,6 +372,8 @@ def _slow_json(content: Any) -> bytes:
 def _failure(reason: str) -> ApiError:
     """Return the answer to a request that ended for one of FAILURES."""
     status, message = FAILURES.get(reason, FAILURES["error"])
+    if status < 500:
+        return ApiError(status, message)
     return ApiError(status, message, type="server_error")
 
 

@@ -407,7 +407,9 @@ class Runner:
         copies = [
             _to_host_later(x) for x in logprobs
         ]  # before the event that wait_for_ids waits for
-        wait_for_ids = accepting(requests, self.read_ids_later(requests, slots))
+        wait_for_ids = self.read_ids_later(requests, slots)
+        if self.masks is not None:  # there has been a constraint
+            wait_for_ids = accepting(requests, wait_for_ids)
         self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows))
 
     def read_ids_later(self, requests: list[Request], slots: list[int]) -> Callable[[], list[int]]:
