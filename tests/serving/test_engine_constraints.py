@@ -146,7 +146,7 @@ def test_a_constraint_that_is_not_ready_waits(model):
 
 def test_an_interrupted_step(model, monkeypatch):
     """A constraint that has accepted tokens of the lost step begins again."""
-    served = Engine(model, 2)
+    served = Engine(model, 2, graph=False)  # of which Python runs every step
     options = dict(max_new_tokens=12, grammar=[Modulo(3), None])
     requests = make_requests([[1], [2]], CONFIG, 48, (), 3, **options)
     served.submit(*requests)

@@ -8,8 +8,9 @@ them ends as "constraint".
 """
 
 import functools
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,10 @@ WHITESPACE = r"[ ]?|\n[ \t]{0,24}"
 # Of the lexer: at the start, where the library's default allows 7 s, and for one mask.
 START_FUEL = 100_000
 STEP_FUEL = 100_000
-COMPILED = 64  # guides that stay compiled
+COMPILED = 16  # guides that stay compiled; each may have 20 MB, a usual one 0.1 MB
+# Of each, as its sequences grow: a matcher and what llguidance calls a deep copy of it share a lexer,
+# and one waits while the other makes a mask.
+COPIES = 4
 MAX_MESSAGE = 300  # characters
 
 
@@ -113,14 +117,14 @@ class Grammars:
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if a guide cannot be used. Waits until it is compiled."""
-        error = self.compiled(guide).compiled.result().error
+        error = self.compiled(guide).copy(0).result().error
         if error:
             raise UserError(f"the grammar cannot be used: {error}")
 
     def _compiled(self, guide: Guide) -> "GuideInUse":
         """Begin to compile a guide: milliseconds, at most about a second, mostly without the
         interpreter's lock. Return a Grammar of the engine."""
-        return GuideInUse(self.threads.submit(lambda: Compiled(self.tokens, guide)))
+        return GuideInUse(lambda: self.threads.submit(lambda: Compiled(self.tokens, guide)))
 
     @functools.cached_property
     def tokens(self) -> Any:
@@ -175,15 +179,20 @@ class Compiled:
         self.error = _in_one_line(self.matcher.get_error())
 
 
-@dataclass(frozen=True)
 class GuideInUse:
-    """A Grammar of the engine (serving/constraints.py), compiled or about to be."""
+    """A Grammar of the engine (serving/constraints.py), compiled or about to be.
 
-    compiled: "Future[Compiled]"
+    compile: begins to compile it once more.
+    """
+
+    def __init__(self, compile: "Callable[[], Future[Compiled]]"):
+        self.copy = functools.cache(lambda number: compile())
+        self.copy(0)
+        self.started = itertools.count()
 
     def start(self) -> "GuidedSequence":
         """Return a Constraint before the first token."""
-        return GuidedSequence(self.compiled)
+        return GuidedSequence(self.copy(next(self.started) % COPIES))
 
 
 class GuidedSequence:

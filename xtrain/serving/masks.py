@@ -19,7 +19,7 @@ from ..kernels.decoding.token_masks import mask_words
 from .decode_batch import Mirrored
 from .requests import Request
 
-MAX_THREADS = 16
+MAX_THREADS = 8
 
 
 class TokenMasks:
