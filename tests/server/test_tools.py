@@ -88,6 +88,7 @@ def tokenizer_of(tmp_path, special):
     """A tokenizer whose marks are tokens, special ones if wanted."""
     names = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"]
     added = [tokenizers.AddedToken(name, special=special, normalized=False) for name in names]
+    added.append(tokenizers.AddedToken("<think>", special=True))
     return Tokenizer.load(tokenizer_folder(tmp_path / "folder", added=added))
 
 
@@ -102,7 +103,7 @@ def test_required_and_named_calls_are_valid(tmp_path, form, special):
     named = Chosen.model_validate({"type": "function", "function": {"name": "weather"}})
     found = set()
     for choice, one in (("required", False), ("required", True), (named, False)):
-        use, guide = use_of(tools, choice, one, form, tokenizer)
+        use, guide = use_of(tools, choice, one, form, tokenizer, [eos])
         grammar = Grammars(tokenizer, [eos]).compiled(guide)
         answers = engine.generate(
             [[5]], 900, 1.5, stop=[eos], grammar=grammar, n=4, logit_bias={eos: 9}
@@ -135,9 +136,10 @@ def test_auto_holds_from_the_beginning_of_a_call(tmp_path, form, special):
     """Before it everything is allowed, and an end; then only a call of one of the functions."""
     tokenizer = tokenizer_of(tmp_path, special)
     tools = [Tool.model_validate(tool) for tool in TOOLS]
-    use, guide = use_of(tools, "auto", True, form, tokenizer)
+    use, guide = use_of(tools, "auto", True, form, tokenizer, [tokenizer.eos_token_id])
     constraint = Grammars(tokenizer, [tokenizer.eos_token_id]).compiled(guide).start()
-    for token in tokenizer.encode('x {"name": [1] < '):
+    for token in tokenizer.encode('x<think> {"name": [1] < '):
+        assert token in allowed(constraint, tokenizer)
         constraint.accept(token)
     free = allowed(constraint, tokenizer)
     texts = {t for t, data in enumerate(tokenizer.token_bytes) if data.isascii()}
@@ -158,7 +160,7 @@ def test_auto_holds_from_the_beginning_of_a_call(tmp_path, form, special):
 
 def test_llama_without_a_call_is_free(tmp_path):
     use, guide = use_of(
-        [Tool.model_validate(TOOLS[0])], "auto", False, "llama", tokenizer_of(tmp_path, True)
+        [Tool.model_validate(TOOLS[0])], "auto", False, "llama", tokenizer_of(tmp_path, True), []
     )
     assert guide is None and use == ToolUse("llama")
 

@@ -159,7 +159,9 @@ class Preparation:
             form = form_of(self.template.source(body.tools))
             one = body.parallel_tool_calls is False
             choice = body.tool_choice or "auto"
-            use, guide = use_of(body.usable_tools, choice, one, form, self.tokenizer)
+            use, guide = use_of(
+                body.usable_tools, choice, one, form, self.tokenizer, self.chat_stop
+            )
             if guide is not None:
                 self.grammars.check(guide)
             return use, guide

@@ -16,6 +16,7 @@ unless the function is `strict`, as OpenAI does it: then the body is refused.
 import contextlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -194,11 +195,16 @@ class ToolUse:
 
 # ----------------------------------------------------------------------------- a request
 def use_of(
-    tools: list[Tool], choice: ToolChoice, one: bool, form: str, tokenizer: Tokenizer
+    tools: list[Tool],
+    choice: ToolChoice,
+    one: bool,
+    form: str,
+    tokenizer: Tokenizer,
+    stop: Collection[int],
 ) -> tuple[ToolUse, Guide | None]:
     """Return what an answer may call, and what it must be; None: anything.
 
-    one: at most one call. form: a key of FORMS. Raises UserError.
+    one: at most one call. form: a key of FORMS. stop: tokens that end an answer. Raises UserError.
     """
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
@@ -210,17 +216,26 @@ def use_of(
             raise UserError(f"tool_choice names {name!r}, which is none of the tools")
         functions = {name: functions[name]}
     use = ToolUse(form, one or forced, forced)
-    trigger = FORMS[form].trigger
-    if choice == "auto" and not trigger:
+    auto = choice == "auto"
+    if auto and not FORMS[form].trigger:
         return use, None
-    return use, _guide(list(functions.values()), FORMS[form], use.one, choice == "auto", tokenizer)
+    chosen = list(functions.values())
+    control = tokenizer.special_ids - frozenset(stop)
+    return use, _guide(chosen, FORMS[form], use.one, auto, tokenizer, control)
 
 
 def _guide(
-    functions: list[Function], form: Form, one: bool, auto: bool, tokenizer: Tokenizer
+    functions: list[Function],
+    form: Form,
+    one: bool,
+    auto: bool,
+    tokenizer: Tokenizer,
+    control: frozenset[int],
 ) -> Guide:
-    """Return the grammar of the calls, in Lark.   auto: a text may take their place, or precede
-    them"""
+    """Return the grammar of the calls, in Lark.
+
+    auto: a text may take their place, or precede them. control: special tokens in that text.
+    """
     special = _special_marks(tokenizer, form.open + form.before + form.after)
 
     def literal(text: str) -> str:
@@ -241,13 +256,16 @@ def _guide(
         first.append(f"{literal(begin)} {rest}")
     more = "" if one else f"({literal(form.between)} following)*"
     calls = f"first {more} {literal(form.close)}"
+    ids = ",".join(map(str, sorted(control - frozenset(special.values()))))
+    begun = f"(TEXT <[{ids}]>)*" if ids else ""  # the text up to its last control token
     if not auto:
         rules.append(f"start: {calls}")
     elif form.trigger in special:
-        rules += [f"start: TEXT | TEXT {literal(form.trigger)} {calls}", r"TEXT: /(.|\n)*/"]
+        rules.append(f"start: {begun} TEXT | {begun} TEXT {literal(form.trigger)} {calls}")
     else:
-        rules += [f"start: TEXT | before {calls}", r"TEXT: /(.|\n)*/"]
+        rules.append(f"start: {begun} TEXT | {begun} before {calls}")
         rules.append(f"before[lazy]: TEXT {_quoted(form.trigger)}")
+    rules.append(r"TEXT: /(.|\n)*/")
     rules.append(f"first: {' | '.join(first)}")
     rules.append(f"following: {' | '.join(following)}")
     return Guide.of_rules(rules)
