@@ -9,7 +9,7 @@ context_attention           of a packed prefill, TFLOP/s: 4 H D operations per q
                             sees; compared with our attention of training on as many tokens in equal
                             sequences, if there is no history
 sample                      microseconds for 1, 32 and 256 rows, of this vocabulary and of Qwen3's;
-                            also penalties and log-probabilities
+                            also penalties, masks and log-probabilities
 step                        all layers as the engine launches them, in one CUDA graph replayed many
                             times: tokens/s, and the share of the memory bound, (weights + cache
                             read) / copy bandwidth
@@ -42,6 +42,7 @@ from xtrain.kernels.decoding.penalties import (
     apply_penalties,
     count_tokens,
 )
+from xtrain.kernels.decoding.token_masks import mask_logits, mask_words
 from xtrain.kernels.gemm import linear_fwd
 from xtrain.kernels.runtime.launch import set_overlap
 
@@ -253,6 +254,8 @@ def sampling_calls(B, vocab):
         count_tokens(lists, slots, ids)
 
     yield "penalties", penalties
+    masks = cp.zeros((B, mask_words(vocab)), np.int32)  # nothing is allowed: the most writes
+    yield "masks", functools.partial(mask_logits, logits, masks, slots, vocab)
     yield "logprobs_and_top_20", functools.partial(token_logprobs, logits, ids, 20)
 
 

@@ -61,8 +61,11 @@ class EmulatedRunner(Runner):
     def launch_tokens(self, tokens: int) -> None:
         self._pass(PREFILL_LAUNCH, tokens * PREFILL_EACH)
 
-    def decode(self, b: int, penalized: bool, scored: bool) -> tuple:
+    def decode_logits(self, b: int) -> tuple:
         self._pass(DECODE_LAUNCH, DECODE_BASE + b * DECODE_EACH)
+        return (None,)
+
+    def draw(self, logits: Any, b: int, *extras: bool) -> tuple:
         return ()
 
     def sample(self, *args: Any) -> tuple:

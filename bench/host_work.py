@@ -30,12 +30,12 @@ class IdleRunner(emulated_engine.EmulatedRunner):
     def _pass(self, host: float, gpu: float) -> None:
         pass
 
-    def sample(self, logits: Any, ids: Any, batch: Any, penalized: bool, scored: bool) -> tuple:
+    def sample(self, logits: Any, ids: Any, batch: Any, *extras: bool) -> tuple:
         n = len(ids)
         return np.zeros(n, np.float32), np.zeros((n, 20), np.int32), np.zeros((n, 20), np.float32)
 
-    def decode(self, b: int, penalized: bool, scored: bool) -> tuple:
-        return self.sample(None, range(b), None, penalized, scored)
+    def draw(self, logits: Any, b: int, *extras: bool) -> tuple:
+        return self.sample(None, range(b), None, *extras)
 
     def read_ids_later(self, requests: list, slots: list[int]) -> Callable[[], list[int]]:
         drawn = [len(r.completion) + r.in_flight for r in requests]

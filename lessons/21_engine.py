@@ -466,7 +466,7 @@ print(f"32 times the tokens for {together['ms'] / alone['ms']:.2f} times the tim
 # %% [markdown]
 # ## The library's kernel
 #
-# The first function is your 21.2; the second is the step around it that becomes a CUDA graph:
+# The first function is your 21.2; the others are the step around it that becomes a CUDA graph:
 # model, sampling, advancing the counters. Python's share of a step is one launch and reading b
 # token ids, which the last kernel writes to host memory. (An entry is idle here if its length is
 # below 0: the engine passes the lengths as `rows_B`.)
@@ -480,6 +480,8 @@ from xtrain.serving.scheduler import Scheduler
 
 lesson.source(_sampling_kernels.make_advance_kernel)
 lesson.source(Runner.decode)
+lesson.source(Runner.decode_logits)
+lesson.source(Runner.draw)
 
 # %% [markdown]
 # One step of the engine admits waiting requests, decodes, computes the next part of their prompts,

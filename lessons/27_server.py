@@ -228,7 +228,7 @@ async def ask(body, leave_after=None):
 
 wrong = [
     {"temperature": 3}, {"messages": []}, {"messages": [{"role": "cook", "content": "Tea!"}]},
-    {"tools": [{"type": "function"}]}, {"model": "coffee"}, {"messages": [message | {"content": "tea " * 99}]},
+    {"modalities": ["text", "audio"]}, {"model": "coffee"}, {"messages": [message | {"content": "tea " * 99}]},
 ]  # fmt: skip
 for change in wrong:
     status, pieces = run(ask(body | {"stream": False} | change))

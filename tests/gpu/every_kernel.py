@@ -44,6 +44,7 @@ from xtrain.kernels.decoding.penalties import (
     apply_penalties,
     count_tokens,
 )
+from xtrain.kernels.decoding.token_masks import mask_logits
 from xtrain.kernels.elementwise import add_into, scale_into
 from xtrain.kernels.embedding import embedding_bwd, embedding_fwd
 from xtrain.kernels.fp8 import DTYPES as FP8_KINDS
@@ -289,7 +290,7 @@ def kv_codes():
 
 
 def choosing(dtype):
-    """Sampling: greedy, few and many candidates, top-p, min-p, unused rows; penalties; log-probabilities."""
+    """Sampling: greedy, few and many candidates, top-p, min-p, unused rows; penalties; log-probabilities; masks."""
     for B, V, padded in ((1, 1, 128), (5, 517, 640), (7, 50257, 50304), (3, 131000, 131072)):
         temperature = RNG.choice([0.0, 0.5, 1.0], B).astype(np.float32)
         top_k = RNG.choice([0, 1, 40, 1024], B).astype(np.int32)
@@ -310,6 +311,7 @@ def choosing(dtype):
         count_tokens(penalties, slots, ids)
         for top in (0, 1, 20):
             token_logprobs(logits, ids, top, V)
+        mask_logits(logits, cp.zeros((B, -(-V // 32)), np.int32), slots, V)
         sampling.advance(*(cp.zeros(B, np.int32) for _ in range(3)))
 
 

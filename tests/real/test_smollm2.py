@@ -2,8 +2,10 @@
 
 import contextlib
 import threading
+from typing import Literal
 
 import numpy as np
+import pydantic
 import pytest
 from awkward_texts import texts
 from published import NEEDS, SMOLLM2, SYSTEM, answers, prompt
@@ -168,3 +170,20 @@ def test_streams_of_the_server(ours, engine):
         chunks = list(client.completions.create(prompt="One, two, three,", **options))
         text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
         assert text.startswith(" four, five, six,")
+
+
+def test_a_schema_holds(ours, engine):
+    """The model chooses the words, the grammar the form; the grammar's tokens are those that the tokenizer makes."""
+    pytest.importorskip("llguidance")
+
+    class City(pydantic.BaseModel):
+        capital: str = pydantic.Field(max_length=20)
+        country: Literal["Italy", "France"]
+
+    with served(ours, engine) as client:
+        talk = [SYSTEM, {"role": "user", "content": QUESTIONS[0] + " Answer as JSON."}]
+        answer = client.chat.completions.parse(
+            model="smollm2", messages=talk, response_format=City, temperature=0
+        )
+    city = answer.choices[0].message.parsed
+    assert (city.capital, city.country) == ("Paris", "France")

@@ -13,6 +13,9 @@ from published import FOLDER, NEEDS
 from xtrain.data.pieces import Cutter
 from xtrain.errors import UserError
 from xtrain.formats.texts import load_texts
+from xtrain.server.api import Message
+from xtrain.server.grammars import Grammars, Guide
+from xtrain.server.tools import Tool, form_of
 from xtrain.serving.text_stream import TextStream
 from xtrain.tuning.examples import read_examples
 
@@ -191,3 +194,53 @@ def test_what_is_trained(both, tmp_path):
     thought = "<think>\n\n</think>\n\n" * (both.name == "qwen3")
     expected = [f"{thought}Hello, Zoë!{end}", f"Hello, Zoë!{end}4.{end}"]
     assert texts == expected[: len(records)]
+
+
+@pytest.mark.parametrize("name", sorted(ENDS))
+def test_a_grammar_is_followed_to_its_end(name):
+    """A document that names a special token, which stays text; spaces are where they belong."""
+    pytest.importorskip("llguidance")
+    texts = load_texts(FOLDER / name)
+    tokenizer = texts.tokenizer
+    grammars = Grammars.of(texts)
+    document = {"first_name": "größe 日本語", "n": [-12.5, True, None], "end": ENDS[name]}
+    guide = Guide.of_schema({"const": document})
+    constraint = grammars.compiled(guide).start()
+    answer = []
+    while constraint.ended is None:
+        row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        constraint.mask_into(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        answer.append(Random(len(answer)).choice(allowed.tolist()))
+        assert answer[-1] not in tokenizer.special_ids
+        constraint.accept(answer[-1])
+    found = b"".join(tokenizer.token_bytes[token] for token in answer)
+    assert json.loads(found) == document and constraint.ended == "stop"
+
+
+def test_the_tools_of_qwen3():
+    """Its template shows them; transformers renders the same conversation."""
+    texts = load_texts(FOLDER / "qwen3")
+    assert form_of(texts.template.source([])) == "hermes"
+    function = {
+        "name": "weather",
+        "description": "Say",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    tools = [Tool.model_validate({"type": "function", "function": function}).plain()]
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
+    }
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "fine", "tool_call_id": "a"},
+    ]
+    plain = [Message.model_validate(message).plain() for message in messages]
+    expected = transformers.AutoTokenizer.from_pretrained(FOLDER / "qwen3").apply_chat_template(
+        plain, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert texts.template.render(plain, tools=tools) == expected
+    assert '{"name": "weather", "arguments": {"city": "Köln"}}' in expected

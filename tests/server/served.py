@@ -19,12 +19,12 @@ TEMPLATE = (
 )
 
 
-def make_folder(folder):
+def make_folder(folder, template=TEMPLATE, max_seq_len=256):
     """Save a small random model with a tokenizer and a chat template. -> the folder"""
     tokenizer = Tokenizer.train(["def f(x):\n    return x + größe\n" * 50], 290)
-    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=256, head_dim=16)
+    config = small(vocab_size=tokenizer.vocab_size, max_seq_len=max_seq_len, head_dim=16)
     random_model(config, device="cpu").save_pretrained(folder, tokenizer)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 

@@ -17,11 +17,10 @@ HI = [{"role": "user", "content": "def f"}]
 BODIES = {api.ChatRequest: {"messages": HI}, api.CompletionRequest: {"prompt": "def f"}}
 # of OpenAI, vLLM, llama.cpp, SGLang, text-generation-inference: each with a value that asks for something
 UNKNOWN = {
-    "tools": [{"type": "function"}], "tool_choice": "required", "response_format": {"type": "json_object"},
     "reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}, "prediction": {"type": "content"},
     "web_search_options": {}, "moderation": {"model": "x"}, "modalities": ["text", "audio"], "best_of": 2, "suffix": "x",
-    "truncate_prompt_tokens": 5, "regex": "a", "guided_json": {},
-    "structured_outputs": {"regex": "a"}, "chat_template": "x", "bad_words": ["x"], "skip_special_tokens": False,
+    "truncate_prompt_tokens": 5, "regex": "a",
+    "chat_template": "x", "bad_words": ["x"], "skip_special_tokens": False,
     "include_stop_str_in_output": True, "logits_processors": ["x"], "length_penalty": 0.5, "use_beam_search": True,
     "repeat_penalty": 1.1, "grammar": "root ::= a", "n_predict": 5, "mirostat": 2, "typical_p": 0.5, "samplers": ["top_k"],
     "dry_multiplier": 0.8, "min_new_tokens": 1, "no_repeat_ngram_size": 3, "lora_path": "x", "cache_salt": "x",
@@ -74,7 +73,7 @@ NESTED = [
     ({"stream_options": {}}, "stream_options"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"messages": [HI[0] | {"name": "Ann"}]}, "messages.0.name"),
-    ({"messages": [HI[0], {"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]}, "messages.1.tool_calls"),
+    ({"messages": [HI[0], {"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]}, "messages.1.tool_calls.0.function"),
     ({"messages": [HI[0] | {"reasoning_content": "x"}]}, "messages.0.reasoning_content"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]}, "messages.0.content.0.cache_control"),
 ]  # fmt: skip
@@ -123,7 +122,9 @@ def test_the_error_is_about_the_item_that_is_wrong():
 
 def test_tools_are_named_before_what_belongs_to_them():
     tools = {"tool_choice": {"type": "function"}, "tools": [{"type": "function"}]}  # as instructor
-    assert refusal(api.ChatRequest, {"messages": HI} | tools).param == "tools"
+    assert refusal(api.CompletionRequest, {"prompt": "x"} | tools).param == "tools"
+    choice = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+    assert refusal(api.ChatRequest, {"messages": HI} | choice).param == "tools"
 
 
 # ----------------------------------------------------------------------------- with OpenAI's client

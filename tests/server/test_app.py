@@ -72,8 +72,6 @@ def test_completions_logprobs_and_stop(served):
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"tools": [{"type": "function"}]}, "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"temperature": -1}, "temperature"),

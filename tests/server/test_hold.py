@@ -30,6 +30,7 @@ from xtrain.serving import pretrained  # noqa: E402
 HI = [{"role": "user", "content": "def f"}]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SIZE = 4_190_000  # of a body; the limit is 4 MiB
+SMALL = prepare.SMALL
 # Seconds between two events of another stream, or for /health. Of `xtrain serve` on 2 busy cores 84 ms and 44 ms were
 # measured; before large bodies had a separate process 65 s. Here client, server and engine share one interpreter.
 LONGEST_WAIT = 0.5
@@ -80,6 +81,9 @@ def worst_bodies():
         "messages": (CHAT, repeated('{"messages":[', json.dumps(HI[0]) + ",", json.dumps(HI[0]) + "]}"), 400),
         "empty messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": ""}] * 100_000}).encode(), 400),
         "wrong messages": (CHAT, repeated('{"messages":[', "{},", "{}]}"), 400),
+        "an enumeration": (TEXT, repeated('{"prompt":"a","guided_json":{"enum":[', '"abcdefgh",', '"a"]}}'), 400),
+        "a described schema": (TEXT, repeated('{"prompt":"a","max_tokens":1,"guided_json":{"description":"', "abcdefgh", '"}}'), 200),
+        "an expression": (TEXT, json.dumps({"prompt": "a", "max_tokens": 1, "guided_regex": "(a{1000}){1000}", "user": "x" * SMALL}).encode(), 400),
         "parts of a message": (CHAT, repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "{}]}]}"), 400),
     }  # fmt: skip
 

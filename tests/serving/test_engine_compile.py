@@ -29,6 +29,7 @@ from xtrain.kernels.decoding import (
     padding,
     penalties,
     sampling,
+    token_masks,
 )
 from xtrain.kernels.quantize import CODES, Quantized, dequantize, quantize
 from xtrain.simulator import sim
@@ -72,6 +73,7 @@ def launch_engine(dtypes=(np.float32, BF16)):
         rules = penalties.Penalties.empty(ints, 1, 2, 8)
         penalties.apply_penalties(full(1, 8), rules, ints, ints, 8)
         penalties.count_tokens(rules, ints, ints)
+        token_masks.mask_logits(full(1, 8), sim(np.ones((1, 1), np.int32)), ints, 8)
         logprobs.token_logprobs(full(1, 8), ints, 2)
     sampling.advance(i32(0), i32(0), i32(0))
     padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), tables(2), 16)

@@ -219,6 +219,12 @@ class Tokenizer:
         other.special_ids = self.special_ids | (self.added_ids & frozenset(ids))
         return other
 
+    def without_special(self, ids: Iterable[int]) -> "Tokenizer":
+        """Return this tokenizer with fewer special_ids."""
+        other = copy.copy(self)
+        other.special_ids = self.special_ids - frozenset(ids)
+        return other
+
     def with_chat_template(self, source: str) -> "Tokenizer":
         """Return this tokenizer with another file chat_template.jinja."""
         other = copy.copy(self)

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import UserError
 from ..kernels.decoding.penalties import MAX_BIASES
+from .structured import Structured
+from .tools import MAX_TOOLS, Call, Tool, ToolChoice
 
 MAX_STOPS = 16  # stop strings of a request
 MAX_STOP = 1000  # characters of each
@@ -29,9 +31,9 @@ HARMLESS = {  # field -> why no client can miss its effect in an answer
     "service_tier": "there is one",
     "parallel_tool_calls": "there are no tools",
 }  # fmt: skip
-NEUTRAL = {  # field -> values that mean the same as leaving it out
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> values that mean the same as leaving it out
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
+    "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
     # of vLLM, llama.cpp and others
     "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "bad_words": ([],), "skip_special_tokens": (True,),
@@ -90,7 +92,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Sampling(Body):
+class Sampling(Structured, Body):
     """What /v1/chat/completions and /v1/completions share. None: the model's default
     (generation_config.json), else OpenAI's.
 
@@ -187,11 +189,28 @@ class Message(Body):
     """One message of a conversation."""
 
     # what the client of an answer has, and sends back with it
-    neutral = {"tool_calls": ([],), "annotations": ([],)}
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    neutral = {"annotations": ([],)}
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+    tool_calls: list[Call] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
+    name: str | None = None  # of the function, with the role tool
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _fields_of_the_role(self) -> "Message":
+        if self.name is not None and self.role != "tool":
+            raise FieldError("name", "name is not supported: leave it out")
+        if self.tool_calls and self.role != "assistant":
+            raise FieldError("tool_calls", "tool_calls belong to a message of the assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise FieldError("tool_call_id", "tool_call_id belongs to a message of role tool")
+        if self.content is None and not self.tool_calls:
+            raise FieldError("content", "content is missing: give a text")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message as a chat template reads it."""
         parts = []
         if isinstance(self.content, list):
@@ -200,7 +219,16 @@ class Message(Body):
             content = self.content
         else:
             content = "".join(p.text for p in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.role == "developer":
+            message["role"] = "system"
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        return message
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -217,8 +245,18 @@ class ChatRequest(Sampling):
     messages: Messages
     chat_template_kwargs: TemplateValues | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return self.tools or []
 
     @property
     def top(self) -> int | None:
@@ -226,6 +264,12 @@ class ChatRequest(Sampling):
         if not self.logprobs:
             return None
         return self.top_logprobs or 0
+
+    @model_validator(mode="after")
+    def _choice_needs_tools(self) -> "ChatRequest":
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise FieldError("tools", "tools is missing: tool_choice needs some")
+        return self
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> "ChatRequest":

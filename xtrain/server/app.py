@@ -36,9 +36,11 @@ from .access_log import AccessLog, RequestRecord
 from .answers import FINISH, Chat, Form, Text
 from .api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .engine_client import EngineClient, EngineThread, Job, Piece
+from .grammars import Grammars
 from .metrics import Metrics
 from .page import route as page_route
 from .prepare import SMALL, ApiError, Preparation, Prepared, Preparers
+from .tool_answers import ToolChat
 from .tracing import annotate, tracer_provider
 from .tracing import middleware as tracing_middleware
 
@@ -47,6 +49,7 @@ BODY_SECONDS = 60  # until a body must have arrived
 FAILURES = {
     "nan": (500, "the model's logits are NaN: see the server's log"),
     "error": (500, "the engine failed: see the server's log"),
+    "constraint": (400, "the schema or grammar is too complex for this answer: simplify it"),
     "shutdown": (503, "the server is shutting down: try again later"),
 }
 
@@ -280,8 +283,12 @@ class Server:
         body = prepared.body
         record: RequestRecord = http.state.record
         prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
-        if isinstance(body, ChatRequest):
-            form: Form = Chat(self.texts, self.name, body, record.id)
+        tokenizer = self.texts.tokenizer
+        if isinstance(body, ChatRequest) and prepared.tools is not None:
+            form: Form = ToolChat(self.texts, self.name, body, record.id, prepared.tools)
+            tokenizer = prepared.tools.showing_marks(tokenizer)
+        elif isinstance(body, ChatRequest):
+            form = Chat(self.texts, self.name, body, record.id)
         else:
             form = Text(self.texts, self.name, body, record.id)
         if scores or (isinstance(body, CompletionRequest) and body.echo):
@@ -289,7 +296,7 @@ class Server:
             await run_in_threadpool(form.take_prompts, prompts, scores)
         else:
             form.take_prompts(prompts, scores)
-        job = self._submit(Job(prepared.requests, self.texts.tokenizer, body.stops))
+        job = self._submit(Job(prepared.requests, tokenizer, body.stops))
         form.first_job = job
         record.job = job
         record.form = form
@@ -409,6 +416,8 @@ def _slow_json(content: Any) -> bytes:
 def _failure(reason: str) -> ApiError:
     """Return the answer to a request that ended for one of FAILURES."""
     status, message = FAILURES.get(reason, FAILURES["error"])
+    if status < 500:
+        return ApiError(status, message)
     return ApiError(status, message, type="server_error")
 
 
@@ -463,8 +472,9 @@ def create_app(
     access_log: print a line for each request, and one on the throughput every ten seconds.
     otlp_traces_endpoint: where OpenTelemetry sends a span of each request; None: nowhere.
     """
+    grammars = Grammars.of(texts)
     if isinstance(engine, Engine):
-        client: EngineClient = EngineThread(engine)
+        client: EngineClient = EngineThread(engine, grammars)
         defaults = defaults or GenerationDefaults.of(engine.model.generation)
     else:
         client = engine
@@ -479,6 +489,7 @@ def create_app(
         client.max_seq_len,
         client.max_batch + limits.queue,
         defaults or GenerationDefaults(),
+        grammars,
     )
     server = Server(client, texts, name, api_key, limits, preparation)
 

@@ -30,6 +30,7 @@ from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
 from ..serving.text_stream import TextStream
 from .engine_loop import EngineLoop, Figures, News
+from .grammars import Grammars
 
 LOOP_SHARE = 0.1  # of the time, for the rounds of an event loop in the engine's process
 LONGEST_PAUSE = 0.1  # seconds between two rounds
@@ -298,11 +299,10 @@ class EngineClient:
 
 
 class EngineThread(EngineClient):
-    """An engine in a thread of this process, between start and stop."""
+    """An engine in a thread of this process, between start and stop.   grammars: see EngineLoop"""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, grammars: Grammars | None = None):
         ours, theirs = multiprocessing.Pipe()
         super().__init__(ours, engine.config, engine.max_seq_len, engine.max_batch, LOOP_SHARE)
-        self.threads.append(
-            threading.Thread(target=EngineLoop(engine, theirs).run, name="engine", daemon=True)
-        )
+        loop = EngineLoop(engine, theirs, grammars)
+        self.threads.append(threading.Thread(target=loop.run, name="engine", daemon=True))

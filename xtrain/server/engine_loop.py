@@ -21,10 +21,12 @@ from multiprocessing.connection import Connection
 
 from ..serving.engine import Engine
 from ..serving.requests import Request, TokenLogprobs
+from .grammars import Grammars
 
 ADMISSION_SECONDS = 0.01
 # Seconds, unless a message comes: a step that always fails must not fill the log.
 PAUSE_AFTER_ERROR = 0.1
+PAUSE = 0.001  # the same, if no sequence can be admitted
 # A step that fails ends its requests, and the next one frees them. If that fails so often, the
 # device is lost: after some errors CUDA answers every call with the same error.
 MAX_FAILED_STEPS = 20
@@ -82,11 +84,13 @@ class Figures:
 class EngineLoop:
     """Steps `engine` while there are requests, until the HTTP side says stop or ends.
 
+    grammars: compiles the guides of requests that have one.
     `run` raises RuntimeError after MAX_FAILED_STEPS.
     """
 
-    def __init__(self, engine: Engine, connection: Connection):
+    def __init__(self, engine: Engine, connection: Connection, grammars: Grammars | None = None):
         self.engine, self.connection = engine, connection
+        self.grammars = grammars
         self.sequences: dict[tuple[int, int], Request] = {}  # by job and index: not complete
         self.scoring: list[Request] = []  # those whose result is Scores
         self.sent: dict[tuple[int, int], int] = {}  # tokens of each that the HTTP side knows
@@ -111,6 +115,8 @@ class EngineLoop:
     def submit(self, job: int, requests: list[Request]) -> None:
         """Compute these sequences."""
         for index, request in enumerate(requests):
+            if request.grammar is not None and self.grammars is not None:
+                request.grammar = self.grammars.compiled(request.grammar)
             self.sequences[job, index] = request
             self.sent[job, index] = 0
         self.scoring += [request for request in requests if request.scores is not None]
@@ -157,6 +163,9 @@ class EngineLoop:
             self.engine.step()
             self._take_scores()
             self.failed_steps = 0
+            scheduler = self.engine.scheduler
+            if 0 < len(scheduler.waiting) == len(scheduler.unfinished):
+                self.connection.poll(PAUSE)  # grammars are being compiled
         except Exception as error:
             # for instance out of memory: these sequences fail, the next may work
             with contextlib.suppress(OSError, ValueError):  # the log cannot be written

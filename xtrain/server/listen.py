@@ -32,6 +32,7 @@ from ..serving.options import (
 )
 from ..serving.pretrained import ModelOptions
 from .engine_loop import EngineLoop
+from .grammars import Grammars
 
 if TYPE_CHECKING:
     from .app import Limits  # needs packages of the extra `serve`
@@ -198,7 +199,7 @@ def serve_engine(engine: Engine, texts: Texts, address: Address, **options: Any)
         theirs.close()
         for one in address.sockets:  # the other process has its own
             one.close()
-        EngineLoop(engine, ours).run()
+        EngineLoop(engine, ours, Grammars.of(texts)).run()
         http.join()
     finally:
         for number, handler in before.items():

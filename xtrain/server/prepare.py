@@ -38,6 +38,8 @@ from .api import (
     Sampling,
     TokenizeRequest,
 )
+from .grammars import Grammars, Guide
+from .tools import ToolUse, form_of, use_of
 
 SMALL = 1 << 14  # bytes of a body that a thread of this process prepares
 SECONDS = 30  # for a larger one, in another process
@@ -91,11 +93,13 @@ class Prepared:
 
     body: without messages, without prompts unless they are echoed, and without unknown fields.
     requests: n for each prompt.  scoring: one for each prompt of several tokens, if wanted.
+    tools: what the answers may call; None: nothing.
     """
 
     body: Any
     requests: list[Request]
     scoring: list[Request]
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Preparation:
     max_seq_len: int
     max_answers: int
     defaults: GenerationDefaults
+    grammars: Grammars
 
     def __call__(self, kind: type[Any], data: bytes) -> Any:
         """Check a body, and return a Prepared; or the content of the answer, if only the tokenizer
@@ -146,8 +151,10 @@ class Preparation:
         limits = (body.max_completion_tokens or body.max_tokens, self.max_seq_len)
         self._check_length(text)
         prompts = [self.tokenizer.encode(text)]
-        requests = self._requests(body, prompts, limits, self.chat_stop)
-        return Prepared(body, requests, self._scoring(body, prompts))
+        use, guide = self._tools(body)
+        body.tools = []
+        requests = self._requests(body, prompts, limits, self.chat_stop, guide)
+        return Prepared(body, requests, self._scoring(body, prompts), use)
 
     def _rendered(self, body: ChatRequest | TokenizeRequest, add_generation_prompt: bool) -> str:
         if self.template is None:
@@ -155,9 +162,32 @@ class Preparation:
                 400, "this model has no chat template: use /v1/completions", code="no_chat_template"
             )
         messages = [message.plain() for message in body.messages or []]
+        tools = None
+        if isinstance(body, ChatRequest):
+            tools = [tool.plain() for tool in body.usable_tools] or None
         return self.template.render(
-            messages, add_generation_prompt, values=body.chat_template_kwargs
+            messages, add_generation_prompt, values=body.chat_template_kwargs, tools=tools
         )
+
+    def _tools(self, body: ChatRequest) -> tuple[ToolUse | None, Guide | None]:
+        """Return what the answers may call, and the grammar of the calls."""
+        if not body.usable_tools:
+            return None, None
+        assert self.template is not None
+        try:
+            if body.guide_field is not None:
+                raise UserError(f"tools and {body.guide_field} need each other's place: give one")
+            form = form_of(self.template.source(body.tools))
+            one = body.parallel_tool_calls is False
+            choice = body.tool_choice or "auto"
+            use, guide = use_of(
+                body.usable_tools, choice, one, form, self.tokenizer, self.chat_stop
+            )
+            if guide is not None:
+                self.grammars.check(guide)
+            return use, guide
+        except UserError as error:
+            raise ApiError(400, str(error), param="tools") from None
 
     def _completion(self, body: CompletionRequest) -> Prepared:
         if len(body.prompts) * (body.n or 1) > self.max_answers:
@@ -230,9 +260,12 @@ class Preparation:
         prompts: list[list[int]],
         limits: tuple[int | None, int],
         stop: frozenset[int],
+        guide: Guide | None = None,
     ) -> list[Request]:
-        """Return the requests for the answers to a body. limits: tokens of each answer, as the body
-        says, and by default."""
+        """Return the requests for the answers to a body.
+
+        limits: tokens of each answer, as the body says, and by default. guide: of calls.
+        """
         if body.seed is None:
             seed = secrets.randbits(62)
         else:
@@ -243,6 +276,7 @@ class Preparation:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
+        guide = guide or self._guide(body)
         end_ids = body.stop_token_ids or []
         if body.ignore_eos:
             stop = frozenset()
@@ -253,7 +287,7 @@ class Preparation:
                     f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} "
                     "tokens of the answer: give a smaller one, or a larger max_tokens"
                 )
-            return make_requests(
+            requests = make_requests(
                 prompts,
                 self.config,
                 self.max_seq_len,
@@ -267,6 +301,19 @@ class Preparation:
             names = [word.rstrip(":") for word in str(error).split()[:2]]
             fields = [name for name in names if name in type(body).model_fields]
             raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+        for request in requests:
+            request.grammar = guide
+        return requests
+
+    def _guide(self, body: Sampling) -> Guide | None:
+        """Return what the answers must be; None: anything."""
+        try:
+            guide = body.guide()
+            if guide is not None:
+                self.grammars.check(guide)
+        except UserError as error:
+            raise ApiError(400, str(error), param=body.guide_field) from None
+        return guide
 
 
 KINDS: dict[type[Any], Callable[[Preparation, Any], Any]] = {

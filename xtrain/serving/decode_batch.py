@@ -23,8 +23,8 @@ class DecodeBatch:
     host_tables, device_tables: the block tables, (B, M).
     """
 
-    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot: its list of
-    # penalties, -1: none.
+    # lengths: tokens in the cache.  step: tokens drawn so far.  penalty_slot, mask_slot: its list of
+    # penalties and its mask, -1: none.
     COLUMNS: ClassVar[dict[str, type]] = {
         "seed": np.int64,
         "random_stream": np.int64,
@@ -35,6 +35,7 @@ class DecodeBatch:
         "top_p": np.float32,
         "min_p": np.float32,
         "penalty_slot": np.int32,
+        "mask_slot": np.int32,
     }
 
     # the columns that a Request has too, and that stay as they are
@@ -49,8 +50,8 @@ class DecodeBatch:
 
     def __init__(self, B: int, M: int, device: str):
         nbytes = B * sum(np.dtype(t).itemsize for t in self.COLUMNS.values())
-        self.state = _Mirrored(nbytes, device)
-        self.table = _Mirrored(4 * B * M, device)
+        self.state = Mirrored(nbytes, device)
+        self.table = Mirrored(4 * B * M, device)
         self.host = self._columns(self.state.host, B)
         self.device = self._columns(self.state.device, B)
         self.host_tables = self.table.host.view(np.int32).reshape(B, M)
@@ -82,6 +83,8 @@ class DecodeBatch:
             self.host[name][slots] = values
         penalty_slots = [r.slot if r.penalties.active else -1 for r in requests]
         self.host["penalty_slot"][slots] = penalty_slots
+        mask_slots = [-1 if r.constraint is None else r.slot for r in requests]
+        self.host["mask_slot"][slots] = mask_slots
         self.host_tables[slots] = -1
         longest = max([len(r.blocks) for r in requests])
         rows = [r.blocks + [-1] * (longest - len(r.blocks)) for r in requests]
@@ -104,6 +107,7 @@ class DecodeBatch:
         idle[slots] = False
         self.host["lengths"][idle] = -1
         self.host["penalty_slot"][idle] = -1
+        self.host["mask_slot"][idle] = -1
         self.host_tables[idle] = -1
 
     def upload(self) -> None:
@@ -128,7 +132,7 @@ class DecodeBatch:
 _options = attrgetter(*DecodeBatch.OPTIONS)
 
 
-class _Mirrored:
+class Mirrored:
     """Bytes on the host and a copy on the device; `upload` copies.
 
     On a GPU it does not wait: the copy comes after the kernels launched before it and before those
@@ -147,13 +151,15 @@ class _Mirrored:
                 event.record()
                 self.buffers.append((*mapped_array((nbytes,), np.uint8), event))
 
-    def upload(self) -> None:
+    def upload(self, start: int = 0, end: int | None = None) -> None:
+        """Copy bytes start to end."""
+        part = slice(start, end)
         if not self.buffers:
-            self.device[...] = self.host
+            self.device[part] = self.host[part]
             return
         memory, memory_gpu, copied = self.buffers[0]
         copied.synchronize()
-        memory[...] = self.host
-        self.device[...] = memory_gpu
+        memory[part] = self.host[part]
+        self.device[part] = memory_gpu[part]
         copied.record()
         self.buffers.rotate(-1)

@@ -42,6 +42,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ..errors import UserError
 from ..nn.model import Transformer
 from ..nn.quantized import quantize_weights
+from .constraints import Grammar
 from .options import EngineOptions, described, engine_parameters
 from .paged_cache import PagedCache, affordable_blocks, check_room
 from .requests import Completion, Request, Step, make_requests, make_scoring_requests
@@ -222,6 +223,7 @@ class Engine:
         min_new_tokens: int | Sequence[int] = 0,
         allowed_token_ids: Set[int] | Sequence[Set[int] | None] | None = None,
         logprobs: int | Sequence[int | None] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         n: int = 1,
     ) -> Stream:
         """Return an iterator over (number, token) with `completions` and `cancel(number)`; it
@@ -253,6 +255,7 @@ class Engine:
         allowed_token_ids: a set of the only tokens that may be drawn; None: all.
         logprobs: report this many of the most likely tokens, 0 to 20, and their log-probabilities,
         and that of the chosen token, in Completion.logprobs; None: no log-probabilities.
+        grammar: what the answers must be (serving/constraints.py); None: anything.
 
         Prompts beyond max_batch, and those for which there are no blocks, wait. Raises UserError,
         before anything is computed, for an empty prompt, for one that leaves no room for an answer,
@@ -276,6 +279,7 @@ class Engine:
             min_new_tokens=min_new_tokens,
             allowed_token_ids=allowed_token_ids,
             logprobs=logprobs,
+            grammar=grammar,
             n=n,
         )
         return Stream(self, requests)

@@ -13,6 +13,7 @@ from ..kernels.decoding.logprobs import MAX_TOP
 from ..kernels.decoding.penalties import PenaltyRules
 from ..kernels.decoding.sampling import check_sampling
 from ..options import one_line
+from .constraints import Constraint
 from .scoring import Scores
 
 MAX_ANSWERS = 1 << 16  # to one prompt
@@ -23,6 +24,7 @@ REASONS = {  # why a sequence ended
     "full": "its context is full",
     "cancelled": "it was cancelled",
     "nan": "the model's logits are NaN",
+    "constraint": "its grammar allows no token, or is too complex here",
 }
 
 
@@ -80,6 +82,9 @@ class Request:
     penalties: PenaltyRules = field(default_factory=PenaltyRules)
     logprobs: int | None = None  # of how many of the most likely tokens, and its own; None: of none
     scores: Scores | None = None  # what to compute instead of an answer (scoring.py)
+    # what the answer must be, a Grammar; until the server's engine has it, a Guide; None: anything
+    grammar: Any = None
+    constraint: Constraint | None = None  # of the grammar, after the tokens that have arrived
     completion: Completion = field(default_factory=Completion)
     request_id: int = -1  # in the trace; requests are numbered in the order of submission
     state: State = State.WAITING
@@ -97,6 +102,19 @@ class Request:
     published: int = 0  # how many full blocks other sequences can find
     weights_version: int | None = None  # of the model, when the request was last admitted
     submitted: float = 0.0  # seconds of a clock
+
+    def start_constraint(self) -> None:
+        """Begin the grammar again, and bring it to the tokens so far."""
+        if self.grammar is not None:
+            self.constraint = self.grammar.start()
+            for token in self.completion:
+                self.constraint.accept(token)
+
+    @property
+    def must_wait(self) -> bool:
+        """Return True if it cannot be admitted yet: its last token is in flight, or its constraint
+        is not ready."""
+        return bool(self.in_flight) or not (self.constraint is None or self.constraint.ready)
 
     @property
     def tokens(self) -> list[int]:
@@ -258,6 +276,7 @@ DEFAULTS: dict[str, Any] = dict(
     min_new_tokens=0,
     allowed_token_ids=None,
     logprobs=None,
+    grammar=None,
 )
 
 
@@ -288,6 +307,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: x is None or (_is_whole(x) and 0 <= x <= MAX_TOP),
         f"a whole number from 0 to {MAX_TOP}, or None",
     ),
+    "grammar": (lambda x: x is None or hasattr(x, "start"), "an object with a method start"),
 } | {name: (_is_number, "a number") for name, x in DEFAULTS.items() if isinstance(x, float)}
 
 

@@ -4,7 +4,8 @@ results to the host.
 On a GPU the decoding step (model, sampling, advancing the counters) is a CUDA graph, one per batch
 size, and all its inputs are on the device. The host launches a step before it knows the tokens of
 the previous one. If a sequence turns out to have ended, one wasted token is computed for it and
-discarded.
+discarded. If a sequence is constrained, the step is two graphs, and the host makes its mask while
+the first one runs (masks.py).
 """
 
 import collections
@@ -26,11 +27,13 @@ from ..kernels.decoding.penalties import (
     count_tokens,
 )
 from ..kernels.decoding.sampling import advance, sample
+from ..kernels.decoding.token_masks import mask_logits
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn.autograd import Tensor, inference
 from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from .decode_batch import DecodeBatch
+from .masks import TokenMasks, accepting
 from .paged_cache import PagedCache
 from .requests import Request, State, TokenLogprobs
 from .scheduler import graph_size
@@ -101,7 +104,7 @@ class Runner:
     cache: with its arrays allocated.
     graph: capture the decoding step as a CUDA graph, on a GPU.
     in_flight: launched passes whose results have not been read.
-    penalties: of each slot; allocated when the first request has some.
+    penalties, masks: of each slot; allocated when the first request has some.
     """
 
     def __init__(
@@ -121,11 +124,13 @@ class Runner:
         table_blocks = -(-max_seq_len // cache.S)
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
         self.penalties: Penalties | None = None
+        self.masks: TokenMasks | None = None
+        self.logits: Any = None  # of the first part of a step
         # What the batch on the device contains: its sequences, their slots, and the arguments of
         # `decode`.
         self.batch_requests: list[Request] = []
         self.batch_slots: list[int] = []
-        self.batch_variant = (0, False, False)
+        self.batch_variant = (0, False, False, False)
         self.in_flight: collections.deque[TokensInFlight | ScoresInFlight] = collections.deque()
         self.newest = 0  # how many of them belong to the newest step
         self.graphed: Callable[..., Any] | None = None
@@ -138,7 +143,7 @@ class Runner:
             ids = mapped_array((2, max_batch), np.int32)
             self.device_to_host_ids, self.device_to_host_ids_gpu = ids
         if on_gpu and graph:
-            self.graphed = Graphed(self.decode)
+            self.graphed = Graphed(lambda part, *arguments: part(*arguments))
 
     @property
     def run_ahead(self) -> bool:
@@ -189,22 +194,44 @@ class Runner:
             yield
 
     # ------------------------------------------------------------------------- decoding
-    def decode(self, b: int, penalized: bool, scored: bool) -> tuple[Array, ...]:
+    def decode(self, b: int, penalized: bool, scored: bool, masked: bool) -> tuple[Array, ...]:
         """Compute one token for each of the first b entries of the batch: the step that a CUDA
         graph records.
 
-        penalized, scored: does a request have penalties, and does one ask for log-probabilities?
-        Returns these.
+        penalized, scored, masked: does a request have penalties, does one ask for
+        log-probabilities, does one have a constraint? Returns the log-probabilities.
         """
+        (logits,) = self.decode_logits(b)
+        return self.draw(logits, b, penalized, scored, masked)
+
+    def decode_logits(self, b: int) -> tuple[Array]:
+        """Compute the logits: the first part of `decode`, which does not need the masks."""
         batch = self.batch
-        columns = batch.first(b)
-        ids_B = batch.ids[:b]
-        lengths_B = columns["lengths"]
+        lengths_B = batch.first(b)["lengths"]
         sequences = self.cache.decode(lengths_B, batch.device_tables[:b], batch.edges[: b + 1])
-        logits = self.model.logits(self.model.hidden(ids_B, sequences)).data
-        logprobs = self.sample(logits, ids_B, columns, penalized, scored)
+        return (self.model.logits(self.model.hidden(batch.ids[:b], sequences)).data,)
+
+    def draw_decoded(self, *variant: Any) -> tuple[Array, ...]:
+        """Draw from self.logits, which decode_logits has computed: the second part of `decode`. In
+        a CUDA graph they have the address of its output."""
+        return self.draw(self.logits, *variant)
+
+    def draw(
+        self, logits: Array, b: int, penalized: bool, scored: bool, masked: bool
+    ) -> tuple[Array, ...]:
+        """Draw the tokens of the first b entries of the batch. Others as in `decode`."""
+        columns = self.batch.first(b)
+        ids_B = self.batch.ids[:b]
+        lengths_B = columns["lengths"]
+        logprobs = self.sample(logits, ids_B, columns, penalized, scored, masked)
         advance(lengths_B, columns["step"], lengths_B, ids_B, self.device_to_host_ids_gpu)
         return logprobs
+
+    def _run(self, part: Callable[..., tuple[Array, ...]], *variant: Any) -> tuple[Array, ...]:
+        """Run a part of a step, as a CUDA graph if there is one."""
+        if self.graphed is None:
+            return part(*variant)
+        return self.graphed(variant=(part, *variant))
 
     def launch_decoding(self, requests: list[Request], grown: list[Request]) -> None:
         batch = self.batch
@@ -215,7 +242,13 @@ class Runner:
         elif grown:
             batch.upload_tables()
         variant = self.batch_variant
-        logprobs = self.graphed(variant=variant) if self.graphed else self.decode(*variant)
+        *_, masked = variant
+        if not masked:
+            logprobs = self._run(self.decode, *variant)
+        else:
+            (self.logits,) = self._run(self.decode_logits, variant[0])
+            self._write_masks(requests)
+            logprobs = self._run(self.draw_decoded, *variant)
         self._put_in_flight(requests, self.batch_slots, logprobs, self.batch_slots)
 
     def _write_batch(self, requests: list[Request]) -> None:
@@ -280,7 +313,9 @@ class Runner:
         for request in requests:
             self._write_penalties(request)
         ids = to_device(np.zeros(len(slots), np.int32), self.model.device)
-        logprobs = self.sample(logits, ids, batch.rows(slots), *_extras(requests))
+        extras = _extras(requests)
+        self._write_masks(requests)
+        logprobs = self.sample(logits, ids, batch.rows(slots), *extras)
         batch.ids[slots] = ids
         if self.device_to_host_ids_gpu is not None:
             self.device_to_host_ids_gpu[_host_rows(requests), slots] = ids
@@ -308,10 +343,18 @@ class Runner:
 
     # ------------------------------------------------------------------------- sampling
     def sample(
-        self, logits: Array, ids_B: Array, batch: dict[str, Array], penalized: bool, scored: bool
+        self,
+        logits: Array,
+        ids_B: Array,
+        batch: dict[str, Array],
+        penalized: bool,
+        scored: bool,
+        masked: bool,
     ) -> tuple[Array, ...]:
         """Draw ids_B. Return what token_logprobs returns if `scored`, else nothing."""
         vocab = self.model.config.vocab_size
+        if masked and self.masks is not None:
+            mask_logits(logits, self.masks.device, batch["mask_slot"], vocab)
         slots_B = batch["penalty_slot"]
         of_model = logits
         if penalized and self.penalties is not None:
@@ -350,6 +393,22 @@ class Runner:
         vocab = self.model.config.vocab_size
         return Penalties.empty(self.batch.ids, self.max_batch, tokens, vocab)
 
+    def _write_masks(self, requests: list[Request]) -> None:
+        """Make and upload the masks of those requests that are constrained. Waits for their tokens
+        in flight."""
+        constrained = {request for request in requests if request.constraint is not None}
+        if not constrained:
+            return
+        for results in self.in_flight:
+            if isinstance(results, TokensInFlight) and constrained.intersection(results.requests):
+                results.wait_for_ids()
+        if self.masks is None:
+            self.masks = self._empty_masks()
+        self.masks.write(list(constrained))
+
+    def _empty_masks(self) -> TokenMasks:
+        return TokenMasks(self.max_batch, self.model.config.vocab_size, self.model.device)
+
     # ------------------------------------------------------------------------- to the host
     def _put_in_flight(
         self,
@@ -362,6 +421,8 @@ class Runner:
             _to_host_later(x) for x in logprobs
         ]  # before the event that wait_for_ids waits for
         wait_for_ids = self.read_ids_later(requests, slots)
+        if self.masks is not None:  # there has been a constraint
+            wait_for_ids = accepting(requests, wait_for_ids)
         self.in_flight.append(TokensInFlight(requests, wait_for_ids, copies, rows))
 
     def read_ids_later(self, requests: list[Request], slots: list[int]) -> Callable[[], list[int]]:
@@ -402,12 +463,14 @@ class Runner:
         if self.model.device == "gpu":
             sizes = {graph_size(b, self.max_batch) for b in sizes}
         self.penalties = self.empty_penalties(1)
+        self.masks = self._empty_masks()
         with self.mode():
             for size in sizes:
-                self.decode(size, True, True)
+                self.decode(size, True, True, True)
             for n in sorted(n for n in rows if n <= longest):
                 self.prefill_shape(n)
         self.penalties = None
+        self.masks = None
 
     def prefill_shape(self, n: int) -> None:
         """Prefill n tokens in as many sequences as possible, each of which gets a token."""
@@ -418,15 +481,16 @@ class Runner:
         ids_N, sequences = self.cache.prefill([0] * n, lengths, [0] * A, tables, last)
         logits = self.model.logits(self.model.hidden(ids_N, sequences)).data
         ids = to_device(np.zeros(A, np.int32), self.model.device)
-        self.sample(logits, ids, self.batch.rows(list(range(A))), True, True)
+        self.sample(logits, ids, self.batch.rows(list(range(A))), True, True, True)
 
 
-def _extras(requests: list[Request]) -> tuple[bool, bool]:
-    """Return whether a request has penalties or a bias, and whether one asks for
-    log-probabilities."""
+def _extras(requests: list[Request]) -> tuple[bool, bool, bool]:
+    """Return whether a request has penalties or a bias, whether one asks for log-probabilities, and
+    whether one has a constraint."""
     penalized = any([request.penalties.active for request in requests])
     scored = any([request.logprobs is not None for request in requests])
-    return penalized, scored
+    masked = any([request.constraint is not None for request in requests])
+    return penalized, scored, masked
 
 
 def _token_numbers(requests: list[Request]) -> list[int]:

@@ -99,6 +99,7 @@ class Scheduler:
             request.published = 0
             request.cached_tokens = 0
             request.in_flight = 0
+            request.start_constraint()
             if not request.completion:
                 request.completion.prefilled = 0  # its prompt is computed again
         for request in requests:
@@ -116,6 +117,7 @@ class Scheduler:
             if prompt not in keys_of:
                 keys_of[prompt] = self._keys(request)
             request.keys = keys_of[prompt]
+            request.start_constraint()
 
     def add(self, requests: Iterable[Request]) -> None:
         """Append prepared requests to the waiting ones."""
@@ -174,7 +176,8 @@ class Scheduler:
                 completion.logprobs[len(completion) :] = [logprobs]
             completion.append(token)
             pairs.append((request, token))
-            if token in request.stop or len(completion) >= request.room:
+            complete = request.constraint is not None and request.constraint.ended
+            if token in request.stop or len(completion) >= request.room or complete:
                 self._end_if_finished(request)
 
     def _take_scores(self, new: NewScores) -> None:
@@ -212,8 +215,8 @@ class Scheduler:
         for request in self.waiting_in_order():
             if len(self.free_slots) <= reserved:
                 break
-            if request.in_flight:
-                continue  # it waits for its own last token
+            if request.must_wait:
+                continue
             if request.completion:  # it was preempted
                 request.keys = self._keys(request)
             joins = _may_join(request)
@@ -452,7 +455,7 @@ class Scheduler:
         for request in self.waiting_in_order():
             if not self.free_slots:
                 break
-            if request.in_flight or not _may_join(request) or request.keys[-1] not in group_of:
+            if request.must_wait or not _may_join(request) or request.keys[-1] not in group_of:
                 continue
             group = group_of[request.keys[-1]]
             n_full, tail_tokens = divmod(len(request.prompt), self.pool.S)
@@ -545,6 +548,8 @@ class Scheduler:
         elif request.scores is not None:
             if request.scores.complete:
                 self._end(request, "scored")
+        elif request.constraint is not None and request.constraint.ended:
+            self._end(request, request.constraint.ended)
         elif completion and completion[-1] in request.stop:
             self._end(request, "stop")
         elif len(completion) == request.max_new_tokens:
