@@ -16,7 +16,7 @@ from xtrain.kernels.attention.key_bounds import UNBOUNDED, KeyBounds
 from xtrain.kernels.qk_norm_rope import qk_norm_rope_fwd
 from xtrain.kernels.rope import rope_tables
 from xtrain.kernels.runtime.invariance import batch_invariant
-from xtrain.simulator import sim
+from xtrain.simulator import KernelError, sim
 
 __all__ = ["nvvm"]
 BF16 = ml_dtypes.bfloat16
@@ -135,6 +135,17 @@ def test_another_order_is_found(monkeypatch, old, new):
     finally:
         file.make_exact_kernel.cache_clear()
     assert not np.array_equal(o, given[-1][position])
+
+
+@pytest.mark.skipif(GPU, reason="found by the simulator")
+def test_static_arrays_that_move_the_tiles_are_found(monkeypatch):
+    monkeypatch.setattr(file, "ROUNDED", 16)
+    file.make_exact_kernel.cache_clear()
+    try:
+        with pytest.raises(KernelError, match="bytes of static arrays"):
+            decoded(small_case(), [5], 16)
+    finally:
+        file.make_exact_kernel.cache_clear()
 
 
 def launch_all():
