@@ -87,6 +87,14 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {best['msg']}", param=param)
 
 
+def _invalid_value(error: UserError, body: Any) -> ApiError:
+    """Return the refusal of a value: "logit_bias holds ...", "sampling: top_k ...", "prompt 0 has
+    ..."."""
+    names = [word.rstrip(":") for word in str(error).split()[:2]]
+    fields = [name for name in names if name in type(body).model_fields]
+    return ApiError(400, str(error), param=[*fields, body.source][0])
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A body, as the server needs it.
@@ -132,7 +140,7 @@ class Preparation:
         try:
             return KINDS[kind](self, body)
         except UserError as error:
-            raise ApiError(400, str(error), param=body.source) from None
+            raise _invalid_value(error, body) from None
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for the name of another model."""
@@ -280,27 +288,22 @@ class Preparation:
         end_ids = body.stop_token_ids or []
         if body.ignore_eos:
             stop = frozenset()
-        try:
-            check_ids("stop_token_ids", end_ids, self.config.vocab_size)
-            if (body.min_tokens or 0) > options["max_new_tokens"]:
-                raise UserError(
-                    f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} "
-                    "tokens of the answer: give a smaller one, or a larger max_tokens"
-                )
-            requests = make_requests(
-                prompts,
-                self.config,
-                self.max_seq_len,
-                stop.union(end_ids),
-                seed,
-                body.n or 1,
-                logprobs=body.top,
-                **options,
+        check_ids("stop_token_ids", end_ids, self.config.vocab_size)
+        if (body.min_tokens or 0) > options["max_new_tokens"]:
+            raise UserError(
+                f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} tokens "
+                "of the answer: give a smaller one, or a larger max_tokens"
             )
-        except UserError as error:  # "logit_bias holds ...", "sampling: ...", "prompt 0 has ..."
-            names = [word.rstrip(":") for word in str(error).split()[:2]]
-            fields = [name for name in names if name in type(body).model_fields]
-            raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+        requests = make_requests(
+            prompts,
+            self.config,
+            self.max_seq_len,
+            stop.union(end_ids),
+            seed,
+            body.n or 1,
+            logprobs=body.top,
+            **options,
+        )
         for request in requests:
             request.grammar = guide
         return requests
