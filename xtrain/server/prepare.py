@@ -278,13 +278,16 @@ class Preparation:
             seed = secrets.randbits(62)
         else:
             seed = body.seed
+        guide = guide or self._guide(body)
+        for name in ("min_tokens", "allowed_token_ids"):
+            if guide is not None and getattr(body, name):
+                raise UserError(f"{name} may forbid what a grammar or tools need: leave one out")
         given = body.options()
         body.allowed_token_ids = None  # it may be long, and the requests have it
         if limits[0] is not None:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
-        guide = guide or self._guide(body)
         end_ids = body.stop_token_ids or []
         if body.ignore_eos:
             stop = frozenset()
