@@ -143,6 +143,7 @@ def test_the_client_sees_the_field(served):
         (chat, {"reasoning_effort": "low"}, "reasoning_effort"),
         (chat, {"extra_body": {"min_tokens": 3}}, "min_tokens"),  # max_tokens is 2
         (chat, {"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+        (chat, {"extra_body": {"chat_template_kwargs": {"unread": 1}}}, "chat_template_kwargs"),
         (text, {"extra_body": {"allowed_token_ids": [99999]}}, "allowed_token_ids"),
         (text, {"prompt": ["x" * 99] * 200, "extra_body": {"prompt_logprobs": 20}}, "prompt"),
         (chat, {"logit_bias": {"99999": 1}}, "logit_bias"),

@@ -240,6 +240,14 @@ def test_a_bad_form_is_a_sentence(served, fields, says):
     assert error["param"].split(".")[0] in fields and served.idle
 
 
+def test_fields_that_forbid_what_a_grammar_needs(served):
+    """Otherwise no token would be left: the end token before the minimum, or another one."""
+    for fields in ({"min_tokens": 3}, {"allowed_token_ids": [5]}):
+        body = {"prompt": "x", "guided_regex": "a", "max_tokens": 5} | fields
+        answer = httpx.post(served.url + "/v1/completions", json=body).json()
+        assert answer["error"]["param"] == next(iter(fields)), answer
+
+
 def test_without_the_package(monkeypatch):
     import_module = builtins.__import__
 

@@ -87,6 +87,14 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {best['msg']}", param=param)
 
 
+def _invalid_value(error: UserError, body: Any) -> ApiError:
+    """Return the refusal of a value: "logit_bias holds ...", "sampling: top_k ...", "prompt 0 has
+    ..."."""
+    names = [word.rstrip(":") for word in str(error).split()[:2]]
+    fields = [name for name in names if name in type(body).model_fields]
+    return ApiError(400, str(error), param=[*fields, body.source][0])
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A body, as the server needs it.
@@ -132,7 +140,7 @@ class Preparation:
         try:
             return KINDS[kind](self, body)
         except UserError as error:
-            raise ApiError(400, str(error), param=body.source) from None
+            raise _invalid_value(error, body) from None
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for the name of another model."""
@@ -270,37 +278,35 @@ class Preparation:
             seed = secrets.randbits(62)
         else:
             seed = body.seed
+        guide = guide or self._guide(body)
+        for name in ("min_tokens", "allowed_token_ids"):
+            if guide is not None and getattr(body, name):
+                raise UserError(f"{name} may forbid what a grammar or tools need: leave one out")
         given = body.options()
         body.allowed_token_ids = None  # it may be long, and the requests have it
         if limits[0] is not None:
             given["max_new_tokens"] = limits[0]
         options = self.defaults.fill(given, {"temperature": 1.0, "max_new_tokens": limits[1]})
         options["max_new_tokens"] = min(options["max_new_tokens"], self.max_seq_len)
-        guide = guide or self._guide(body)
         end_ids = body.stop_token_ids or []
         if body.ignore_eos:
             stop = frozenset()
-        try:
-            check_ids("stop_token_ids", end_ids, self.config.vocab_size)
-            if (body.min_tokens or 0) > options["max_new_tokens"]:
-                raise UserError(
-                    f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} "
-                    "tokens of the answer: give a smaller one, or a larger max_tokens"
-                )
-            requests = make_requests(
-                prompts,
-                self.config,
-                self.max_seq_len,
-                stop.union(end_ids),
-                seed,
-                body.n or 1,
-                logprobs=body.top,
-                **options,
+        check_ids("stop_token_ids", end_ids, self.config.vocab_size)
+        if (body.min_tokens or 0) > options["max_new_tokens"]:
+            raise UserError(
+                f"min_tokens {body.min_tokens} is more than the {options['max_new_tokens']} tokens "
+                "of the answer: give a smaller one, or a larger max_tokens"
             )
-        except UserError as error:  # "logit_bias holds ...", "sampling: ...", "prompt 0 has ..."
-            names = [word.rstrip(":") for word in str(error).split()[:2]]
-            fields = [name for name in names if name in type(body).model_fields]
-            raise ApiError(400, str(error), param=[*fields, body.source][0]) from None
+        requests = make_requests(
+            prompts,
+            self.config,
+            self.max_seq_len,
+            stop.union(end_ids),
+            seed,
+            body.n or 1,
+            logprobs=body.top,
+            **options,
+        )
         for request in requests:
             request.grammar = guide
         return requests

@@ -83,9 +83,7 @@ class Scheduler:
 
     def recover(self) -> None:
         """Begin again after an interrupted step: all requests wait, with the tokens that they have.
-
-        No sequence loses a token. What was launched is computed again.
-        """
+        What was launched is computed again."""
         self.pool = BlockPool(self.limits.n_blocks, self.limits.block_tokens)
         self.free_slots = list(range(self.limits.max_batch))  # a heap
         self.prefilling: list[Request] = []
