@@ -96,8 +96,18 @@ ALLOWED = re.compile(r"\s*allow\s+(\w+(?:\s*,\s*\w+)*)\s+because\s+\S")
 
 
 def _allowed_at(site) -> list[str]:
-    """The kinds in the comment `# simulate: allow race because ...` at a site's line."""
-    comment = COMMENT.search(linecache.getline(site.file, site.line))
+    """The kinds in the comment `# simulate: allow race because ...` at a site's line, or where the
+    brackets close that it opens."""
+    depth = 1
+    line = site.line
+    comment = None
+    while depth > 0 and comment is None:
+        text = linecache.getline(site.file, line)
+        depth += sum(map(text.count, "([{")) - sum(map(text.count, ")]}")) - (line == site.line)
+        comment = COMMENT.search(text)
+        line += 1
+        if not text:
+            break
     if comment is None:
         return []
     allowed = ALLOWED.match(comment[1])
