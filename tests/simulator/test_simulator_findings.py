@@ -521,6 +521,22 @@ def test_spin_locks():
 
 
 @cuda.jit
+def keeps_the_lock(lock):
+    while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+        pass
+    if cuda.grid(1) != 1:
+        cuda.atomic.exch(lock, 0, 0)
+
+
+@pytest.mark.parametrize("grid, block", [(1, 3), (3, 1)])
+def test_a_deadlock_names_the_holder_of_the_lock(grid, block):
+    with pytest.raises(DeadlockError) as caught:
+        run(keeps_the_lock, grid, block, np.zeros(1, np.int32))
+    holder = f"{'block (0, 0, 0) thread 1' if grid == 1 else 'block (1, 0, 0) thread 0'} at"
+    assert f"of lock for which they wait was last changed by {holder}" in str(caught.value)
+
+
+@cuda.jit
 def relay(o, turn):
     """Every thread waits for the thread after it; every block for the block after it."""
     i, n = cuda.grid(1), cuda.gridsize(1)

@@ -42,7 +42,7 @@ SPIN_ROUNDS = 50
 # without end
 ENDING = ("error", "deadlock")
 EXITED = (
-    "\nThreads that have exited count as arrived on compute capability 7.0 and later; on older "
+    "Threads that have exited count as arrived on compute capability 7.0 and later; on older "
     "GPUs the others wait forever"
 )
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
@@ -78,6 +78,7 @@ class Launch:
         after a finding.
         resident: blocks that run at a time; None: all that wait for others."""
         self.keeps_warnings = False  # collect those
+        self.returned: Dim3 | None = None  # a block that has ended, while the others meet
         self.raised: frozenset[str] = frozenset()  # but not these
         self.cooperative: int | None = None  # the most blocks of a grid that meets
         self.processes = 1  # for the blocks: processes.py
@@ -237,12 +238,17 @@ class Launch:
         for block in parked:
             waiting += self._advance(block)
             progress = progress or block.progress
-        if all(block.at_grid for block in waiting) and len(waiting) == self.blocks:
+        at_grid = all(block.at_grid for block in waiting)
+        if at_grid and len(waiting) == self.blocks:
             for memory in self.memories:
                 memory.all_in_order()
             for block in waiting:
                 block.pass_grid()
         elif len(waiting) == len(parked) and not progress and self.changes == before:
+            if at_grid and not self.not_started:
+                here = {tuple(block.position) for block in waiting}
+                positions = (Dim3(*p[::-1]) for p in np.ndindex(*map(int, (*self.grid,)[::-1])))
+                self.returned = next(p for p in positions if tuple(p) not in here)
             error = parked[0].deadlock()
             self._tell(parked[0], error)
             raise error
@@ -267,15 +273,18 @@ class Launch:
         for observer in self.observers:
             observer.failed(block, error)
 
-    def not_resident(self) -> str:
-        """For a deadlock: a line on the blocks that have not started."""
-        if not self.not_started:
-            return ""
-        return (
-            f"\n    {self.not_started} of {self.blocks} blocks have not started: {self.resident} "
-            "are resident at a time, and they wait. A block may wait only for blocks that are "
-            "resident together with it"
-        )
+    def not_here(self) -> list[str]:
+        """For a deadlock: lines on the blocks that have not started, or have returned."""
+        lines = []
+        if self.not_started and self.resident is not None:
+            lines.append(
+                f"    {self.not_started} of {self.blocks} blocks have not started: "
+                f"{self.resident} are resident at a time, and they wait. A block may wait only for "
+                "blocks that are resident together with it"
+            )
+        if self.returned is not None:
+            lines.append(f"    block {self.returned} has returned and never reaches grid.sync()")
+        return lines
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -609,25 +618,48 @@ class Block:
                 place = "have reached the end of the kernel"
             places.setdefault(place, []).append(thread)
             sites.append(site)
-        groups = [
+        what = kind.replace("_", " ")
+        lines = [
             f"    {len(group)} threads ({errors.ranges(t.index for t in group)}) {place}"
             for place, group in places.items()
         ]
-        return DeadlockError(
-            f"deadlock in {self.launch.name}, block {self.position}: "
-            + (
-                f"its {len(self.threads)} threads do not all reach the same barrier or warp "
-                "function\n"
-                if not self._spinning()
-                else "a loop waits for a change of memory that no thread makes\n"
+        if kind == "exited_threads":
+            why = "threads have exited before a barrier or warp function of the others"
+            lines.append(EXITED)
+        else:
+            why = (
+                f"its {len(self.threads)} threads do not all reach the same barrier or warp function"
             )
-            + "\n".join(groups)
-            + self.launch.not_resident()
-            + (self.engines.report() if self.engines_in_use else "")
-            + (EXITED if kind == "exited_threads" else ""),
+            if self._spinning():
+                why = "a loop waits for a change of memory that no thread makes"
+                lines += self._last_changes()
+            lines += self.launch.not_here()
+            if self.engines_in_use:
+                lines += self.engines.report()
+        return DeadlockError(
+            "\n".join([f"{what} in {self.launch.name}, block {self.position}: {why}", *lines]),
             tuple(site for site in dict.fromkeys(sites) if site),
             kind,
         )
+
+    def _last_changes(self) -> list[str]:
+        """For a deadlock: who last changed the elements for which the threads wait, such as the
+        holder of a lock."""
+        lines = {}
+        for thread in self._spinning():
+            if thread.atomic_on is not None:
+                memory, key = thread.atomic_on
+                last = memory.atomics.get(key) or memory.old_atomics.get(key)
+                if last is None:
+                    continue
+                mark, site, _ = last
+                by = mark.thread
+                if not (by.request and by.request[0] == SPIN):  # its atomic was not a wait
+                    lines[memory, key] = (
+                        f"    the element of {site.what} for which they wait was last changed by "
+                        f"block {by.block.position} {by} at {site}"
+                    )
+        return [*lines.values()]
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):

@@ -416,9 +416,5 @@ class Engines:
 
     def report(self):
         """For a deadlock: the mbarriers that are in use or still miss something."""
-        lines = [
-            f"    {b}" for b in self.barriers.values() if b.pending != b.count or b.bytes or b.phase
-        ]
-        if lines:
-            return "\n" + "\n".join(lines)
-        return ""
+        used = (b for b in self.barriers.values() if b.pending != b.count or b.bytes or b.phase)
+        return [f"    {b}" for b in used]
