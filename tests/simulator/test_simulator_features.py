@@ -469,6 +469,18 @@ def test_xoroshiro128p():
     assert [[int(a), int(b)] for a, b in states] == python
 
 
+@cuda.jit
+def sums(o, x, h):
+    o[0] = x.sum() + np.sum(x[1]) + x[:, 0].sum()
+    h[0] = h.sum()
+
+
+def test_sums_of_arrays_as_numba_cuda_has_them():
+    x, o, h = ramp(8).reshape(2, 4), np.zeros(1), np.array([2**30, 2**30, 2**30])
+    run(sums, 1, 1, o, x, h)
+    assert o[0] == 28 + 22 + 4 and h[0] == 3 * 2**30
+
+
 # ----------------------------------------------------------------------------- cooperative grids
 @cuda.jit
 def passes_on(x, steps):
@@ -523,7 +535,9 @@ def test_cooperative_grids():
     assert (x == np.roll(ramp(12), -5) + 5).all()
     with pytest.raises(RaceError, match="between blocks"):
         run(forgets_a_sync, 12, 1, x, np.zeros(12))
-    returned = r"wait in grid.sync(.|\n)*block \(\d, 0, 0\) has returned and never reaches grid.sync"
+    returned = (
+        r"wait in grid.sync(.|\n)*block \(\d, 0, 0\) has returned and never reaches grid.sync"
+    )
     with pytest.raises(DeadlockError, match=returned):
         run(some_blocks_sync, 3, 2, x)
 

@@ -2,6 +2,7 @@
 
 import enum
 import linecache
+import math  # noqa: F401  kernels below use it
 import tokenize  # noqa: F401  kernels below use it
 import types
 
@@ -75,6 +76,9 @@ GOOD = [
     "o[0] = 0| for i in [1, 2, 3]: o[0] += i",
     "o[0] = n in [1, 2]",
     "o[...] = 1",
+    "if (m := n) < 9: o[0] = m",
+    "o[0] = x[None, :][0, 1] + x[:, None][1, 0] + x[np.newaxis][0, 2] + x[..., None][3, 0]",
+    "x[None, 1:3][0, 0] = 5| o[0] = math.hypot(x[1], x[0])",
     "o[1:3] = x[0]",
     "match n:|     case 1 |-1: o[0] = 1|     case 3 if x[0] > 5: o[0] = 2|     case k: o[0] = k",
     "if n > 99: raise ValueError('many')| o[0] = 1| return None",
@@ -107,6 +111,10 @@ BAD = [
     "import math| o[0] = math.sqrt(x[0])",
     "global W| W = 3",
     "del n",
+    "if (m := n + 1) > 3: o[0] = m",
+    *(f"o[0] = math.{f}(n, n)" for f in ("gcd", "comb", "isclose", "lcm")),
+    *(f"o[0] = math.{f}(n)" for f in ("fsum", "ulp", "factorial", "isqrt")),
+    "o[0] = x[0].astype(np.int32)",
     *(f"s = {call}" for call in ("any((True, False))", "str(n)", "sorted((2, 1))", "hash(n)")),
     "for i in reversed(range(3)): o[i] = 1",
     "for i in map(abs, (1, 2)): o[i] = 1",

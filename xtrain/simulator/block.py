@@ -627,9 +627,7 @@ class Block:
             why = "threads have exited before a barrier or warp function of the others"
             lines.append(EXITED)
         else:
-            why = (
-                f"its {len(self.threads)} threads do not all reach the same barrier or warp function"
-            )
+            why = f"its {len(self.threads)} threads do not all reach the same barrier or warp function"
             if self._spinning():
                 why = "a loop waits for a change of memory that no thread makes"
                 lines += self._last_changes()

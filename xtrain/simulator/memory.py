@@ -304,6 +304,13 @@ class Array:
     def ravel(self):
         return self.reshape(math.prod(self.dims))
 
+    def sum(self):
+        thread, site = errors.caller()
+        total = {"i": np.int64, "u": np.uint64}.get(self.dtype.kind, self.dtype.type)(0)
+        for i in np.ndindex(self.dims):
+            total = total + thread.load(self, i, site._replace(what="sum()"))
+        return total
+
     def view(self, kind):
         """The same bytes as another dtype. The last axis is contiguous if the element size
         changes."""
@@ -357,6 +364,23 @@ class Array:
         if self.ndim < 2 or not 0 <= i < self.dims[0]:
             return None
         return self._like(self.dims[1:], self.steps[1:], self.start + i * self.steps[0])
+
+    def with_new_axes(self, index):
+        """An axis of length 1 for each None in the index -> (the view, its index)."""
+        rest = list(zip(self.dims, self.steps))
+        after = sum(i is not None and i is not ... for i in index)
+        axes = []
+        for i in index:
+            if i is None:
+                axes.append((slice(None), (1, 0)))
+            elif i is ...:
+                axes += [(slice(None), rest.pop(0)) for _ in range(len(rest) - after)]
+            elif rest:
+                axes.append((i, rest.pop(0)))
+                after -= 1
+        shape = [axis for _, axis in axes] + rest
+        view = self._like(tuple(n for n, _ in shape), tuple(s for _, s in shape), self.start)
+        return view, tuple(i for i, _ in axes)
 
     def sliced(self, index):
         """array[index] with slices or with fewer indices than axes."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import frontends
 from .errors import KernelError
-from .names import assignments, parameters
+from .names import DYNAMIC, assignments, parameters
 
 LISTS = "a list does not compile: use cuda.local.array(n, float32) for a few numbers"
 CASES = "a case with a pattern does not compile: use a number or a name"
@@ -48,7 +48,10 @@ pow power reciprocal remainder rint sign signbit sqrt square subtract trunc wher
 _BUILTINS = (
     "all any bin callable chr dict getattr hash hex id list map repr reversed set sorted str"
 )
+# math.nextafter and math.exp2 are in numba-cuda
+_MATH = "cbrt comb dist factorial fsum gcd isclose isqrt lcm perm prod ulp"
 _UNKNOWN = {id(getattr(builtins, name)) for name in _BUILTINS.split()}
+_UNKNOWN |= {id(getattr(math, name)) for name in _MATH.split() if hasattr(math, name)}
 _ARRAYS = ("shared_array", "local_array")
 
 
@@ -66,6 +69,9 @@ def check(rewriter, definition):
     for node in (n for statement in definition.body for n in ast.walk(statement)):
         if isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Store):
             raise rewriter.error(node, "a, *b = ... does not compile: name each element")
+        if isinstance(node, ast.NamedExpr) and not isinstance(node.value, ast.Name):
+            text = f"{ast.unparse(node)} does not compile: assign in a line of its own"
+            raise rewriter.error(node, text)
         if type(node) in SYNTAX:
             raise rewriter.error(node, SYNTAX[type(node)])
         if isinstance(node, (ast.Assign, ast.Subscript)) and isinstance(node.value, ast.List):
@@ -106,6 +112,10 @@ def _nothing(value):
 def _check_attribute(rewriter, node):
     owner = rewriter.static(node.value)
     text = ast.unparse(node)
+    if owner is math and id(rewriter.static(node)) in _UNKNOWN:
+        raise rewriter.error(node, f"Numba has no {text} on a GPU")
+    if owner is DYNAMIC and node.attr == "astype":
+        raise rewriter.error(node, f"{text} does not compile: convert a number by float32(...)")
     if owner is np and node.attr in _NUMPY.split():
         instead = "abs"
         if node.attr not in ("abs", "absolute"):

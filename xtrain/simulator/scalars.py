@@ -570,6 +570,7 @@ TWINS: dict = {
 TWINS |= {
     getattr(math, name): _float_function(name, getattr(math, name)) for name in _FUNCTIONS.split()
 }
+TWINS[np.sum] = lambda a: a.sum()
 # Numba returns a float.
 TWINS[math.trunc] = _float_function("trunc", lambda x: np.trunc(np.float64(x)))
 

@@ -435,6 +435,8 @@ class Thread:
             given = index
         else:
             given = (index,)
+        if any(i is None for i in given):
+            a, given = a.with_new_axes(given)
         rest = (slice(None),) * (a.ndim - len(given) + 1)
         sliced = any(isinstance(i, slice) or i is ... for i in given)
         axes = [j for i in given for j in (rest if i is ... else (i,))]
