@@ -1,5 +1,7 @@
 """Programs that use numba.cuda run unchanged under `simulate`: launches, device arrays, streams, events, signatures, ufuncs."""
 
+import inspect
+import linecache
 import traceback
 
 import numpy as np
@@ -447,6 +449,20 @@ def test_indices_that_fail_a_test_under_pytest():
         shifted[1, 2](y, x, 40000)
     with pytest.raises(ValueError, match="'rase' is not a kind"), simulate(raised=["rase"]):
         pass
+
+
+def test_generated_code_is_forgotten_with_its_functions():
+    def kept():
+        return sum(file.startswith("<generated code") for file in linecache.cache)
+
+    before = kept()
+    scope = {}
+    for n in range(50):
+        exec(f"x = {n}", scope)
+        exec(f"def f():\n    return {n}", scope)
+    assert kept() == before + 1 and "return 49" in inspect.getsource(scope["f"])
+    del scope
+    assert kept() == before
 
 
 @cuda.jit

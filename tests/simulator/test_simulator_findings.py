@@ -2,6 +2,8 @@
 arithmetic. Every planted bug stands next to honest code that must not alarm.
 """
 
+import threading
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int16, int32, int64, uint32  # noqa: F401  expressions below use them
@@ -601,6 +603,15 @@ def test_a_loop_that_only_waits_reads_seldom(relay):
     with simulator.observe(CountsAtomics()) as counted:
         run(relay, 1, 40, o, turn)
     assert counted.count == 40 * 41 / 2 + 40
+
+
+def test_an_observer_sees_the_launches_of_its_thread():
+    o, turn = np.zeros(4, np.int64), np.zeros(1, np.int64)
+    other = threading.Thread(target=run, args=(relay, 1, 4, o, turn))
+    with simulator.observe(CountsAtomics()) as counted:
+        other.start()
+        other.join()
+    assert o.any() and counted.count == 0
 
 
 @pytest.mark.parametrize("grid", [1, 3])

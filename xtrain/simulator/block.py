@@ -12,6 +12,7 @@ import contextlib
 import gc
 import inspect
 import math
+import threading
 import time
 import types
 from collections.abc import Sequence
@@ -53,14 +54,23 @@ def _is_supported(dtype) -> bool:
     return dtype.isnative and dtype.char not in "OgG"
 
 
+class _Previous(threading.local):
+    """Facts about the previous launch by this thread of the host, and the launches that may still
+    overlap with it.
+
+    last: (name, base, granule, keys) of what they wrote; their arguments, which stay alive here; and
+    a dict (first byte, end) -> "was it written?" of the tensors that their asynchronous copies
+    (kernels/primitives/hopper.py) accessed.
+    """
+
+    last: tuple[Sequence, Sequence, dict] = (), (), {}
+
+
+_previous = _Previous()
+
+
 class Launch:
     """One launch of a kernel: what all its blocks share."""
-
-    # Facts about the previous launch and the launches that may still overlap with it:
-    # (name, base, granule, keys) of what they wrote; their arguments, which stay alive here; and a
-    # dict (first byte, end) -> "was it written?" of the tensors that their asynchronous copies
-    # (kernels/primitives/hopper.py) accessed.
-    last: tuple[Sequence, Sequence, dict] = (), (), {}
 
     def __init__(
         self,
@@ -112,7 +122,7 @@ class Launch:
         self.block = block
         self.dynamic = int(shared)
         self.overlap = overlap
-        self.previous_writes, self.previous_args, self.previous_copies = Launch.last
+        self.previous_writes, self.previous_args, self.previous_copies = _previous.last
         self.previous_extents = [
             *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
@@ -199,7 +209,7 @@ class Launch:
             written += self.previous_writes
             given += self.previous_args
             copies = {**self.previous_copies, **copies}
-        Launch.last = written, given, copies
+        _previous.last = written, given, copies
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)

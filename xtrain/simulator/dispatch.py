@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,23 @@ def exec_with_source(source, globals=None, locals=None, **more):
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
         futures = caller.f_code.co_flags & _FUTURES
         source = builtins.compile(source, file, "exec", futures, dont_inherit=True)
+        _forget_with(source, file)
     _exec(source, globals, locals, **more)
+
+
+def _forget_with(code, file):
+    """Drop the text with the last function that was defined in it; at once if there is none."""
+    functions = [c for c in code.co_consts if inspect.iscode(c)]
+    left = len(functions)
+
+    def forget():
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            linecache.cache.pop(file, None)
+
+    for function in functions or [code]:
+        weakref.finalize(function, forget).atexit = False
 
 
 # ----------------------------------------------------------------------------- arguments

@@ -9,7 +9,7 @@ turns an EarlyThread into a Thread.
 
 If the previous kernel called let_next_start after its own wait, all kernels before it have ended.
 If it called let_next_start earlier, they may still run, and the accesses are checked against them
-too (Launch.last).
+too (Launch.previous_writes).
 """
 
 from . import errors

@@ -6,6 +6,7 @@ with observe(MyObserver()):
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,22 +72,28 @@ class Observer:
         """thread leaves its wait for this phase of an mbarrier. -1: the phase before the first."""
 
 
-_observers: list[Observer] = []
+class _Observers(threading.local):
+    def __init__(self):
+        self.list: list[Observer] = []
+
+
+_observers = _Observers()  # of each thread of the host
 
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
-    """Inside, the observer is called for every launch that begins in the simulator."""
-    _observers.append(observer)
+    """Inside, the observer is called for every launch that this thread of the host begins in the
+    simulator."""
+    _observers.list.append(observer)
     try:
         yield observer
     finally:
-        _observers.remove(observer)
+        _observers.list.remove(observer)
 
 
 def current() -> tuple[Observer, ...]:
     """The observers of a launch that begins now."""
-    return tuple(_observers)
+    return tuple(_observers.list)
 
 
 class _Observed:
