@@ -353,6 +353,20 @@ def records_race(a, o, other):
 POINT_TYPE = __import__("numba").from_dtype(np.dtype(POINT, align=True))
 
 
+@cuda.jit
+def fields_by_name(a, o):
+    i = cuda.threadIdx.x
+    a["n"][i] += 1
+    cuda.syncthreads()
+    o[i] = cuda.atomic.add(a["n"], 0, 1)
+
+
+def test_the_array_of_a_field_by_its_name():
+    a, o = np.zeros(4, np.dtype([("x", np.float32), ("n", np.int32)])), np.zeros(4, np.int32)
+    run(fields_by_name, 1, 4, a, o)
+    assert a["n"].tolist() == [5, 1, 1, 1] and sorted(o) == [1, 2, 3, 4]
+
+
 def points(n=4, align=False):
     a = np.zeros(n, np.dtype(POINT.descr, align=align) if align else POINT)
     a["tag"], a["x"], a["in"]["u"] = np.arange(n), np.arange(n) + 10, 7

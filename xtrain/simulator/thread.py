@@ -181,6 +181,8 @@ class Thread:
     def _element_of(self, a, index, site):
         """An element of a tuple or of an array of records, or a field of a record."""
         if isinstance(a, Array):
+            if type(index) is str:
+                return getattr(a, index)
             k = Array.locate(a, index)
             if k is None:
                 k = self._find(a, index, site)
