@@ -32,7 +32,7 @@ from numba import cuda
 
 from xtrain import simulator
 from xtrain.simulator import KernelError, SimArray, Stepper, observe, sim
-from xtrain.simulator.block import Launch
+from xtrain.simulator.block import previous
 from xtrain.simulator.errors import Site
 from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
@@ -183,7 +183,7 @@ class Attempt:
     remarks: list = field(default_factory=list)  # on a correct solution
     names: dict = field(default_factory=dict)  # id of an argument -> its name in the reader's code
     stepper: Stepper | None = None  # of the kernel that ran last
-    written: list = field(default_factory=list)  # written by kernels in this case, see Launch.last
+    written: list = field(default_factory=list)  # written by kernels in this case, see block.previous
     launched: tuple = ()  # blocks, threads and arrays of the kernel that ran last, until settle() has looked
     _arrays_made: int = 0
     _rng: np.random.Generator | None = None
@@ -320,7 +320,7 @@ class Attempt:
                 error, (hints or {}, self.exercise.hints, HINTS)
             )
             raise self.wrong(f"{error}" + (f"\n{hint}" if hint else "")) from None
-        self.written += Launch.last[0]
+        self.written += previous.last[0]
         blocks, threads = (int(np.prod(x)) for x in (grid, block))
         arrays = {n: a for n, a in zip(parameters, args) if isinstance(a, np.ndarray)}
         self.launched = blocks, blocks * threads, arrays

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import errors, observers, processes, releases
+from . import deadlocks, errors, observers, processes, releases
 from .early import EarlyThread
 from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
@@ -42,10 +42,6 @@ SPIN_ROUNDS = 50
 # after these the other threads do not run on: an exception, such as that of a time limit, or a loop
 # without end
 ENDING = ("error", "deadlock")
-EXITED = (
-    "Threads that have exited count as arrived on compute capability 7.0 and later; on older "
-    "GPUs the others wait forever"
-)
 SHARED = 227 * 1024  # bytes of shared memory per block in total; compute capability 9.0
 
 
@@ -66,7 +62,7 @@ class _Previous(threading.local):
     last: tuple[Sequence, Sequence, dict] = (), (), {}
 
 
-_previous = _Previous()
+previous = _Previous()
 
 
 class Launch:
@@ -122,7 +118,7 @@ class Launch:
         self.block = block
         self.dynamic = int(shared)
         self.overlap = overlap
-        self.previous_writes, self.previous_args, self.previous_copies = _previous.last
+        self.previous_writes, self.previous_args, self.previous_copies = previous.last
         self.previous_extents = [
             *map(extent, _arrays_in(self.previous_args)),
             *self.previous_copies,
@@ -209,7 +205,7 @@ class Launch:
             written += self.previous_writes
             given += self.previous_args
             copies = {**self.previous_copies, **copies}
-        _previous.last = written, given, copies
+        previous.last = written, given, copies
 
     def _run_blocks(self):
         x, y, z = map(int, self.grid)
@@ -282,19 +278,6 @@ class Launch:
     def _tell(self, block, error):
         for observer in self.observers:
             observer.failed(block, error)
-
-    def not_here(self) -> list[str]:
-        """For a deadlock: lines on the blocks that have not started, or have returned."""
-        lines = []
-        if self.not_started and self.resident is not None:
-            lines.append(
-                f"    {self.not_started} of {self.blocks} blocks have not started: "
-                f"{self.resident} are resident at a time, and they wait. A block may wait only for "
-                "blocks that are resident together with it"
-            )
-        if self.returned is not None:
-            lines.append(f"    block {self.returned} has returned and never reaches grid.sync()")
-        return lines
 
     def constant(self, values: np.ndarray):
         """The array in constant memory that stands for a global NumPy array."""
@@ -412,7 +395,7 @@ class Block:
                 while self.at_grid:
                     yield False
                     ready = [t for t in self.threads if t.request]
-                while not ready and (spinning := self._spinning()):
+                while not ready and (spinning := deadlocks.spinning(self)):
                     rounds += 1
                     if not self._changed(spinning) or rounds % SPIN_ROUNDS == 0:
                         yield False
@@ -514,7 +497,7 @@ class Block:
         last = []
         self.eager = True
         for warp in self.warps:
-            waiting = [t for t in warp if t.request and _of_warp(t.request[0])]
+            waiting = [t for t in warp if t.request and deadlocks.of_warp(t.request[0])]
             if waiting and getattr(waiting[0].request[0], "last", False):
                 last.append((warp, waiting))
             elif waiting:
@@ -530,10 +513,6 @@ class Block:
         self.at_grid = False
         self.progress = True
         self._meet([t for t in self.threads if t.request])
-
-    def _spinning(self):
-        """The threads that wait in a loop."""
-        return [t for t in self.threads if t.request and t.request[0] == SPIN]
 
     def _changed(self, spinning) -> bool:
         """Has one of these threads made progress since the last call?"""
@@ -608,66 +587,7 @@ class Block:
 
     def deadlock(self, kind="deadlock") -> DeadlockError:
         """The report that says where each group of threads waits."""
-        places: dict[str, list[Thread]] = {}
-        sites: list[Site | None] = []
-        for thread in self.threads:
-            if thread.request is not None:
-                name, site, args = thread.request
-                masked = args and _of_warp(name)
-                if masked and not callable(name):
-                    mask = f" with mask {int(args[0]):#x}"
-                else:
-                    mask = ""
-                calls = "".join(f", called at {line}" for line in _lines(thread)[-2::-1])
-                place = f"wait in {site.what}{mask} at {site}{calls}"
-            elif thread.left is not None and thread.left.function == self.launch.name:
-                site = thread.left
-                place = f"have returned at {thread.left}"
-            else:
-                site = None
-                place = "have reached the end of the kernel"
-            places.setdefault(place, []).append(thread)
-            sites.append(site)
-        what = kind.replace("_", " ")
-        lines = [
-            f"    {len(group)} threads ({errors.ranges(t.index for t in group)}) {place}"
-            for place, group in places.items()
-        ]
-        if kind == "exited_threads":
-            why = "threads have exited before a barrier or warp function of the others"
-            lines.append(EXITED)
-        else:
-            why = f"its {len(self.threads)} threads do not all reach the same barrier or warp function"
-            if self._spinning():
-                why = "a loop waits for a change of memory that no thread makes"
-                lines += self._last_changes()
-            lines += self.launch.not_here()
-            if self.engines_in_use:
-                lines += self.engines.report()
-        return DeadlockError(
-            "\n".join([f"{what} in {self.launch.name}, block {self.position}: {why}", *lines]),
-            tuple(site for site in dict.fromkeys(sites) if site),
-            kind,
-        )
-
-    def _last_changes(self) -> list[str]:
-        """For a deadlock: who last changed the elements for which the threads wait, such as the
-        holder of a lock."""
-        lines = {}
-        for thread in self._spinning():
-            if thread.atomic_on is not None:
-                memory, key = thread.atomic_on
-                last = memory.atomics.get(key) or memory.old_atomics.get(key)
-                if last is None:
-                    continue
-                mark, site, _ = last
-                by = mark.thread
-                if not (by.request and by.request[0] == SPIN):  # its atomic was not a wait
-                    lines[memory, key] = (
-                        f"    the element of {site.what} for which they wait was last changed by "
-                        f"block {by.block.position} {by} at {site}"
-                    )
-        return [*lines.values()]
+        return deadlocks.report(self, kind)
 
     # ------------------------------------------------------------------------- shared memory
     def shared_array(self, thread, site, shape, dtype):
@@ -744,10 +664,6 @@ def _resume(thread):
         thread.request = None
 
 
-def _of_warp(name) -> bool:
-    return name not in BLOCK_BARRIERS and name != SPIN and not isinstance(name, Waiting)
-
-
 def _poll(thread):
     waiting, site, args = thread.request
     thread.reply = None
@@ -804,16 +720,8 @@ def _locate(thread, error):
     raise KernelError(f"{kind} {place}: {thread} at {site}: {text}", (site,)) from error
 
 
-def _generators(thread):
-    """The kernel's generator, then those of the device functions on its call stack."""
-    generator = thread.generator
-    while generator is not None:
-        yield generator
-        generator = generator.gi_yieldfrom
-
-
 def _path(thread):
-    return [(g.gi_code, g.gi_frame.f_lasti) for g in _generators(thread)]
+    return [(g.gi_code, g.gi_frame.f_lasti) for g in deadlocks.generators(thread)]
 
 
 def _is_at(thread, path) -> bool:
@@ -828,11 +736,3 @@ def _is_at(thread, path) -> bool:
             return False
         generator = generator.gi_yieldfrom
     return generator is None
-
-
-def _lines(thread):
-    """The current line of each generator on the call stack."""
-    sites = (
-        Site(g.gi_code.co_filename, g.gi_frame.f_lineno, 0, "", "") for g in _generators(thread)
-    )
-    return [str(site) for site in sites]
