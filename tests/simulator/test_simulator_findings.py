@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from numba import cuda, float32, int16, int32, int64, uint32  # noqa: F401  expressions below use them
+from numba.cuda.random import xoroshiro128p_uniform_float32
 
 from xtrain import simulator
 from xtrain.simulator import (
@@ -319,6 +320,19 @@ def test_all_findings_of_a_run():
 def test_what_numba_refuses_is_one_finding():
     (found,) = check(cuda.jit(lambda x: x), 1, 2048, ramp())
     assert type(found) is KernelError and found.kind == "error"
+
+
+@cuda.jit
+def one_state_for_all(o, states):
+    o[cuda.grid(1)] = xoroshiro128p_uniform_float32(states, 0)
+
+
+def test_a_race_inside_numba_names_the_programs_line():
+    states = np.ones(2, [("s0", np.uint64), ("s1", np.uint64)])
+    line = one_state_for_all.py_func.__code__.co_firstlineno + 2
+    found = check(one_state_for_all, 1, 2, np.zeros(2, np.float32), states)
+    assert "random.py:" in str(found[0])
+    assert f"called at test_simulator_findings.py:{line}" in str(found[0])
 
 
 # ----------------------------------------------------------------------------- findings that are allowed

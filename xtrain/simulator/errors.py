@@ -91,6 +91,7 @@ def reported_kinds(allow=(), enable=()) -> Reported:
     return reported
 
 
+NUMBA = re.compile(r"[\\/]numba(_cuda|_cuda_mlir)?[\\/]")
 COMMENT = re.compile(r"#\s*simulate:(.*)")
 ALLOWED = re.compile(r"\s*allow\s+(\w+(?:\s*,\s*\w+)*)\s+because\s+\S")
 
@@ -246,14 +247,30 @@ def race(space, then, did, second, does, site, index, kind="race") -> RaceError:
         place = f"between blocks {place.rpartition(', block')[0]}"
         a, b = (f"block {t.block.position} {t}" for t in (first, second))
     why, advice = _missing_order(space, first, second, kind)
+    called = _call_of_numba(site)
+    where_called = "".join(f", called at {s}" for s in called)
     if did == does and kind == "race" and "atomically" in did:
         advice = ": atomics of different widths on the same bytes are not atomic to each other"
     return RaceError(
-        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at {site}, {why} "
-        f"({space} memory){advice}",
-        (old_site, site),
+        f"data race {place}: {a} {did} {name} at {old_site}, {b} {does} {it} at "
+        f"{site}{where_called}, {why} ({space} memory){advice}",
+        (old_site, site, *called),
         kind,
     )
+
+
+def _call_of_numba(site) -> tuple:
+    """(the program's line that calls the function at `site`), if this is one of Numba's own, such
+    as that of a random number."""
+    if not NUMBA.search(site.file):
+        return ()
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_varnames[:1] == ("_t",) and not NUMBA.search(code.co_filename):
+            return (Site(code.co_filename, frame.f_lineno, 0, code.co_name, ""),)
+        frame = frame.f_back
+    return ()
 
 
 def _missing_order(space, first, second, kind):
