@@ -405,3 +405,109 @@ def test_messages_say_what_to_do():
     assert "call cuda.threadfence() between that atomic and this access" in late
     assert "barrier" not in late + text(message_passing, "block", ["", "gpu"])
     assert "read it by an atomic, too" in text(weak_flag, "block", [])
+
+
+# ----------------------------------------------------------------------------- random programs
+READ, WRITE, ATOMIC, FENCE, BLOCK_FENCE, RELEASE, ACQUIRE, BOTH = range(1, 9)
+STEPS, ROUNDS, PROGRAMS = 4, 2, 60
+
+
+@cuda.jit
+def interpreter(x, o, flags, counter, code):
+    """code[round, thread, step]: (operation, element). Element 0 or 1 of x; of flags or of counter for atomics."""
+    t = cuda.grid(1)
+    for r in range(ROUNDS):
+        for i in range(STEPS):
+            what, k = code[r, t, i, 0], code[r, t, i, 1]
+            if what == READ:
+                o[t] += x[k]
+            elif what == WRITE:
+                x[k] = 100 * r + 10 * t + i
+            elif what == ATOMIC:
+                cuda.atomic.add(flags, k, 1)
+            elif what == FENCE:
+                cuda.threadfence()
+            elif what == BLOCK_FENCE:
+                cuda.threadfence_block()
+            elif what == RELEASE:
+                atomic_add_release(counter, k, int64(1))
+            elif what == ACQUIRE:
+                load_acquire(counter, k)
+            elif what == BOTH:
+                atomic_add_in_order(flags, k, int32(1))
+        cuda.syncthreads()
+
+
+def unordered_conflict(code, blocks):
+    """Do two weak accesses conflict that nothing orders? By the transitive closure of the rules in releases.py."""
+    rounds, threads, steps, _ = code.shape
+    size = threads // blocks
+    events = [  # in the order in which they run
+        (t // size, t, r, i, *map(int, code[r, t, i]))
+        for b in range(blocks)
+        for r in range(rounds)
+        for t in range(b * size, (b + 1) * size)
+        for i in range(steps)
+    ]
+    n = len(events)
+    before = np.zeros((n, n), bool)
+    for a, b in itertools.permutations(range(n), 2):
+        (block, t, r, i, *_), (block2, t2, r2, i2, *_) = events[a], events[b]
+        before[a, b] = (block == block2 and r < r2) or (t == t2 and (r, i) < (r2, i2))
+    fences = [e for e in range(n) if events[e][4] in (FENCE, BLOCK_FENCE)]
+
+    def reach(a, b):
+        """Do the scopes of two fences or instructions include each other's thread?"""
+        return events[a][0] == events[b][0] or BLOCK_FENCE not in (events[a][4], events[b][4])
+
+    def chain(e):
+        return {ATOMIC: "flags", BOTH: "flags", RELEASE: "counter", ACQUIRE: "counter"}.get(
+            events[e][4]
+        )
+
+    pairs = [
+        (x, y)
+        for x, y in itertools.combinations(range(n), 2)
+        if chain(x) and chain(x) == chain(y) and events[x][5] == events[y][5]
+        if events[x][4] != ACQUIRE and events[x][1] != events[y][1]
+    ]
+    while True:
+        size_before = before.sum()
+        for x, y in pairs:
+            own = [f for f in fences if before[f, x] and events[f][1] == events[x][1]]
+            own += [x] * (events[x][4] in (RELEASE, BOTH))
+            mine = [f for f in fences if before[y, f] and events[f][1] == events[y][1]]
+            mine += [y] * (events[y][4] in (ACQUIRE, BOTH))
+            edges = [*itertools.product(own, mine)]
+            edges += itertools.product(
+                [f for f in fences if before[f, x]], [f for f in fences if before[y, f]]
+            )
+            for a, b in edges:
+                if reach(a, b):
+                    before[a, b] = True
+        for k in range(n):
+            before |= before[:, k, None] & before[k]
+        if before.sum() == size_before:
+            break
+    return any(
+        events[a][5] == events[b][5] and events[a][1] != events[b][1] and not before[a, b]
+        for a, b in itertools.combinations(range(n), 2)
+        if {events[a][4], events[b][4]} <= {READ, WRITE} and WRITE in (events[a][4], events[b][4])
+    )
+
+
+def test_random_programs_have_findings_exactly_if_a_conflict_is_unordered():
+    rng = np.random.default_rng(0)
+    outcomes = []
+    for _ in range(PROGRAMS):
+        blocks = int(rng.integers(1, 3))
+        code = np.zeros((ROUNDS, 4, STEPS, 2), np.int32)
+        code[..., 1] = rng.integers(0, 2, code.shape[:3])
+        p = [3, 1, 1, 4, 4, 1, 1, 1, 1]
+        code[..., 0] = rng.choice(9, code.shape[:3], p=np.array(p) / sum(p))
+        arrays = np.zeros(2, np.int32), np.zeros(4, np.int32), np.zeros(2, np.int32)
+        found = check(interpreter, blocks, 4 // blocks, *arrays, np.zeros(2, np.int64), code)
+        expected = unordered_conflict(code, blocks)
+        assert bool(found) == expected, (blocks, code.tolist(), [str(f) for f in found])
+        outcomes.append(expected)
+    assert 0.2 < np.mean(outcomes) < 0.8

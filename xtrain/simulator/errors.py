@@ -4,6 +4,7 @@ import linecache
 import os
 import re
 import sys
+import types
 from typing import NamedTuple
 
 
@@ -264,7 +265,7 @@ def _call_of_numba(site) -> tuple:
     as that of a random number."""
     if not NUMBA.search(site.file):
         return ()
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_varnames[:1] == ("_t",) and not NUMBA.search(code.co_filename):

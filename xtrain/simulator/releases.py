@@ -55,6 +55,9 @@ Only one schedule runs, and an atomic reads the last change. What atomics alone 
 (store buffering, load buffering, IRIW: old values, in different orders for different threads) is
 not shown; the accesses that depend on such an outcome are compared as above.
 
+Not recognized, so taken for a race: an order of fences in which Y reaches the fence of the
+acquisition through a releasing instruction, or a fence of narrower scope, of a third thread.
+
 A view is what happens before a thread's next access: {thread: its accesses before this clock,
 block: its accesses before this epoch}. Views are never changed, so they are shared. The order
 within a block by barriers and syncwarp is not in them: memory.in_order.
