@@ -260,7 +260,7 @@ def stand_in():
     vars(this)["random"] = sys.modules["numba.cuda.random"] = import_module(
         f"{__package__}.own_random"
     )
-    config = SimpleNamespace(ENABLE_CUDASIM=1)
+    config = SimpleNamespace(ENABLE_CUDASIM=0)  # as with Numba: frontends.py
     core = {"types": own_types, "config": config}
     support = {"as_dtype": own_types.as_dtype, "from_dtype": own_types.from_dtype}
     numba = _module("numba", **own_types.NAMED, **core, cuda=this)
