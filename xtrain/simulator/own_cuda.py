@@ -278,6 +278,7 @@ def _module(name: str, **members):
     """A new module, which `import name` finds."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
+    module.__spec__.has_location = True  # an ImportError then names this file
     module.__path__ = []
     vars(module).update(members)
     sys.modules[name] = module
