@@ -1,4 +1,4 @@
-"""packages/simulate-cuda in environments of its own: with Numba, NumPy and pytest alone, and with numba-cuda-mlir for Numba.
+"""packages/simulate-cuda in environments of its own: with NumPy alone, with Numba, and with numba-cuda-mlir for Numba.
 
 A minute, and the network: XTRAIN_SLOW=all.
 """
@@ -35,41 +35,70 @@ def test_wrong():
 pytestmark = [only_all, pytest.mark.slow]
 
 
+PIP = (sys.executable, "-m", "pip")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    call = [*PIP, "wheel", "-q", "--no-deps", "-w", folder, ROOT / "packages/simulate-cuda"]
+    subprocess.run(call, check=True, cwd=folder)
+    (file,) = folder.glob("simulate_cuda-*.whl")
+    return file
+
+
 @pytest.fixture
-def environment(tmp_path):
+def environment(tmp_path, wheel):
     """A function that makes an environment with simulate-cuda[extra], pytest and more. It returns its packages and how to run its
     Python in tmp_path.
     """
 
     def run(*call, **variables):
-        env = {**os.environ, **variables}
+        env = {**os.environ, "PIP_COMPILE": "0", **variables}
         return subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True)
 
     def make(extra, *more):
-        pip = (sys.executable, "-m", "pip")
-        done = run(
-            *pip, "wheel", "-q", "--no-deps", "-w", "wheel", str(ROOT / "packages/simulate-cuda")
-        )
-        assert done.returncode == 0, done.stderr
-        done = run(sys.executable, "-m", "venv", "clean")
+        done = run(sys.executable, "-m", "venv", "--without-pip", "clean")
         assert done.returncode == 0, done.stderr
         python = str(next((tmp_path / "clean").glob("bin/python")))
-        (wheel,) = (tmp_path / "wheel").glob("simulate_cuda-*.whl")
-        done = run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]", "pytest", *more)
+        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+        done = run(*PIP, "--python", python, "install", "-q", wanted, "pytest", *more)
         if extra == "numba-cuda-mlir" and "No matching distribution found" in done.stderr:
             # it has wheels for Linux and for some releases of Python only
             pytest.skip("there is no wheel of numba-cuda-mlir for this machine or in this index")
         assert done.returncode == 0, done.stderr
-        listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)
+        listed = json.loads(run(*PIP, "--python", python, "list", "--format", "json").stdout)
         names = {package["name"].lower().replace("_", "-") for package in listed}
-        assert names >= {"simulate-cuda", extra, "numpy"}
+        assert names >= {"simulate-cuda", extra or "numpy", "numpy"}
         assert not names & {"xtrain", "ml-dtypes", "scipy"}
         return names, lambda *arguments, **variables: run(python, *arguments, **variables)
 
     return make
 
 
-def test_the_wheel_alone(environment, tmp_path):
+def test_the_wheel_with_numpy_alone(environment, wheel, tmp_path):
+    names, python = environment(None, "twine")
+    assert not names & {"numba", "llvmlite", "numba-cuda-mlir"}
+    done = python("-m", "twine", "check", "--strict", str(wheel))
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copy(ROOT / "tests/simulator/frontend_cases.py", tmp_path)
+    done = python("-m", "pytest", "-q", "--simulate-cuda", "frontend_cases.py", FRONTEND="numba")
+    assert "6 passed" in done.stdout, done.stdout + done.stderr
+    _runs_with_numbas_variable(python, tmp_path)
+    done = python("script.py")
+    assert "No module named 'numba'" in done.stderr
+
+
+def _runs_with_numbas_variable(python, folder):
+    (folder / "test_it.py").write_text(TEST, encoding="utf-8")
+    (folder / "script.py").write_text(f"{TEST}\ntest_right()\ntest_wrong()", encoding="utf-8")
+    done = python("script.py", NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 1 and "RaceError: data race in put" in done.stderr, done.stderr
+    done = python("-W", "error", "-m", "pytest", "-q", "test_it.py", NUMBA_ENABLE_CUDASIM="1")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_wheel_with_numba(environment, tmp_path):
     _, python = environment("numba", "numpy<2.5")
     (tmp_path / "test_it.py").write_text(TEST, encoding="utf-8")
     done = python("-m", "pytest", "-q", "--simulate-cuda", "test_it.py")  # by its entry point
@@ -78,6 +107,7 @@ def test_the_wheel_alone(environment, tmp_path):
         "-m", "simulate_cuda", "-m", "pytest", "-q", "-p", "no:simulate_cuda", "-k", "right"
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+    _runs_with_numbas_variable(python, tmp_path)
 
 
 PROGRAM = """

@@ -46,6 +46,8 @@ configuration show it: a shared array whose shape is computed, a list, an atomic
 (refused.py, thread.py). lessons/simulator.md lists what runs, what is refused and what is not
 modelled.
 
+It needs NumPy alone: `from xtrain.simulator import cuda, types` is its own @cuda.jit (own_cuda.py).
+
 Limits
 - Threads take turns where they wait, and every hundred iterations in a loop that accesses memory.
   A loop in which nothing changes, or of more than 100 million iterations, is a KernelError.
@@ -61,6 +63,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import own_cuda as cuda
+    from . import own_types as types
     from .api import SimArray, check, empty, mark_unwritten, mark_written, record, run, sim
     from .errors import (
         KINDS,
@@ -91,6 +95,7 @@ __all__ = [
     "Stepper",
     "UninitializedError",
     "check",
+    "cuda",
     "empty",
     "mark_unwritten",
     "mark_written",
@@ -100,6 +105,7 @@ __all__ = [
     "sim",
     "simulate",
     "simulates",
+    "types",
 ]
 _API = "SimArray", "check", "empty", "mark_unwritten", "mark_written", "record", "run", "sim"
 _HOME = {
@@ -110,12 +116,16 @@ _HOME = {
     **dict.fromkeys(_API, "api"),
 }
 
+_MODULES = {"cuda": "own_cuda", "types": "own_types"}  # for programs that run without Numba
+
 
 # A name is imported at its first use: Numba takes half a second, which pytest without
 # --simulate-cuda does not need.
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
     try:
         home = importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__)
     # in Numba; Python would take it for a name that is missing here

@@ -8,10 +8,10 @@ not installed, it starts with the first import of numba.
 
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 
-from .frontends import numbas_simulator_off
+from .frontends import Starter, numbas_simulator_off
 
 VARIABLE = "NUMBA_ENABLE_CUDASIM"
 WATCHED = ("numba.cuda", "numba_cuda_mlir.cuda")
@@ -33,18 +33,13 @@ def install():
     sys.meta_path.append(_WithoutNumba())
 
 
-def uninstall():
-    """Undo `install`: the simulator is about to import the packages itself."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, (_WithNumba, _WithoutNumba))]
-
-
 def _start():
     from . import host
 
     host.start()
 
 
-class _WithNumba(MetaPathFinder):
+class _WithNumba(Starter):
     """Finds what the other finders find, and starts the simulator once it is imported."""
 
     def find_spec(self, name, path=None, target=None):
@@ -78,7 +73,7 @@ class _Starting(Loader):
         _start()
 
 
-class _WithoutNumba(MetaPathFinder, Loader):
+class _WithoutNumba(Starter, Loader):
     """The last finder: no other has found numba."""
 
     def find_spec(self, name, path=None, target=None):

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from importlib import util
+from importlib.abc import MetaPathFinder
 
 NUMBA = "numba"
 MLIR = "numba_cuda_mlir"
@@ -163,6 +164,15 @@ def numbas_simulator_off():
             os.environ["NUMBA_ENABLE_CUDASIM"] = asked  # for processes that the program starts
 
 
+class Starter(MetaPathFinder):
+    """A finder that starts the simulator when the program imports a frontend (cudasim.py)."""
+
+
+def remove_starters():
+    """The simulator starts now, and imports the frontends itself."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Starter)]
+
+
 _known: dict[str, Frontend | OwnFrontend] = {}
 
 
@@ -203,12 +213,12 @@ def _installed(package: str) -> bool:
     return util.find_spec(package) is not None
 
 
-def first() -> Frontend:
+def first() -> Frontend | OwnFrontend:
     """Any frontend, for what they have in common."""
     return known()[0]
 
 
-def of(thing) -> Frontend:
+def of(thing) -> Frontend | OwnFrontend:
     """The frontend of a dispatcher or of a type, by its class."""
     package = type(thing).__module__.partition(".")[0]
     return next((f for f in known() if f.package == package), first())

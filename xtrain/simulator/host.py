@@ -14,7 +14,7 @@ import builtins
 import contextlib
 import threading
 
-from . import cudasim, device, device_array, dispatch, frontends
+from . import device, device_array, dispatch, frontends
 from .errors import reported_kinds
 from .processes import checked
 
@@ -67,7 +67,7 @@ def _replaced(frontend) -> dict:
     return found
 
 
-cudasim.uninstall()
+frontends.remove_starters()
 frontends.load_all()  # the code under test imports either, and later
 REPLACED: dict = {
     builtins: {"exec": dispatch.exec_with_source},  # so that generated kernels have a source

@@ -260,7 +260,7 @@ def stand_in():
     vars(this)["random"] = sys.modules["numba.cuda.random"] = import_module(
         f"{__package__}.own_random"
     )
-    config = SimpleNamespace(ENABLE_CUDASIM=1)
+    config = SimpleNamespace(ENABLE_CUDASIM=0)  # as with Numba: frontends.py
     core = {"types": own_types, "config": config}
     support = {"as_dtype": own_types.as_dtype, "from_dtype": own_types.from_dtype}
     numba = _module("numba", **own_types.NAMED, **core, cuda=this)
@@ -278,6 +278,7 @@ def _module(name: str, **members):
     """A new module, which `import name` finds."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
+    module.__spec__.has_location = True  # an ImportError then names this file
     module.__path__ = []
     vars(module).update(members)
     sys.modules[name] = module

@@ -84,7 +84,7 @@ class Parameter(NamedTuple):
 
 def functions() -> dict:
     """Name, with the prefix __nv_ -> (type of the result, parameters)."""
-    found = {}
+    found: dict = {}
     for line in TABLE.strip().splitlines():
         kinds, *names = line.split()
         parameters = [Parameter(_TYPES[k.lower()], k.isupper()) for k in kinds[1:]]
