@@ -1,5 +1,4 @@
-"""Check the machine: what xtrain finds, what is missing or incompatible, and the command that fixes
-it.
+"""Check the machine: what is missing or incompatible, and the command that fixes it.
 
     python -m xtrain.doctor            a table; exit code 0: all checks pass, 1: something needs a fix
     python -m xtrain.doctor --json     the same for programs

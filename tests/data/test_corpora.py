@@ -211,7 +211,7 @@ def test_several_paths_and_a_key(tmp_path, capsys):
     assert start(paths, tmp_path, "--text-key", "body") == 0
     n = sum(len(json.loads(line)["body"].encode()) for line in lines)
     said = capsys.readouterr().out
-    assert f"{n / 1e6:.1f} MB in 2 files" in said and "left out" not in said
+    assert f"{n / 1e3:.1f} kB in 2 files" in said and "left out" not in said
     stored = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert stored["train"]["data"] == list(map(str, paths))
     assert stored["train"]["text_key"] == "body" and stored["data"]["bytes"] == n

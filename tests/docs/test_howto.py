@@ -73,6 +73,24 @@ from xtrain import lesson
     ]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_runs_of_a_page_have_their_own_names(page):
+    """A name that is taken is refused, and without --name the second run is `finetune-2`: what the
+    page then says about runs/finetune would be about the first."""
+    runs = []
+    blocks = [code for _, code in FENCE.findall(page.read_text(encoding="utf-8"))]
+    for command, rest in COMMAND.findall("\n".join(blocks)):
+        words = rest.replace("\\\n", " ").split()
+        for name in re.findall(r"\bruns/([\w-]+)", rest):
+            assert runs.count(name) <= 1, f"{page.name}: {command}: which {name}?"
+        if command in ("train", "ddp", "finetune", "reinforce") and "--resume" not in words:
+            name = command
+            if "--name" in words:
+                name = words[words.index("--name") + 1]
+                assert name not in runs, f"{page.name}: {command}: {name} exists"
+            runs.append(name)
+
+
 def test_there_are_commands_to_check():
     assert len(list(commands())) > 40
 
@@ -313,7 +331,7 @@ def test_export_and_serve_run(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train(["Once upon a time def f(): pass " * 9], 300)
-    shape = dict(vocab_size=tokenizer.vocab_size, dim=32, n_layers=1, n_heads=2, max_seq_len=1024)
+    shape = dict(vocab_size=tokenizer.vocab_size, dim=32, n_layers=1, n_heads=2, max_seq_len=128)
     model = xtrain.Transformer(xtrain.ModelConfig(**shape), seed=0, device="cpu")
     for folder in ("FOLDER", "runs/mine/checkpoints/step-003000"):
         model.save_pretrained(folder, tokenizer)

@@ -1,6 +1,8 @@
 """What a run prints: the progress line of a terminal, and lines without one."""
 
 import io
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,14 @@ def test_a_narrow_terminal_drops_the_less_important_numbers(tmp_path, width, mor
     assert len(line) <= width and "…" not in line and line.endswith(":--")
     assert [text for text in [*MOST_IMPORTANT, *more] if text not in line] == []
     assert [text for text in less if text in line] == []
+
+
+def test_without_a_terminal_the_time_left_is_in_days_and_hours(tmp_path):
+    file = io.StringIO()
+    log = RunLog(tmp_path, CONFIG, {}, PrintableConsole(file=file))
+    log.started = time.perf_counter() - 4000 * 9.0
+    log.step(replace(NUMBERS, step=4000), TIMING, 0.0)
+    assert file.getvalue().endswith("  ETA 1 day, 16:00:00\n")
 
 
 def test_without_a_terminal_a_line_stays_a_line(tmp_path, monkeypatch):

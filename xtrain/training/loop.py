@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import Progress
 
@@ -411,6 +412,8 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
     device = begin.device
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     how: str = run.config.precision
+    if run.ranks.world > 1:
+        how = f"{run.ranks.world} ranks, {how}"
     if device == "cpu" and run.config.blas_threads:
         threads = f"{run.config.blas_threads} of {blas.cores()} cores"
         how += f", matrix products on {threads} (--blas-threads)"
@@ -421,8 +424,9 @@ def _introduce(console: Console, path: Path, run: Run, begin: Start) -> None:
     say(
         f"[bold]{escape(path.name)}[/]: {describe(model.saved_config)}, on {device_name(device)}, {how}"
     )
+    files = "1 file" if corpus.files == 1 else f"{corpus.files} files"
     say(
-        f"text: {escape(corpus.name)}, {corpus.bytes / 1e6:.1f} MB in {corpus.files} files, "
+        f"text: {escape(corpus.name)}, {decimal(corpus.bytes)} in {files}, "
         f"sha256 {corpus.sha256[:16]}, "
         f"{corpus.train_tokens:,} training tokens, {corpus.val_tokens:,} held out"
     )

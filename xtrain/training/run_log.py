@@ -24,6 +24,7 @@ import math
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class RunLog:
         if not self.live and (n.step % self.every == 0 or n.step == 1):
             elapsed = time.perf_counter() - self.started
             eta = elapsed / max(1, n.step - self.first_step) * (self.steps - n.step)
-            line = "  ".join([*fields, f"ETA {eta:.0f} s"])
+            line = "  ".join([*fields, f"ETA {timedelta(seconds=round(eta))}"])
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def layers(self, step: int, norms: dict[str, float]) -> None:
