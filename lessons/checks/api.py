@@ -4,12 +4,10 @@ import contextlib
 import importlib
 import inspect
 import itertools
-import linecache
 import os
 import re
 import sys
 import textwrap
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
 from .reading import is_empty
-from .running import Runner, Wrong
+from .running import Runner, Wrong, load_attempt
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
@@ -277,15 +275,6 @@ def plain_solution(code: str) -> str:
     return code
 
 
-def load(code: str, file: str) -> types.ModuleType:
-    """Run code as a new module. file: its name in error reports, which also show its lines."""
-    module = types.ModuleType(Path(file).stem)
-    module.__file__ = file
-    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
-    exec(compile(code, file, "exec"), module.__dict__)
-    return module
-
-
 def work_folder() -> Path:
     """The folder of the reader's files: my_lessons, also from inside it."""
     return Path() if Path.cwd().name == WORK.name else WORK
@@ -337,7 +326,8 @@ def check_file(
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
-    process.template()  # before the answers are imported
+    if process.can_fork():
+        process.template()  # before the answers are imported
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -382,16 +372,19 @@ def judge_file(
     seed: int | None = None,
     steps: bool = True,
 ) -> Verdict:
-    """Judge what `file`, with this text, has for an exercise, in a process of its own.
+    """Judge what `file`, with this text, has for an exercise, in a process of its own (in this one where there is no fork).
 
     given: the imports of the lesson, which the processes of all attempts share. seed, steps: see verdict
     """
-    template = process.template()
-    template.prepare(given)
     with contextlib.ExitStack() as stack:
         try:
-            runner = process.Runner(template, file, text, e.name, e.allow)
-            stack.callback(runner.close)
+            runner: Runner | process.Runner
+            if process.can_fork():
+                process.template().prepare(given)
+                runner = process.Runner(process.template(), file, text, e.name, e.allow)
+                stack.callback(runner.close)
+            else:
+                runner = load_attempt(text, str(file), e.name, e.allow)
             said = attempt.judge(e, runner, seed, steps)
         except Exception as error:  # while the file was loaded
             why = (
