@@ -25,11 +25,11 @@ from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
 from .reading import is_empty
-from .running import Runner, Wrong, load_attempt
+from .running import Runner, Wrong, load, load_attempt
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners",
+    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "load", "measure", "on_gpu", "owners",
     "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 
@@ -441,13 +441,14 @@ def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
 def hints(number: str) -> list[str]:
     """The hints of an exercise ("1.2"), the first of which says least. Raises UserError if there is no such exercise."""
     lesson = number.partition(".")[0]
-    mine = [e.number for e in _exercises_of(lesson)]
-    if number not in mine:
+    names = {e.number: e.name for e in _exercises_of(lesson)}
+    if number not in names:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    count, found = -1, []
+    here, found = False, []
     for header, body in cells(lesson_file(lesson).read_text(encoding="utf-8")):
-        count += '"exercise"' in header
-        if count == mine.index(number) and "<summary>Hint" in body:
+        if '"exercise"' in header and any(f"def {name}(" in body for name in names.values()):
+            here = f"def {names[number]}(" in body
+        if here:
             found += re.findall(
                 r"<summary>Hint.*?</summary>\n(.*?)^# </details>", body, re.M | re.S
             )

@@ -89,7 +89,7 @@ def make_pool(size):
     in_use = 0
 
     def allocate():
-        if in_use == size:
+        if in_use == size:  # noqa: F823
             return None
         in_use += 1
         block = count.index(0)

@@ -109,15 +109,15 @@ def newton_schulz(G, steps=5):
 
 
 # %% 28.2 WRONG: x^3 and x^5 stand for
-# as the solution, but:
-# -     if G.shape[0] > G.shape[1]:
-# -         return newton_schulz(G.T, steps).T
-# -         A = X @ X.T
-# -         X = a * X + (b * A + c * A @ A) @ X
-# +         X = a * X + b * X**3 + c * X**5
+def newton_schulz(G, steps=5):
+    a, b, c = QUINTIC
+    X = G / max(np.linalg.norm(G), 1e-7)
+    for _ in range(steps):
+        X = a * X + b * X**3 + c * X**5
+    return X
 
 
-# %% 28.3 WRONG: the scale of another form of Muon
+# %% 28.3 WRONG: the root of the number of elements
 # as the solution, but:
 # -     scale = 0.2 * np.sqrt(max(w.shape))
-# +     scale = max(1, w.shape[0] / w.shape[1]) ** 0.5
+# +     scale = 0.2 * np.sqrt(w.size)
