@@ -4,12 +4,10 @@ import contextlib
 import importlib
 import inspect
 import itertools
-import linecache
 import os
 import re
 import sys
 import textwrap
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +25,11 @@ from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
 from .reading import is_empty
-from .running import Runner, Wrong
+from .running import Runner, Wrong, load, load_attempt
 from .trace import Trace, owners, traced, tracing
 
 __all__ = [
-    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "measure", "on_gpu", "owners",
+    "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "load", "measure", "on_gpu", "owners",
     "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 
@@ -277,15 +275,6 @@ def plain_solution(code: str) -> str:
     return code
 
 
-def load(code: str, file: str) -> types.ModuleType:
-    """Run code as a new module. file: its name in error reports, which also show its lines."""
-    module = types.ModuleType(Path(file).stem)
-    module.__file__ = file
-    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
-    exec(compile(code, file, "exec"), module.__dict__)
-    return module
-
-
 def work_folder() -> Path:
     """The folder of the reader's files: my_lessons, also from inside it."""
     return Path() if Path.cwd().name == WORK.name else WORK
@@ -337,7 +326,8 @@ def check_file(
 
     A kernel that ran can be stepped through: a page per exercise next to the file, my_lessons/01_threads_1.1.html.
     """
-    process.template()  # before the answers are imported
+    if process.can_fork():
+        process.template()  # before the answers are imported
     lesson, _, one = lesson.partition(".")
     exercises = [e for e in _exercises_of(lesson) if not one or e.number.split(".")[1] == one]
     if not exercises:
@@ -382,16 +372,19 @@ def judge_file(
     seed: int | None = None,
     steps: bool = True,
 ) -> Verdict:
-    """Judge what `file`, with this text, has for an exercise, in a process of its own.
+    """Judge what `file`, with this text, has for an exercise, in a process of its own (in this one where there is no fork).
 
     given: the imports of the lesson, which the processes of all attempts share. seed, steps: see verdict
     """
-    template = process.template()
-    template.prepare(given)
     with contextlib.ExitStack() as stack:
         try:
-            runner = process.Runner(template, file, text, e.name, e.allow)
-            stack.callback(runner.close)
+            runner: Runner | process.Runner
+            if process.can_fork():
+                process.template().prepare(given)
+                runner = process.Runner(process.template(), file, text, e.name, e.allow)
+                stack.callback(runner.close)
+            else:
+                runner = load_attempt(text, str(file), e.name, e.allow)
             said = attempt.judge(e, runner, seed, steps)
         except Exception as error:  # while the file was loaded
             why = (
@@ -448,13 +441,14 @@ def _with_page(e: attempt.Exercise, verdict: Verdict, file: Path) -> Verdict:
 def hints(number: str) -> list[str]:
     """The hints of an exercise ("1.2"), the first of which says least. Raises UserError if there is no such exercise."""
     lesson = number.partition(".")[0]
-    mine = [e.number for e in _exercises_of(lesson)]
-    if number not in mine:
+    names = {e.number: e.name for e in _exercises_of(lesson)}
+    if number not in names:
         raise UserError(f"there is no exercise {number}: lesson {lesson} has {_names(lesson)}")
-    count, found = -1, []
+    here, found = False, []
     for header, body in cells(lesson_file(lesson).read_text(encoding="utf-8")):
-        count += '"exercise"' in header
-        if count == mine.index(number) and "<summary>Hint" in body:
+        if '"exercise"' in header and any(f"def {name}(" in body for name in names.values()):
+            here = f"def {names[number]}(" in body
+        if here:
             found += re.findall(
                 r"<summary>Hint.*?</summary>\n(.*?)^# </details>", body, re.M | re.S
             )

@@ -125,8 +125,6 @@ def judge(
         attempt.order()
     except (Wrong, TimeoutError) as wrong:
         text = str(wrong)
-        if isinstance(wrong, TimeoutError) and "TimeoutError" in exercise.hints:
-            text += "\n" + exercise.hints["TimeoutError"]
     except Exception as error:  # raised by the check of the returned value, not by the attempt
         where = runner.line_of(error)
         text = str(
@@ -523,6 +521,8 @@ def _hint(error, levels):
     "OutOfBoundsError below 0" before "OutOfBoundsError".
     """
     kind, text = type(error).__name__, str(error)
+    if text.startswith("TimeoutError"):  # in a kernel
+        kind = "TimeoutError"
     for words, advice in ADVICE:
         if all(w in text for w in words):
             return advice

@@ -260,7 +260,7 @@ class Channel:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, np.ndarray):
-            return self._encode_array(value, buffers)
+            return self._encode_array(value, buffers, share)
         if isinstance(value, np.generic):
             return ["number", dtype_name(value.dtype), value.tobytes().hex()]
         if isinstance(value, bytes):
@@ -296,7 +296,7 @@ class Channel:
         kind = "list" if isinstance(container, list) else "set"
         return [kind, [self.encode(x, buffers, share) for x in container]]
 
-    def _encode_array(self, a, buffers):
+    def _encode_array(self, a, buffers, share):
         root = root_of(a)
         memory = bytes_of(root)
         if a.dtype.hasobject:
@@ -316,7 +316,7 @@ class Channel:
         start = a.__array_interface__["data"][0] - shared.__array_interface__["data"][0]
         kind = next((name for name, kind in ARRAYS.items() if type(a) is kind), "ndarray")
         layout = [dtype_name(a.dtype), list(a.shape), list(a.strides), start]
-        shapes = [list(s) for s in a.shapes] if kind == "Products" else []
+        shapes = self.encode(a.shapes, buffers, share) if kind == "Products" else None
         return ["array", key, size, kind, layout, a.flags.writeable, shapes]
 
     def _encode_object(self, value):
@@ -398,7 +398,7 @@ class Channel:
         a = np.ndarray(shape, dtype_of(dtype), self.arrays[key].memory, start, strides)
         a = a.view(ARRAYS[kind])
         if kind == "Products":
-            a.shapes = set(map(tuple, shapes))
+            a.shapes = self.decode(shapes, buffers)
         a.flags.writeable = writeable
         return a
 

@@ -93,7 +93,11 @@ def all_reduce(e):
             read.__qualname__ = "read"
             return read
 
-        run(e, [e.call(me, world, arrays[me], reader(me)) for me in range(world)])
+        ranks = []
+        for me in range(world):
+            with e.on_rank(me):
+                ranks.append(e.call(me, world, arrays[me], reader(me)))
+        run(e, ranks)
         want, parts = (
             sum(map(double, given)),
             [slice(n // world * r, n // world * (r + 1)) for r in range(world)],

@@ -151,7 +151,6 @@ def muon_step(e):
             "The scale is missing: 0.2 sqrt(max(R, C)).": step(x, 1.0),
             "0.2 is missing in the scale.": step(x, np.sqrt(max(R, C))),
             "sqrt(max(R, C)) is missing in the scale.": step(x, 0.2),
-            "This is the scale of another form of Muon, sqrt(max(1, R / C)): here it is 0.2 sqrt(max(R, C)).": step(x, np.sqrt(max(1, R / C))),
             "The scale is 0.2 times the root of the number of elements: it is 0.2 sqrt(max(R, C)).": step(x, 0.2 * np.sqrt(R * C)),
             "The step is not multiplied by the learning rate.": step(x, plain / lr),
             "The decay is added: w shrinks, w (1 - lr decay).": step(x, keep=1 + lr * decay),

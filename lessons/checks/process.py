@@ -182,8 +182,6 @@ def template() -> Template:
 # ----------------------------------------------------------------------------- the attempt's end
 def serve(number: int) -> None:
     """The main function of the template. number: of the socket to the judge. Does not return."""
-    from . import api as api  # loaded once, for all attempts
-
     control = socket.socket(fileno=number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -234,13 +232,7 @@ class _Here:
         for module in self.modules:
             del sys.modules[module]  # what an attempt changes there has no effect on this code
         refuse_answers(self)
-        try:
-            module = self.modules[f"{__package__}.api"].load(text, file)
-        except SystemExit:
-            raise Wrong(f"{file} calls exit(): remove it, or nothing of the file is checked.") from None  # fmt: skip
-        if not hasattr(module, name):
-            raise Wrong(f"{file} has no {name}.")
-        self.runner = running.Runner(getattr(module, name), name, frozenset(allow))
+        self.runner = running.load_attempt(text, file, name, frozenset(allow))
 
     def guarded(self):
         return self.runner.guarded()

@@ -16,6 +16,7 @@ import tracemalloc
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from xtrain.simulator.observers import ATOMIC, READ, WRITE, Observer
 from xtrain.simulator.source import translate
 
 from .reading import LIBRARY, cast_constants, home_of, is_empty, library_name
-from .trace import Access, Trace, tracing
+from .trace import Access, tracing
 
 SECONDS = 20  # time limit of an attempt; a solution takes at most three seconds
 
@@ -158,6 +159,26 @@ class Runner:
             notes.global_atomics,
             accesses,
         )
+
+
+def load(code: str, file: str) -> types.ModuleType:
+    """Run code as a new module. file: its name in error reports, which also show its lines."""
+    module = types.ModuleType(Path(file).stem)
+    module.__file__ = file
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
+    exec(compile(code, file, "exec"), module.__dict__)
+    return module
+
+
+def load_attempt(text: str, file: str, name: str, allow: frozenset[str]) -> Runner:
+    """Run the text of a reader's file. -> the runner of its function. Raises Wrong if there is none, and errors of the file."""
+    try:
+        module = load(text, file)
+    except SystemExit:
+        raise Wrong(f"{file} calls exit(): remove it, or nothing of the file is checked.") from None
+    if not hasattr(module, name):
+        raise Wrong(f"{file} has no {name}.")
+    return Runner(getattr(module, name), name, allow)
 
 
 def _shown(site: Site) -> tuple[str, str]:
@@ -303,6 +324,3 @@ def time_limit():
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-__all__ = ["Facts", "Notes", "Ran", "Runner", "Trace", "Wrong", "addresses", "time_limit"]

@@ -176,6 +176,13 @@ def test_endless_loop_is_stopped(monkeypatch):
     assert "did not end within 1 seconds" in verdict.text
 
 
+def test_a_slow_search_is_told_to_compute(monkeypatch):
+    monkeypatch.setattr(lesson.load_checks("running"), "SECONDS", 0.2)
+    code = "\n    found = cuda.local.array(1, int32)\n    for k in range(12700):\n        found[0] = k\n"
+    verdict = planted("34.3", "\n    i = cuda.grid(1)\n", f"{code}    i = cuda.grid(1)\n")
+    assert "did not end within" in verdict.text and "compute the code from the bits" in verdict.text
+
+
 def test_unknown_exercises():
     with pytest.raises(UserError, match="there is no lesson 99"):
         lesson.verdict("99.1", print)
@@ -203,8 +210,10 @@ def test_from_start_to_a_passed_check(tmp_path):
     assert done.returncode == 0 and done.stdout.count("correct") == 3, done.stdout + done.stderr
     assert (tmp_path / "my_lessons" / "passed.txt").read_text().split() == ["1.1", "1.2", "1.3"]
     shown = command(tmp_path, "list").stdout
-    assert re.search(r"^Kernels: 3 of \d+ exercises passed$", shown, re.M)
-    assert re.search(r"1  threads +\[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown)
+    assert re.search(r"^Kernels: 3 of \d+ exercises passed, \d+ hours$", shown, re.M)
+    assert re.search(
+        r"1  threads +60 min  \[x\] 1\.1  \[x\] 1\.2  \[x\] 1\.3   .*01_threads.py", shown
+    )
     assert "[ ] 2.1" in shown
     done = command(tmp_path, "check", "1.2")
     assert (
@@ -239,6 +248,82 @@ def test_a_check_in_a_notebook_is_noted(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_lessons").write_text("a file")
     api.check("9.3", solved.queue_ends)  # the answer comes, without a note
     assert "correct" in capsys.readouterr().out
+
+
+def passing_file(folder):
+    """A file that passes exercise 9.3. -> my_lessons"""
+    mine = folder / "my_lessons"
+    mine.mkdir()
+    (mine / "09_batching.py").write_text(lesson.tagged(text_of("9"), *SOLVED))
+    return mine
+
+
+def test_start_and_check_from_inside_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(passing_file(tmp_path))
+    assert lesson.main(["start", "1.1"]) == 0 and Path("01_threads.py").exists()
+    assert (
+        lesson.main(["check", "9.3"]) == 0 and "9.3 queue_ends: correct" in capsys.readouterr().out
+    )
+    assert Path("passed.txt").read_text() == "9.3\n" and not Path("my_lessons").exists()
+
+
+def test_a_copy_stays_when_a_file_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lesson.main(["start", "1"]) == 0
+    for number in (1, 2):
+        Path("my_lessons/01_threads.py").write_text(f"work {number}\n")
+        assert lesson.main(["start", "1", "--force"]) == 0
+        assert Path(f"my_lessons/01_threads.backup{number}.py").read_text() == f"work {number}\n"
+    assert "YOUR CODE" in Path("my_lessons/01_threads.py").read_text()
+
+
+def test_next_and_hints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lesson.load_checks("api"), "LESSONS", lesson.LESSONS)
+    assert lesson.main(["hint", "24.1", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Hint 2 of 2 for 24.1:\n`allocate` takes a block") and "<" not in said
+    assert lesson.main(["hint", "24.1", "3"]) == 2 and "it has 2" in capsys.readouterr().err
+    assert lesson.main(["hint", "24.9"]) == 2 and "lesson 24 has 24.1" in capsys.readouterr().err
+    (tmp_path / "my_lessons").mkdir()
+    (tmp_path / "my_lessons" / "passed.txt").write_text("1.1\n")
+    assert lesson.main(["next"]) == 0
+    assert re.match(r"\d+\.\d, in .*: python -m xtrain.lesson start \d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_exercise_has_a_hint(number):
+    for e in lesson._exercises_of(number):
+        assert lesson.hints(e.number), e.number
+
+
+def test_a_verdict_comes_although_it_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    mine = passing_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (mine / "passed.txt").write_text("1.1\nbuy milk\n")  # a foreign line
+    assert lesson.main(["check", "9.3"]) == 0 and "correct" in capsys.readouterr().out
+    assert (mine / "passed.txt").read_text() == "1.1\n9.3\n"
+    (mine / "passed.txt").unlink()
+    (mine / "passed.txt").mkdir()  # cannot be written
+    monkeypatch.setattr(lesson.load_checks("api"), "_files_of", lambda number: [])  # lesson missing
+    assert lesson.main(["check", "9.3"]) == 0
+    said = capsys.readouterr()
+    assert "correct" in said.out and "The verdict is not saved" in said.err
+
+
+def test_yours_is_the_solution_until_the_gap_is_filled():
+    gap, solved = work("9", GAPS).queue_ends, work("9", SOLVED).queue_ends
+    assert lesson.yours(gap, solved) is solved
+    assert lesson.yours(solved, gap) is solved
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_a_solution_does_not_replace_the_readers_function(path):
+    cells = lesson.cells(path.read_text(encoding="utf-8"))
+    solutions = "\n".join(body for head, body in cells if '"solution"' in head)
+    for e in lesson._exercises_of(str(int(path.name[:2]))):
+        assert f"\n{e.name} = lesson.yours({e.name}, {e.name}_solution)" in solutions, e.number
+        assert f"def {e.name}(" not in solutions
 
 
 def test_my_lessons_cannot_be_written(tmp_path, monkeypatch, capsys):

@@ -76,6 +76,11 @@ CHEATS = {
         "    for _ in range(comm.world):\n        comm.exchange(x_n[:0], right, np.empty(0, x_n.dtype), left)\n    x_n[...] = sum(ALL.values())\n",
         "expected",
     ),
+    "a dict that generators share": (
+        "15.2",
+        "ALL = {}\n\n\ndef all_reduce(rank, world, own_n, read):\n    ALL[rank] = own_n.copy()\n    yield\n    own_n[...] = sum(ALL.values())\n",
+        "expected",
+    ),
     "the judge's module": (
         "28.1", f"{STEEPEST}return sys.modules['lesson_checks.lesson_28'].iterated(G, 5)\n", "KeyError",
     ),

@@ -81,3 +81,47 @@ def next_place(table, count, n, S, allocate, copy):
     if not offset:
         table += [allocate()]
     return table[n // S], offset
+
+
+# %% 24.1 WRONG: write `nonlocal` above it
+def make_pool(size):
+    count = [0] * size
+    in_use = 0
+
+    def allocate():
+        if in_use == size:  # noqa: F823
+            return None
+        in_use += 1
+        block = count.index(0)
+        count[block] = 1
+        return block
+
+    def share(block):
+        count[block] += 1
+
+    def release(block):
+        count[block] -= 1
+
+    return allocate, share, release
+
+
+# %% 24.3 WRONG: bytes() takes numbers below 256 only
+def block_names(tokens, S):
+    return [bytes(tokens[: i + S]) for i in range(0, len(tokens) - S + 1, S)]
+
+
+# %% 24.3 WRONG: two tokens must not look like another two
+def block_names(tokens, S):
+    names, name = [], 1
+    for i, token in enumerate(tokens):
+        name = name * 1000 + token
+        if i % S == S - 1:
+            names.append(name)
+    return names
+
+
+# %% 24.4 WRONG: a block with a wrong count is never free again
+# as the solution, but:
+# -         table.append(allocate())
+# +         table.append(allocate())
+# +         count[table[-1]] += 1

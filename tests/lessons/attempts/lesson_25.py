@@ -24,3 +24,15 @@ def mask_and_positions(starts):
 def lora_backward(dy, x, w, a, b, f):
     dw = dy.T @ x  # of the merged matrix w + f b a
     return dy @ (w + f * b @ a), f * b.T @ dw, f * dw @ a.T
+
+
+# %% 25.1 WRONG: IGNORE is written into the inputs
+def inputs_and_targets(ids, trained):
+    targets = ids[1:]
+    targets[~trained[1:]] = IGNORE
+    return ids[:-1], targets
+
+
+# %% 25.1 WRONG: Nothing is moved
+def inputs_and_targets(ids, trained):
+    return ids[:-1], np.where(trained, ids, IGNORE)[:-1]

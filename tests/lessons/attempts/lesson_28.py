@@ -90,3 +90,34 @@ def wsd(step, steps, peak, warmup, fraction):
     n = int(fraction * steps)
     k = step + 1 - (steps - n)
     return peak * (1 - (k / n) ** 0.5) if k > 0 else peak * min(1, (step + 1) / warmup)
+
+
+# %% 28.2 WRONG: for R > C the Gram matrix is (C, C), and smaller
+def newton_schulz(G, steps=5):
+    a, b, c = QUINTIC
+    X = G / max(np.linalg.norm(G), 1e-7)
+    for _ in range(steps):
+        A = np.dot(X, X.T)
+        X = a * X + np.dot(b * A + c * A.dot(A), X)
+    return X
+
+
+# %% 28.2 WRONG: not A * A or A**2
+# as the solution, but:
+# -         X = a * X + (b * A + c * A @ A) @ X
+# +         X = a * X + (b * A + c * A**2) @ X
+
+
+# %% 28.2 WRONG: x^3 and x^5 stand for
+def newton_schulz(G, steps=5):
+    a, b, c = QUINTIC
+    X = G / max(np.linalg.norm(G), 1e-7)
+    for _ in range(steps):
+        X = a * X + b * X**3 + c * X**5
+    return X
+
+
+# %% 28.3 WRONG: the root of the number of elements
+# as the solution, but:
+# -     scale = 0.2 * np.sqrt(max(w.shape))
+# +     scale = 0.2 * np.sqrt(w.size)

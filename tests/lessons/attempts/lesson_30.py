@@ -328,3 +328,21 @@ def radix_order(keys, bits, split):
         order = order[split(keys[order] >> shift & 1)]
         shift += 1
     return order
+
+
+# %% 30.2 WRONG: all of them must share the work
+@cuda.jit
+def block_scan_kernel(y_n, total_B, x_n):
+    sums = cuda.shared.array(1025, int32)
+    t = cuda.threadIdx.x
+    first = cuda.blockIdx.x * cuda.blockDim.x
+    if t == 0:
+        total = int32(0)
+        for k in range(cuda.blockDim.x):
+            sums[k] = total
+            if first + k < x_n.size:
+                total += x_n[first + k]
+        total_B[cuda.blockIdx.x] = total
+    cuda.syncthreads()
+    if first + t < x_n.size:
+        y_n[first + t] = sums[t]

@@ -202,3 +202,18 @@ def overlap(chunks):
         spans.append([(end - d, end) for end, d in zip(ends, chunk)])
         start += chunk[0]
     return spans
+
+
+# %% 31.3 WRONG: all of them must share the work
+@cuda.jit
+def histogram_kernel(count_T, digit_n):
+    mine = cuda.shared.array(64, int32)
+    t = cuda.threadIdx.x
+    mine[t] = 0
+    cuda.syncthreads()
+    if t == 0:
+        for n in range(cuda.blockIdx.x, digit_n.size, cuda.gridDim.x):
+            mine[digit_n[n]] += 1
+    cuda.syncthreads()
+    if t < count_T.size:
+        cuda.atomic.add(count_T, t, mine[t])
