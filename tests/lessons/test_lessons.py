@@ -423,6 +423,13 @@ def test_shape_of_a_lesson(path):
     assert install == first, "the install cell is the same in all lessons"
 
 
+def test_no_line_of_an_exercise_is_wider_than_its_page():
+    """At 1400 pixels a page shows about 100 columns of code."""
+    for path in SOURCES:
+        for line in lesson.tagged(path.read_text(encoding="utf-8"), "exercise").splitlines():
+            assert len(line) <= 100, f"{path.name}: {line}"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_records_exist(path):
     for identity in re.findall(
