@@ -239,10 +239,11 @@ paged_attention_kernel = lesson.yours(paged_attention_kernel, paged_attention_ke
 
 # %% tags=["exercise"]
 def block_names(tokens, S):
-    """-> a list with one name per full block of S tokens, in order. A name can be a key of a dictionary.
+    """-> a list with one name per full block of S tokens, in order. A name can be a key of a
+    dictionary.
 
-    Two blocks have the same name if and only if they hold the same tokens AND all tokens before them
-    are the same. A last block that is not full has no name.
+    Two blocks have the same name if and only if they hold the same tokens AND all tokens before
+    them are the same. A last block that is not full has no name.
     """
     # YOUR CODE
 
@@ -268,10 +269,11 @@ lesson.check("24.3", block_names)
 # %% tags=["solution"]
 # Solution 24.3
 def block_names_solution(tokens, S):
-    """-> a list with one name per full block of S tokens, in order. A name can be a key of a dictionary.
+    """-> a list with one name per full block of S tokens, in order. A name can be a key of a
+    dictionary.
 
-    Two blocks have the same name if and only if they hold the same tokens AND all tokens before them
-    are the same. A last block that is not full has no name.
+    Two blocks have the same name if and only if they hold the same tokens AND all tokens before
+    them are the same. A last block that is not full has no name.
     """
     names, previous = [], None
     for i in range(0, len(tokens) - S + 1, S):

@@ -87,9 +87,11 @@ print("differences ", differences.round(4))
 
 # %% tags=["exercise"]
 def policy_gradient(logits, actions, advantages):
-    """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log pi(a_i).
+    """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log
+    pi(a_i).
 
-    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the gradient is 0.
+    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the
+    gradient is 0.
     """
     # YOUR CODE
 
@@ -109,9 +111,11 @@ lesson.check("26.1", policy_gradient)
 # %% tags=["solution"]
 # Solution 26.1
 def policy_gradient_solution(logits, actions, advantages):
-    """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log pi(a_i).
+    """logits (V,), actions (n,) whole numbers, advantages (n,) -> gradient (V,) of mean_i A_i log
+    pi(a_i).
 
-    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the gradient is 0.
+    pi is the softmax of the logits; the gradient is by the logits. Without samples (n = 0) the
+    gradient is 0.
     """
     p = np.exp(logits - logits.max())
     p = p / p.sum()
@@ -245,7 +249,8 @@ lesson.figures.curves(
 
 # %% tags=["exercise"]
 def clipped(now, then, advantages, eps):
-    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes (n,).
+    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes
+    (n,).
 
     losses: -min(r A, clip(r, 1 - eps, 1 + eps) A).  slopes: the derivative of each by its `now`.
     """
@@ -268,7 +273,8 @@ lesson.check("26.3", clipped)
 # %% tags=["solution"]
 # Solution 26.3
 def clipped_solution(now, then, advantages, eps):
-    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes (n,).
+    """now, then, advantages (n,): log pi, log pi_old and A of each token -> losses (n,), slopes
+    (n,).
 
     losses: -min(r A, clip(r, 1 - eps, 1 + eps) A).  slopes: the derivative of each by its `now`.
     """
@@ -316,7 +322,8 @@ def kl_to_reference(now, reference, counted):
     """now, reference (B, T) log-probabilities, counted (B, T) bool -> value, slopes (B, T).
 
     value: the mean of k3 over the counted tokens, 0 if there are none. slopes: its derivative by
-    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any number.
+    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any
+    number.
     """
     # YOUR CODE
 
@@ -339,7 +346,8 @@ def kl_to_reference_solution(now, reference, counted):
     """now, reference (B, T) log-probabilities, counted (B, T) bool -> value, slopes (B, T).
 
     value: the mean of k3 over the counted tokens, 0 if there are none. slopes: its derivative by
-    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any number.
+    `now`, 0 where not counted. Where a token is not counted, now and reference are NaN or any
+    number.
     """
     n = max(counted.sum(), 1)
     d = reference[counted] - now[counted]

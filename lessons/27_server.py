@@ -450,7 +450,8 @@ for piece in ("a ", "<", " b", "<", "/b", "</", ">", "never shown"):
 def complete_events(data):
     """-> payloads, rest
 
-    data: bytes received and not used yet. Every line ends with a newline byte, an event with an empty line
+    data: bytes received and not used yet. Every line ends with a newline byte, an event with an
+    empty line
     (two newlines); an event has at most one line that begins with "data: ".
     payloads: list of str, what follows "data: " in each complete event that has such a line.
     rest: bytes, what follows the last complete event.
@@ -479,7 +480,8 @@ lesson.check("27.2", complete_events)
 def complete_events_solution(data):
     """-> payloads, rest
 
-    data: bytes received and not used yet. Every line ends with a newline byte, an event with an empty line
+    data: bytes received and not used yet. Every line ends with a newline byte, an event with an
+    empty line
     (two newlines); an event has at most one line that begins with "data: ".
     payloads: list of str, what follows "data: " in each complete event that has such a line.
     rest: bytes, what follows the last complete event.
@@ -783,8 +785,8 @@ for interval in (1, 2, 4, 8, 16, 32):
 def start_times(arrivals, seconds, slots):
     """-> list with the time at which each request starts, in order
 
-    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at least 1.
-    First come, first served: a request starts when it has arrived and a slot is free.
+    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at
+    least 1. First come, first served: a request starts when it has arrived and a slot is free.
     """
     # YOUR CODE
 
@@ -811,8 +813,8 @@ lesson.check("27.3", start_times)
 def start_times_solution(arrivals, seconds, slots):
     """-> list with the time at which each request starts, in order
 
-    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at least 1.
-    First come, first served: a request starts when it has arrived and a slot is free.
+    arrivals: seconds, ascending.  seconds: how long each request occupies its slot.  slots: at
+    least 1. First come, first served: a request starts when it has arrived and a slot is free.
     """
     free_at, starts = [0.0] * slots, []
     for arrival, n in zip(arrivals, seconds):

@@ -89,7 +89,7 @@ for name, D in steps.items():
 
 # %% tags=["exercise"]
 def steepest(G):
-    """G (R, C), any R and C, of full rank -> D (R, C): the steepest descent step of spectral norm 1."""
+    """G (R, C), of full rank -> D (R, C): the steepest descent step of spectral norm 1."""
     # YOUR CODE
 
 
@@ -107,7 +107,7 @@ lesson.check("28.1", steepest)
 # %% tags=["solution"]
 # Solution 28.1
 def steepest_solution(G):
-    """G (R, C), any R and C, of full rank -> D (R, C): the steepest descent step of spectral norm 1."""
+    """G (R, C), of full rank -> D (R, C): the steepest descent step of spectral norm 1."""
     U, _, Vt = np.linalg.svd(G, full_matrices=False)
     return -U @ Vt
 

@@ -67,7 +67,8 @@ print("error", (c * s - w).round(4), " at most s / 2 =", (s / 2).round(4))
 def quantize_rows(w):
     """w (O, K) float32 -> codes (O, K) int8, scales (O,): row o is about codes[o] * scales[o].
 
-    The largest |w| of a row gets the code 127 or -127. A row of zeros gets codes 0 and any scale above 0.
+    The largest |w| of a row gets the code 127 or -127. A row of zeros gets codes 0 and any scale
+    above 0.
     """
     # YOUR CODE
 
@@ -89,7 +90,8 @@ lesson.check("29.1", quantize_rows)
 def quantize_rows_solution(w):
     """w (O, K) float32 -> codes (O, K) int8, scales (O,): row o is about codes[o] * scales[o].
 
-    The largest |w| of a row gets the code 127 or -127. A row of zeros gets codes 0 and any scale above 0.
+    The largest |w| of a row gets the code 127 or -127. A row of zeros gets codes 0 and any scale
+    above 0.
     """
     scales = np.abs(w).max(axis=1) / 127
     scales = np.where(scales > 0, scales, 1)
@@ -163,7 +165,8 @@ for code in (0b0_0111_000, 0b1_0111_100, 0b0_1111_110, 0b0_0001_000, 0b0_0000_00
 
 # %% tags=["exercise"]
 def decode(codes):
-    """codes: the bits of e4m3 numbers, uint8 of any shape -> their values, same shape. 0x7F and 0xFF are NaN."""
+    """codes: the bits of e4m3 numbers, uint8 of any shape -> their values, same shape. 0x7F and
+    0xFF are NaN."""
     # YOUR CODE
 
 
@@ -182,7 +185,8 @@ lesson.check("29.2", decode)
 # %% tags=["solution"]
 # Solution 29.2
 def decode_solution(codes):
-    """codes: the bits of e4m3 numbers, uint8 of any shape -> their values, same shape. 0x7F and 0xFF are NaN."""
+    """codes: the bits of e4m3 numbers, uint8 of any shape -> their values, same shape. 0x7F and
+    0xFF are NaN."""
     bits = codes.astype(int)
     e, m = (bits >> 3) & 15, bits & 7
     value = np.where(e > 0, (1 + m / 8) * 2.0 ** (e - 7), m / 8 * 2.0**-6)
@@ -208,9 +212,11 @@ decode = lesson.yours(decode, decode_solution)
 
 # %% tags=["exercise"]
 def encode(v):
-    """v: float32 of any shape, without NaN -> the codes of the nearest e4m3 numbers, uint8 of the same shape.
+    """v: float32 of any shape, without NaN -> the codes of the nearest e4m3 numbers, uint8 of the
+    same shape.
 
-    Halfway between two numbers: the one with the even code. Above 448 in absolute value: 448, with v's sign.
+    Halfway between two numbers: the one with the even code. Above 448 in absolute value: 448, with
+    v's sign.
     """
     # YOUR CODE
 
@@ -237,9 +243,11 @@ lesson.check("29.3", encode)
 # %% tags=["solution"]
 # Solution 29.3
 def encode_solution(v):
-    """v: float32 of any shape, without NaN -> the codes of the nearest e4m3 numbers, uint8 of the same shape.
+    """v: float32 of any shape, without NaN -> the codes of the nearest e4m3 numbers, uint8 of the
+    same shape.
 
-    Halfway between two numbers: the one with the even code. Above 448 in absolute value: 448, with v's sign.
+    Halfway between two numbers: the one with the even code. Above 448 in absolute value: 448, with
+    v's sign.
     """
     a = np.minimum(np.abs(v), 448)
     _, e = np.frexp(np.maximum(a, 2.0**-6))  # 2^(e - 1) <= a < 2^e

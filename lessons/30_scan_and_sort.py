@@ -101,7 +101,8 @@ lesson.figures.ownership(np.array(steps), title, width=lesson.figures.NARROW)
 # %% tags=["exercise"]
 @cuda.jit
 def warp_scan_kernel(y_n, x_n):
-    """y: the exclusive prefix sums of x (int32), for each block's 32 elements alone. Grid ceil(n / 32), block 32.
+    """y: the exclusive prefix sums of x (int32), for each block's 32 elements alone. Grid ceil(n /
+    32), block 32.
 
     Lanes exchange registers, by shuffles. All 32 lanes take part, those past the end with 0.
     """
@@ -129,7 +130,8 @@ lesson.check("30.1", warp_scan_kernel)
 # Solution 30.1
 @cuda.jit
 def warp_scan_kernel_solution(y_n, x_n):
-    """y: the exclusive prefix sums of x (int32), for each block's 32 elements alone. Grid ceil(n / 32), block 32.
+    """y: the exclusive prefix sums of x (int32), for each block's 32 elements alone. Grid ceil(n /
+    32), block 32.
 
     Lanes exchange registers, by shuffles. All 32 lanes take part, those past the end with 0.
     """
@@ -193,9 +195,11 @@ lesson.stepped(hasty_scan_kernel, 1, 8, y_8, x_8)
 # %% tags=["exercise"]
 @cuda.jit
 def block_scan_kernel(y_n, total_B, x_n):
-    """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of block b's part.
+    """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of
+    block b's part.
 
-    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element b blockDim.x + t.
+    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element
+    b blockDim.x + t.
     """
     # YOUR CODE: first make a device function of 30.1, that returns the inclusive sum of a lane
 
@@ -231,9 +235,11 @@ def warp_scan(v):
 
 @cuda.jit
 def block_scan_kernel_solution(y_n, total_B, x_n):
-    """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of block b's part.
+    """y: the exclusive prefix sums of x (int32) within each block's part; total_B[b]: the sum of
+    block b's part.
 
-    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element b blockDim.x + t.
+    Grid ceil(n / blockDim.x), block: a multiple of 32, up to 1024. Thread t of block b owns element
+    b blockDim.x + t.
     """
     warp_total = cuda.shared.array(32, int32)
     t = cuda.threadIdx.x
@@ -344,10 +350,11 @@ def count_kernel(count_TB, digit_n):
 # %% tags=["exercise"]
 @cuda.jit
 def scatter_kernel(order_n, digit_n, start_TB):
-    """order[p] = n: number n is the p-th, if numbers are ordered by digit, and those of equal digits by n.
+    """order[p] = n: number n is the p-th, if numbers are ordered by digit, and those of equal
+    digits by n.
 
-    Grid ceil(n / 32), block 32: lane l of block b owns n = 32 b + l. start[d, b]: the place of the first number of block b
-    with digit d. Digits are 0, 1, ... Without atomics.
+    Grid ceil(n / 32), block 32: lane l of block b owns n = 32 b + l. start[d, b]: the place of the
+    first number of block b with digit d. Digits are 0, 1, ... Without atomics.
     """
     # YOUR CODE
 
@@ -373,10 +380,11 @@ lesson.check("30.3", scatter_kernel)
 # Solution 30.3
 @cuda.jit
 def scatter_kernel_solution(order_n, digit_n, start_TB):
-    """order[p] = n: number n is the p-th, if numbers are ordered by digit, and those of equal digits by n.
+    """order[p] = n: number n is the p-th, if numbers are ordered by digit, and those of equal
+    digits by n.
 
-    Grid ceil(n / 32), block 32: lane l of block b owns n = 32 b + l. start[d, b]: the place of the first number of block b
-    with digit d. Digits are 0, 1, ... Without atomics.
+    Grid ceil(n / 32), block 32: lane l of block b owns n = 32 b + l. start[d, b]: the place of the
+    first number of block b with digit d. Digits are 0, 1, ... Without atomics.
     """
     b, lane = cuda.blockIdx.x, cuda.threadIdx.x
     n = b * 32 + lane
@@ -420,9 +428,11 @@ print("the same as NumPy:", np.array_equal(split(digits), np.argsort(digits, kin
 
 # %% tags=["exercise"]
 def radix_order(keys, bits, split):
-    """keys (n,) integers >= 0 of any size -> order (n,): keys[order] ascends, equal keys in the order of their positions.
+    """keys (n,) integers >= 0 of any size -> order (n,): keys[order] ascends, equal keys in the
+    order of their positions.
 
-    split(digits) -> the stable order of digits below 2 ** bits. Every comparison is made by it: no sort of NumPy's.
+    split(digits) -> the stable order of digits below 2 ** bits. Every comparison is made by it: no
+    sort of NumPy's.
     """
     # YOUR CODE
 
@@ -448,9 +458,11 @@ lesson.check("30.4", radix_order)
 # %% tags=["solution"]
 # Solution 30.4
 def radix_order_solution(keys, bits, split):
-    """keys (n,) integers >= 0 of any size -> order (n,): keys[order] ascends, equal keys in the order of their positions.
+    """keys (n,) integers >= 0 of any size -> order (n,): keys[order] ascends, equal keys in the
+    order of their positions.
 
-    split(digits) -> the stable order of digits below 2 ** bits. Every comparison is made by it: no sort of NumPy's.
+    split(digits) -> the stable order of digits below 2 ** bits. Every comparison is made by it: no
+    sort of NumPy's.
     """
     order, shift = np.arange(len(keys)), 0
     while (keys >> shift).any():

@@ -181,8 +181,9 @@ lesson.stepped(halve_kernel, 1, 8, y_8, x_8)
 
 # %% tags=["exercise"]
 def active_lanes(trips):
-    """trips (n,): how often each thread runs the body of a loop -> lanes that take part, on average over all
-    executions of the body. Warps are 32 threads in a row; the last may have fewer. Without any execution: 0.0.
+    """trips (n,): how often each thread runs the body of a loop -> lanes that take part, on average
+    over all executions of the body. Warps are 32 threads in a row; the last may have fewer. Without
+    any execution: 0.0.
     """
     # YOUR CODE
 
@@ -201,8 +202,9 @@ lesson.check("31.2", active_lanes)
 # %% tags=["solution"]
 # Solution 31.2
 def active_lanes_solution(trips):
-    """trips (n,): how often each thread runs the body of a loop -> lanes that take part, on average over all
-    executions of the body. Warps are 32 threads in a row; the last may have fewer. Without any execution: 0.0.
+    """trips (n,): how often each thread runs the body of a loop -> lanes that take part, on average
+    over all executions of the body. Warps are 32 threads in a row; the last may have fewer. Without
+    any execution: 0.0.
     """
     executed = sum(trips[i : i + 32].max() for i in range(0, len(trips), 32))
     return trips.sum() / executed if executed else 0.0
@@ -233,10 +235,11 @@ lesson.figures.bars({name: active_lanes(t) for name, t in orders.items()}, "acti
 # %% tags=["exercise"]
 @cuda.jit
 def histogram_kernel(count_T, digit_n):
-    """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different digits: T <= 64.
+    """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different
+    digits: T <= 64.
 
-    Each digit is read once. Each block has counters in shared memory. To global memory it makes at most one atomic
-    addition per counter.
+    Each digit is read once. Each block has counters in shared memory. To global memory it makes at
+    most one atomic addition per counter.
     """
     # YOUR CODE
 
@@ -262,10 +265,11 @@ lesson.check("31.3", histogram_kernel)
 # Solution 31.3
 @cuda.jit
 def histogram_kernel_solution(count_T, digit_n):
-    """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different digits: T <= 64.
+    """count[d] += how many of the digits are d (int32). Grid: any; block 64. At most 64 different
+    digits: T <= 64.
 
-    Each digit is read once. Each block has counters in shared memory. To global memory it makes at most one atomic
-    addition per counter.
+    Each digit is read once. Each block has counters in shared memory. To global memory it makes at
+    most one atomic addition per counter.
     """
     mine = cuda.shared.array(64, int32)
     t = cuda.threadIdx.x
@@ -295,8 +299,8 @@ histogram_kernel = lesson.yours(histogram_kernel, histogram_kernel_solution)
 def overlap(chunks):
     """chunks: [(in, compute, out), ...] durations -> for each chunk three pairs (begin, end).
 
-    The three parts of a chunk run in this order. Each of the three engines takes the chunks in their order. Everything
-    begins as early as that permits, the first at 0.
+    The three parts of a chunk run in this order. Each of the three engines takes the chunks in
+    their order. Everything begins as early as that permits, the first at 0.
     """
     # YOUR CODE
 
@@ -318,8 +322,8 @@ lesson.check("31.4", overlap)
 def overlap_solution(chunks):
     """chunks: [(in, compute, out), ...] durations -> for each chunk three pairs (begin, end).
 
-    The three parts of a chunk run in this order. Each of the three engines takes the chunks in their order. Everything
-    begins as early as that permits, the first at 0.
+    The three parts of a chunk run in this order. Each of the three engines takes the chunks in
+    their order. Everything begins as early as that permits, the first at 0.
     """
     free, spans = [0, 0, 0], []
     for chunk in chunks:

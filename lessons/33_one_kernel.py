@@ -146,10 +146,11 @@ print(four_rounds[:8], "... ", four_rounds[-3:])
 # %% tags=["exercise"]
 @cuda.jit
 def rounds_kernel(x_2n, count_1, rounds):
-    """`rounds` rounds: x[new, i] = x[old, i - 1] + x[old, i] + x[old, i + 1], indices modulo n, old = r % 2, new = (r + 1) % 2.
+    """`rounds` rounds: x[new, i] = x[old, i - 1] + x[old, i] + x[old, i + 1], indices modulo n, old
+    = r % 2, new = (r + 1) % 2.
 
-    x: (2, n) int32. count: (1,) int64, 0 at first. Grid ceil(n / 32), block 32, all blocks resident. Between two rounds all
-    blocks wait for each other, at count[0].
+    x: (2, n) int32. count: (1,) int64, 0 at first. Grid ceil(n / 32), block 32, all blocks
+    resident. Between two rounds all blocks wait for each other, at count[0].
     """
     # YOUR CODE
 
@@ -176,10 +177,11 @@ lesson.check("33.1", rounds_kernel)
 # Solution 33.1
 @cuda.jit
 def rounds_kernel_solution(x_2n, count_1, rounds):
-    """`rounds` rounds: x[new, i] = x[old, i - 1] + x[old, i] + x[old, i + 1], indices modulo n, old = r % 2, new = (r + 1) % 2.
+    """`rounds` rounds: x[new, i] = x[old, i - 1] + x[old, i] + x[old, i + 1], indices modulo n, old
+    = r % 2, new = (r + 1) % 2.
 
-    x: (2, n) int32. count: (1,) int64, 0 at first. Grid ceil(n / 32), block 32, all blocks resident. Between two rounds all
-    blocks wait for each other, at count[0].
+    x: (2, n) int32. count: (1,) int64, 0 at first. Grid ceil(n / 32), block 32, all blocks
+    resident. Between two rounds all blocks wait for each other, at count[0].
     """
     i, n = cuda.grid(1), x_2n.shape[1]
     for r in range(rounds):
@@ -280,10 +282,12 @@ except ValueError as error:
 
 # %% tags=["exercise"]
 def make_tasks(stages, blocks):
-    """stages: [(kind, units), ...] in order -> the table: a list of rows (kind, stage, share, shares, wait, arrivals, signal).
+    """stages: [(kind, units), ...] in order -> the table: a list of rows (kind, stage, share,
+    shares, wait, arrivals, signal).
 
-    Stage s waits at counter s for all tasks of stage s - 1 and signals counter s + 1. It has as many tasks as possible, at most
-    `units` and at most `blocks`. A task waits only for tasks in earlier rows.
+    Stage s waits at counter s for all tasks of stage s - 1 and signals counter s + 1. It has as
+    many tasks as possible, at most `units` and at most `blocks`. A task waits only for tasks in
+    earlier rows.
     """
     # YOUR CODE
 
@@ -302,10 +306,12 @@ lesson.check("33.2", make_tasks)
 # %% tags=["solution"]
 # Solution 33.2
 def make_tasks_solution(stages, blocks):
-    """stages: [(kind, units), ...] in order -> the table: a list of rows (kind, stage, share, shares, wait, arrivals, signal).
+    """stages: [(kind, units), ...] in order -> the table: a list of rows (kind, stage, share,
+    shares, wait, arrivals, signal).
 
-    Stage s waits at counter s for all tasks of stage s - 1 and signals counter s + 1. It has as many tasks as possible, at most
-    `units` and at most `blocks`. A task waits only for tasks in earlier rows.
+    Stage s waits at counter s for all tasks of stage s - 1 and signals counter s + 1. It has as
+    many tasks as possible, at most `units` and at most `blocks`. A task waits only for tasks in
+    earlier rows.
     """
     rows, before = [], 0
     for s, (kind, units) in enumerate(stages):
@@ -388,11 +394,13 @@ except ValueError as error:
 # %% tags=["exercise"]
 @cuda.jit
 def tasks_kernel(x_Sn, tasks_RF, count_S):
-    """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1], indices modulo n, for thread t's
-    elements i = 32 * share + t, and on in steps of 32 * shares.
+    """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1],
+    indices modulo n, for thread t's elements i = 32 * share + t, and on in steps of 32 * shares.
 
-    Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are KIND, STAGE, ..., SIGNAL.
-    x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to launch. In launch e a task
+    Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are
+    KIND, STAGE, ..., SIGNAL.
+    x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to
+    launch. In launch e a task
     waits for (e + 1) times its arrivals. A block that has finished arrives at counter 0.
     """
     # YOUR CODE
@@ -420,11 +428,13 @@ lesson.check("33.3", tasks_kernel)
 # Solution 33.3
 @cuda.jit
 def tasks_kernel_solution(x_Sn, tasks_RF, count_S):
-    """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1], indices modulo n, for thread t's
-    elements i = 32 * share + t, and on in steps of 32 * shares.
+    """One step. Task (stage s, share, shares): x[s + 1, i] = x[s, i - 1] + x[s, i] + x[s, i + 1],
+    indices modulo n, for thread t's elements i = 32 * share + t, and on in steps of 32 * shares.
 
-    Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are KIND, STAGE, ..., SIGNAL.
-    x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to launch. In launch e a task
+    Grid P, block 32, all resident. Block b does rows b, b + P, ... of the table; its columns are
+    KIND, STAGE, ..., SIGNAL.
+    x: (stages + 1, n) int32. count: (stages + 1,) int64, never reset: it continues from launch to
+    launch. In launch e a task
     waits for (e + 1) times its arrivals. A block that has finished arrives at counter 0.
     """
     n, t = x_Sn.shape[1], cuda.threadIdx.x
@@ -471,10 +481,12 @@ for e in range(3):
 
 # %% tags=["exercise"]
 def task_times(tasks, blocks, durations, hand_over):
-    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: rows as in 33.2, also of other tables.
+    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks:
+    rows as in 33.2, also of other tables.
 
-    Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is free and, if it waits for any
-    arrivals, `hand_over` after the last task has ended that signals its counter. Everything starts at 0.
+    Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is
+    free and, if it waits for any arrivals, `hand_over` after the last task has ended that signals
+    its counter. Everything starts at 0.
     """
     # YOUR CODE
 
@@ -494,10 +506,12 @@ lesson.check("33.4", task_times)
 # %% tags=["solution"]
 # Solution 33.4
 def task_times_solution(tasks, blocks, durations, hand_over):
-    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks: rows as in 33.2, also of other tables.
+    """-> [(begin, end), ...], a pair per row of the table. durations: of each row's task. tasks:
+    rows as in 33.2, also of other tables.
 
-    Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is free and, if it waits for any
-    arrivals, `hand_over` after the last task has ended that signals its counter. Everything starts at 0.
+    Row r is done by block r % blocks, after its earlier rows. A task begins as soon as its block is
+    free and, if it waits for any arrivals, `hand_over` after the last task has ended that signals
+    its counter. Everything starts at 0.
     """
     free, done, times = [0] * blocks, {}, []
     for row, task in enumerate(tasks):

@@ -84,7 +84,8 @@ print("e4m3, the smallest:    ", *(f"{m * 2.0 ** (least - f):.4f}" for m in rang
 def round_to(v, fraction, least, most):
     """v: float32 of any shape -> the nearest numbers of a format, same shape, float.
 
-    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no smaller.
+    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no
+    smaller.
     most: the largest number; beyond it, and for infinity: most, with v's sign.
     Halfway between two numbers: the even multiple of the step. NaN stays NaN.
     """
@@ -113,7 +114,8 @@ lesson.check("34.1", round_to)
 def round_to_solution(v, fraction, least, most):
     """v: float32 of any shape -> the nearest numbers of a format, same shape, float.
 
-    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no smaller.
+    fraction: bits of fraction. 2.0**least: the smallest normal number; below it the steps get no
+    smaller.
     most: the largest number; beyond it, and for infinity: most, with v's sign.
     Halfway between two numbers: the even multiple of the step. NaN stays NaN.
     """
@@ -327,9 +329,9 @@ for name, x in matrices.items():
 def next_scale(maxima, scale, most, room):
     """-> the scale for the next step: room x (the largest of the maxima) / most.
 
-    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN
-    do not count; if none counts, the scale stays `scale`. most: the largest number of the format.
-    The scale is at least 2.0**-126, and finite.
+    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite
+    or NaN do not count; if none counts, the scale stays `scale`. most: the largest number of the
+    format. The scale is at least 2.0**-126, and finite.
     """
     # YOUR CODE
 
@@ -350,9 +352,9 @@ lesson.check("34.2", next_scale)
 def next_scale_solution(maxima, scale, most, room):
     """-> the scale for the next step: room x (the largest of the maxima) / most.
 
-    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite or NaN
-    do not count; if none counts, the scale stays `scale`. most: the largest number of the format.
-    The scale is at least 2.0**-126, and finite.
+    maxima: max |x| of the last steps, a list of float32, perhaps empty. Those that are 0, infinite
+    or NaN do not count; if none counts, the scale stays `scale`. most: the largest number of the
+    format. The scale is at least 2.0**-126, and finite.
     """
     good = [m for m in maxima if 0 < m < np.inf]
     return max(max(good) * (room / most), 2.0**-126) if good else scale
@@ -465,7 +467,8 @@ lesson.figures.curves(np.arange(len(lines["bf16"])), lines, "step", "loss", log=
 # %% tags=["exercise"]
 @cuda.jit(device=True)
 def e5m2_code(v):
-    """-> the code of the e5m2 number nearest to v: 0 to 255. Beyond the largest number: that one. NaN: 0x7F."""
+    """-> the code of the e5m2 number nearest to v: 0 to 255. Beyond the largest number: that one.
+    NaN: 0x7F."""
     if v != v:
         return int32(0x7F)
     a = min(abs(v), float32(57344.0))
@@ -493,9 +496,12 @@ def encode_kernel(codes_n, largest_1, counts_2, x_n, scale_1):
     """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
-    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
-    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many are not finite.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
+    and both infinities: 0x7F.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
+    not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
+    are not finite.
     """
     # YOUR CODE
 
@@ -524,9 +530,12 @@ def encode_kernel_solution(codes_n, largest_1, counts_2, x_n, scale_1):
     """codes[i] = the e4m3 code of the number nearest to x[i] / scale[0], halves to even.
 
     Grid ceil(n / 64), block 64: a thread per number. x, scale: float32, scale > 0.
-    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN and both infinities: 0x7F.
-    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is not finite.
-    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many are not finite.
+    codes: uint8, the sign in the highest bit. Beyond 448: the code of 448, 0x7E, with x's sign. NaN
+    and both infinities: 0x7F.
+    largest: (1,) int32, 0 at first: the bits of the largest |x[i]|; those of infinity if an x[i] is
+    not finite.
+    counts: (2,) int64, add to them: how many x[i] are finite with |x[i] / scale| > 448; how many
+    are not finite.
     """
     i = cuda.grid(1)
     if i < x_n.size:
@@ -610,9 +619,11 @@ lesson.figures.graph(places, edges, "three matrices, six of codes, three product
 def both_kernel(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
-    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i and rows from
+    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i
+    and rows from
     32 j on, a thread 4 of its rows. x, float32, is read once.
-    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three arrays.
+    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three
+    arrays.
     """
     # YOUR CODE
 
@@ -640,9 +651,11 @@ lesson.check("34.4", both_kernel)
 def both_kernel_solution(codes_NK, codes_KN, x_NK, scale_1):
     """codes[n, k] = e5m2_code(x[n, k] / scale[0]), and the same transposed: codes_KN[k, n].
 
-    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i and rows from
+    Grid (ceil(K / 32), ceil(N / 32)), block (32, 8): block (i, j) has the tile of columns from 32 i
+    and rows from
     32 j on, a thread 4 of its rows. x, float32, is read once.
-    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three arrays.
+    A warp (32 threads of one threadIdx.y) reads and writes 32 neighbours in each of the three
+    arrays.
     """
     tile = cuda.shared.array((32, 36), uint8)
     N, K = x_NK.shape
