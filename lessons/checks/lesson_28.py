@@ -122,7 +122,7 @@ def muon_step(e):
         U, _, Vt = np.linalg.svd(x, full_matrices=False)
         return U @ Vt
 
-    for R, C in ((3, 3), (2, 6), (7, 3), (int(rng.integers(3, 6)), 8)):
+    for R, C in ((2, 6), (3, 3), (7, 3), (int(rng.integers(3, 6)), 8)):
         w, m, g = (rng.normal(size=(R, C)) for _ in range(3))
         lr, mu, decay = rng.uniform(0.05, 0.2), rng.uniform(0.6, 0.9), rng.uniform(0.2, 0.5)
         given = [w.copy(), m.copy(), g.copy()]
