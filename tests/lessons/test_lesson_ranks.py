@@ -100,7 +100,7 @@ def test_an_error_on_one_rank_ends_all():
 
 
 def test_a_loop_without_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(lesson.attempt, "SECONDS", 0.3)
+    monkeypatch.setattr(lesson.load_checks("running"), "SECONDS", 0.3)
     before = threading.active_count()
     code = "def ring_all_reduce(comm, x_n):\n    while comm.rank or True:\n        pass\n"
     said = lesson.verdict("32.1", lesson.load(code, "endless_ranks.py").ring_all_reduce)
