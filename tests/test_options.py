@@ -263,6 +263,7 @@ def test_what_is_given_with_a_depth_wins_and_the_others_follow():
 @pytest.mark.parametrize(
     "given, words",
     [
+        (dict(preset="tiny", resume=True), "a resumed run keeps: omit --depth"),
         (dict(preset="tiny"), "give neither --preset nor --init"),
         (dict(init="folder"), "give neither --preset nor --init"),
         (dict(depth=0), "--depth must be positive"),

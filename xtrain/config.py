@@ -321,6 +321,10 @@ class TrainConfig(ShapeOptions, ParallelOptions, OptimizerOptions, RowOptions):
         super().validate()
         need_positive(self, ("vocab_size", "depth", *SIZE_OPTIONS))
         need(
+            self.depth is None or self.preset == "auto" or not self.resume,
+            "--depth decides the shape, which a resumed run keeps: omit --depth",
+        )
+        need(
             self.depth is None or (self.preset == "auto" and not (self.init and not self.resume)),
             "--depth decides the shape: give neither --preset nor --init with it",
         )

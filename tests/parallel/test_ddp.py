@@ -213,6 +213,7 @@ def test_a_signal_saves_and_ends_well(name, environment, tmp_path):
 def test_a_run_says_everything_once(environment, tmp_path):
     code, out, err = finish(start(environment, 2, *MODULE, *command(tmp_path)), 60)
     assert code == 0 and not err, err
+    assert "on CPU (NumPy), 2 ranks, fp32" in out
     assert (
         out.count("What next") == out.count("step 3: validation loss") == out.count("core (") == 1
     )
