@@ -149,6 +149,8 @@ def test_numba_cuda_mlir_without_numba(environment, tmp_path):
     (tmp_path / "script.py").write_text(f"{test}\ntest_right()\ntest_wrong()", encoding="utf-8")
     done = python("-m", "simulate_cuda", "script.py")
     assert done.returncode == 1 and "RaceError: data race in put" in done.stderr, done.stderr
+    done = python("script.py", NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 1 and "RaceError: data race in put" in done.stderr, done.stderr
 
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     done = python("program.py")
