@@ -27,7 +27,7 @@ REVERSE_SHORT = (
 )  # fmt: skip
 def add_kernel(e):
     fixed = (5, 8), (32, 32), (100, 32), (20, 8), (1, 32)
-    for n, block in e.cases(fixed, lambda rng: (rng.integers(33, 150), 8 * rng.integers(1, 9))):
+    for n, block in e.cases(fixed, lambda rng: (rng.integers(101, 150), 8 * rng.integers(1, 9))):
         a, b, y = e.normal(n), e.normal(n), e.blank(n)
         e.run(-(-n // block), block, y, a, b, case=f"n = {n}")
         gap, wrote = np.isnan(np.asarray(y)), e.wrote(y)

@@ -150,7 +150,7 @@ def test_good_files_among_others(tmp_path, capsys):
     os.mkfifo(text / "pipe")
     assert start(text, tmp_path) == 0
     said = capsys.readouterr().out
-    assert "in 1 files" in said and "files left out: 4\n" in said
+    assert "in 1 file" in said and "files left out: 4\n" in said
     for name, reason in {
         "b.png": "is binary or UTF-16 (a NUL at byte 4)",
         "c.md": "is not UTF-8 (byte 0)",

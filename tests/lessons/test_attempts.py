@@ -67,7 +67,7 @@ def with_differences(code, differences):
 ATTEMPTS = list(attempts())
 
 
-OTHERS = [a for a in ATTEMPTS if a[1] != "RIGHT"]  # test_processes.py has those that pass
+OTHERS = [a for a in ATTEMPTS if a[1] != "RIGHT"]  # test_attempt_processes.py has those that pass
 
 
 @pytest.mark.parametrize("number, kind, words, code", OTHERS, ids=lambda x: x.split("\n")[0][:50])

@@ -11,6 +11,7 @@ from numba.cuda import libdevice, libdevicefuncs
 
 from xtrain.simulator import run, scalars
 
+scalars.learn()  # the functions of Numba
 NAMES = sorted(full.removeprefix("__nv_") for full in libdevicefuncs.functions)
 
 

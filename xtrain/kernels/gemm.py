@@ -282,12 +282,12 @@ def linear_into(
     O = len(w_OI)  # noqa: E741
     if isinstance(x_NI, np.ndarray):
         sizes = _exact_rows_cpu(O, I, dtype_name(x_NI.dtype))
-    elif N and whole_has_row_bits(y_NO, x_NI, w_OI, accumulate):
-        if x_NI.data.ptr % ALIGNED:
-            x_NI = x_NI.copy()
-        return product(y_NO, x_NI, w_OI)
     else:
         sizes = (FIXED_ROWS_GPU,)
+        if N and x_NI.data.ptr % ALIGNED:
+            x_NI = x_NI.copy()
+        if N and _whole_has_row_bits(y_NO, x_NI, w_OI, accumulate):
+            return product(y_NO, x_NI, w_OI)
     n = 0
     while n < N:
         R = next((size for size in sizes if size <= N - n), sizes[-1])
@@ -339,7 +339,7 @@ def _versions_on(device: int) -> tuple:
     return context.module.get_version(context.handle), cupy().cuda.runtime.driverGetVersion()
 
 
-def whole_has_row_bits(y_NO: Array, x_NI: Array, w_OI: Array, accumulate: bool) -> bool:
+def _whole_has_row_bits(y_NO: Array, x_NI: Array, w_OI: Array, accumulate: bool) -> bool:
     """Return whether the product of all rows at once has the bits of the division.
 
     The answer is False while a CUDA graph is captured, unless it is known: a check would be
