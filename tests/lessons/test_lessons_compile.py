@@ -17,21 +17,23 @@ def launched(number, monkeypatch):
     """-> [(kernel, argument types)] of the kernels that the checks of a lesson run"""
     found = {}
 
-    def recording(run):
-        def recorded(kernel, grid, block, *args, shared=0):
-            scalars = _launch.kernel_arguments(args)
-            found[kernel, tuple(map(_launch.numba_type, scalars))] = None
-            return run(kernel, grid, block, *args, shared=shared)
+    running = lesson.load_checks("running")
+    run = running.simulator.run
 
-        return recorded
+    def recorded(kernel, grid, block, *args, shared=0):
+        scalars = _launch.kernel_arguments(args)
+        found[kernel, tuple(map(_launch.numba_type, scalars))] = None
+        return run(kernel, grid, block, *args, shared=shared)
 
-    simulator = python_types.SimpleNamespace(run=recording(lesson.attempt.simulator.run))
-    monkeypatch.setattr(lesson.attempt, "simulator", simulator)
-    monkeypatch.setattr(lesson.attempt, "traced", recording(lesson.attempt.traced))
+    monkeypatch.setattr(running, "simulator", python_types.SimpleNamespace(run=recorded))
     solved = test_lessons.work(number, test_lessons.SOLVED)
     for e in lesson._exercises_of(number):
         assert lesson.verdict(e.number, getattr(solved, e.name), steps=False).passed
     return list(found)
+
+
+def test_kernels_of_a_lesson_are_found(monkeypatch):
+    assert len({kernel for kernel, _ in launched("1", monkeypatch)}) >= 3
 
 
 @pytest.mark.parametrize("number", test_lessons.NUMBERS)
