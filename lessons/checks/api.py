@@ -372,7 +372,7 @@ def judge_file(
     seed: int | None = None,
     steps: bool = True,
 ) -> Verdict:
-    """Judge what `file`, with this text, has for an exercise, in a process of its own (in this one where there is no fork).
+    """Judge what `file`, with this text, has for an exercise, in a separate process (in this one without os.fork).
 
     given: the imports of the lesson, which the processes of all attempts share. seed, steps: see verdict
     """

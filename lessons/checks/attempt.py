@@ -203,9 +203,9 @@ class Attempt:
             )
         if self.exercise.kernel and not facts.kernel:
             raise Wrong(f"{name} is a plain Python function: write @cuda.jit above it.")
-        if facts.library:
+        if facts.of_library:
             raise Wrong(
-                f"{name} uses {facts.library}, which is the library's own: write it yourself here.\n"
+                f"{name} uses {facts.of_library}, which is the library's own: write it yourself here.\n"
                 + f"(Allowed here: {', '.join(sorted(self.exercise.allow))}.)\n"
                 * bool(self.exercise.allow)
                 + "You can compare with the library afterwards: the end of the lesson shows its source."

@@ -24,7 +24,17 @@ from .running import Wrong, set_profile
 
 WAIT = 150  # seconds without an answer until the judge ends an attempt that sleeps
 ARRAYS = {kind.__name__: kind for kind in (np.ndarray, SimArray, Products)}
-METHODS = ("call", "getitem", "setitem", "len", "iter", "next", "array", "array_ufunc", "array_function")  # fmt: skip
+METHODS = (
+    "call",
+    "getitem",
+    "setitem",
+    "len",
+    "iter",
+    "next",
+    "array",
+    "array_ufunc",
+    "array_function",
+)
 ENDED = "The process of the attempt ended without an answer: by os._exit, by a crash, or because it was killed."
 
 
@@ -124,7 +134,12 @@ class Channel:
         self.received: list[str] = []  # the containers that came with the last message
         self.errors: dict[str, BaseException] = {}
         self.made = 0
-        self.operations = {"get": self._get, "set": self._set, "method": self._method, "call": self._call}  # fmt: skip
+        self.operations = {
+            "get": self._get,
+            "set": self._set,
+            "method": self._method,
+            "call": self._call,
+        }
 
     def key(self) -> str:
         self.made += 1
@@ -132,7 +147,7 @@ class Channel:
 
     # ------------------------------------------------------------------------- messages
     def request(self, operation: str, *arguments) -> Any:
-        """Ask the other end. -> its answer, or raises its error. Serves its requests meanwhile."""
+        """Ask the other end. -> its answer, or raises its error. Serves its requests until then."""
         profile = sys.getprofile()
         if profile is None:
             return self._request(operation, arguments)
@@ -157,7 +172,7 @@ class Channel:
             return value
 
     def answer(self, operation: str, arguments: list) -> None:
-        """Do what the other end asked for, and send the result."""
+        """Do what the other end has requested, and send the result."""
         received = self.received
         try:
             value = self.operations[operation](*arguments)
@@ -282,7 +297,10 @@ class Channel:
             return [type(value).__name__, [self.encode(x, buffers, False) for x in bounds]]
         if value is Ellipsis:
             return ["ellipsis"]
-        if isinstance(value, (np.dtype, type)) and getattr(np, getattr(value, "__name__", ""), None) is value:  # fmt: skip
+        if (
+            isinstance(value, (np.dtype, type))
+            and getattr(np, getattr(value, "__name__", ""), None) is value
+        ):
             return ["numpy", value.__name__]
         if isinstance(value, np.dtype):
             return ["dtype", dtype_name(value)]
@@ -292,7 +310,10 @@ class Channel:
 
     def _items(self, container, buffers, share):
         if isinstance(container, dict):
-            return ["dict", [[self.encode(x, buffers, share) for x in pair] for pair in container.items()]]  # fmt: skip
+            return [
+                "dict",
+                [[self.encode(x, buffers, share) for x in pair] for pair in container.items()],
+            ]
         kind = "list" if isinstance(container, list) else "set"
         return [kind, [self.encode(x, buffers, share) for x in container]]
 
@@ -417,7 +438,9 @@ class Channel:
             return {"back": error.key}
         key = self.key()
         self.errors[key] = error
-        bases = (kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, 0) is kind)  # fmt: skip
+        bases = (
+            kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, 0) is kind
+        )
         return {
             "key": key, "name": type(error).__name__, "base": next(bases).__name__, "text": str(error),
             "line": self.line_of(error),

@@ -55,7 +55,7 @@ def unpacked(names: list, rows: np.ndarray) -> list[Access]:
 
 # ----------------------------------------------------------------------------- the judge's end
 class Runner:
-    """The reader's function in a process of its own: running.Runner describes the methods.
+    """The reader's function in a separate process: running.Runner describes the methods.
 
     file: the reader's. Raises Wrong if it has no function of this name, or an error of the file.
     """

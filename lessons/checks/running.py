@@ -1,6 +1,6 @@
 """Run what a reader wrote: read its source, call it, run its kernel. This module holds no answers.
 
-A Runner has the function in this process, as in a notebook. process.Runner has it in a process of its own, as
+A Runner has the function in this process, as in a notebook. process.Runner has it in a separate process, as
 `xtrain.lesson check` does; both have the same methods. An Attempt (attempt.py) compares what they return.
 """
 
@@ -42,7 +42,7 @@ class Wrong(Exception):
 class Facts:
     """What the source of an attempt shows before it runs.
 
-    kind: the name of its type. source: None if there is none. kernel: is it a @cuda.jit kernel? library: a name of
+    kind: the name of its type. source: None if there is none. kernel: is it a @cuda.jit kernel? of_library: a name of
     the library that it uses, or "".
     """
 
@@ -51,7 +51,7 @@ class Facts:
     source: str | None = None
     empty: bool = False
     kernel: bool = False
-    library: str = ""
+    of_library: str = ""
     parameters: tuple[str, ...] = ()
 
 
@@ -61,7 +61,7 @@ class Ran:
 
     wrote: was the element written? writers (..., 4): block and thread that wrote it last; -1: none did
     wide, atomics: [(site, line)] where float64 becomes float32, and of atomic additions of floats
-    global_atomics: how many atomics on global memory. accesses: of a Trace, if it was asked for
+    global_atomics: how many atomics on global memory. accesses: of a Trace, if it was requested
     """
 
     wrote: dict[str, np.ndarray]
@@ -253,7 +253,12 @@ class Notes(Observer):
     def access(self, thread, array, k, site, how, value):
         if how == READ:
             return
-        if how == WRITE and _computed(value) and array.dtype == np.float32 and site not in self.wide:  # fmt: skip
+        if (
+            how == WRITE
+            and _computed(value)
+            and array.dtype == np.float32
+            and site not in self.wide
+        ):
             self.wide.append(site)
         if how == ATOMIC and array.dtype.kind == "f" and value in ("add", "sub"):
             self.atomics += [site] * (site not in self.atomics)
@@ -277,7 +282,9 @@ def _computed(value):
 @contextlib.contextmanager
 def _noted(work):
     """-> Notes, which the kernels that run in this context fill."""
-    notes, scope, casts = Notes(), {}, {}
+    notes = Notes()
+    scope = {}
+    casts = {}
 
     def noted_cast(x):
         if _computed(x):

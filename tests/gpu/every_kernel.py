@@ -243,7 +243,9 @@ def serving(dtype):
             more = (history + 5, tables, *cos_sin, *norm, 1e-6, 0.2)
             decode_attention(qkv, k, v, *more)
     for N, K, M in itertools.product((1, 2, 3, 8, 16, 32), (32, 256, 1056, 5632), (2, 70, 514)):
-        x, w, norm = draw(N, K, dtype=dtype), draw(M, K, dtype=dtype), draw(K)
+        x = draw(N, K, dtype=dtype)
+        w = draw(M, K, dtype=dtype)
+        norm = draw(K)
         if gemv_fits(N, K, dtype):
             gemv(x, w)
             gemv(x, w, b_O=draw(M))

@@ -74,8 +74,7 @@ def test_pip_resolves_the_install_cell_on_colab(tmp_path):
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired:
-        # says nothing about the requirements, which this test checks
-        pytest.skip("the package index is too slow")
+        pytest.skip("the package index is too slow")  # the requirements may be right
     if done.returncode and UNREACHABLE.search(done.stderr + done.stdout):
         pytest.skip("the package index cannot be reached")
     assert not done.returncode, done.stderr[-2000:]

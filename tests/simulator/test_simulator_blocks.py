@@ -87,7 +87,7 @@ def test_a_fence_before_or_behind_the_barrier(defined, words):
         dict(before=f"|if tid == 0: {FENCE}"),  # no fence follows the other threads' writes
         dict(after=FENCE),
         dict(behind=f"{FENCE}; part[b, 0] = 2"),
-        dict(behind=FENCE, acquire=""),  # a barrier is no fence
+        dict(behind=FENCE, acquire=""),  # a barrier is not a fence
         dict(behind=FENCE, acquire="cuda.threadfence_block()"),
         dict(behind=FENCE, acquire="", after=f"if tid == 1: {FENCE}"),  # too early
     ],

@@ -117,7 +117,7 @@ class Server:
         self.created = int(time.time())
         self.waiting = 0
         self.metrics = Metrics(engine, name)
-        self.tracing: Any = None  # OpenTelemetry's provider, if asked for
+        self.tracing: Any = None  # OpenTelemetry's provider, if enabled
 
     # ------------------------------------------------------------------------- routes
     async def chat(self, http: HttpRequest) -> Response:

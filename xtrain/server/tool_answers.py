@@ -1,7 +1,7 @@
 """Answers with calls of functions: from the text of a model to OpenAI's tool_calls, whole and
 streamed.
 
-A text that is no call, or none that can be read, stays the content of the answer.
+Text that is not a readable call stays the content of the answer.
 """
 
 import secrets

@@ -20,15 +20,15 @@ operations in the same order on the same roundings, so its rows are those of tra
                multiplies 16 rows of w with 8 rows of x, and a warp walks along all of K.
     swiglu     gate and up are rounded to y's dtype first, because training writes them.
 
-There is no bias: to a result in bf16 cuBLAS adds b in another way than to the float32 sum (the bits
-differ at all of 9 shapes, on an H200).
+A bias is not supported: to a result in bf16 cuBLAS adds b in another way than to the float32 sum
+(the bits differ at 9 of 10 shapes, on an H200).
 
 A chain cannot be divided: K / 16 products that wait for each other are a lower bound of the time.
 So its warp does nothing else: it multiplies, and loads the operands of the next half of a piece of
-w meanwhile. Other warps of the block copy the pieces, 16 rows for each chain by `columns`, into a
-ring of `stages` pieces in shared memory. (The instructions for the copies, between those of a
-chain, would take longer than the products.) With swiglu a warp has two chains: 16 rows of gate and
-16 of up. A block has one barrier per piece: the next piece has arrived, and the current one has
+w at the same time. Other warps of the block copy the pieces, 16 rows for each chain by `columns`,
+into a ring of `stages` pieces in shared memory. (The instructions for the copies, between those of
+a chain, would take longer than the products.) With swiglu a warp has two chains: 16 rows of gate
+and 16 of up. A block has one barrier per piece: the next piece has arrived, and the current one has
 been read, so that its place in the ring is free. The copies run ahead, also into the next tile. The
 first ones start before the kernel waits for its input (wait_for_previous in primitives/ptx.py), if
 the weights are known to be ready.
