@@ -9,6 +9,7 @@ import pytest
 
 from xtrain import Transformer, simulator
 from xtrain.kernels.runtime import launch as _launch
+from xtrain.kernels.runtime.compiler import COMPILER
 
 FOLDER = Path(__file__).parent
 
@@ -41,6 +42,9 @@ def every_kernel(monkeypatch):
     del sys.modules["every_kernel"]
 
 
+@pytest.mark.skipif(
+    COMPILER == "mlir", reason="numba-cuda-mlir imports CuPy, which this test replaces"
+)
 def test_it_reaches_every_kernel(every_kernel):
     """All but whole models: they take seconds, and the others launch the same kernels."""
     every_kernel.main([name for name in every_kernel.WORK if name != "models"])

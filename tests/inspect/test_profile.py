@@ -196,6 +196,13 @@ def test_on_a_gpu_kernels_are_listed(capsys, tmp_path, more):
     assert json.loads(trace.read_text())["traceEvents"] and picture.stat().st_size > 10_000
 
 
+def test_a_narrow_table_divides_no_name(capsys):
+    name = "decode_attention_fp8_kernel"
+    table = [Row(name, "attention forward", 12, 2e6, int(6e9), None)]
+    Console(width=80).print(profile.kernel_table(table, copy=4e12, product=100e12))
+    assert name in capsys.readouterr().out
+
+
 def test_rates_and_shares_of_the_kernel_table():
     table = [
         Row("copying", "SwiGLU forward", 12, 2e6, int(6e9), None),

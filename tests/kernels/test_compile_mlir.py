@@ -202,6 +202,30 @@ def test_a_nan_differs_from_itself(monkeypatch):
     assert not re.search(r"setp\.(ne|equ)\.f32", ptx)
 
 
+@pytest.mark.parametrize(
+    "kinds, found",
+    [
+        ("uint32 uint32", "u32"),
+        ("uint64 uint32", "u64"),
+        ("int32 uint32", "s64"),
+        ("int32 int32", "s32"),
+    ],
+)
+def test_extremes_of_unsigned_integers(monkeypatch, kinds, found):
+    """Release 0.6 compares all integers as signed ones: a block table's entry of -1 became the smallest of its tile."""
+    cuda = compiler.cuda
+    arrays = [compiler.types.Array(getattr(compiler.types, kind), 1, "C") for kind in kinds.split()]
+
+    @cuda.jit
+    def extremes(a, b, y):
+        y[0] = max(a[0], b[0])
+        y[1] = min(a[1], b[1])
+
+    to = compiler.types.Array(compiler.types.int64, 1, "C")
+    ptx = compiled(monkeypatch, extremes, (*arrays, to), (9, 0))["ptx"]
+    assert sorted(re.findall(r"\t(max|min)\.(\w+)", ptx)) == [("max", found), ("min", found)], ptx
+
+
 @pytest.mark.parametrize("kind", ["int64", "float64"])
 def test_a_shuffle_of_64_bits_is_two_of_32(monkeypatch, kind):
     """Release 0.6 passes on the lower 32 bits, or rounds to float32."""

@@ -132,10 +132,13 @@ def _card_gb() -> float:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Return a table without rows: the first column aligned left, the others right."""
+    """Return a table without rows: the first column, of names that are never divided, aligned
+    left, the others right."""
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+    first, *others = columns
+    table.add_column(first, no_wrap=True)
+    for column in others:
+        table.add_column(column, justify="right")
     return table
 
 

@@ -13,7 +13,7 @@ from numba_cuda_mlir import cuda, lowering_utilities, mlir_optimization, types
 from numba_cuda_mlir._mlir import ir
 from numba_cuda_mlir._mlir.dialects import arith, llvm, memref, nvvm
 from numba_cuda_mlir.extending import lower_builtin, refresh_registries
-from numba_cuda_mlir.lowering.builtins import _get_range_object
+from numba_cuda_mlir.lowering.builtins import _get_range_object, lower_max, lower_min
 from numba_cuda_mlir.lowering.cuda import _shfl_sync_lowering, cuda_shared_memory
 from numba_cuda_mlir.lowering.math import _operator_mapping
 from numba_cuda_mlir.lowering_utilities import (
@@ -332,5 +332,33 @@ for _function, _kind in (
     (cuda.shfl_xor_sync, nvvm.ShflKind.bfly),
 ):
     _shuffle(_function, _kind)
+
+
+def _extreme(function, release, signed_op, unsigned_op):
+    """Make `function`, max or min, compare unsigned integers as such.
+
+    The release compares the bits of all integers as signed ones.
+    """
+
+    @lower_builtin(function, types.Integer, types.Integer)
+    def generate(builder, target, args, kwargs):
+        signed = [builder.get_numba_type(arg.name).signed for arg in args]
+        if all(signed):
+            return release(builder, target, args, kwargs)
+        values = [builder.load_var(arg) for arg in args]
+        width = max(value.type.width for value in values)
+        if any(signed):
+            width = 64  # as Numba: uint32 and int32 are compared as int64
+        common = ir.IntegerType.get_signless(width)
+        for i, value in enumerate(values):
+            if value.type.width < width:
+                extend = arith.ExtSIOp if signed[i] else arith.ExtUIOp
+                values[i] = extend(common, value).result
+        operation = signed_op if any(signed) else unsigned_op
+        builder.store_var(target, operation(*values).result)
+
+
+_extreme(max, lower_max, arith.MaxSIOp, arith.MaxUIOp)
+_extreme(min, lower_min, arith.MinSIOp, arith.MinUIOp)
 
 refresh_registries(typing=False)
