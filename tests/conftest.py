@@ -15,6 +15,7 @@ if sys.dont_write_bytecode:
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import pytest
+import translations
 
 from xtrain import device
 from xtrain.training.run_log import RunLog
@@ -27,6 +28,8 @@ else:  # a test that is slow because other work has the cores has not failed
     settings.register_profile("xtrain", deadline=None)
     settings.load_profile("xtrain")
 
+
+translations.share()
 
 draw = RunLog.picture
 RunLog.picture = lambda self: None  # takes longer than all the rest of a short run

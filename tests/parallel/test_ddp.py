@@ -52,7 +52,8 @@ def environment(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore", "COLUMNS": "200",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        # more ranks than cores: Open MPI 5, Open MPI 4
+        # more ranks than cores: MPICH's ranks sleep while they wait; Open MPI 5, Open MPI 4
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }  # fmt: skip
     return {**os.environ, **more}
