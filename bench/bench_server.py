@@ -39,7 +39,7 @@ import tyro
 import xtrain
 from xtrain.formats.texts import Texts
 from xtrain.server.app import Limits
-from xtrain.server.listen import Address, bound, serve_engine
+from xtrain.server.listen import Address, HttpProcess, bound, serve_engine
 from xtrain.serving.options import PREFILL_INTERVAL
 from xtrain.serving.requests import make_requests
 
@@ -258,9 +258,10 @@ def main(o: Options) -> None:
         work = pool.submit(clients, port)
         work.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with bound("127.0.0.1", port) as sockets:
-            address = Address("127.0.0.1", port, sockets)
             tokenizer_only = texts_of(engine.config.vocab_size)
-            serve_engine(engine, tokenizer_only, address, limits=Limits(queue=1 << 16))
+            with HttpProcess(Address("127.0.0.1", port, sockets)) as http:
+                http.send(tokenizer_only)
+                serve_engine(engine, tokenizer_only, http, limits=Limits(queue=1 << 16))
         work.result()
 
 

@@ -217,3 +217,20 @@ def test_a_repeated_name_in_a_large_header_takes_no_time(path):
     start = time.process_time()
     refused(path, "layer 39999 occurs twice")
     assert time.process_time() - start < 5
+
+
+def test_every_bfloat16_that_is_not_finite(tmp_path):
+    """As bf16, in which the file has them, and as float32."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"w": Tensor(values)})
+    (stored,) = read_header(path).values()
+    for dtype in (values.dtype, np.float32):
+        for low in range(0, 1 << 16, 128):  # one sign and exponent
+            some = stored.rows(low, 128, "w")
+            if np.isfinite(values[low].astype(np.float32)):
+                assert some.read_finite(dtype).tobytes() == values[low:][:128].astype(dtype).tobytes()
+                continue
+            for single in (some, some.rows(0, 1, "w"), some.rows(127, 1, "w")):
+                with pytest.raises(UserError, match="not finite"):
+                    single.read_finite(dtype)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -303,6 +304,7 @@ def test_many_streams_with_disconnects_equal_solitary_answers(served):
 )  # fmt: skip
 def test_a_server_that_is_open_to_all_says_so(folder, monkeypatch, capsys, host, key, warned):
     monkeypatch.delenv("XTRAIN_API_KEY", raising=False)
+    monkeypatch.setattr(listen, "HttpProcess", mock.MagicMock())
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: None)
     options = listen.Options(
         model=str(folder), host=host, port=free_port(), api_key=key, device="cpu"
@@ -352,6 +354,7 @@ def test_the_model_s_defaults_of_sampling(folder, tmp_path, monkeypatch, capsys)
     content = {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9, "top_k": 1}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(content))
     started = {}
+    monkeypatch.setattr(listen, "HttpProcess", mock.MagicMock())
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: started.update(options))
     options = listen.Options(model=str(tmp_path / "model"), port=free_port(), device="cpu")
     listen.serve(options)

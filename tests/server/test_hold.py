@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -376,17 +377,33 @@ def test_a_folder_that_is_removed_changes_nothing(folder, tmp_path, filler):
 
 
 def test_what_is_wrong_is_said_at_the_start(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(listen, "HttpProcess", mock.MagicMock())
     monkeypatch.setattr(listen, "serve_engine", lambda *_, **options: pytest.fail("served"))
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text("{% for %}")
     options = listen.Options(model=str(tmp_path / "model"), device="cpu", port=free_port())
     with pytest.raises(UserError, match="chat template cannot be read"):
         listen.serve(options)
+    assert listen.HttpProcess.return_value.__exit__.called
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         options = listen.Options(model=str(tmp_path / "missing"), device="cpu", port=port)
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*--port"):
             listen.serve(options)  # before it looks for the model
+
+
+def test_the_http_process_starts_before_the_model_is_loaded(monkeypatch):
+    http = mock.MagicMock()
+    monkeypatch.setattr(listen, "HttpProcess", http)
+
+    def load(options):
+        assert http.call_count == 1 and not http.return_value.__enter__.return_value.send.called
+        raise UserError("loaded")
+
+    monkeypatch.setattr(listen.Options, "load", load)
+    with pytest.raises(UserError, match="loaded"):
+        listen.serve(listen.Options(model="none", port=free_port()))
+    assert http.return_value.__exit__.called
 
 
 def test_sockets_of_a_host():

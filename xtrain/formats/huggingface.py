@@ -206,8 +206,7 @@ def tensors_for(model: Any, folder: Path) -> dict[str, Stored]:
 def _fill(model: Any, stored: dict[str, Stored]) -> None:
     """Copy the stored tensors into the model's parameters."""
     for name, tensor in model.named_parameters():
-        values = stored[name].read_finite().astype(tensor.dtype, copy=False)
-        tensor.data = to_device(values, model.device)
+        tensor.data = to_device(stored[name].read_finite(tensor.dtype), model.device)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -25,6 +25,8 @@ from ..errors import UserError
 from ..json_files import MAX_JSON_BYTES, check_pointer, listed, parse_json, reading
 
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+BF16_INFINITY = 0x7F80  # its bits; those of NaN are larger
+BF16_MINUS_INFINITY = 0xFF80
 DTYPE_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
 
 
@@ -72,27 +74,41 @@ class Stored:
 
     def read(self) -> np.ndarray:
         """Return the values in float32. Raises UserError if the file cannot be read."""
-        data = np.empty(self.shape, self.dtype)
-        with reading(self.path), open(self.path, "rb") as file:
-            file.seek(self.start)
-            n = file.readinto(data.reshape(-1).view(np.uint8).data)
-        if n != data.nbytes:
-            raise UserError(f"{self.path} was shortened while it was read: try again")
-        values = data.astype(np.float32, copy=False)
+        values = self._in_file().astype(np.float32, copy=False)
         if self.update is not None:
             values = values + self.update.read()
         if self.scale == 1:
             return values
         return values * np.float32(self.scale)
 
-    def read_finite(self) -> np.ndarray:
-        """Return the values in float32. Raises UserError also if one is infinite or NaN."""
-        data = self.read()
-        if data.size and not np.isfinite([data.min(), data.max()]).all():
+    def read_finite(self, dtype: Any = np.float32) -> np.ndarray:
+        """Return the values in `dtype`. Raises UserError also if one is infinite or NaN."""
+        if self.dtype == dtype and self.scale == 1 and self.update is None:
+            data = self._in_file()
+        else:
+            data = self.read()
+        if not _all_finite(data):
             raise UserError(
                 f"{self.path} is damaged: {listed([self.name])} holds values that are not finite"
             )
+        return data.astype(dtype, copy=False)
+
+    def _in_file(self) -> np.ndarray:
+        data = np.empty(self.shape, self.dtype)
+        with reading(self.path), open(self.path, "rb") as file:
+            file.seek(self.start)
+            n = file.readinto(data.reshape(-1).view(np.uint8).data)
+        if n != data.nbytes:
+            raise UserError(f"{self.path} was shortened while it was read: try again")
         return data
+
+
+def _all_finite(data: np.ndarray) -> bool:
+    if data.dtype.name == "bfloat16":  # NumPy compares its bits at ten times the speed
+        positive = np.max(data.view(np.int16), initial=0)
+        negative = np.max(data.view(np.uint16), initial=0)
+        return bool(positive < BF16_INFINITY and negative < BF16_MINUS_INFINITY)
+    return not data.size or bool(np.isfinite([data.min(), data.max()]).all())
 
 
 def read_header(path: Path) -> dict[str, Stored]:

@@ -97,15 +97,18 @@ def serve(options: Options) -> None:
         tracer_provider(o.otlp_traces_endpoint).shutdown()  # are the packages there?
     if api_key == "":
         raise UserError("the API key is empty: give one, or leave it out")
+    limits = Limits(o.max_body, o.max_queue, o.timeout)
     with bound(o.host, o.port) as sockets:  # before the model is loaded, which takes long
-        _serve(o, api_key, sockets, Limits(o.max_body, o.max_queue, o.timeout))
+        with HttpProcess(Address(o.host, o.port, sockets, o.drain)) as http:
+            _serve(o, api_key, http, limits)
 
 
-def _serve(o: Options, api_key: str | None, sockets: list[socket.socket], limits: "Limits") -> None:
+def _serve(o: Options, api_key: str | None, http: "HttpProcess", limits: "Limits") -> None:
     p = o.load()
     texts = Texts(**{field.name: getattr(p, field.name) for field in dataclasses.fields(Texts)})
     if texts.template is not None:
         texts.template.check()
+    http.send(texts)
     defaults = GenerationDefaults.of(p.model.generation)
     size = chosen_seq_len(o.max_seq_len, p.model.config.context)
     engine = Engine(p.model, **engine_arguments(o) | dict(max_seq_len=size, warm_up=True))
@@ -122,7 +125,7 @@ def _serve(o: Options, api_key: str | None, sockets: list[socket.socket], limits
     serve_engine(
         engine,
         texts,
-        Address(o.host, o.port, sockets, o.drain),
+        http,
         name=name,
         api_key=api_key,
         limits=limits,
@@ -176,57 +179,85 @@ class Address:
     drain: int = 30
 
 
-def serve_engine(engine: Engine, texts: Texts, address: Address, **options: Any) -> None:
+class HttpProcess:
+    """The process of the HTTP side. It imports its packages while this one loads the model, and
+    needs the Texts and what `serve_engine` sends to listen.
+
+    As a context it ends with the block.
+    """
+
+    def __init__(self, address: Address):
+        spawn = multiprocessing.get_context("spawn")  # a fork could not use CUDA, nor threads
+        self.connection, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_http, args=(theirs, address), daemon=True)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is for us
+        try:
+            self.process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        theirs.close()
+        for one in address.sockets:  # the other process has its own
+            one.close()
+
+    def __enter__(self) -> "HttpProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+
+    def send(self, message: Any) -> None:
+        """Send what the process waits for. If it has ended, `serve_engine` will notice."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+
+def serve_engine(engine: Engine, texts: Texts, http: HttpProcess, **options: Any) -> None:
     """Answer requests until SIGTERM or Ctrl-C: the HTTP side in a process of its own, the engine in
     this thread.
 
+    texts: as sent to the HTTP side.
     options: of create_app. Raises RuntimeError if one of the two fails.
     """
-    spawn = multiprocessing.get_context("spawn")  # a fork could not use CUDA, nor threads
-    ours, theirs = spawn.Pipe()
-    facts = (engine.config, engine.max_seq_len, engine.max_batch)
-    http = spawn.Process(target=_http, args=(theirs, facts, texts, address, options), daemon=True)
+    process = http.process
     signals: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
         signals.append(number)
-        if http.is_alive():
-            os.kill(http.pid or 0, number)
+        if process.is_alive():
+            os.kill(process.pid or 0, number)
 
-    http.start()
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        theirs.close()
-        for one in address.sockets:  # the other process has its own
-            one.close()
-        EngineLoop(engine, ours, Grammars.of(texts)).run()
-        http.join()
+        http.send(((engine.config, engine.max_seq_len, engine.max_batch), options))
+        EngineLoop(engine, http.connection, Grammars.of(texts)).run()
+        process.join()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if signal.SIGINT in signals:
         raise KeyboardInterrupt
-    if http.exitcode and not signals:
-        raise RuntimeError(f"the HTTP process ended with exit code {http.exitcode}")
+    if process.exitcode and not signals:
+        raise RuntimeError(f"the HTTP process ended with exit code {process.exitcode}")
 
 
-def _http(
-    connection: Connection,
-    facts: tuple[ModelConfig, int, int],
-    texts: Texts,
-    address: Address,
-    options: dict[str, Any],
-) -> None:
+def _http(connection: Connection, address: Address) -> None:
     """Run the HTTP process."""
+    os.setpgid(0, 0)  # Ctrl-C goes to the engine's process, which forwards it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .app import create_app
     from .engine_client import EngineClient
     from .protocol import HttpServer
 
-    os.setpgid(0, 0)  # Ctrl-C goes to the engine's process, which forwards it
-
     def lost(*_: Any) -> None:
         server.should_exit = True
 
+    try:
+        texts = connection.recv()
+        facts, options = connection.recv()
+    except EOFError:  # the model could not be loaded, or the start was interrupted
+        return
     client = EngineClient(connection, *facts, lost=lost)
     app = create_app(client, texts, **options)
     gc.freeze()  # a collection that visits all that imports have made takes long
