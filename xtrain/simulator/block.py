@@ -25,6 +25,7 @@ from .engines import Engines
 from .errors import CollectiveError, DeadlockError, KernelError, Site, UninitializedError
 from .intrinsics import WARPGROUP, Waiting
 from .memory import Mark, Memory, Record, dense_array, global_arrays, new_array, poisoned
+from .progress import FIRST, Progress
 from .releases import Sync
 from .scalars import Int32, typed, watching
 from .source import BLOCK_BARRIERS, GRID_SYNC, SPIN, translate
@@ -214,15 +215,21 @@ class Launch:
         start = time.perf_counter()
         parked: list[Block] = self._start(next(positions), [])
         seconds = time.perf_counter() - start
+        progress = Progress(self.name, self.blocks)
         if self.processes > 1 and seconds * (self.blocks - 1) > processes.WORTH:
             alone = parked or self.found or self.copies or self.overlap or self.observers
+            expected = seconds * (self.blocks - 1) / self.processes
+            if not alone and expected > FIRST:
+                progress.tell(1, expected)
             if not alone and processes.run_in_children(self, [*np.ndindex(z, y, x)][1:]):
                 self.forked = True
                 return
         for at in positions:
             parked = self._start(at, parked)
+            progress.ended(self.blocks - self.not_started - len(parked))
         while parked:
             parked = self._turn(parked)
+            progress.ended(self.blocks - self.not_started - len(parked))
 
     def _start(self, position, parked) -> list:
         """Run the next block, if need be after others have ended -> the blocks that are parked."""

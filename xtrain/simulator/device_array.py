@@ -11,11 +11,10 @@ import weakref
 
 import numpy as np
 
-from . import frontends
+from . import frontends, settings
 from .memory import _Bytes
 from .unwritten import extent, mark_unwritten, mark_written
 
-tracks_unwritten = False  # report unwritten elements of cuda.device_array: set by host.simulate
 _allocations: dict[int, int] = {}  # address -> end of every live allocation
 
 
@@ -362,7 +361,9 @@ def host_view(a):
 def device_array(shape, dtype=np.float64, strides=None, order="C", stream=0):
     """cuda.device_array"""
     new = _new(shape, dtype, strides, order)
-    return DeviceArray.of(mark_unwritten(new) if tracks_unwritten else new, stream)
+    if settings.current().tracks_unwritten:
+        mark_unwritten(new)
+    return DeviceArray.of(new, stream)
 
 
 def pinned_array(shape, dtype=np.float64, strides=None, order="C"):

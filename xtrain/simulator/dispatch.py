@@ -19,23 +19,21 @@ import os
 import sys
 import warnings
 import weakref
-from typing import Any
 
 import numpy as np
 
-from . import frontends
+from . import frontends, settings
 from .api import run
 from .device import BLOCKS_PER_MULTIPROCESSOR, DEVICE, THREADS_PER_BLOCK
 from .device_array import DeviceArray, auto_device, host_view, is_cuda_array
 from .errors import KernelError
 from .observers import observe
 from .scalars import twin
+from .source import freeze
 from .stepper import Stepper
 
 # launches that ended in a KernelError, for --cuda-report; None: not recorded, which is faster
 failed: list[Stepper] | None = None
-# what `simulate` was given, as keywords of `run`
-run_options: dict[str, Any] = {"allow": (), "enable": (), "raised": (), "processes": 1}
 NO_MACHINE_CODE = "the simulator has no machine code"
 
 
@@ -84,11 +82,13 @@ def compile(self, sig, **options):
     """CUDADispatcher.compile: remembers the signature."""
     frontend = frontends.of(self)
     argtypes, return_type = frontend.normalize_signature(sig)
+    freeze(self.py_func)
     return self.overloads.setdefault(argtypes, Overload(frontend, argtypes, return_type))
 
 
 def compile_device(self, args, return_type=None):
     """CUDADispatcher.compile_device"""
+    freeze(self.py_func)
     return self.overloads.setdefault(args, Overload(frontends.of(self), args, return_type))
 
 
@@ -141,7 +141,9 @@ def launch(self, *args):
             grid = self.griddim
             block = self.blockdim
             most = cooperative_blocks(block)
-            more = dict(shared=shared, warn=_warn, cooperative=most, **run_options)
+            more = dict(
+                shared=shared, warn=_warn, cooperative=most, **settings.current().keywords()
+            )
             run(kernel, grid, block, *prepared, **more)
     except KernelError as error:
         if failed is not None and stepper is not None:

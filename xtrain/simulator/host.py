@@ -13,8 +13,9 @@ be decorated before or after.
 import builtins
 import contextlib
 import threading
+import warnings
 
-from . import device, device_array, dispatch, frontends
+from . import device, device_array, dispatch, frontends, settings
 from .errors import reported_kinds
 from .processes import checked
 
@@ -76,6 +77,9 @@ for _frontend in frontends.known():
     if _frontend.package != frontends.OWN:
         REPLACED |= _replaced(_frontend)
 
+# Names that some packages lack, or some versions of them.
+OPTIONAL = {"_auto_device", "_to_core_stream", "is_bfloat16_supported", "is_fp8_supported"}
+
 _lock = threading.Lock()
 _depth = 0
 _originals: list = []  # (object, name, what it was)
@@ -89,9 +93,21 @@ def start():
         if _depth == 1:
             for owner, names in REPLACED.items():
                 for name, new in names.items():
-                    if hasattr(owner, name):  # Numba and numba-cuda do not have all of them
+                    if name in vars(owner):
                         _originals.append((owner, name, vars(owner)[name]))
                         setattr(owner, name, new)
+                    elif name not in OPTIONAL:
+                        _warn_of_missing(owner, name)
+
+
+def _warn_of_missing(owner, name):
+    where = getattr(owner, "__module__", owner.__name__)
+    warnings.warn(
+        f"{where}: {owner.__name__} has no {name}, which the simulator replaces: a program that "
+        "uses it under another name may need a GPU; install a version of the package that has it",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def stop():
@@ -117,24 +133,24 @@ def simulate(allow=(), enable=(), raised=(), processes=1):
 
     allow, enable, raised: kinds of findings, as for `run`, added to those of a `simulate` around
     this one.
-    processes: as for `run`. Launches raise a KernelError for what a GPU would not report. Raises
+    processes: as for `run`. All hold for the thread of the host that calls `simulate`; those of the
+    main thread also for the others.
+
+    Launches raise a KernelError for what a GPU would not report. Raises
     RuntimeError if Numba's own simulator is in use.
     """
     reported_kinds((*allow, *raised), enable)  # raises ValueError for an unknown one
-    before = dispatch.run_options
-    now = {
-        "allow": (*before["allow"], *allow),
-        "enable": (*before["enable"], *enable),
-        "raised": (*before["raised"], *raised),
-        "processes": checked(processes),
-    }
-    tracked = device_array.tracks_unwritten
+    before = settings.current()
+    now = settings.Settings(
+        allow=(*before.allow, *allow),
+        enable=(*before.enable, *enable),
+        raised=(*before.raised, *raised),
+        processes=checked(processes),
+        tracks_unwritten="unwritten_global" in reported_kinds((*before.allow, *allow)),
+    )
     start()
-    dispatch.run_options = now
-    device_array.tracks_unwritten = "unwritten_global" in reported_kinds(now["allow"])
     try:
-        yield
+        with settings.using(now):
+            yield
     finally:
-        dispatch.run_options = before
-        device_array.tracks_unwritten = tracked
         stop()

@@ -237,20 +237,30 @@ def _report(kind, text):
         thread.block.launch.report(kind, (site,), make)
 
 
-watched: set = set()  # the kinds reported in the running launch whose check costs time
+watched: list = []  # the kinds reported in running launches whose check costs time
 
 
 @contextlib.contextmanager
 def watching(reported):
     """Check for overflow of integers in this context if it is one of the kinds to report."""
-    before = {*watched}
-    watched.clear()
-    watched.update({"integer_overflow", "int16_overflow"} & reported)
+    kinds = {"integer_overflow", "int16_overflow"} & reported
+    watched.extend(kinds)
     try:
         yield
     finally:
-        watched.clear()
-        watched.update(before)
+        for kind in kinds:
+            watched.remove(kind)
+
+
+def _report_overflow(x, size):
+    """Report a number that does not fit a signed type: once, if both kinds are reported."""
+    here = errors.caller()
+    kind = "integer_overflow"
+    if here is None or kind not in here[0].block.launch.reported:
+        kind = "int16_overflow"
+        if size != "int16" or 0 <= x < 2**16:  # 16 bits may be meant as they are
+            return
+    _report(kind, f"{x} converted to {size}, which it does not fit,")
 
 
 def _to_integer(scalar):
@@ -279,11 +289,7 @@ def _to_integer(scalar):
         except OverflowError:  # a large Python integer wraps around
             return scalar(np.uint64(x & 2**64 - 1))
         if signed and watched and y != x:
-            text = f"{x} converted to {size}, which it does not fit,"
-            if "integer_overflow" in watched:
-                _report("integer_overflow", text)
-            elif size == "int16" and not 0 <= x < 2**16:  # 16 bits may be meant as they are
-                _report("int16_overflow", text)
+            _report_overflow(x, size)
         return y
 
     return convert
@@ -305,7 +311,7 @@ def storing(dtype: np.dtype):
         kinds.add("int16_overflow")
 
     def store(x):
-        if isinstance(x, FLOATS) or (watched and not watched.isdisjoint(kinds)):
+        if isinstance(x, FLOATS) or (watched and not kinds.isdisjoint(watched)):
             return kind(plain_value(convert(x)))
         return kind(x)
 

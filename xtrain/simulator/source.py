@@ -16,9 +16,13 @@ freezes them when it compiles.
 """
 
 import ast
+import builtins
+import contextlib
+import dis
 import inspect
 import linecache
 import math
+import threading
 import types
 import weakref
 from difflib import get_close_matches
@@ -91,6 +95,7 @@ class Translated(NamedTuple):
 
 # ----------------------------------------------------------------------------- translation
 _translated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # of the threads of the host
 
 
 def translate(function) -> Translated:
@@ -98,15 +103,34 @@ def translate(function) -> Translated:
     function is being rewritten (a recursive call). Raises KernelError for what Numba does not
     compile.
     """
-    if function not in _translated:
-        learn()
-        _translated[function] = None  # in progress
-        try:
-            _translated[function] = _translate(function)
-        finally:
-            if _translated[function] is None:
-                del _translated[function]
-    return _translated[function]
+    with _lock:
+        if function not in _translated:
+            learn()
+            _translated[function] = None  # in progress
+            try:
+                _translated[function] = _translate(function)
+            finally:
+                if _translated[function] is None:
+                    del _translated[function]
+        return _translated[function]
+
+
+def freeze(function):
+    """Rewrite a function that is declared with its types now, because Numba compiles it now: later
+    changes of its globals have no effect.
+
+    A function that names something that does not exist yet, such as itself, is left for later. What
+    Numba does not compile is reported at the launch.
+    """
+    loads = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+    known = loads <= {*function.__globals__, *vars(builtins)}
+    try:
+        known = known and all(c.cell_contents is not None for c in function.__closure__ or ())
+    except ValueError:  # an empty cell
+        known = False
+    if known:
+        with contextlib.suppress(KernelError):
+            translate(function)
 
 
 def _translate(function):
