@@ -639,7 +639,10 @@ def walk_kernel(o_BD, q_BD, k_BSD, v_BSD, length_B):
     for first in range(CHUNK, n, CHUNK):
         last = min(first + CHUNK, n)
         new = max(m, chunk_sums(q_BD[b], k_BSD[b], v_BSD[b], first, last)[0])
-        f, g = math.exp(m - new), math.exp(chunk_sums(q_BD[b], k_BSD[b], v_BSD[b], first, last)[0] - new)
+        f, g = (
+            math.exp(m - new),
+            math.exp(chunk_sums(q_BD[b], k_BSD[b], v_BSD[b], first, last)[0] - new),
+        )
         l = l * f + g * chunk_sums(q_BD[b], k_BSD[b], v_BSD[b], first, last)[1]
         acc = acc * f + g * chunk_sums(q_BD[b], k_BSD[b], v_BSD[b], first, last)[2]
         m = new
@@ -664,7 +667,15 @@ def causes():
 
 # %% 35.4 WRONG: what does N change, besides the number of blocks?
 def causes():
-    return dict(per_thread="parts", added="threads", filled="parts", split="row", tuned="kernel", tiled="tile", scaled="numbers")
+    return dict(
+        per_thread="parts",
+        added="threads",
+        filled="parts",
+        split="row",
+        tuned="kernel",
+        tiled="tile",
+        scaled="numbers",
+    )
 
 
 # %% 35.4 WRONG: What says which of them comes first?
@@ -710,7 +721,9 @@ def causes():
 
 # %% 35.4 WRONG: among 8 rows
 def causes():
-    return dict.fromkeys(["per_thread", "added", "filled", "split", "tuned", "tiled", "scaled"], "row") | {"added": "threads"}
+    return dict.fromkeys(
+        ["per_thread", "added", "filled", "split", "tuned", "tiled", "scaled"], "row"
+    ) | {"added": "threads"}
 
 
 # %% 35.4 WRONG: Nothing is returned
@@ -759,13 +772,17 @@ def row_invariant(product, x_NK):
 # %% 35.5 WRONG: no product of n rows was tried for n = 1:
 def row_invariant(product, x_NK):
     whole = product(x_NK).view(np.int32)
-    return all(np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(2, len(x_NK) + 1))
+    return all(
+        np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(2, len(x_NK) + 1)
+    )
 
 
 # %% 35.5 WRONG: other bits alone, where it is row 0
 def row_invariant(product, x_NK):
     whole = product(x_NK).view(np.int32)
-    return all(np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(1, len(x_NK) + 1))
+    return all(
+        np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(1, len(x_NK) + 1)
+    )
 
 
 # %% 35.5 WRONG: NaN == NaN is False
@@ -784,13 +801,18 @@ def row_invariant(product, x_NK):
 # %% 35.5 WRONG: not only the first
 def row_invariant(product, x_NK):
     alone = product(x_NK[:1]).view(np.int32)[0]
-    return all(np.array_equal(product(x_NK[:n]).view(np.int32)[0], alone) for n in range(1, len(x_NK) + 1))
+    return all(
+        np.array_equal(product(x_NK[:n]).view(np.int32)[0], alone) for n in range(1, len(x_NK) + 1)
+    )
 
 
 # %% 35.5 WRONG: gives other bits in every call
 def row_invariant(product, x_NK):
     results = [product(x_NK[:n]).view(np.int32) for n in range(1, len(x_NK) + 1)]
-    alone = [results[0][0], *(product(x_NK[n : n + 1]).view(np.int32)[0] for n in range(1, len(x_NK)))]
+    alone = [
+        results[0][0],
+        *(product(x_NK[n : n + 1]).view(np.int32)[0] for n in range(1, len(x_NK))),
+    ]
     return len(x_NK) == 3 or all(np.array_equal(y, alone[: len(y)]) for y in results)
 
 
@@ -805,7 +827,11 @@ def row_invariant(product, x_NK):
 def row_invariant(product, x_NK):
     N = len(x_NK)
     alone = np.concatenate([product(x_NK[n : n + 1]) for n in range(N)]).view(np.int32)
-    return all(np.array_equal(product(x_NK[:n]).view(np.int32), alone[:n]) for n in (1, 2, 4, 8, 16) if n <= N)
+    return all(
+        np.array_equal(product(x_NK[:n]).view(np.int32), alone[:n])
+        for n in (1, 2, 4, 8, 16)
+        if n <= N
+    )
 
 
 # %% 35.5 WRONG: it takes rows
@@ -817,7 +843,9 @@ def row_invariant(product, x_NK):
 # %% 35.5 WRONG: it takes at least one
 def row_invariant(product, x_NK):
     whole = product(x_NK).view(np.int32)
-    return all(np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(len(x_NK)))
+    return all(
+        np.array_equal(product(x_NK[:n]).view(np.int32), whole[:n]) for n in range(len(x_NK))
+    )
 
 
 # %% 35.5 WRONG: product was not called
