@@ -20,7 +20,7 @@ from xtrain.errors import UserError
 from xtrain.files import cannot_write, write_whole
 from xtrain.kernels.runtime.launch import empty, launch, zeros
 
-from . import attempt, figures, padding, process, records
+from . import attempt, figures, padding, process, records, row_products
 from .attempt import EXERCISES, Verdict
 from .machine import Machine
 from .ranks import ProcessRank, run_ranks
@@ -30,7 +30,7 @@ from .trace import Trace, owners, traced, tracing
 
 __all__ = [
     "Machine", "ProcessRank", "Trace", "array", "check", "compare", "empty", "figures", "host", "launch", "load", "measure", "on_gpu", "owners",
-    "padding", "record", "report", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
+    "padding", "record", "report", "row_products", "run_ranks", "source", "stepped", "table", "traced", "tracing", "yours", "zeros",
 ]  # fmt: skip
 
 LESSONS = records.ROOT / "lessons"
@@ -39,7 +39,7 @@ PASSED = "passed.txt"  # in this folder: the exercises that passed
 TRACKS = {  # lessons/index.md shows the same
     "Kernels": (1, 2, 3, 4, 10, 11, 12, 13, 14, 23, 30, 31),
     "Training": (5, 6, 7, 8, 9, 15, 16, 32, 25, 26, 28, 34),
-    "Serving": (17, 18, 19, 20, 21, 22, 24, 27, 29, 33),
+    "Serving": (17, 18, 19, 20, 21, 22, 24, 27, 29, 33, 35),
 }
 
 

@@ -46,3 +46,14 @@ def test_fewer_requests_are_in_the_server_than_it_has_slots():
     text, output = texts("27")
     [there] = re.findall(r"s = (\d+) in the server", output)
     assert "so at this rate none waits long for a slot" in text and int(there) < 256
+
+
+def test_two_schedules_have_the_same_bits_and_one_product_passes_the_check_wrongly():
+    text, output = texts("35")
+    assert "several share: the same bits: True" in output
+    [differ] = re.findall(r"merged at once: (\d+) of 64 elements have other bits", output)
+    assert int(differ) > 0
+    passed = re.findall(r"^(\w+) +(\w+) +passes the check: (True|False)$", output, re.M)
+    assert len(passed) == 7
+    wrong = [name for name, cause, passes in passed if (cause == "row") != (passes == "True")]
+    assert wrong == ["added"] and "`added` passes" in text
