@@ -646,7 +646,8 @@ lesson.source(ReinforceRun.first_update)
 # $-\sqrt{q / (1 - q)}$ for a wrong one. The rarer outcome weighs more. 2: The engine returns the
 # log-probabilities of the model, not those of the sharpened distribution, so the ratio is 1. But the
 # tokens are drawn from another distribution than $\pi$, so the average is over the wrong one. The test does
-# not find this; `ReinforceRun.next_batch` draws at temperature 1. 3: Count
+# not find this. `xtrain reinforce` takes the log-probabilities of the sharpened distribution in both places
+# (`--logprobs-of`). 3: Count
 # `(slopes == 0) & (A != 0)` after each call. In one run of 40 steps it was 0, 6, 8 and 8 %.
 #
 # </details>

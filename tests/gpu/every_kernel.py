@@ -34,6 +34,7 @@ from xtrain.kernels.cross_entropy import count_targets, cross_entropy, mean_loss
 from xtrain.kernels.decoding import sampling
 from xtrain.kernels.decoding.gemv import add_norm_gemv, gemv, gemv_fits
 from xtrain.kernels.decoding.gemv_chain import chain_add_norm_gemv, chain_fits, chain_gemv
+from xtrain.kernels.decoding.kept_tokens import kept_tokens, sampled_logits
 from xtrain.kernels.decoding.kv_cache import append_kv, empty_kv_cache
 from xtrain.kernels.decoding.kv_codes import append_codes, dequantize_blocks, empty_kv_codes
 from xtrain.kernels.decoding.logprobs import token_logprobs
@@ -314,6 +315,9 @@ def choosing(dtype):
         for top in (0, 1, 20):
             token_logprobs(logits, ids, top, V)
         mask_logits(logits, cp.zeros((B, -(-V // 32)), np.int32), slots, V)
+        masks = kept_tokens(logits, ids, *chosen[:3], min_p, V)
+        for kept in (masks, None):
+            sampled_logits(logits, chosen[0], kept, V)
         sampling.advance(*(cp.zeros(B, np.int32) for _ in range(3)))
 
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import GPU, assert_as_good, normal, rng, to_host, to_kernel
+from checks import GPU, assert_as_good, assert_directional, normal, rng, to_host, to_kernel
 
 from xtrain import ModelConfig, Transformer
 from xtrain.device import to_device
@@ -12,6 +12,7 @@ from xtrain.kernels import gemm
 from xtrain.kernels import linear_cross_entropy as module
 from xtrain.kernels.cross_entropy import IGNORE, count_targets, mean_loss
 from xtrain.kernels.decoding.logprobs import token_logprobs
+from xtrain.kernels.decoding.sampling import Sampling, kept_ref
 from xtrain.kernels.linear_cross_entropy import (
     ROWS,
     UNIT,
@@ -21,6 +22,7 @@ from xtrain.kernels.linear_cross_entropy import (
 )
 from xtrain.nn import functional as F
 from xtrain.nn.autograd import Tensor, no_grad
+from xtrain.nn.functions import linear_kept_tokens
 from xtrain.training.memory_plan import plan, planning, saved_bytes
 
 DEVICE = "gpu" if GPU else "cpu"
@@ -81,6 +83,46 @@ def test_log_probabilities_and_their_gradients():
     logits = gemm.linear_fwd(to_device(x, DEVICE), to_device(w, DEVICE))
     engine = token_logprobs(logits, to_device(targets, DEVICE), 2, 37)[0]
     assert np.array_equal(found[counted], to_host(engine)[counted])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.7), Sampling(1.3, 5), Sampling(0.8, 0, 0.6), Sampling(1.5, 9, 0.9, 0.05)],
+)
+def test_log_probabilities_of_the_sampled_distribution(sampling):
+    """Against PyTorch and finite differences in float64: softmax of logits / T over the kept tokens, a constant.
+
+    1 / T is rounded to float32."""
+    x, w, _, _ = case(12, 8, 37, 40)
+    x, w, factors = (a.astype(np.float64) for a in (4 * x, w, normal(4, 12)))
+    logits = x @ w[:37].T
+    kept = np.zeros((12, 37), bool)
+    for n in range(12):
+        ids, weights = kept_ref(logits[n], *vars(sampling).values())
+        kept[n, ids[weights > 0]] = True
+    targets = np.array([rng(n).choice(np.flatnonzero(kept[n])) for n in range(12)])
+    targets[5] = IGNORE
+    counted = targets != IGNORE
+    tx, tw = (torch.tensor(a, requires_grad=True) for a in (x, w))
+    scaled = (tx @ tw[:37].T / sampling.temperature).masked_fill(~torch.tensor(kept), -torch.inf)
+    theirs = torch.log_softmax(scaled, 1)[np.flatnonzero(counted), targets[counted]]
+    (theirs * torch.tensor(factors[counted])).sum().backward()
+    for rows in (5, None):
+        ox, ow = (Tensor(a, requires_grad=True) for a in (x, w))
+        logprobs = F.linear_logprobs(ox, ow, targets, 37, rows, sampling)
+        assert np.array_equal(np.isnan(logprobs.data), ~counted)
+        np.testing.assert_allclose(logprobs.data[counted], theirs.detach().numpy(), rtol=1e-5)
+        logprobs.backward(factors)
+        for ours, other in ((ox, tx), (ow, tw)):
+            np.testing.assert_allclose(ours.grad, other.grad.numpy(), rtol=1e-5, atol=1e-7)
+    masks = linear_kept_tokens(x, w, targets, 37, sampling)
+    total = lambda x, w: float(
+        np.nansum(F.linear_logprobs(Tensor(x), Tensor(w), targets, 37, 5, sampling, masks).data * factors)
+    )  # fmt: skip
+    assert_directional(total, (x, w), (ox.grad, ow.grad))
+    other = linear_kept_tokens(x[::-1].copy(), w, targets, 37, sampling)  # other tokens are kept
+    found = F.linear_logprobs(Tensor(x), Tensor(w), targets, 37, 5, sampling, other).data
+    assert sampling == Sampling(0.7) or not np.allclose(found[counted], theirs.detach().numpy())
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from xtrain.kernels.attention import context_attention, decode_attention, flash_
 from xtrain.kernels.decoding import (
     gemv,
     gemv_chain,
+    kept_tokens,
     kv_cache,
     kv_codes,
     logprobs,
@@ -74,6 +75,9 @@ def launch_engine(dtypes=(np.float32, BF16)):
         penalties.apply_penalties(full(1, 8), rules, ints, ints, 8)
         penalties.count_tokens(rules, ints, ints)
         token_masks.mask_logits(full(1, 8), sim(np.ones((1, 1), np.int32)), ints, 8)
+        masks = kept_tokens.kept_tokens(full(1, 8), ints, floats, ints, floats, floats, 8)
+        for kept in (masks, None):
+            kept_tokens.sampled_logits(full(1, 8), floats, kept, 8)
         logprobs.token_logprobs(full(1, 8), ints, 2)
     sampling.advance(i32(0), i32(0), i32(0))
     padding.token_positions(i32(0, 1, 2), 2, i32(0, 0), tables(2), 16)

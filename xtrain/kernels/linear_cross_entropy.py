@@ -19,6 +19,8 @@ its product for dx may have fewer tiles than the GPU has multiprocessors. So sma
 less memory and more time: bench/bench_head.py measures both.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..device import Array
@@ -56,6 +58,7 @@ def linear_cross_entropy(
     want_dx: bool = True,
     want_dw: bool = True,
     rows: int | None = None,
+    change_logits: Callable[[Array, slice], None] | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """Return loss (N,) float32, dx like x, and dw (P, C) float32.
 
@@ -65,6 +68,8 @@ def linear_cross_entropy(
     targets: (N,) whole numbers.
     inv_count: (1,), or (N,): one factor per row; may be None if neither gradient is wanted.
     rows: the largest chunk.
+    change_logits: called with the logits of a chunk and its rows, changes the logits in place; the
+        gradients are then those by the changed logits, times x and w.
     Errors as in cross_entropy.
     """
     op = "linear_cross_entropy"
@@ -92,6 +97,8 @@ def linear_cross_entropy(
         x_RC = x_NC[part]
         d_RP = logits_RP[: part.stop - first]
         linear_into(d_RP, x_RC, w_PC)
+        if change_logits is not None:
+            change_logits(d_RP, part)
         factors = inv_count_1
         if inv_count_1 is not None and per_row:
             factors = inv_count_1[part]

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike
 
 from ..device import Array
 from ..kernels.attention.key_bounds import UNBOUNDED, KeyBounds
+from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from . import fp8 as _fp8
 from .deferred import Deferred, Gated, Logits, Stream, linear_of, matching
 from .functions import (
@@ -235,7 +236,13 @@ def linear_cross_entropy(
 
 
 def linear_logprobs(
-    x_NC: Tensor, w_PC: Tensor, targets_N: Array, vocab_size: int, rows: int | None = None
+    x_NC: Tensor,
+    w_PC: Tensor,
+    targets_N: Array,
+    vocab_size: int,
+    rows: int | None = None,
+    sampling: Sampling = UNCHANGED,
+    kept_NW: Array | None = None,
 ) -> Tensor:
     """Return log softmax(x w^T) at the targets, in nats, NaN where the target is -100.
 
@@ -243,8 +250,12 @@ def linear_logprobs(
     with_gradient.
 
     vocab_size, rows: as in linear_cross_entropy.
+    sampling: of the distribution that tokens are drawn from with it: logits divided by the
+        temperature, softmax over the kept tokens (and the target) alone.
+    kept_NW: the kept tokens, a constant: masks (N, W) int32 of kernels/decoding/kept_tokens.py;
+        None: those of these logits.
     """
-    return LinearLogprobs.apply(x_NC, w_PC, targets_N, vocab_size, rows)
+    return LinearLogprobs.apply(x_NC, w_PC, targets_N, vocab_size, rows, sampling, kept_NW)
 
 
 def with_gradient(x: Tensor, value: float, dx: Array) -> Tensor:

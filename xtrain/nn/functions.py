@@ -5,6 +5,8 @@ says what the letters at the end of array names mean. Functions of several ops a
 deferred.py.
 """
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from ..device import Array, is_gpu
@@ -26,7 +28,9 @@ from ..kernels.attention import gemm_attention as _attention
 from ..kernels.attention.key_bounds import UNBOUNDED
 from ..kernels.decoding import gemv as _gemv
 from ..kernels.decoding import gemv_chain as _gemv_chain
+from ..kernels.decoding import kept_tokens as _kept_tokens
 from ..kernels.decoding import logprobs as _logprobs
+from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from ..kernels.primitives.flat import same_place
 from ..kernels.quantize import Quantized
 from ..kernels.runtime.invariance import is_batch_invariant
@@ -395,31 +399,86 @@ class LinearLogprobs(Function):
     (kernels/runtime/invariance.py).
 
     The logits exist for a few rows at a time. Backward computes them again: -logprob is the
-    cross-entropy, with a factor per row.
+    cross-entropy, with a factor per row. With `sampling`, of the logits of the distribution that
+    tokens are drawn from (kernels/decoding/kept_tokens.py); the kept tokens are a constant, which
+    the two passes share: they may differ in the precision of the logits.
     """
 
     @staticmethod
-    def forward(ctx, x_NC, w_PC, targets_N, vocab_size, rows=None):
-        ctx.save(x_NC, w_PC, targets_N, vocab_size, rows)
+    def forward(
+        ctx, x_NC, w_PC, targets_N, vocab_size, rows=None, sampling=UNCHANGED, kept_NW=None
+    ):
         N = x_NC.shape[0]
-        wide = wide_dtype(x_NC)
-        step = _linear_cross_entropy.chunk_rows(N, rows)
-        logprobs_N = empty(x_NC, N, wide)
-        for first in range(0, N, max(step, 1)):
-            part = slice(first, min(first + step, N))
-            logits = _gemm.linear_fwd(x_NC[part], w_PC, wide)
+        logprobs_N = empty(x_NC, N, wide_dtype(x_NC))
+        temperature_N = sampling.columns(x_NC, N)[0]
+        new = sampling.truncates and kept_NW is None
+        if new:
+            kept_NW = empty(x_NC, (N, _kept_tokens.mask_words(vocab_size)), np.int32)
+        change_logits = change_to_sampled(sampling, temperature_N, kept_NW, vocab_size)
+        for part, logits in logits_of_parts(x_NC, w_PC, rows):
+            if new:
+                kept_NW[part] = kept_of(logits, targets_N[part], sampling, vocab_size)
+            change_logits(logits, part)
             found = _logprobs.token_logprobs(logits, targets_N[part], 0, vocab_size)
             logprobs_N[part] = found[0]
+        ctx.save(x_NC, w_PC, targets_N, vocab_size, rows, sampling, change_logits)
         return logprobs_N
 
     @staticmethod
     def backward(ctx, dlogprobs_N):
-        x_NC, w_PC, targets_N, vocab_size, rows = ctx.saved
-        factors_N = _elementwise.scale_fwd(dlogprobs_N, -1.0)
+        x_NC, w_PC, targets_N, vocab_size, rows, sampling, change_logits = ctx.saved
+        factors_N = _elementwise.scale_fwd(dlogprobs_N, -1.0 / (sampling.temperature or 1.0))
         _, dx_NC, dw_PC = _linear_cross_entropy.linear_cross_entropy(
-            x_NC, w_PC, targets_N, vocab_size, factors_N, *ctx.needs_grad[:2], rows
+            x_NC,
+            w_PC,
+            targets_N,
+            vocab_size,
+            factors_N,
+            *ctx.needs_grad[:2],
+            rows,
+            change_logits,
         )
         return dx_NC, head_gradient(ctx, w_PC, dw_PC)
+
+
+def logits_of_parts(x_NC: Array, w_PC: Array, rows: int | None) -> Iterator[tuple[slice, Array]]:
+    """Yield some rows of x and their logits, which the caller may overwrite. rows: at most."""
+    N = x_NC.shape[0]
+    step = _linear_cross_entropy.chunk_rows(N, rows)
+    for first in range(0, N, max(step, 1)):
+        part = slice(first, min(first + step, N))
+        yield part, _gemm.linear_fwd(x_NC[part], w_PC, wide_dtype(x_NC))
+
+
+def kept_of(logits: Array, targets: Array, sampling: Sampling, vocab_size: int) -> Array:
+    """Return the masks of the tokens that sampling keeps in these rows, and of the targets."""
+    columns = sampling.columns(logits, len(targets))
+    return _kept_tokens.kept_tokens(logits, targets, *columns, vocab_size)
+
+
+def linear_kept_tokens(
+    x_NC: Array, w_PC: Array, targets_N: Array, vocab_size: int, sampling: Sampling
+) -> Array:
+    """Return kept_of for the logits x w^T, (N, W) int32."""
+    parts = logits_of_parts(x_NC, w_PC, None)
+    kept_NW = empty(x_NC, (x_NC.shape[0], _kept_tokens.mask_words(vocab_size)), np.int32)
+    for part, logits in parts:
+        kept_NW[part] = kept_of(logits, targets_N[part], sampling, vocab_size)
+    return kept_NW
+
+
+def change_to_sampled(
+    sampling: Sampling, temperature_N: Array, kept_NW: Array | None, vocab_size: int
+) -> Callable[[Array, slice], None]:
+    """Return a function that changes the logits of some rows to those that are sampled from."""
+
+    def change(logits: Array, part: slice) -> None:
+        if sampling == UNCHANGED:
+            return
+        kept = None if kept_NW is None else kept_NW[part]
+        _kept_tokens.sampled_logits(logits, temperature_N[part], kept, vocab_size)
+
+    return change
 
 
 class WithGradient(Function):

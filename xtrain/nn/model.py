@@ -17,12 +17,14 @@ from ..formats.architectures import tensor_shapes
 from ..formats.manifest import verify_weights
 from ..kernels.cast import BFLOAT16
 from ..kernels.cross_entropy import IGNORE, count_targets
+from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from ..kernels.primitives.tiles import WIDTHS
 from ..option_words import own_word
 from ..options import described, find_function, name_of
 from . import functional as F
 from .decoder import MLP, STD, Attention, Block, Decoder
 from .fp8 import HEAD, Fp8Scales, check_tokens
+from .functions import linear_kept_tokens
 from .generation import generate
 from .mode import is_training
 from .modules import Embedding, Linear, Module, Parameter, RMSNorm
@@ -212,22 +214,53 @@ class Transformer(Module):
             inv_count = count_targets(targets_N)
         return F.cross_entropy(self.logits(x_NC), targets_N, vocab_size, inv_count)
 
-    def logprobs(self, ids: Array, targets: Array, starts: Array | None = None) -> Tensor:
+    def logprobs(
+        self,
+        ids: Array,
+        targets: Array,
+        starts: Array | None = None,
+        sampling: Sampling = UNCHANGED,
+        kept: Array | None = None,
+    ) -> Tensor:
         """Return the log-probability of each target, (B, T) float32; NaN at -100.
 
         For a loss of any form: `functional.with_gradient` takes its value and its derivative by
         each, zeros where they are NaN (examples/dpo.py). In batch-invariant mode the bits are those
         of `Engine(batch_invariant=True)`. Arguments as in `loss`. Raises UserError like calling the
         model, and if a derived class overrides `logits`.
+
+        sampling: of the distribution that tokens are drawn from with these options, instead of the
+            model's own: softmax of logits / temperature over the tokens that min-p, top-k and top-p
+            keep. The bits are those of `Engine(batch_invariant=True, logprobs_of="sampled")`.
+        kept: the kept tokens as `kept_tokens` has returned them, perhaps for other weights; None:
+            those of the weights now. They are a constant of the gradient.
         """
+        head = self._plain_head()
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
+        if kept is not None:
+            kept = self._to_device(kept.reshape(targets_N.size, -1))
+        vocab_size = self.config.vocab_size
+        logprobs_N = F.linear_logprobs(x_NC, head, targets_N, vocab_size, None, sampling, kept)
+        return logprobs_N.reshape(*ids.shape)
+
+    def kept_tokens(self, ids: Array, targets: Array, sampling: Sampling) -> Array:
+        """Return which tokens `sampling` keeps at each position, and the target: bits, (B, T, W)
+        int32 on the device, W = ceil(V / 32). Arguments and errors as in `logprobs`."""
+        head = self._plain_head().data
+        x_NC, targets_N = self._hidden_and_targets(ids, targets, None)
+        vocab_size = self.config.vocab_size
+        kept_NW = linear_kept_tokens(x_NC.data, head, targets_N, vocab_size, sampling)
+        return kept_NW.reshape(*ids.shape, -1)
+
+    def _plain_head(self) -> Parameter:
+        """Return the weights of the head. Raises UserError if it is not the only thing between
+        hidden and logits."""
         if overrides(self, Transformer, "logits"):
             raise UserError(
                 f"{type(self).__name__} overrides `logits`, which logprobs does not call: override "
                 "logprobs too"
             )
-        x_NC, targets_N = self._hidden_and_targets(ids, targets, starts)
-        logprobs_N = F.linear_logprobs(x_NC, self._head(), targets_N, self.config.vocab_size)
-        return logprobs_N.reshape(*ids.shape)
+        return self._head()
 
     def _hidden_and_targets(self, ids, targets, starts):
         """Check all three. Return hidden (N, C), targets (N,) on the device."""

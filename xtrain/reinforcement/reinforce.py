@@ -9,21 +9,38 @@ log-probability of a token. So the ratio of the first update is exactly 1 and th
 exactly 0. Every step checks this. Without it, metrics.jsonl shows how far the two drift apart:
 ratio_error, rollout_kl.
 
+Tokens are drawn at --temperature among those that --min-p, --top-k and --top-p keep. --logprobs-of
+says whose log-probabilities the ratio, the clipping and the KL are about, in rollouts and training
+alike, so the ratio of the first update is exactly 1 with both:
+
+sampled   of the distribution p' that was drawn from: softmax(logits / temperature) over the kept
+          tokens alone. An update then is a policy gradient of p'. The kept tokens of a position are
+          those at the weights that drew, a constant of the step: a later update and the reference
+          are renormalised over the same tokens, so that no drawn token gets the probability 0.
+          (kernels/decoding/kept_tokens.py has the maths.)
+model     of softmax(logits): the model at temperature 1, without truncation. The tokens do not come
+          from it, so the gradient of its expected reward is biased by what sampling changed.
+
+TRL (1.16) is between the two: it divides the logits by the temperature, but normalises over the
+whole vocabulary; top-p, top-k and min-p only change how completions are drawn. With vLLM the
+log-probabilities of the rollouts are those after truncation, and importance sampling corrects for
+the difference.
+
 Random numbers of a completion follow from the seed, the number of its prompt in the run and its
 number in the group. So a resumed run draws the same completions.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from ..cli import say
-from ..data.batches import Batch
 from ..device import Array, to_device, to_numpy
 from ..errors import UserError
 from ..formats.huggingface import read_config
@@ -31,6 +48,7 @@ from ..formats.manifest import tensor_checksum
 from ..formats.saved_runs import model_folder
 from ..formats.texts import load_texts
 from ..kernels.cross_entropy import IGNORE
+from ..kernels.decoding.sampling import UNCHANGED, Sampling
 from ..kernels.runtime.invariance import batch_invariant
 from ..nn import functional as F
 from ..nn.autograd import Tensor, no_grad
@@ -48,6 +66,7 @@ from .grpo import Surrogate, advantages_of, surrogate
 from .prompts import Prompt, Prompts, Task, read_prompts
 
 KEYS = ("task", "group", "updates", "clip_ratio", "kl", "max_new_tokens", "exact", "scale_rewards")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,15 @@ class ReinforceConfig(AdapterOptions):
     task: str = ""
     group: int = 8  # completions per prompt
     max_new_tokens: int = 64  # per completion, at most
+    temperature: float = 1.0  # of rollouts, more than 0
+    top_p: float = 1.0  # rollouts: draw among the fewest tokens that have this share together
+    top_k: int = 0  # rollouts: draw among the most likely so many tokens; 0: all
+    # rollouts: draw among tokens with at least this share of the most likely one's probability
+    min_p: float = 0.0
+    # whose log-probabilities training computes: of the distribution that tokens are drawn from
+    # (temperature and truncation, renormalised over the kept tokens), or of the model at
+    # temperature 1 over all tokens
+    logprobs_of: Literal["sampled", "model"] = "sampled"
     batch: int | None = 64  # completions per step
     steps: int | None = 200  # of rollouts, rewards and updates
     updates: int = 1  # optimizer steps with the completions of a step
@@ -91,8 +119,8 @@ class ReinforceConfig(AdapterOptions):
         return "reinforce"
 
     def resume_keys(self) -> tuple[str, ...]:
-        """Return those of training and KEYS."""
-        return (*RESUME_KEYS, *KEYS)
+        """Return those of training, KEYS, and what decides the rollouts."""
+        return (*RESUME_KEYS, *KEYS, *SAMPLING, "logprobs_of")
 
     def may_change(self) -> set[str]:
         """Return those of training, and the reference."""
@@ -117,12 +145,25 @@ class ReinforceConfig(AdapterOptions):
                     f"--{name.replace('_', '-')} must be at least {least}, got "
                     f"{getattr(self, name)}"
                 )
+        if self.temperature == 0:
+            raise UserError(
+                "--temperature 0 draws the same completion again and again, from which nothing is "
+                "learned: give more than 0"
+            )
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
         if not 0 < self.clip_ratio < 1:
             raise UserError(f"--clip-ratio must be between 0 and 1, got {self.clip_ratio}")
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"--kl must be a number and not negative, got {self.kl}")
         if self.reference and not self.kl and not self.resume:
             raise UserError("--reference needs --kl: give its weight, or neither")
+
+    def sampling(self) -> Sampling:
+        """Return how rollouts are drawn. Raises ValueError for a value out of range."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -140,6 +181,8 @@ class Rollouts(NamedTuple):
     drawn: the log-probability of each token when it was drawn.
     advantages: of the completion, at each of its tokens.
     reference: the log-probabilities of the reference; None without --kl.
+    kept: the tokens that sampling keeps, bits (batch / ranks, longest, W) as of
+        Transformer.kept_tokens; None if only the first update needs them, which finds them itself.
     """
 
     ids: Any
@@ -147,6 +190,7 @@ class Rollouts(NamedTuple):
     drawn: Any
     advantages: Any
     reference: Any = None
+    kept: Any = None
 
 
 class ReinforceRun(Run):
@@ -166,7 +210,15 @@ class ReinforceRun(Run):
         device = self.model.device
         self.task, self.stop = self.corpus.task, self.corpus.stop
         max_batch = min(c.rollout_batch, c.batch // self.ranks.world)
-        self.engine = Engine(self.model, max_batch, c.seq_len, batch_invariant=c.exact)
+        # of the log-probabilities
+        self.sampling = c.sampling() if c.logprobs_of == "sampled" else UNCHANGED
+        self.engine = Engine(
+            self.model,
+            max_batch,
+            c.seq_len,
+            batch_invariant=c.exact,
+            logprobs_of="model" if self.sampling == UNCHANGED else "sampled",
+        )
         self.reference: Transformer | None = None
         if c.kl:
             folder = model_folder(Path(c.reference or c.init), say)
@@ -226,11 +278,9 @@ class ReinforceRun(Run):
         c, loader = self.config, self.loader
         first = loader.position + loader.rank * (loader.B // loader.world)
         prompts = [self.corpus.train[loader.order(e)[w]] for e, w in loader.next_windows()]
-        # temperature 1: the tokens are drawn from the distribution whose log-probabilities training
-        # computes
         completions = self.generate(
             prompts,
-            temperature=1.0,
+            **vars(c.sampling()),
             seed=[seed_of(c.seed, first + i) for i in range(len(prompts))],
             logprobs=0,
             n=c.group,
@@ -258,20 +308,24 @@ class ReinforceRun(Run):
             "completion_tokens": tokens / n,
             "equal_groups": same * c.group / n,
         }
-        if self.reference is None:
-            reference = None
-        else:
-            reference = self.reference_logprobs(ids, targets)
-        return Rollouts(ids, targets, drawn, advantages, reference)
+        return self.with_constants(Rollouts(ids, targets, drawn, advantages))
 
-    @no_grad()
-    def reference_logprobs(self, ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """(B, T) float32"""
-        assert self.reference is not None
-        parts = []
-        with batch_invariant(self.config.exact):
-            for part, _ in self.micro_batches(Batch(ids, targets)):
-                parts.append(to_numpy(self.reference.logprobs(part.ids, part.targets).data))
+    def with_constants(self, batch: Rollouts) -> Rollouts:
+        """Compute what stays the same in all updates of a step: the kept tokens, and the
+        log-probabilities of the reference."""
+        reference = self.reference
+        if self.sampling.truncates and (reference or self.config.updates > 1):
+            kept = lambda x: self.model.kept_tokens(x.ids, x.targets, self.sampling)
+            batch = batch._replace(kept=self.without_gradient(kept, batch))
+        if reference is None:
+            return batch
+        logprobs = lambda x: reference.logprobs(x.ids, x.targets, None, self.sampling, x.kept).data
+        return batch._replace(reference=self.without_gradient(logprobs, batch))
+
+    def without_gradient(self, compute: Callable[[Rollouts], Array], batch: Rollouts) -> np.ndarray:
+        """Return the results of a function of micro-batches, for all rows."""
+        with no_grad(), batch_invariant(self.config.exact):
+            parts = [to_numpy(compute(part)) for part, _ in self.micro_batches(batch)]
         return np.concatenate(parts)
 
     # ------------------------------------------------------------------------- one step
@@ -330,8 +384,8 @@ class ReinforceRun(Run):
 
     def loss(self, batch: Rollouts, inv_count: Array) -> Tensor:  # type: ignore[override]
         """Return the clipped loss of some rows of `next_batch`."""
-        logprobs = self.model.logprobs(batch.ids, batch.targets)
-        host = each_array(batch, to_numpy)
+        logprobs = self.model.logprobs(batch.ids, batch.targets, None, self.sampling, batch.kept)
+        host = each_array(batch._replace(kept=None), to_numpy)
         result = surrogate(
             to_numpy(logprobs.data),
             host.drawn,

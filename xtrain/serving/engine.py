@@ -128,6 +128,7 @@ class Engine:
             self.max_seq_len,
             options.batch_invariant,
             options.graph,
+            options.logprobs_of,
         )
         weights_version = lambda: model.arena.version.count
         make = functools.partial(self.scheduler_type, self._limits(), weights_version)

@@ -57,6 +57,14 @@ KVCache = Annotated[
         "precision says"
     ),
 ]
+LogprobsOf = Annotated[
+    Literal["model", "sampled"],
+    Doc(
+        "of which distribution the log-probabilities of an answer's tokens are: the model's own, or "
+        "the one that they are drawn from, after constraints, bias, penalties, temperature, min-p, "
+        "top-k and top-p (vLLM: raw_logprobs, processed_logprobs)"
+    ),
+]
 PrefillInterval = Annotated[
     int | None,
     Doc(
@@ -115,6 +123,7 @@ class EngineOptions:
     weights: Weights = "full"
     prefill_interval: PrefillInterval = None
     kv_cache: KVCache = "full"
+    logprobs_of: LogprobsOf = "model"
 
     def sizes(self, model: Transformer) -> Sizes:
         """Check the options for a model. Return the sizes that None stands for. Raises
@@ -147,6 +156,10 @@ class EngineOptions:
         if self.kv_cache not in CACHE_KINDS:
             raise UserError(
                 f"kv_cache {self.kv_cache!r} is not known: choose {', '.join(CACHE_KINDS)}"
+            )
+        if self.logprobs_of not in ("model", "sampled"):
+            raise UserError(
+                f"logprobs_of {self.logprobs_of!r} is not known: choose model or sampled"
             )
         if self.batch_invariant and self.kv_cache != "full":
             raise UserError(

@@ -50,7 +50,8 @@ class Completion(list[int]):
     queue_seconds   until it got a slot
     logprobs    if requested, for each token: its log-probability, and the most likely tokens with
                 theirs, in order; else None. They are log_softmax of the model's logits, before
-                temperature, bias and penalties
+                temperature, bias and penalties; in an engine with logprobs_of="sampled" of the
+                logits after them, -inf for a token that is not kept
     """
 
     reason: str | None = None

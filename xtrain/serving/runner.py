@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Array, cupy, is_gpu, mapped_array, to_device, to_numpy
+from ..kernels.decoding.kept_tokens import kept_tokens, sampled_logits
 from ..kernels.decoding.logprobs import MAX_TOP, token_logprobs
 from ..kernels.decoding.penalties import (
     MAX_BIASES,
@@ -115,12 +116,14 @@ class Runner:
         max_seq_len: int,
         invariant: bool = False,
         graph: bool = True,
+        logprobs_of: str = "model",
     ):
         self.model = model
         self.cache = cache
         self.max_batch = max_batch
         self.max_seq_len = max_seq_len
         self.invariant = invariant
+        self.logprobs_of = logprobs_of
         table_blocks = -(-max_seq_len // cache.S)
         self.batch = DecodeBatch(max_batch, table_blocks, model.device)
         self.penalties: Penalties | None = None
@@ -358,7 +361,7 @@ class Runner:
         slots_B = batch["penalty_slot"]
         of_model = logits
         if penalized and self.penalties is not None:
-            if scored:  # log-probabilities are those of the model
+            if scored and self.logprobs_of == "model":
                 of_model = logits.copy()
             apply_penalties(logits, self.penalties, slots_B, batch["step"], vocab)
         sample(
@@ -377,6 +380,11 @@ class Runner:
             count_tokens(self.penalties, slots_B, ids_B)
         if not scored:
             return ()
+        if self.logprobs_of == "sampled":
+            temperature_B = batch["temperature"]
+            rules = (temperature_B, batch["top_k"], batch["top_p"], batch["min_p"])
+            masks = kept_tokens(logits, ids_B, *rules, vocab)
+            sampled_logits(logits, temperature_B, masks, vocab)
         return token_logprobs(of_model, ids_B, MAX_TOP, vocab)
 
     def _write_penalties(self, request: Request) -> None:

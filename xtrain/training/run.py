@@ -29,7 +29,7 @@ from ..nn.cuda_graph import Graphed
 from ..nn.model import Transformer
 from ..nn.modules import Arena
 from ..nn.optim import COSINE, AdamW, Decay, learning_rate
-from ..run_options import RESUME_KEYS, RunOptions
+from ..run_options import RunOptions
 from . import checkpoint
 from .checkpoint import Snapshot
 from .nonfinite import first_nonfinite
@@ -494,7 +494,7 @@ def check_unchanged(
     world: the number of ranks.
     """
     made_on = saved.state["made_on"]
-    changed = option_changes(saved.state["options"], now)
+    changed = option_changes(saved.state["options"], now, config)
     if made_on.get("ranks") != world:  # the share of each rank has another size
         changed.pop("micro_batch", None)
     if 1 in (made_on.get("ranks"), world):  # one rank communicates no gradients
@@ -513,11 +513,17 @@ def check_unchanged(
     raise UserError(f"cannot resume {saved.folder}: {'; '.join(refused)}: {', '.join(advice)}")
 
 
-def option_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+def option_changes(then: dict[str, Any], now: dict[str, Any], config: RunOptions) -> dict[str, str]:
     """{name: sentence about the difference} between two Run.resume_options()."""
     # older checkpoints lack the newer options; their runs used what are the defaults now
     defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    defaults |= {f.name: f.default for f in fields(TrainConfig) if f.name in RESUME_KEYS}
+    for options in (TrainConfig, config):
+        keys = config.resume_keys()
+        defaults |= {
+            f.name: f.default
+            for f in fields(options)
+            if f.name in keys and f.default is not MISSING
+        }
     then = {name: default for name, default in defaults.items() if name in now} | then
     then, now = (json.loads(json.dumps(options)) for options in (then, now))
     changed = {

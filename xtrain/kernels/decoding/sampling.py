@@ -29,6 +29,8 @@ Random numbers come from a counter, not from a state: Philox 4x32-10 (Salmon et 
 seed, sequence number and step.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ...device import Array
@@ -51,6 +53,7 @@ from .sampling_search import Sizes, make_top_kernel
 SIZES = Sizes()
 MAX_TOP_K = SIZES.keys
 MIN_TEMPERATURE = 1e-5  # 1 / temperature times a difference of logits must be a float32
+COLUMNS = {"temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32"}
 
 
 # ----------------------------------------------------------------------------- reference
@@ -108,7 +111,49 @@ def sample_ref(logits_V, temperature, top_k, top_p, seed, sequence, step, min_p=
     return int(ids[np.searchsorted(np.cumsum(w), goal, side="right")])
 
 
+def last_kept_ref(logits_V, temperature, top_k, top_p, min_p=0.0):
+    """`last_kept` of one row in NumPy -> the id; -1 if a logit is NaN"""
+    logits_V = np.asarray(logits_V, np.float32)
+    if np.isnan(logits_V).any():
+        return -1
+    if temperature <= 0 or np.isinf(logits_V.max()):
+        return int(np.argmax(logits_V))
+    ids, w = kept_ref(logits_V, temperature, top_k, top_p, min_p)
+    return int(ids[w > 0][-1])
+
+
 # ----------------------------------------------------------------------------- launchers
+@dataclass(frozen=True)
+class Sampling:
+    """From which distribution tokens are drawn, one for all rows: see the top of this file.
+
+    Raises ValueError for values that `sample` does not support.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def truncates(self) -> bool:
+        """False if every token is kept."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def columns(self, like: Array, B: int) -> tuple[Array, Array, Array, Array]:
+        """Return temperature, top_k, top_p and min_p of B rows, on the device of `like`."""
+        new = []
+        for name, dtype in COLUMNS.items():
+            column = empty(like, B, np.dtype(dtype))
+            column.fill(getattr(self, name))
+            new.append(column)
+        temperature_B, top_k_B, top_p_B, min_p_B = new
+        return temperature_B, top_k_B, top_p_B, min_p_B
+
+
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> None:
     """Raise ValueError for parameters that `sample` does not support. Call this for each request:
     kernels cannot raise."""
@@ -118,6 +163,9 @@ def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float = 
     check(0 <= top_k <= MAX_TOP_K, f"top_k {top_k}: expected 0 (off) to {MAX_TOP_K}")
     check(0 < top_p <= 1, f"top_p {top_p}: expected more than 0 and at most 1 (off)")
     check(0 <= min_p <= 1, f"min_p {min_p}: expected 0 (off) to 1")
+
+
+UNCHANGED = Sampling()  # the model's own distribution
 
 
 def sample(
@@ -166,7 +214,50 @@ def sample(
             rules = temperature, top_k, top_p, *numbers, min_p
             ids_B[b] = sample_ref(logits_BV[b, :vocab], *rules)
         return
+    _launch(logits_BV, ids_B, arrays[1:], vocab, min_p_B is not None, False)
+
+
+def last_kept(
+    logits_BV: Array,
+    temperature_B: Array,
+    top_k_B: Array,
+    top_p_B: Array,
+    min_p_B: Array,
+    vocab: int,
+) -> Array:
+    """Return the last token, in the order of `sample`, that min-p, top-k and top-p keep, (B,)
+    int32: the kept tokens are this one and those before it. The first one at temperature 0; -1 for
+    a row that has a NaN among its logits.
+
+    Arguments and errors as in `sample`.
+    """
+    check_array("last_kept", "logits", logits_BV, (None, None), FLOATS)
+    B, V = logits_BV.shape
+    check(0 < vocab <= V, f"last_kept: a vocabulary of {vocab}, the logits have {V} columns")
+    rules = (temperature_B, top_k_B, top_p_B, min_p_B)
+    for x, (name, dtype) in zip(rules, COLUMNS.items()):
+        check_array("last_kept", name, x, (B,), (dtype,))
+    last_B = empty(logits_BV, B, np.int32)
+    if on_host(logits_BV, *rules):
+        for b in range(B):
+            row_rules = [x[b].item() for x in rules]
+            check_sampling(*row_rules)
+            last_B[b] = last_kept_ref(logits_BV[b, :vocab], *row_rules)
+        return last_B
+    unused = [top_k_B] * 3  # in place of seed, sequence and step
+    _launch(logits_BV, last_B, [*rules, *unused], vocab, True, True)
+    return last_B
+
+
+def _launch(
+    logits_BV: Array, ids_B: Array, columns: list[Array], vocab: int, filtered: bool, last: bool
+) -> None:
+    """Launch the four kernels. columns: from temperature to step, as the kernels have them.
+    filtered, last: see make_weigh_kernel."""
+    B, V = logits_BV.shape
     check(B < 2**16, f"sample: {B} rows in one launch, at most 65535")
+    temperature_B = columns[0]
+    top_k_B = columns[1]
     logits = logits_BV.reshape(-1)
     overlap = can_overlap(logits_BV)
     K = SIZES.keys
@@ -179,8 +270,8 @@ def sample(
     state_BF = new((B, FIELDS))
     candidates = new(B * SIZES.room)
     counters = zero_counters(logits_BV, B, "sample")
-    variant = (SIZES, min_p_B is not None, overlap)
-    work = (top_B, *arrays[1:])
+    variant = (SIZES, filtered, overlap, last)
+    work = (top_B, *columns)
     sizes = (length, vocab, V)
     run = lambda kernel, *args: launch(kernel, (blocks, B), SIZES.threads, *args, overlap=overlap)
     top = make_top_kernel(SIZES, overlap)

@@ -99,9 +99,9 @@ def tokens_needed(temperature, top_k, K):
 
 # ----------------------------------------------------------------------------- the kernels
 @functools.cache
-def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
+def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool, last: bool = False):
     """Return the kernel of the second launch. filtered: there is a min_p. overlap: it may start
-    before the previous one has ended."""
+    before the previous one has ended. last: search the last token that is kept, draw none."""
     THREADS = sizes.threads
     BATCH = sizes.batch
     K = sizes.keys
@@ -130,7 +130,7 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
             cut = int64(-1)
             least = total
             greatest = total
-            if p < float32(1.0):
+            if last or p < float32(1.0):
                 goal = end_of_top_p(total, p)
                 cut, before_cut, weight = find(values, goal, scratch, place_s)
                 least = goal + 1
@@ -204,7 +204,9 @@ def make_weigh_kernel(sizes: Sizes, filtered: bool, overlap: bool):
         if arrive_last(counters, b, cuda.gridDim.x, last_s):
             values = cuda.local.array(EACH, int64)
             load_bins(values, bins, b * K)
-            fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
+            fraction = int64(0)
+            if not last:
+                fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
             choose_bins(state_BF[b], values, scratch, place_s, need, fraction, top_p_B[b])
 
     return sample_weigh_kernel
@@ -245,9 +247,9 @@ def make_gather_kernel(sizes: Sizes, overlap: bool):
 
 
 @functools.cache
-def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
-    """Return the kernel of the fourth launch, of sizes.sorters threads. filtered, overlap: see
-    make_weigh_kernel"""
+def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool, last: bool = False):
+    """Return the kernel of the fourth launch, of sizes.sorters threads. filtered, overlap, last:
+    see make_weigh_kernel"""
     K = sizes.keys
     ops = make_search(sizes.for_sorting(), DISTANCE, weight_of)
     EACH = ops.EACH
@@ -312,15 +314,18 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
                 sortable = True
                 cuda.syncthreads()  # the list is read before it is overwritten
         if sortable:
-            last = int64(LAST_KEY)
-            size = collect(shared, listed, row, int64(0), int64(K), low, last, int64(KEY), True)
+            high = int64(LAST_KEY)
+            size = collect(shared, listed, row, int64(0), int64(K), low, high, int64(KEY), True)
             sort_keys(keys_s, size)
         if need > 0:
             weigh_list(values, keys_s, limit, row, lo, hi)
             kept = total_of(values, scratch)
         p = top_p_B[b]
-        fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
-        draws = p >= float32(1.0)  # otherwise the last token that top-p keeps is searched first
+        fraction = int64(0)
+        draws = False  # the last token that top-p keeps is searched first, if one is cut off
+        if not last:
+            fraction = random_fraction(seed_B[b], sequence_B[b], step_B[b])
+            draws = p >= float32(1.0)
         goal = end_of_top_p(kept, p)
         before = state_BF[b, BEFORE_CUT]
         begin = cut
@@ -335,7 +340,7 @@ def make_draw_kernel(sizes: Sizes, filtered: bool, overlap: bool):
                 before += narrow(shared, listed, row, begin, end, goal - before, False)
             weigh_list(values, keys_s, limit, row, begin, end)
             i, skipped, weight = find(values, goal - before, scratch, place_s)
-            if draws:
+            if last or draws:
                 break
             kept = before + skipped + weight
             draws = True
