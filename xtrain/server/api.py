@@ -77,6 +77,17 @@ class Body(BaseModel):
             raise FieldError(name, f"{name} is not supported: leave it out")
         return self
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Describe the fields without an effect, too."""
+        schema: dict[str, Any] = handler(core_schema)
+        described = handler.resolve_ref_schema(schema)
+        others: dict[str, Any] = {name: {"description": why} for name, why in cls.harmless.items()}
+        others |= {name: {"enum": [None, *values]} for name, values in cls.neutral.items()}
+        described["properties"] = others | described["properties"]
+        described["additionalProperties"] = False
+        return schema
+
     def forget_extra(self) -> None:
         """Forget the fields that have no effect, which may be long."""
         self.__pydantic_fields_set__.intersection_update(type(self).model_fields)
