@@ -156,7 +156,7 @@ class Preparation:
         if name not in (None, self.name):
             raise ApiError(
                 404,
-                f"there is no model {name!r} here: use {self.name!r}",
+                f"there is no model {name[:100]!r} here: use {self.name!r}",
                 code="model_not_found",
                 param="model",
             )
