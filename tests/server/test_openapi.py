@@ -18,6 +18,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
+PLAIN = {"messages": [{"role": "user", "content": "def f"}], "input": "def f", "prompt": "def f"}
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SHORT = st.sampled_from([1, 2, 3])  # so that an answer takes milliseconds
 
@@ -97,6 +98,9 @@ class Bodies:
         body = draw(self.object(schema))
         for name in LIMITS[:1] if "max_tokens" in schema["properties"] else ():
             body.setdefault(name, draw(SHORT))
+        for name in sorted(PLAIN.keys() & body.keys()):
+            if draw(st.booleans()):
+                body[name] = PLAIN[name]
         if draw(st.booleans()):
             names = [name for name in schema["properties"] if name not in LIMITS]
             body[draw(st.sampled_from([*names, "unknown"]))] = draw(ANYTHING)
